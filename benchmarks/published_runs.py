@@ -203,7 +203,7 @@ NOT_PLANNED = {
     "Llama 3.1 8B and 70B on v6e-256 (MaxText tiers)": "batch and rematerialisation not published",
     "Llama 3.1 8B on v6e-64": "sizes published, a step time is not",
     "Llama 3 70B on v6e-256 (torchprime)": "how it was rematerialised is not published",
-    "Fuji 70B on 4 x v5litepod-256": "keeps activations on the host, which takes no time here",
+    "Fuji 70B on 4 x v5litepod-256": "activations on the host took no time in the model then",
     "Llama 2 on v4 (PyTorch/XLA SPMD)": "batch and mesh of each figure not published",
 }
 

@@ -254,7 +254,7 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         (["--scan_blocks", "--stream"], "--scan_blocks excludes --stream"),
         (["--offload_activations", "--stream"], "--offload_activations excludes --stream"),
         (["--no_reshard_after_forward", "--stream"], "--stream excludes --no_reshard_after"),
-        (["--tune=v3-8", "--noscan_blocks"], "--tune excludes --scan_blocks"),
+        (["--tune=v3-8", "--stream"], "--tune excludes --stream"),
         (["--max_steps=3"], "Unknown command line flag 'max_steps'"),
     )
 

@@ -240,7 +240,7 @@ class TestVisionTransformer:
             (["--embed_dim=30", "--num_heads=4"], "--embed_dim=30 is not a multiple"),
             (["--image_size=30", "--patch_size=4"], "--image_size=30 is not a multiple"),
             (["--scan_blocks", "--no_grad_ckpt"], "--scan_blocks excludes"),
-            (["--tune=v3-8", "--no_grad_ckpt"], "--tune excludes --no_grad_ckpt"),
+            (["--settings=x", "--no_grad_ckpt"], "--settings excludes --no_grad_ckpt"),
             (["--tune=v3-8", "--plan=v3-8"], "--tune excludes --plan"),
             (["--tune_batch=4"], "--tune_batch needs --tune"),
             (["--tune=v3-8", "--tune_batch=4,x"], "must be numbers from 1 on"),

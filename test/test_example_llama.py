@@ -180,7 +180,7 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         (["--make_folder=made"], "--make_folder=made exists already"),
         ([here, "--keep=nothing"], "--keep=nothing is unknown; blocks have attention, self_attn, "),
         ([here, folder, "--lora_rank=2", "--keep=attention"], "--keep needs scanned blocks"),
-        (["--tune=v3-8", "--scan_blocks"], "--tune excludes --scan_blocks"),
+        (["--tune=v3-8", "--lora_rank=2"], "--tune excludes --lora_rank"),
         (["--tune=v3-9"], "v3-9"),
         ([here, "--settings=no.json"], "--settings=no.json: No such file"),
     )

@@ -4,6 +4,7 @@ runtime can start only once, and here it starts without ranks."""
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 
@@ -354,23 +355,108 @@ def errors_of_the_step_come_out_and_leave_nothing_behind():
 
 
 def large_parameters_take_up_no_memory():
-    """A model of 12 GB, built whole: only the shards of one rank are ever written."""
-    import resource
+    """51 GB on one device: shards, and twice as much optimizer state, however the model is made."""
+    import copy
 
     torch_xla, xr, xla_fsdp, _, trace_step = _imports()
 
-    def step():
-        fsdp = functools.partial(xla_fsdp.XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
-        model = fsdp(nn.Sequential(*[fsdp(nn.Linear(16384, 16384)) for _ in range(12)]))
-        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.randn(1, 16384).to("xla")).sum().backward()
+    class Drawn(nn.Linear):
+        def reset_parameters(self):  # as models of transformers do it
+            self.weight.data.normal_(0.0, 0.02)
+            self.bias.data.zero_()
+
+    ways = {
+        "plain": lambda: [nn.Linear(16384, 16384) for _ in range(12)],
+        "drawn": lambda: [Drawn(16384, 16384) for _ in range(12)],
+        "copied": lambda: [copy.deepcopy(one) for one in [nn.Linear(16384, 16384)] * 12],
+        "converted": lambda: [
+            nn.Linear(16384, 16384).double().to(torch.float32) for _ in range(12)
+        ],
+        "moved": lambda: [nn.Linear(16384, 16384).to("xla") for _ in range(12)],
+        "meta": lambda: [nn.Linear(16384, 16384, device="meta") for _ in range(12)],
+    }
+
+    def step(way, scanned=False, **options):
+        fsdp = functools.partial(
+            xla_fsdp.XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16, **options
+        )
+        blocks = ways[way]()
+        if scanned:
+            model = fsdp(nn.Sequential(xla_fsdp.scan_blocks(blocks, compute_dtype=torch.bfloat16)))
+        else:
+            model = fsdp(nn.Sequential(*map(fsdp, blocks)))
+        stepper = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.randn(64, 16384).to("xla")).sum().backward()
         stepper.step()
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    bound = trace_step(step, 0, 512).bound
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert bound.parameters == 12 * (16384**2 + 16384)
-    assert grown < 1 << 30, grown
+    offload = {"cpu_offload": xla_fsdp.CPUOffload()}
+    mapped = _mapped_bytes()
+    programs = set()
+    for way, options in [
+        *((way, {}) for way in ways),
+        ("plain", offload),
+        ("plain", {"scanned": True}),
+    ]:
+        traced = trace_step(functools.partial(step, way, **options), 0, 1)
+        assert traced.bound.parameters == 12 * (16384**2 + 16384)
+        peak = _peak_bytes()
+        assert peak < 2 << 30, (way, options, peak)
+        if not options:
+            programs.add(traced.fingerprint)
+    assert len(programs) == 1
+    gc.collect()
+    assert _mapped_bytes() - mapped < 4 << 30, "the pages of a model are still mapped"
+
+
+def _peak_bytes():
+    """The most memory that this process ever had, without that of its parent before the start."""
+    with open("/proc/self/status") as file:
+        return 1024 * int(next(line.split()[1] for line in file if line.startswith("VmHWM")))
+
+
+def _mapped_bytes():
+    """Of the address space of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def values_from_outside_survive():
+    """What a step converts, copies or sends keeps values that it had before the step."""
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+    torch.manual_seed(0)
+    outer, table = nn.Linear(512, 512), torch.arange(1 << 17)
+    before = outer.weight.detach().clone()
+    seen = []
+
+    def step():
+        half = outer.weight.detach().to(torch.bfloat16)
+        seen.append((half, outer.weight.data.clone(), torch.zeros(1 << 17) + 1))
+        sent = table.to("xla")
+        seen.append(sent.cpu())
+        seen.append(outer.weight.detach().to("xla", torch.bfloat16).cpu())
+        return _step()()
+
+    trace_step(step, 0, 8)
+    (half, copied, ones), read, read_half = seen
+    assert torch.equal(half, before.bfloat16()) and torch.equal(copied, before)
+    assert torch.equal(outer.weight, before) and torch.equal(ones, torch.ones(1 << 17))
+    assert torch.equal(read, table) and torch.equal(read_half, half)
+
+
+def an_initialization_that_leaves_something_out_is_noticed():
+    """On the meta device, as without a plan; only values of large tensors are not needed."""
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+
+    class Forgetful(nn.Linear):
+        def reset_parameters(self):
+            nn.init.zeros_(self.weight)
+
+    def step():
+        model = xla_fsdp.XlaFullyShardedDataParallel(Forgetful(512, 512, device="meta"))
+        model(torch.ones(4, 512).to("xla")).sum().backward()
+
+    with pytest.raises(RuntimeError, match="gives no values to its parameter 'bias'"):
+        trace_step(step, 0, 8)
 
 
 def other_threads_make_tuples_meanwhile():
@@ -430,6 +516,8 @@ CHECKS = [
     a_forward_alone_is_a_program_too,
     errors_of_the_step_come_out_and_leave_nothing_behind,
     large_parameters_take_up_no_memory,
+    values_from_outside_survive,
+    an_initialization_that_leaves_something_out_is_noticed,
     other_threads_make_tuples_meanwhile,
     names_reach_the_program,
 ]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from xla_fsdp.planning.records import Collective, Op, Schedule
+from xla_fsdp.planning.records import Collective, HostCopy, Op, Schedule
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.tpu.chips import LAUNCH
 from xla_fsdp.tpu.links import Links, collective_seconds, describe, odd_groups
@@ -46,11 +46,46 @@ def columns(width, height):
 def schedule(*what):
     ops = tuple(w for w in what if isinstance(w, Op))
     collectives = tuple(w for w in what if isinstance(w, Collective))
-    return Schedule(100, ops, collectives, (), (0,) * 100, 0, {})
+    copies = tuple(w for w in what if isinstance(w, HostCopy))
+    return Schedule(100, ops, collectives, (), (0,) * 100, 0, {}, host_copies=copies)
 
 
 def op(index, seconds, times=1):
     return Op(index, f"fusion.{index}", "fusion", round(seconds * 1.5e9), times)
+
+
+# Copies to the host and back: 15 GB/s each way of a v5e.
+
+
+def test_what_compute_does_not_hide_of_a_copy_is_added():
+    copy = HostCopy(0, 2, 15_000_000, to_host=True)  # 1 ms
+    time = time_step(schedule(op(1, 0.4e-3), copy), V5E, 1e9)
+    assert time.copies == pytest.approx(0.6e-3) and time.step == pytest.approx(1e-3)
+    assert time.exposed == 0.0
+    hidden = time_step(schedule(op(1, 2e-3), copy), V5E, 1e9)
+    assert hidden.copies == 0.0 and hidden.step == pytest.approx(2e-3)
+    measured = time_step(schedule(op(1, 0.4e-3), copy), V5E, 1e9, host_link=(30e9, 1e9))
+    assert measured.step == pytest.approx(0.5e-3)
+    half = time_step(schedule(copy), V3, 1e9)  # two devices share the link of a chip
+    assert half.step == pytest.approx(2e-3)
+
+
+def test_copies_one_way_follow_each_other_and_those_back_do_not_wait():
+    both = [HostCopy(0, 9, 15_000_000, True), HostCopy(1, 8, 15_000_000, False)]
+    assert time_step(schedule(*both), V5E, 1e9).step == pytest.approx(1e-3)
+    same = [HostCopy(0, 9, 15_000_000, True), HostCopy(1, 8, 15_000_000, True)]
+    assert time_step(schedule(*same), V5E, 1e9).step == pytest.approx(2e-3)
+    waited_for = HostCopy(3, 3, 15_000_000, True)  # not asynchronous
+    assert time_step(schedule(op(1, 1e-3), waited_for), V5E, 1e9).copies == pytest.approx(1e-3)
+
+
+def test_copies_in_a_loop_count_as_often_as_it_runs():
+    copy = HostCopy(0, 2, 15_000_000, True, times=10)
+    time = time_step(schedule(op(1, 0.4e-3, times=10), copy), V5E, 1e9)
+    assert time.copies == pytest.approx(6e-3) and time.step == pytest.approx(10e-3)
+    late = HostCopy(5, 6, 15_000_000, True)
+    time = time_step(schedule(op(1, 0.4e-3, times=10), copy, late), V5E, 1e9)
+    assert time.step == pytest.approx(11e-3)
 
 
 # The links.

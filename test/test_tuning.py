@@ -17,6 +17,7 @@ from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import Measured, Search
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
+from xla_fsdp.planning.tuning.tuning import Tuning
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError
 from xla_fsdp.tpu.compiler_options import for_large_matmuls
 from xla_fsdp.tpu.topology import resolve
@@ -164,10 +165,65 @@ def test_the_fastest_that_fits_is_found_and_nothing_that_does_not():
     assert trials[0].settings.recompute == 4
     for trial in trials:
         if trial.measured is None and trial.estimate.hbm > 1.5 * 14 * GIB:
-            assert "would not fit: " in trial.rejected
+            assert "would not fit by " in trial.rejected
     kept = next(trial for trial in trials if trial.settings == ShardingSettings())
-    assert "does not fit: " in kept.rejected or "would not fit: " in kept.rejected
+    assert "does not fit by " in kept.rejected or "would not fit by " in kept.rejected
     assert 'of 14.0 GiB; with recompute="all" it would need ' in kept.rejected
+
+
+def with_own(seconds, fits=True, batch=1, budget=8):
+    """A search beside a step of the caller's that takes ``seconds``, and what is said of it."""
+    search, _, compiler = searched()
+    own = Measured(seconds, seconds, 0.0, 9 * GIB if fits else 12.5 * GIB, fits, 0.5, 1.0)
+    search = Search(search.space, search.estimates, compiler, 10 * GIB, budget, own=own,
+                    own_batch=batch, compilations=1)  # fmt: skip
+    trials = search.run()
+    found = Tuning(search.answer(), tuple(trials), "v3-8", 8, 10 * GIB, budget,
+                   search.compilations, 0, False, own=own, own_batch=batch)  # fmt: skip
+    return search, found
+
+
+def test_an_own_step_that_is_faster_is_the_answer():
+    search, found = with_own(seconds=1e-6)
+    assert search.best() is not None and found.settings is None and found.best is None
+    assert str(found).startswith("BEST: your own step as it is: 0.00 ms a step (model)")
+    measured = [trial for trial in found.trials if trial.measured is not None]
+    assert measured and all("times the time of the best" in trial.rejected for trial in measured)
+    own = next(line for line in str(found).splitlines() if line.startswith("your own step"))
+    assert own.endswith("best") and json.loads(found.to_json())["own"]["seconds"] == 1e-6
+
+
+def test_settings_are_the_answer_only_if_they_are_faster():
+    _, found = with_own(seconds=10.0)
+    assert found.settings is not None and found.best.measured.seconds < 10.0
+    assert " times the time of your own step" in str(found).splitlines()[0]
+    # Of a larger batch a sample is what counts.
+    _, found = with_own(seconds=10.0, batch=10**6)
+    assert found.settings is None
+
+
+def test_an_own_step_that_does_not_fit_says_by_how_much():
+    _, found = with_own(seconds=0.0, fits=False)
+    assert found.settings is not None
+    excess = "does not fit by 2.5 GiB: 12.5 of 10.0 GiB"
+    first, *others = str(found).splitlines()
+    assert f"your own step {excess}" in first and any(line.endswith(excess) for line in others)
+    _, found = with_own(seconds=0.0, fits=False, budget=1)
+    assert str(found).startswith("NOTHING FITS")
+
+
+def test_inputs_on_the_host_take_time():
+    """Where copies take longer than the forward, a step is modelled that much longer."""
+    kept = ShardingSettings(recompute="all")
+    offloaded = kept.changed(offload=True)
+
+    def exposed(held):
+        estimates = Estimates({"blocks": facts(held=held)}, V3)
+        return estimates.of(offloaded).exposed - estimates.of(kept).exposed
+
+    assert exposed(held=GIB / 4) == 0.0  # 18 ms each way at 7.5 GB/s, while 41 and 122 ms compute
+    more = 8 * GIB / 16 * 8 / 7.5e9  # of each of eight blocks a 16th
+    assert exposed(held=8 * GIB) == pytest.approx((more - 0.041) + (more - 0.122))
 
 
 def test_where_a_script_does_not_fit_what_is_next_at_hand_is_compiled_next():
@@ -328,6 +384,7 @@ def test_wrong_searches_say_what_is_allowed(search, error, message):
         ({"batch": 0}, ValueError, "batch must be .*got 0"),
         ({"batch": []}, ValueError, r"batch must be .*got \[\]"),
         ({"batch": 4, "search": {"batch": [4]}}, ValueError, "exclude each other"),
+        ({"baseline": 3}, TypeError, "baseline must be a function without arguments.*got 3"),
         ({"calibration": Calibration("v4")}, CalibrationError, "is of v4; the plan is for v3"),
     ],
 )
@@ -384,6 +441,10 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
     with mock.patch.object(compiler, "_run", side_effect=AssertionError("compiled again")):
         again = tune(small_step(), "v3-8", **how)
         assert again.settings == found.settings and again.from_cache == 2
+        # The same step without settings is as fast, and so the answer.
+        own = tune(small_step(), "v3-8", baseline=lambda: small_step()(found.settings), **how)
+        assert own.settings is None and own.own.seconds == found.best.measured.seconds
+        assert own.compilations == 2 and str(own).startswith("BEST: your own step as it is")
         # With chips that compute ten times slower only the times differ.
         chip = resolve("v3-8").chip
         slow = Calibration("v3", matrix_flops=chip.flops / 10)

@@ -13,6 +13,7 @@ from .launching import launch_or_plan, refusals
 from .script import Stop, exclude, in_a_line, require
 
 OF_BLOCKS = "scan_blocks checkpoint_activations offload_activations stream no_reshard_after_forward"
+NOT_TUNED = ("stream", "lora_rank")
 TUNE = "search the fastest sharding of this run on a TPU slice, e.g. v3-8, instead of running it; "
 TUNE += "needs no TPU. Exit code 0 if a sharding fits into memory, 3 if none does"
 flags.DEFINE_string("tune", None, TUNE)
@@ -26,7 +27,7 @@ require("tune_batch", lambda given: all(n.strip().isdecimal() and int(n) for n i
 
 
 def settle(options: SimpleNamespace, *others: str) -> bool:
-    """Reads the settings into ``options.sharding``; returns whether there are any.
+    """Reads ``--settings`` into ``options.sharding``; returns whether there are any.
 
     Sets ``options.batch_size`` if the settings have a batch size.
 
@@ -37,6 +38,8 @@ def settle(options: SimpleNamespace, *others: str) -> bool:
     if options.tune_batch and not options.tune:
         raise Stop("--tune_batch needs --tune", code=2)
     given = "--tune" if options.tune else "--settings" if options.settings else ""
+    if options.tune:  # the other flags make the step that --tune compares with
+        others = tuple(name for name in others if name in NOT_TUNED)
     others = [name for name in others if flags.FLAGS[name].present]
     if given and others:
         raise Stop(f"{given} excludes --{others[0]}", code=2)
@@ -47,7 +50,7 @@ def settle(options: SimpleNamespace, *others: str) -> bool:
             options.sharding = xla_fsdp.ShardingSettings.load(options.settings)
         options.batch_size = options.sharding.batch or options.batch_size
         add_to_environment(options.sharding.compiler_options)
-    return bool(given)
+    return given == "--settings"
 
 
 @contextmanager
@@ -78,14 +81,22 @@ def launch_plan_or_tune(train: Callable, args: tuple, title: str) -> None:
         chosen.batch_size = settings.batch or options.batch_size
         train(xr.global_ordinal(), chosen, *args[1:])
 
+    def own() -> None:
+        import torch_xla.runtime as xr
+
+        train(xr.global_ordinal(), *args)
+
     batch = [int(one) for one in options.tune_batch] or None
+    baseline = None if batch else own  # of the batch that the flags say
     how = {"budget": options.tune_budget, "title": title, "calibration": options.calibration}
     with refusals("--tune", options):
-        found = xla_fsdp.tune(step, options.tune, batch=batch, **how)
+        found = xla_fsdp.tune(step, options.tune, batch=batch, baseline=baseline, **how)
     print(found)
-    if found.settings is None:
+    if found.settings is None and not (found.own and found.own.fits):
         raise Stop(str(found).splitlines()[0], code=3)
-    if options.settings:
+    if found.settings is None:
+        print("no settings are saved: the same command without --tune is fastest")
+    elif options.settings:
         with applied(options):
             found.settings.save(options.settings)
         print(f"saved to {options.settings}: the same command with --settings instead of --tune")

@@ -1,11 +1,35 @@
-"""Host values as program inputs instead of constants."""
+"""Values of the host as data of a program; in a plan, data without memory.
+
+A plan computes nothing, so large tensors of its simulated rank need no values. On the host they are
+pages that nobody writes, which take up no memory; on the device they share the pages of the host.
+"""
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch_xla.utils.dlpack import from_dlpack
+
+from ..ranks.rank import is_pretending
+
+# From so many elements on, a tensor of a plan has no values.
+LARGE = 1 << 16
+# The address that XLA requires of memory that it shares is a multiple of this.
+_ALIGNMENT = 64
+# Reserves no swap space, so that pages may exceed the memory of the host. Python 3.13 names it.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+# What torch exports by DLPack and torch_xla imports.
+_SHARED = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+})  # fmt: skip
 
 
 def as_data(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -14,5 +38,39 @@ def as_data(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     This is a transfer and no program, whatever the size. ``.to()`` would make a constant of a
     single element, and the program would differ for each value; all ranks must have the same one.
     """
+    if is_pretending() and (shared := share(value, device)) is not None:
+        return shared
     sent: Any = xm.send_cpu_data_to_device([value], device)  # a list, whatever its annotation says
     return sent[0]
+
+
+def share(value: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """A tensor on ``device`` that uses the memory of ``value`` and keeps it alive; for plans.
+
+    ``None`` where a copy is necessary: ``value`` is small (``.to()`` makes constants of some), or
+    of a kind that can not be shared, or ``device`` has memory of its own.
+    """
+    if not (
+        value.numel() >= LARGE
+        and value.device.type == "cpu"
+        and value.dtype in _SHARED
+        and value.is_contiguous()
+        and value.data_ptr() % _ALIGNMENT == 0
+        and xr.device_type() == "CPU"
+    ):
+        return None
+    shared: torch.Tensor = from_dlpack(torch.Tensor.detach(value))
+    return shared if shared.device == device else None
+
+
+def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU for a plan. Large ones take up no memory as long as nobody writes them.
+
+    The system provides a page at the first write. ``torch.zeros`` may use memory that was written
+    before.
+    """
+    count = math.prod(shape)
+    if count < LARGE:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=_PAGES)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)

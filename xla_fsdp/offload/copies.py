@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .. import xlac
-from ..collectives.host_data import as_data
+from ..collectives.host_data import as_data, unwritten
 from ..ranks.rank import is_pretending
-from ..sharding.cpu_offload import HostShard, unwritten
+from ..sharding.cpu_offload import HostShard
 from ..sharding.layout import computed_in
 from ..sharding.sharded_parameter import local
 

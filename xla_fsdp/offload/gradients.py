@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from .. import xlac
+from ..collectives.host_data import unwritten
 from ..ranks.rank import is_pretending
-from ..sharding.cpu_offload import HostShard, unwritten
+from ..sharding.cpu_offload import HostShard
 from ..sharding.sharded_parameter import accumulate, on_local_parts
 
 # Bytes that are fetched at a time, unless one tensor has more.

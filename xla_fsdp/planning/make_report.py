@@ -25,6 +25,7 @@ from .program.schedule import read_schedule
 from .records import CompilerMemory, HostNeeds, Part, Schedule, Timing
 from .reporting import advice
 from .reporting.report import Report
+from .reporting.suggestions import Situation, suggestions
 from .timing import time_step
 from .tracing.step import TracedStep
 
@@ -67,7 +68,8 @@ def make_report(
     schedule, memory = _laid_out(compiled, step, where.chip)
     memory = replace(memory, beside=beside)
     chip = where.chip
-    timing = time_step(schedule, where, compiled.model_flops)
+    link = _host_link(chip, measured)
+    timing = time_step(schedule, where, compiled.model_flops, link)
     notes = list(odd_groups(schedule.collectives, where))
     if compiled.refusal and compiled.scheduled:
         notes.append(
@@ -77,12 +79,15 @@ def make_report(
             "arguments and outputs."
         )
     if schedule.to_host or schedule.to_device:
+        out, back = schedule.to_host / link[0], schedule.to_device / link[1]
+        source = chip.sources["pcie_bandwidth"]
+        if measured is not None and measured.to_host and measured.to_device:
+            source = measured.source
         notes.append(
-            "Copies between HBM and host memory take no time in this model, because the speed of "
-            "the links between them is not published. They overlap with compute if the links are "
-            "fast enough."
+            f"Copies to the host take {1e3 * out:.2f} ms of a step and those back "
+            f"{1e3 * back:.2f} ms ({source}), overlapped with compute in the order of the "
+            f"schedule: they add {1e3 * timing.copies:.2f} ms to the step."
         )
-        notes += _copies(schedule, measured)
     if measured is not None:
         notes.append(measured.note(published))
     needs = None
@@ -128,21 +133,32 @@ def make_report(
             advice.warnings(schedule, step, executables, ranks, 1 - memory.required / capacity)
         ),
         notes=tuple(notes),
+        suggestions=tuple(
+            suggestions(
+                Situation(
+                    schedule,
+                    timing,
+                    memory,
+                    capacity,
+                    bool(compiled.refusal),
+                    step.units,
+                    lambda other: time_step(other, where, compiled.model_flops, link).step,
+                    frozenset(host.whose),
+                    chip.scoped_vmem_kib,
+                )  # fmt: skip
+            )
+        ),
         refusal=compiled.refusal,
         host=needs,
     )
 
 
-def _copies(schedule: Schedule, measured: Calibration | None) -> list[str]:
-    """A note on the time of the copies to and from the host; empty without measured rates."""
-    if measured is None or not measured.to_host or not measured.to_device:
-        return []
-    out, back = schedule.to_host / measured.to_host, schedule.to_device / measured.to_device
-    return [
-        f"At the rates in {measured.source}, the copies of a step to the host take "
-        f"{1e3 * out:.2f} ms and the copies back {1e3 * back:.2f} ms, if nothing else uses the "
-        "host's link."
-    ]
+def _host_link(chip: Chip, measured: Calibration | None) -> tuple[float, float]:
+    """Bytes a second from a device to its host, and back: as measured, or as published."""
+    published = chip.pcie_bandwidth / chip.devices
+    if measured is None:
+        return published, published
+    return measured.to_host or published, measured.to_device or published
 
 
 def _laid_out(
@@ -211,6 +227,7 @@ def report_on_parts(
         from_cache=all(report.from_cache for report in found.values()),
         program_bytes=sum(codes.values()),
         warnings=tuple(dict.fromkeys(w for report in found.values() for w in report.warnings)),
+        suggestions=(),  # each would be about one of several programs
         notes=tuple(notes),
     )
 
@@ -232,15 +249,17 @@ def _timing(
     for number, one in enumerate(timings):
         whole += max(one.step, sent[number + 1] / link, back[number] / link)
     collective = sum(one.collective for one in timings)
+    copies = sum(one.copies for one in timings)
     return Timing(
         compute=compute,
         collective=collective,
         overlapped=sum(one.overlapped for one in timings),
-        exposed=whole - compute,
+        exposed=whole - compute - copies,
         step=whole,
         model_flops=flops,
         mfu=flops / (whole * peak) if whole else 0.0,
         slots=max(reports, key=lambda report: report.memory.required).timing.slots,
+        copies=copies,
     )
 
 

@@ -29,6 +29,7 @@ class Op:
     times: int = 1
     module: str = ""  # dotted name of the module it was traced in
     phase: str = ""  # one of PHASES
+    recomputed: bool = False  # by a checkpointed module, in the backward
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,17 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class HostCopy:
+    """A copy between HBM and host memory. ``bytes``: of one execution, without padding."""
+
+    index: int  # where it starts in the schedule
+    done: int  # where its result is waited for; equal to index if synchronous
+    bytes: int
+    to_host: bool
+    times: int = 1
+
+
+@dataclass(frozen=True)
 class Buffer:
     """A piece of HBM that is live from place ``born`` to place ``dies`` (included)."""
 
@@ -88,10 +100,11 @@ class Schedule:
     buffers: tuple[Buffer, ...]  # in HBM only
     curve: tuple[int, ...]  # bytes of HBM in use at every place: the sum of live buffers
     peak_index: int  # where the curve is highest
-    aliased: Mapping[int, int]  # output number to the number of the argument whose buffer it reuses
-    notes: tuple[str, ...] = ()  # assumptions where the program text has no information
-    to_host: int = 0  # bytes copied from HBM to host memory in a step, without padding
-    to_device: int = 0  # bytes copied from host memory to HBM in a step
+    aliased: Mapping[int, int]  # output number to the argument number whose buffer it takes
+    notes: tuple[str, ...] = ()  # what the text did not say and had to be assumed
+    to_host: int = 0  # bytes copied from HBM to the host's memory in a step, without padding
+    to_device: int = 0  # and back
+    host_copies: tuple[HostCopy, ...] = ()
 
     def live_at_peak(self) -> list[Buffer]:
         """The buffers that are live at the peak, largest first."""
@@ -186,10 +199,11 @@ class Timing:
     """Modelled times of one step, in seconds. Nothing of this was measured."""
 
     compute: float  # the compiler's estimated cycles at the chip's clock
-    collective: float  # by the interconnect model, without any overlap
-    overlapped: float  # collective time that overlaps with compute in this schedule
-    exposed: float  # the other collective time
-    step: float  # compute + exposed
-    model_flops: float  # floating-point operations of the model on this device
+    collective: float  # by the interconnect model, as if nothing overlapped
+    overlapped: float  # collective time that compute hides in this schedule
+    exposed: float  # the rest of it
+    step: float  # compute + exposed + copies
+    model_flops: float  # floating-point operations of the model, this device's part
     mfu: float  # model_flops / (step * peak of the device)
     slots: Sequence[Slot] = ()
+    copies: float = 0.0  # what copies to and from the host add to the step

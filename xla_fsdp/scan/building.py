@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from ..collectives.agreement import from_first
+from ..collectives.host_data import LARGE, unwritten
 from ..collectives.world import World
 from ..layers.keeping import ATTENTION
 from ..names import dotted, is_wrapper
-from ..sharding.building import keeps_buffer_dtypes
+from ..ranks.rank import is_pretending
+from ..sharding.building import keeps_buffer_dtypes, own_shard
 from ..sharding.cpu_offload import HostShard, on_host
 from ..sharding.deferred_values import Awaited, Key, comes_later, materialize
 from ..sharding.freeing import release_original_
@@ -170,7 +172,7 @@ class ScanBuilder:
             value = parameter.detach()
             if self.options.sync_module_states:
                 value = from_first(self.world, value)
-            shard = layout.cut([value], self.world.rank)
+            shard = own_shard(layout, [value], self.world)
         release_original_(parameter)
         mark_released(parameter)
         return shard
@@ -180,7 +182,7 @@ class ScanBuilder:
     ) -> None:
         trainable = template.get_parameter(stack.name).requires_grad
         with torch.no_grad():
-            values = torch.stack(shards)
+            values = _stacked(shards)
             if self.options.cpu_offload is None:
                 parameter = nn.Parameter(values.to(self.world.device), requires_grad=trainable)
             else:
@@ -203,3 +205,11 @@ class ScanBuilder:
         stack.shared = len(buffers) > 1 and all(buffer is first for buffer in buffers)
         value = first if stack.shared else torch.stack(buffers)
         stack.put(value.to(device=self.world.device, dtype=dtype))
+
+
+def _stacked(shards: list[torch.Tensor]) -> torch.Tensor:
+    """``torch.stack``; in a plan, without values if the result is large."""
+    first = shards[0]
+    if is_pretending() and len(shards) * first.numel() >= LARGE:
+        return unwritten((len(shards), *first.shape), first.dtype)
+    return torch.stack(shards)

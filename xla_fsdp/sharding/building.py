@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from ..collectives.agreement import from_first
+from ..collectives.host_data import LARGE, unwritten
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted, is_wrapper
@@ -162,7 +164,7 @@ class UnitBuilder:
         with torch.no_grad():
             values = [self._agreed(parameter.detach()) for parameter in parameters]
             self.unit.initial_checksum += sum(map(checksum, values))
-            cut = layout.cut(values, self.world.rank)
+            cut = own_shard(layout, values, self.world)
             trained = parameters[0].requires_grad
             if self.options.cpu_offload is None:
                 shard = nn.Parameter(cut.to(self.world.device), requires_grad=trained)
@@ -222,6 +224,13 @@ class UnitBuilder:
                 if comes_later(buffer):
                     names = {(0, 0): dotted(self.paths[module][0], name)}
                     self.unit.awaited.append(Awaited(moved[buffer], names, (module, name)))
+
+
+def own_shard(layout: Layout, values: Sequence[torch.Tensor], world: World) -> torch.Tensor:
+    """This rank's shard of the full ``values``; in a plan, without values if it is large."""
+    if is_pretending() and math.prod(layout.shard_shape) >= LARGE:
+        return unwritten(layout.shard_shape, values[0].dtype)
+    return layout.cut(values, world.rank)
 
 
 def _left_alone(module: nn.Module) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 import torch
 
-from ..ranks.rank import is_pretending
 from .freeing import Stamp, stamps
 from .sharded_parameter import ShardedParameter
 
@@ -106,25 +103,10 @@ class HostShard(ShardedParameter):
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
-    """``value`` on the CPU in separate memory, so that the tensor it was cut from can be freed."""
-    if is_pretending():
-        return unwritten(value.shape, value.dtype)
+    """``value`` on the CPU, in memory of its own: what it was cut from is to be freed."""
     value = value.detach().cpu().contiguous()
     shares = value.untyped_storage().nbytes() > value.numel() * value.dtype.itemsize
     return value.clone() if shares else value
-
-
-def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU for a plan, which does not use its values.
-
-    It uses no memory until it is written, like ``torch.zeros``: the operating system provides
-    zeroed pages at the first write.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if not size:
-        return torch.zeros(shape, dtype=dtype, device="cpu")
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of this process
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def staying(

@@ -9,12 +9,14 @@ parameters in one vector must report which ones it loads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..collectives.host_data import LARGE
 from ..names import dotted
 from ..ranks.rank import is_pretending
 from ..wording import some_of
@@ -272,11 +274,12 @@ def _reset(module: nn.Module, name: str) -> list[_Allocated]:
             "a load or within `with FSDP.summon_full_params(model):`"
         )
     module.to_empty(device="cpu", recurse=False)
+    most = LARGE if is_pretending() else math.inf  # large tensors of a plan get no values
     allocated = [
         _Allocated(module, _described(module, name), kind, key, tensor)
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))
         for key, tensor in tensors.items()
-        if tensor is not None and tensor.numel()
+        if tensor is not None and 0 < tensor.numel() < most
     ]
     with torch.no_grad():
         reset()

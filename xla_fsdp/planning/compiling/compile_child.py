@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -49,6 +50,7 @@ def main(folder: Path, parent: int) -> None:
     except Exception as error:
         kind = "memory" if "RESOURCE_EXHAUSTED" in str(error) else type(error).__name__
         result = {"error": str(error), "kind": kind, "seconds": time.monotonic() - began}
+    result["host_memory"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (folder / "result.json").write_text(json.dumps(result))
 
 

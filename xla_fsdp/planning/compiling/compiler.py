@@ -121,7 +121,9 @@ def _run(folder: Path, what: str, progress: Progress) -> None:
             f"{_perhaps(child.returncode, folder)} and no result. "
             "Its last words:\n" + "\n".join(tail)
         )
-    progress.done(what, time.monotonic() - began)
+    most = json.loads((folder / "result.json").read_text())["host_memory"]
+    done = f"{what}, in {most / 2**30:.1f} GiB of host memory"
+    progress.done(done, time.monotonic() - began)
 
 
 def _perhaps(status: int, folder: Path) -> str:

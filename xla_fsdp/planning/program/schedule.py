@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ...tpu.chips import Chip
-from ..records import Buffer, Collective, Op, Schedule
+from ..records import Buffer, Collective, HostCopy, Op, Schedule
 from .assignment import Allocation, Assignment, Value, without_overlap
 from .collectives import find_collectives
 from .hlo import Instruction, Module, parse_module
@@ -54,7 +54,7 @@ def read_schedule(
     ops = tuple(_ops(line, found.places, labels, chip))
     memory = _Memory(line, labels, assignment, arguments)
     curve = memory.curve
-    to_host, to_device = _host_transfers(line)
+    copies = tuple(_host_copies(line))
     return Schedule(
         length=len(line.places),
         ops=ops,
@@ -64,8 +64,9 @@ def read_schedule(
         peak_index=max(range(len(curve)), key=curve.__getitem__),
         aliased=_aliased(module),
         notes=tuple(line.notes + found.notes + _untimed(line) + _kernels(line, chip)),
-        to_host=to_host,
-        to_device=to_device,
+        to_host=sum(one.bytes * one.times for one in copies if one.to_host),
+        to_device=sum(one.bytes * one.times for one in copies if not one.to_host),
+        host_copies=copies,
     )
 
 
@@ -140,6 +141,7 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
             times=place.times,
             module=module,
             phase=phase,
+            recomputed=labels.is_recomputed(instruction),
         )
 
 
@@ -160,11 +162,16 @@ def _aliased(module: Module) -> dict[int, int]:
     return {output[0] if output else 0: argument for output, argument, _ in module.aliases}
 
 
-def _host_transfers(line: Line) -> tuple[int, int]:
-    """Bytes copied to and from the host in a step, without padding; loops count per iteration."""
-    to_host = to_device = 0
+def _host_copies(line: Line) -> Iterator[HostCopy]:
+    """Copies between HBM and host memory, in the order of the schedule."""
     shapes = {
         (place.scope, place.instruction.name): place.instruction.shape for place in line.places
+    }
+    ends = {
+        operand: place.index
+        for place in line.places
+        if place.instruction.opcode.endswith("-done")
+        for operand in line.operands(place)
     }
     for place in line.places:
         kind = place.instruction.opcode.removesuffix("-start")
@@ -173,11 +180,10 @@ def _host_transfers(line: Line) -> tuple[int, int]:
         given = [leaves(shapes[operand])[0] for operand in line.operands(place)]
         source, target = _ends(kind, place.instruction, given)
         if (source.space == _HOST) != (target.space == _HOST):
-            # An update in place moves the update, a slice moves its result.
-            size = (source if kind == "dynamic-update-slice" else target).bytes * place.times
-            to_host += size if target.space == _HOST else 0
-            to_device += size if source.space == _HOST else 0
-    return to_host, to_device
+            # Of an update in place moves what is written, of a slice what is read.
+            size = (source if kind == "dynamic-update-slice" else target).bytes
+            done = ends.get((place.scope, place.instruction.name), place.index)
+            yield HostCopy(place.index, done, size, target.space == _HOST, place.times)
 
 
 def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shape, Shape]:

@@ -19,6 +19,7 @@ _PHASES = {
     "recompute": "backward",  # the forward of a checkpointed module, run again in the backward
     "optimizer": "optimizer",
 }
+_AGAIN = "recompute["
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _SCOPE = re.compile(r"(\w+)\[([^\]]*)\](?:\.\d+)?")
 _MOVES = frozenset(
@@ -85,6 +86,14 @@ class Labels:
     def of(self, instruction: Instruction) -> tuple[str, str]:
         """(phase, module) of an instruction that has a place in the schedule."""
         return self._known[id(instruction)]
+
+    def is_recomputed(self, instruction: Instruction) -> bool:
+        """Whether it was traced in the forward of a checkpointed module that runs again."""
+        if any(scope(instruction.op_name)) or instruction.opcode != "fusion":
+            return _AGAIN in instruction.op_name
+        inside = reversed(self._module.called_by(instruction).instructions)
+        names = (one.op_name for one in inside if any(scope(one.op_name)))
+        return _AGAIN in next(names, "")
 
     def _own(self, instruction: Instruction) -> tuple[str, str]:
         found = scope(instruction.op_name)

@@ -40,6 +40,7 @@ class Findings:
     chip_config: str = ""  # how the cores of a chip form devices; "" if there is only one way
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()  # what to change, those that save most time first
     refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
     host: HostNeeds | None = None  # if the optimizer steps on the host
     parts: tuple[Part, ...] = ()  # if the step consists of several programs

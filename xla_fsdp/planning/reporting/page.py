@@ -76,6 +76,8 @@ def page(report: Findings) -> str:
     parts += [f'<div class="warn"><b>Warnings</b>{_list(report.warnings)}</div>'] * bool(
         report.warnings
     )
+    if report.suggestions:
+        parts += ["<h2>What to change</h2>", _list(report.suggestions)]
     if curve is not None:
         parts += ["<h2>HBM in use over the schedule</h2>", *_paragraph(explained(report))]
         parts += [f'<div data-axis="places">{memory_svg(report)}</div>']

@@ -120,8 +120,7 @@ def _host(report: Findings) -> Section:
         moved = schedule.to_host + schedule.to_device
         if report.timed:
             speed = figure(moved / report.timing.step / 1e9, 1, "GB/s")
-            how = "rate that hides the copies in the modelled step; their time is NOT in it"
-            rows.append(("rate needed", speed, how))
+            rows.append(("needs", speed, "to hide in the modelled step"))
     if report.host is not None:
         rows += _offloaded(report, report.host)
     return Section("Host memory for a device", ("", "how obtained"), tuple(rows))
@@ -259,7 +258,12 @@ def _time(report: Findings) -> Section:
         ("collectives", t.collective, "interconnect model, see Notes"),
         ("overlapped", t.overlapped, "collectives that overlap with compute in this schedule"),
         ("exposed", t.exposed, waits),
-        ("step", t.step, "compute + exposed"),
+        *(
+            [("copies", t.copies, "the device waits for host memory, see Notes")]
+            if t.copies
+            else []
+        ),
+        ("step", t.step, "compute + exposed + copies" if t.copies else "compute + exposed"),
     ]
     rows = []
     for name, seconds, how in figures:

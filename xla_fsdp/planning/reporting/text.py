@@ -21,7 +21,11 @@ def text(report: Findings) -> str:
     lines += [subtitle(report)]
     for section in sections(report):
         lines += ["", *_lines(section)]
-    for heading, texts in (("Notes", remarks(report)), ("Warnings", report.warnings)):
+    for heading, texts in (
+        ("Notes", remarks(report)),
+        ("Warnings", report.warnings),
+        ("What to change", report.suggestions),
+    ):
         lines += ["", heading, *_listed(texts)] if texts else []
     return "\n".join(lines)
 

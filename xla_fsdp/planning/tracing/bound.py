@@ -1,9 +1,9 @@
-"""The least that fully sharded training must send: two gathers and one reduce-scatter.
+"""The fewest bytes that fully sharded training sends: two gathers and one reduce-scatter.
 
 ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 7.2) gathers every parameter for the forward and again for the backward, and
-reduce-scatters its gradient. A gather or a reduce-scatter of B bytes over n ranks has every rank
-send B(n-1)/n.
+reduce-scatters its gradient. In a gather or a reduce-scatter of B bytes over n ranks, each rank
+sends B(n-1)/n.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class ZeroBound:
     """The bound of one step, in bytes a device sends."""
 
     wire_bytes: int
-    parameters: int  # elements, each parameter once
+    parameters: int  # elements, each parameter counted once
     label: str = "two all-gathers and one reduce-scatter of every parameter (ZeRO-3)"
 
 
 def zero_bound(roots: Iterable[nn.Module]) -> ZeroBound | None:
     """The bound for the sharded parameters in ``roots``; ``None`` if nothing in them is sharded.
 
-    Knows this project's wrapper and torch_xla's own. Parameters count in the dtype they are
-    computed in, without padding; frozen ones are not reduced.
+    Supports this package's wrapper and that of torch_xla. Parameters count in the dtype that they
+    are computed in, without padding. Frozen parameters are not reduced.
     """
     sent, elements, seen = 0.0, 0, set()
     for root in roots:
@@ -46,7 +46,7 @@ def zero_bound(roots: Iterable[nn.Module]) -> ZeroBound | None:
 
 
 def _sharded(module: Any) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Identity, elements, bytes an element, ranks and whether trainable, of each shard."""
+    """For each shard: identity, elements, bytes of an element, ranks, whether it is trained."""
     if is_wrapper(module):
         unit = module._unit
         for tensor in unit.tensors:

@@ -1,7 +1,7 @@
-"""A digest of a program that says nothing of who traced it, and where.
+"""A digest of a program that does not depend on who traced it, and where.
 
-Two ranks, or two runs, with the same digest would share one executable. Left out are the metadata
-of instructions (scopes, files, lines), so that an edit elsewhere in a source file changes nothing.
+Two ranks, or two runs, with the same digest share one executable. The digest ignores the metadata
+of instructions (scopes, files, lines), so an edit elsewhere in a source file does not change it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def fingerprint(hlo: bytes) -> str:
 def names(hlo: bytes) -> list[str]:
     """The names of modules and phases in a program's metadata, which :func:`fingerprint` ignores.
 
-    Without the numbers that tell one use of a name from the next: they depend on what else was
-    traced before.
+    Without the numbers that distinguish uses of one name: they depend on what was traced before.
     """
     return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
 
@@ -52,7 +51,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, memoryview, memoryview]]:
     view, at = memoryview(message), 0
     while at < len(view):
         begin = at
-        # Most numbers are of one byte; there are hundreds of thousands of them.
+        # Most numbers have one byte; there are hundreds of thousands of them.
         key = view[at]
         at += 1
         if key > 127:

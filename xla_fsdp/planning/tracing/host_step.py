@@ -1,8 +1,8 @@
-"""The part of a step that runs on the host: counted, not run.
+"""The part of a step that runs on the host: its memory is counted, and it does not run.
 
-With ``cpu_offload`` the optimizer has tensors on the CPU. In a plan nobody needs their values, and
-there may be more of them than this machine has memory. So while an optimizer steps, each has two
-elements; what state it makes of these says how much it makes of all.
+With ``cpu_offload`` the optimizer has tensors on the CPU. A plan needs no values of them, and they
+may be larger than the memory of this machine. So each has two elements while an optimizer steps.
+The size of the state that the optimizer makes for two elements gives the size for all elements.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FEW = 2
 
 
 class HostSteps:
-    """What optimizers do on the host.
+    """Measures the optimizer state on the host.
 
     Attributes:
-        state: bytes of the optimizers' state there.
+        state: its bytes.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class HostSteps:
         self._kept: list[tuple[Optimizer, HostShard, torch.Tensor, Any, Any]] = []
 
     def shrink(self, optimizer: Optimizer) -> None:
-        """Gives the host's parameters of ``optimizer`` two elements each, and no state."""
-        if getattr(optimizer, "knows_shards", False):  # of its own form, for bfloat16 shards
+        """Gives each parameter of ``optimizer`` on the host two elements, and no state."""
+        if getattr(optimizer, "knows_shards", False):  # stores bfloat16 shards in another form
             return
         for group in optimizer.param_groups:
             for shard in group["params"]:
@@ -55,7 +55,7 @@ class HostSteps:
                     shard.grad = None if grad is None else torch.zeros_like(few)
 
     def restore(self) -> None:
-        """Undoes :meth:`shrink`, and counts the state that was made."""
+        """Reverts :meth:`shrink`, and counts the state that the optimizer made."""
         while self._kept:
             optimizer, shard, values, grad, state = self._kept.pop()
             made = optimizer.state.pop(shard, {})
@@ -80,8 +80,8 @@ def units_of(roots: Iterable[nn.Module]) -> list[FSDPState]:
     return list(dict.fromkeys(unit for root in roots for unit in unique_units(root)))
 
 
-def offloaded(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
-    """What of ``roots`` lies on the host, each once."""
+def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
+    """The tensors of ``roots`` that are on the host, each once."""
     found = {
         id(tensor): tensor
         for unit in units_of(roots)
@@ -91,18 +91,18 @@ def offloaded(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
     return list(found.values())
 
 
-def waiting(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Gradients on the device that the program to be run is to bring to the host."""
+def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Gradients that the next program computes on the device and sends to the host."""
     hosts = [unit.gradients.host for unit in units_of(roots)]
     return [grad for host in hosts if host is not None for _, grad in host.pending]
 
 
 def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostNeeds | None:
-    """What one rank needs of its host; ``None`` if nothing.
+    """The host memory of one rank; ``None`` if ``tensors`` is empty.
 
     Args:
         sent: bytes of every gradient that the device sends in a step.
-        state: bytes of the optimizer's.
+        state: bytes of the optimizer state.
     """
     if not tensors:
         return None
@@ -114,7 +114,7 @@ def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostN
         shards=sum(count * size for count, size, _ in sizes),
         gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
         state=state,
-        # What is narrowed for the device and the runtime's copy of it; what arrives, in two pieces.
+        # A shard in the communication dtype and its copy in the runtime, or pieces of gradients.
         buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
         to_host=sum(sent),
         to_device=sum(copies),

@@ -1,4 +1,4 @@
-"""Tensors on the XLA device that somebody still holds: what a sync would compute and keep."""
+"""Tensors on the XLA device that are still referenced: those that a sync would compute."""
 
 from __future__ import annotations
 
@@ -23,82 +23,81 @@ _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
 
 
 @dataclass(frozen=True)
-class Held:
-    """What torch_xla knows of one live tensor.
+class LiveTensor:
+    """What torch_xla knows about one live tensor.
 
-    ``alias_id`` stays the same while a tensor is updated in place: by it the runtime finds the
-    buffer that the new value may take over.
+    ``alias_id`` stays the same while a tensor is updated in place. The runtime uses it to find the
+    buffer that the new value may reuse.
     """
 
     tensor: torch.Tensor
     tensor_id: int
     alias_id: int
-    pending: bool  # its value has been traced, not computed
+    pending: bool  # its value is traced and not computed
 
 
 class LiveTensors:
-    """Finds every XLA tensor that Python holds, gradients included, again and again.
+    """Finds every XLA tensor that Python references, with gradients, as often as necessary.
 
-    Looking through all objects of a process takes a while, so those that were there at the start
-    are looked through once and then set aside (``gc.freeze``) until :meth:`close`, which also
-    collects what has become garbage since.
+    A search through all objects of a process is slow. So objects that exist at the start are
+    searched once and then frozen (``gc.freeze``) until :meth:`close`, which also collects garbage.
 
     Attributes:
-        before: the tensors that were there at the start.
-        kept: their values. Not among the tensors that are found: nobody else knows of them.
+        before: the tensors that existed at the start.
+        saved: their values. :meth:`all` does not return these tensors.
     """
 
     def __init__(self) -> None:
         self.before = _with_gradients(self._found())
-        self.kept = [Kept(tensor) for tensor in self.before]
-        self._hidden = {id(one.data) for one in self.kept}
-        # Somebody else's frozen objects could not be told from these.
+        self.saved = [SavedValue(tensor) for tensor in self.before]
+        self._hidden = {id(one.data) for one in self.saved}
+        # Objects that someone else has frozen could not be distinguished from these.
         self._freezes = gc.get_freeze_count() == 0
         if self._freezes:
             gc.freeze()
 
     def all(self) -> list[torch.Tensor]:
-        """The tensors that are there now."""
+        """The tensors that exist now."""
         new = [tensor for tensor in self._found() if id(tensor) not in self._hidden]
         return _with_gradients([*self.before, *new])
 
     def close(self) -> None:
-        self.before, self.kept = [], []
+        self.before, self.saved = [], []
         gc.collect()
         if self._freezes:
             gc.unfreeze()
 
     @staticmethod
     def _found() -> list[torch.Tensor]:
-        # type() instead of isinstance(), which asks objects for their __class__: slow, and some
-        # objects do things when asked.
+        # type() instead of isinstance(), which reads __class__: that is slow, and runs code of
+        # some objects.
         kinds = _tensor_types()
-        with _alone():
+        with _other_threads_paused():
             objects = gc.get_objects()
             tensors = list(compress(objects, map(kinds.__contains__, map(type, objects))))
             del objects
         found = [tensor for tensor in tensors if is_xla(tensor)]
-        for tensor in found:  # those that only autograd held; now Python does, which it must know
+        for tensor in found:  # only autograd referenced some; now Python does
             tensor._fix_weakref()
         return found
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Within, for up to 2 s, no other thread runs Python: a busy machine may stop this one for some
-    tenths of a second.
+def _other_threads_paused() -> Iterator[None]:
+    """Prevents other threads from running Python for up to 2 s (a busy machine may stop this thread
+    for some tenths of a second).
 
-    Who holds every object of the process also holds tuples that another thread is about to make,
-    and Python refuses to resize a tuple that somebody else has (a SystemError in that thread).
+    A list of all objects also references tuples that another thread is constructing. Python raises
+    SystemError in that thread if it resizes a tuple that is referenced elsewhere.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(2.0)
     try:
-        time.sleep(0)  # who has waited for less than that may go first
+        time.sleep(0)  # a thread that has waited for less time runs first
         yield
     finally:
         sys.setswitchinterval(before)
-        time.sleep(0)  # who has begun to wait meanwhile would go on for those 2 s
+        time.sleep(0)  # a thread that waits by now would wait for 2 s
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -122,21 +121,21 @@ def _tensor_types() -> set[type]:
     return kinds
 
 
-def held(tensor: torch.Tensor) -> Held:
-    """Looks ``tensor`` up without touching its value."""
+def inspect_tensor(tensor: torch.Tensor) -> LiveTensor:
+    """What torch_xla knows about ``tensor``, without reading its value."""
     fields = dict(_FIELDS.findall(xlac.debug_info(tensor)))
-    # A computation that is nothing but a device buffer is as good as the buffer.
+    # A computation that only returns a device buffer needs no execution.
     pending = fields["IR"] != "None" and "xla::device_data" not in fields["IR"]
-    return Held(tensor, int(fields["TensorID"]), int(fields["AliasID"]), pending)
+    return LiveTensor(tensor, int(fields["TensorID"]), int(fields["AliasID"]), pending)
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
-    """Whether the value of an XLA tensor has been traced, but not computed."""
-    return held(tensor).pending
+    """Whether the value of an XLA tensor is traced and not computed."""
+    return inspect_tensor(tensor).pending
 
 
-class Kept:
-    """The data of an XLA tensor, to be put back after in-place updates."""
+class SavedValue:
+    """The value of an XLA tensor, to restore it after in-place updates."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -148,10 +147,10 @@ class Kept:
 
 
 def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Lets ``tensor`` have the value of ``data``, of the same shape and dtype, without a trace.
+    """Gives ``tensor`` the value of ``data``, of the same shape and dtype, without tracing.
 
-    A copy in place is no computation on XLA: the tensor takes the value over, and so do its views.
-    Where torch allows none (expanded tensors, inference mode), only the tensor itself does.
+    On XLA a copy in place is no computation: the tensor and its views take the value over. Where
+    torch allows no copy in place (expanded tensors, inference mode), views keep their value.
     """
     with (
         torch.no_grad(),
@@ -165,7 +164,7 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def is_xla(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on the XLA device, and not one that only says so (a stand-in)."""
+    """Whether ``tensor`` is on the XLA device, and not of a class that only reports so."""
     try:
         return not has_own_operators(type(tensor)) and tensor.device.type == "xla"
     except Exception:  # a subclass in the middle of its construction

@@ -1,9 +1,9 @@
-"""Names for what is traced: which module, and in which phase of the step.
+"""Names instructions by module and phase of the step.
 
-The names travel as scopes of torch_xla's graph, through XLA, into the compiled program: an
-instruction traced in the forward of ``blocks.3.mlp`` says ``forward[blocks.3.mlp]``. In the
-backward an instruction belongs to the module whose output's gradient came last. These names are
-read by ``program/scopes.py``.
+The names are scopes of torch_xla's graph, which XLA copies into the compiled program. An
+instruction that is traced in the forward of ``blocks.3.mlp`` is named ``forward[blocks.3.mlp]``. In
+the backward an instruction belongs to the module whose output got its gradient last.
+``program/scopes.py`` reads the names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...inplace import FSDPModule
 from ...ranks.autograd_thread import run_there
 from ...tree import tensors_in
 
-# On a tensor: the module that made it gives its name to what its gradient starts.
+# Marks a tensor whose gradient starts a name of the backward.
 _NAMED = "_xla_fsdp_named"
 _IN_TREE_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 
@@ -39,7 +39,7 @@ class Naming:
         on_root_call: called before each call of a root.
 
     Attributes:
-        roots: modules that were called by the step itself, not by another module, in order.
+        roots: modules that the step called itself, not another module, in their order.
     """
 
     def __init__(self, on_root_call: Callable[[], object]) -> None:
@@ -55,22 +55,22 @@ class Naming:
             xlac.set_has_scopes(True)
             stack.callback(xlac.set_has_scopes, debug)
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
-            # Also after an exception: what a module entered, it leaves.
+            # Also after an exception, each scope that was entered ends.
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-            # Modules that are sharded in place gather before hooks are called.
+            # Modules that are sharded in place gather before torch calls hooks.
             stack.callback(setattr, FSDPModule, "__call__", FSDPModule.__call__)
             FSDPModule.__call__ = self._named(FSDPModule.__call__)  # type: ignore[method-assign]
             stack.callback(self.close)
             yield self
 
     def name_of(self, module: nn.Module) -> str:
-        """Dotted name in the root that it was first seen in, without what wrappers put in it."""
+        """Dotted name in the first root that contains it, without the parts of wrappers."""
         if module not in self._names:
             self._know(module)
         return self._names[module]
 
     def enter(self, phase: str, module: str = "") -> None:
-        """Names what this thread traces from here on, until :meth:`leave`."""
+        """Names what this thread traces until :meth:`leave`."""
         self._push(None, f"{phase}[{module}]")
 
     def leave(self) -> None:
@@ -82,16 +82,16 @@ class Naming:
         self._threads.stack.append((module, _push(name)))
 
     def is_in(self, module: nn.Module) -> bool:
-        """Whether what this thread entered last is ``module``."""
+        """Whether this thread entered ``module`` last."""
         return bool(self._threads.stack) and self._threads.stack[-1][0] is module
 
     def close(self) -> None:
-        """Ends all names, here and on autograd's thread, which outlives the step."""
+        """Ends all names on this thread and on that of autograd, which exists after the step."""
         self._close_here()
         run_there(torch_xla.device(), self._close_here)
 
     def forget(self) -> None:
-        """Lets go of every module."""
+        """Drops all references to modules."""
         self.roots.clear()
         self._names.clear()
 
@@ -117,19 +117,19 @@ class Naming:
         self._push(module, f"{phase}[{self.name_of(module)}]")
 
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not self.is_in(module):  # it was entered before there were names
+        if not self.is_in(module):  # it was entered before this object was active
             return
         self.leave()
         self._threads.modules -= 1
         name = self.name_of(module)
         for tensor in tensors_in(outputs):
-            # A container returns what its last module returned, which has named it.
+            # A container returns what its last module returned, which is named already.
             if tensor.grad_fn is not None and not hasattr(tensor, _NAMED):
                 setattr(tensor, _NAMED, True)
                 tensor.register_hook(lambda grad: self._gradient_reached(name))
 
     def _named(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call`` of a module that is sharded in place, gathers included, by the module's name."""
+        """Names all that ``call`` of a module sharded in place traces, with its gathers."""
 
         @functools.wraps(call)
         def named(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
@@ -147,12 +147,12 @@ class Naming:
 
     def _gradient_reached(self, name: str) -> None:
         current = self._threads.gradient
-        current.clear()  # ends the one before, which must be first
+        current.clear()  # the previous scope must end first
         current.append(_push(f"backward[{name}]"))
 
 
 class _Thread(threading.local):
-    """Scopes in force, which are a thread's own; each ends when it is dropped."""
+    """The open scopes of a thread. A scope ends when its object is dropped."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module | None, Any]] = []
@@ -163,7 +163,7 @@ class _Thread(threading.local):
 def plain(name: str) -> str:
     """A dotted name without the parts that wrappers add, which begin with an underscore.
 
-    The in-tree wrapper writes the name of what it shards as one word, with a separator.
+    The in-tree wrapper joins the parts of a name with a separator instead of dots.
     """
     name = name.replace("_fsdp_shard" + _IN_TREE_SEPARATOR, "").replace(_IN_TREE_SEPARATOR, ".")
     return ".".join(part for part in name.split(".") if part and not part.startswith("_"))

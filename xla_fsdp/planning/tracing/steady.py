@@ -1,8 +1,7 @@
-"""The state that an optimizer has after its first step, from the start.
+"""Creates optimizer state before the step that is planned.
 
-A first step differs from all others: the optimizer's state does not exist yet, so it is computed
-from nothing instead of being read and updated. What is planned is a later step, whose state
-occupies memory as arguments.
+The first step of an optimizer creates its state; all later steps read and update it. A plan is for
+a later step, whose state is an argument of the program and occupies memory.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from torch.optim.optimizer import (
 
 from ...tree import tensors_in
 from .host_step import HostSteps
-from .live import Kept, is_xla
+from .live import SavedValue, is_xla
 from .naming import Naming
-from .pretend import settle
+from .simulated_rank import fill_pending
 
 
 class SteadyOptimizers:
-    """Runs an extra step before the first of each optimizer, and keeps only the state it made.
+    """Runs an extra step before the first step of each optimizer, and keeps only the state.
 
     Attributes:
         stepped: optimizers whose step was traced.
-        all: every optimizer that has stepped, or is about to.
+        all: every optimizer that has stepped, or is stepping now.
         with_closure: whether one was called with a closure.
-        untrained: parameters that one is to train and that had no gradient at its first step.
-        warming_up: whether the extra step is under way.
+        untrained: trainable parameters of optimizers that had no gradient at the first step.
+        warming_up: whether the extra step is running.
     """
 
     def __init__(
         self, naming: Naming, on_state: Callable[[Optimizer], None], on_repeat: Callable[[], None]
     ) -> None:
-        self._on_state = on_state  # called with an optimizer whose state has just been made
-        self._on_repeat = on_repeat  # called before an optimizer steps once more
+        self._on_state = on_state  # called with an optimizer that has new state
+        self._on_repeat = on_repeat  # called before an optimizer steps again
         self.all: list[Optimizer] = []
         self.stepped: list[Optimizer] = []
         self._naming = naming
@@ -67,7 +66,7 @@ class SteadyOptimizers:
             self._saved.pop().restore()
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        # torch hands over the arguments with the optimizer itself as the first.
+        # The first argument is the optimizer itself.
         if self.warming_up:
             return
         if optimizer in self.stepped:
@@ -75,7 +74,7 @@ class SteadyOptimizers:
         if optimizer not in self.all:
             self.all.append(optimizer)
             self._saved.append(_Saved(optimizer))
-            # With a closure the step runs forward and backward, perhaps often: too much to undo.
+            # With a closure the step runs forward and backward, perhaps often: too much to revert.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
                 self.untrained += [
@@ -97,8 +96,8 @@ class SteadyOptimizers:
 
     def _warm_up(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        before = [Kept(p) for p in parameters if is_xla(p)]
-        before += [Kept(p.grad) for p in parameters if p.grad is not None and is_xla(p.grad)]
+        before = [SavedValue(p) for p in parameters if is_xla(p)]
+        before += [SavedValue(p.grad) for p in parameters if p.grad is not None and is_xla(p.grad)]
         self.warming_up = True
         self.host.shrink(optimizer)
         try:
@@ -108,11 +107,11 @@ class SteadyOptimizers:
             self.host.restore()
             for kept in before:
                 kept.restore()
-        settle(state_tensors(optimizer))
+        fill_pending(state_tensors(optimizer))
 
 
 class _Saved:
-    """An optimizer's state and settings, to be put back; its XLA tensors are put back elsewhere."""
+    """State and settings of an optimizer, to restore them; XLA tensors are restored elsewhere."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -137,7 +136,7 @@ class _Saved:
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The XLA tensors in an optimizer's state."""
+    """The XLA tensors in the state of ``optimizer``."""
     return [t for t in tensors_in(list(optimizer.state.values())) if is_xla(t)]
 
 

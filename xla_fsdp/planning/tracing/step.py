@@ -1,6 +1,6 @@
 """Traces the caller's training step as one rank of a slice, and stops where it would run.
 
-A streamed step is cut into several programs, each with what is on the device beside it.
+A streamed step is several programs. Each is recorded with the other tensors on the device.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from ...ranks.rank import current_rank
 from ...tpu.topology import Slice
 from ..records import HostNeeds
 from .bound import ZeroBound, zero_bound
-from .host_step import needs_of, offloaded, units_of, waiting
-from .live import LiveTensors, held, is_xla, may_have_grad
+from .host_step import gradients_for_host, needs_of, offloaded_tensors, units_of
+from .live import LiveTensors, inspect_tensor, is_xla, may_have_grad
 from .naming import Naming, plain
-from .pretend import Pretence, StepTraced, forget_pending, settle
+from .simulated_rank import SimulatedRank, StepTraced, fill_pending, forget_pending
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
 from .units import TracedUnit, traced_units
 
-# Of a model or an optimizer without a sync: more than any step makes.
+# Calls of models and optimizers without a sync: more than in any step.
 _MANY_CALLS = 1000
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What one rank's step turned out to be.
+    """The traced step of one rank.
 
     Attributes:
-        program: what would be compiled.
-        bound: what fully sharded training must at least send; ``None`` if no wrapper was seen.
-        reads: places that read a value in mid-step.
-        programs_before: programs without an optimizer step that ran before this one (micro-batches
-            of gradient accumulation, evaluation), which are not planned.
+        program: what the compiler gets.
+        bound: the fewest bytes that fully sharded training sends; ``None`` without a wrapper.
+        reads: places that read a value during the step.
+        programs_before: earlier programs without an optimizer step (micro-batches of gradient
+            accumulation, evaluation), which are not planned.
         has_optimizer: whether parameters are updated.
-        with_closure: whether an optimizer was called with a closure, so that its state is that of a
-            first step.
-        sized_by_data: places where values decided on a shape.
-        untrained: names of parameters that an optimizer has, and that got no gradient.
-        trained: how many parameters the optimizers have that require one.
-        host: what is on the host, where the optimizer steps there: then ``program`` is what sends
-            it the last gradients.
-        units: what is gathered together.
-        parts: all programs of the step, in their order, where units are streamed; else none.
+        with_closure: whether an optimizer was called with a closure. Then the program creates the
+            optimizer state, as in a first step.
+        sized_by_data: places where values decide on a shape.
+        untrained: names of parameters of optimizers that got no gradient.
+        trained: how many parameters of optimizers require a gradient.
+        host: host memory, if the optimizer steps on the host. Then ``program`` is the one that
+            sends the last gradients to the host.
+        units: the FSDP units.
+        parts: all programs of the step, in their order, if units are streamed; else none.
     """
 
     program: TracedProgram
@@ -72,7 +72,7 @@ class TracedStep:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for steps that could share all executables."""
+        """Equal for steps that can share all executables."""
         return _fingerprint(self.parts) if self.parts else self.program.fingerprint
 
 
@@ -85,15 +85,15 @@ def trace_step(
 ) -> TracedStep:
     """Calls ``step()`` as rank ``rank`` of ``size``, on ``slice``, and returns its program.
 
-    ``arguments``: what ``LIBTPU_INIT_ARGS`` is in a rank there; default: what it is here.
+    ``arguments``: ``LIBTPU_INIT_ARGS`` of a rank on that slice; default: that of this process.
 
-    The program is the first that contains an optimizer step, in the state that it has once
-    training is under way. Tensors and optimizers from outside that ``step`` updates get their
-    values back; learning rate schedulers from outside stay advanced.
+    The program is the first that contains an optimizer step, as in a later step of training, with
+    optimizer state as arguments. Tensors and optimizers from outside of ``step`` get their values
+    back afterwards; learning rate schedulers from outside stay advanced.
 
     Raises:
         RuntimeError: called inside a rank of a launch or in SPMD mode, or while this process
-            launches ranks or plans already.
+            already launches ranks or plans.
         ValueError: ``step`` traced nothing on the XLA device.
     """
     if current_rank() is not None:
@@ -119,17 +119,17 @@ def trace_step(
 def _trace(
     step: Callable[[], Any], rank: int, size: int, slice: Slice | None, arguments: str | None
 ) -> TracedStep:
-    with _everything_put_back() as live:
+    with _state_restored() as live:
         run = _Run(live)
-        pretence = Pretence(rank, size, run.cut, run.read, slice, arguments)
-        with run.naming.active(), run.optimizers.active(), pretence:
+        simulated = SimulatedRank(rank, size, run.cut, run.read, slice, arguments)
+        with run.naming.active(), run.optimizers.active(), simulated:
             try:
-                result = step()  # held, as a training loop would hold it
+                result = step()  # stays referenced, as in a training loop
                 run.end()
                 del result
             except StepTraced:
                 pass
-        traced = run.finish(pretence)
+        traced = run.finish(simulated)
         run.forget()
     return traced
 
@@ -147,7 +147,7 @@ class _Run:
         self.units: tuple[TracedUnit, ...] = ()
         self.has_optimizer = False
         self.programs = 0
-        # How many optimizer steps there were when a value was read after one.
+        # Optimizer steps before a value was read after one.
         self.steps_read: int | None = None
         self.over = False
         self.calls = 0  # of roots, and of optimizers, since the last cut
@@ -156,43 +156,43 @@ class _Run:
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
     def begin(self) -> StepBoundary:
-        """The first module is called, or the first optimizer steps: the step begins."""
+        """Begins the step: its first module is called, or its first optimizer steps."""
         self._count()
-        return self.boundary or self._settle()
+        return self.boundary or self._begin_program()
 
     def state_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has its state, and its parameters have been put back."""
+        """Notes the new state of ``optimizer``, whose parameters are restored."""
         boundary = self.begin()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if is_xla(p)]
-        boundary.note([held(t) for t in [*parameters, *state_tensors(optimizer)]])
+        boundary.note([inspect_tensor(t) for t in [*parameters, *state_tensors(optimizer)]])
 
     def cut(self) -> None:
-        """Here a real run would compile and execute all that was traced."""
+        """Called where a real run would compile and execute the program."""
         self.calls = 0
         if self.over:
-            raise StepTraced  # the caller's code caught the first
+            raise StepTraced  # the caller's code caught the first one
         if self.boundary is None:
-            settle(self.live.all())
+            fill_pending(self.live.all())
             return
         self._lower()
         if self.has_optimizer:
             self._stop()
-        self._settle()
+        self._begin_program()
         if self.parts.found:
             forget_pending()
 
     def read(self) -> None:
-        """Here a real run would execute what one value depends on; all else stays pending."""
+        """Called where a real run would execute what one value depends on, and nothing else."""
         if self.boundary is None or self.optimizers.warming_up or self.over:
             return
         if self.optimizers.stepped and self.steps_read is None:
-            # In a loop that never syncs this is where the step ends; more may follow.
+            # In a loop without sync the step ends here; more steps may follow.
             self._lower()
             self.programs -= 1
             self.steps_read = len(self.optimizers.stepped)
 
     def repeat(self) -> None:
-        """An optimizer steps again, with nothing synced since it did before."""
+        """An optimizer steps again, without a sync since its last step."""
         self._count()
         if self.steps_read is not None:
             self._stop()
@@ -202,12 +202,12 @@ class _Run:
         if self.calls > _MANY_CALLS:
             raise RuntimeError(
                 f"the step has called its model and optimizers {_MANY_CALLS} times without a sync, "
-                f"now at {call_site.here()}: all of it would be one program, which does not end. "
+                f"now at {call_site.here()}: all calls would be one program without an end. "
                 "Call torch_xla.sync() after the optimizer's step, and return"
             )
 
     def end(self) -> None:
-        """The step returned without a sync: what it traced is the program."""
+        """The step returned without a sync: its program is all that it traced."""
         steps = len(self.optimizers.stepped)
         if self.boundary is None or self.over or self.steps_read == steps:
             return
@@ -218,23 +218,22 @@ class _Run:
         self.over = True
         raise StepTraced
 
-    def finish(self, pretence: Pretence) -> TracedStep:
+    def finish(self, simulated: SimulatedRank) -> TracedStep:
         if self.found is None:
             raise ValueError(
-                "the step traced nothing on the XLA device: it must build the model there, run one "
-                "training step and leave the sync to plan (or call torch_xla.sync() after the "
-                "optimizer's step)"
+                "the step traced nothing on the XLA device: it must build the model there, and run "
+                "one training step. It may call torch_xla.sync() after the optimizer's step"
             )
         owners = self._owners()
         return TracedStep(
             program=self.found,
             bound=self.bound,
             units=self.units,
-            reads=tuple(pretence.reads),
+            reads=tuple(simulated.reads),
             programs_before=0 if self.parts.found else max(self.programs - 1, 0),
             has_optimizer=self.has_optimizer,
             with_closure=self.optimizers.with_closure,
-            sized_by_data=tuple(pretence.sized_by_data),
+            sized_by_data=tuple(simulated.sized_by_data),
             untrained=tuple(owners.get(p, "a parameter") for p in self.optimizers.untrained),
             host=self._needs(),
             parts=self.parts.noted(),
@@ -247,14 +246,14 @@ class _Run:
         )
 
     def _needs(self) -> HostNeeds | None:
-        tensors, parts = offloaded(self.naming.roots), self.parts.found
+        tensors, parts = offloaded_tensors(self.naming.roots), self.parts.found
         needs = needs_of(tensors, self.sent, self.optimizers.host.state)
         if needs is None or not parts:
             return needs
         return replace(needs, to_device=sum(part.to_device for part in parts))
 
     def forget(self) -> None:
-        """Lets go of the model."""
+        """Drops all references to the model."""
         for shard, grad in self._grads:
             shard.grad = grad
         self._grads.clear()
@@ -263,23 +262,23 @@ class _Run:
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()
 
-    def _settle(self) -> StepBoundary:
+    def _begin_program(self) -> StepBoundary:
         if not self._grads:
-            self._grads = [(t.shard, t.shard.grad) for t in offloaded(self.naming.roots)]
+            self._grads = [(t.shard, t.shard.grad) for t in offloaded_tensors(self.naming.roots)]
         tensors = self.live.all()
-        settle(tensors)
+        fill_pending(tensors)
         self.boundary = StepBoundary(tensors)
         return self.boundary
 
     def _lower(self) -> None:
-        assert self.boundary is not None, "nothing has begun"
+        assert self.boundary is not None, "the step has not begun"
         tensors = self.live.all()
         program = self.boundary.lower(tensors, self._names(self.boundary))
-        sent = [t.numel() * t.dtype.itemsize for t in waiting(self.naming.roots)]
+        sent = [t.numel() * t.dtype.itemsize for t in gradients_for_host(self.naming.roots)]
         streamed = _is_streamed(self.naming.roots)
         if streamed and program is not None and not self.optimizers.stepped:
             self.parts.add(program, self.boundary, tensors, self.naming.roots, sum(sent))
-        elif self.sent and not sent:  # beside the host's step: norms, parameters that are ignored
+        elif self.sent and not sent:  # during the step on the host: norms, ignored parameters
             self.has_optimizer = self.has_optimizer or bool(self.optimizers.stepped)
             return
         if program is None:
@@ -291,12 +290,12 @@ class _Run:
         self.units = traced_units(self.naming.roots)
 
     def _updates_parameters(self, program: TracedProgram) -> bool:
-        """Whether it trains, be it with an optimizer that is none of torch's."""
+        """Whether it updates parameters, also with an optimizer that is not a torch class."""
         trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
         return any(program.arguments[number] in trained for number in program.donated)
 
     def _owners(self) -> dict[torch.Tensor, str]:
-        """What parameters and buffers are called."""
+        """Names of parameters and buffers."""
         owners: dict[torch.Tensor, str] = {}
         for root in self.naming.roots:
             for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
@@ -304,15 +303,15 @@ class _Run:
         return owners
 
     def _names(self, boundary: StepBoundary) -> dict[int, str]:
-        """What the device buffers are called."""
+        """Names of device buffers, by handle."""
         owners = self._owners()
         named = [(name, tensor) for tensor, name in owners.items()]
-        for one in offloaded(self.naming.roots):
+        for one in offloaded_tensors(self.naming.roots):
             if one.copy is not None and one.copy.held is not None:
                 named.append((owners.get(one.shard, one.key), one.copy.held))
         for optimizer in self.optimizers.all:
             named += named_state(optimizer, owners)
-        # In-place updates leave a tensor pending; its buffer is the one noted when the step began.
+        # A tensor that is updated in place is pending; its buffer was noted when the step began.
         names: dict[int, str] = {}
         for name, tensor in named:
             handle = boundary.handle_of(tensor) if is_xla(tensor) else None
@@ -322,15 +321,15 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _everything_put_back() -> Iterator[LiveTensors]:
-    """Tensors from before, and random states, are afterwards what they were."""
+def _state_restored() -> Iterator[LiveTensors]:
+    """Restores tensors that exist before, and random states."""
     live = LiveTensors()
     grads = [(tensor, tensor.grad) for tensor in live.before if may_have_grad(tensor)]
     try:
         with torch.random.fork_rng(devices=[]), preserve_random_state():
             yield live
     finally:
-        for one in live.kept:
+        for one in live.saved:
             one.restore()
         for tensor, grad in grads:
             tensor.grad = grad
@@ -342,9 +341,9 @@ class TracedPart:
     """One program of a step.
 
     Attributes:
-        beside: bytes of tensors on the device that the program neither reads nor makes.
-        to_device: bytes of shards that are sent for it.
-        to_host: bytes of gradients that it makes for the host.
+        beside: bytes of tensors on the device that the program neither reads nor computes.
+        to_device: bytes of shards that the host sends for it.
+        to_host: bytes of gradients that it computes for the host.
     """
 
     program: TracedProgram
@@ -354,7 +353,7 @@ class TracedPart:
 
 
 class _PartCollector:
-    """Collects the programs of one step, of whose model units are streamed."""
+    """Collects the programs of one step of a model with streamed units."""
 
     def __init__(self) -> None:
         self.found: list[TracedPart] = []
@@ -369,16 +368,18 @@ class _PartCollector:
         roots: Iterable[nn.Module],
         to_host: int,
     ) -> None:
-        """``program`` is what ``boundary`` lowered last, of ``tensors``, those on the device."""
+        """Adds ``program``, which ``boundary`` lowered last from ``tensors``, all on the device."""
         sent = _sent(roots)
         program = self._known.setdefault(program.fingerprint, program)
-        beside = boundary.bytes_beside([one for one in map(held, tensors) if not one.pending])
+        beside = boundary.bytes_beside(
+            [one for one in map(inspect_tensor, tensors) if not one.pending]
+        )
         self.found.append(TracedPart(program, beside, sent - self._sent, to_host))
         self._sent = sent
 
     def noted(self) -> tuple[TracedPart, ...]:
-        """All of them. While one runs, the copies for the next arrive, and the gradients of the two
-        before leave."""
+        """All programs. While one runs, the device also has the copies for the next program and the
+        gradients of the previous two."""
         parts = self.found
         return tuple(
             replace(
@@ -392,17 +393,17 @@ class _PartCollector:
 
 
 def _is_streamed(roots: Iterable[nn.Module]) -> bool:
-    """Whether units of ``roots`` have their parameters on the device only while they compute."""
+    """Whether the parameters of some units are on the device only while the unit computes."""
     return any(unit.stream is not None for unit in units_of(roots))
 
 
 def _fingerprint(parts: Iterable[TracedPart]) -> str:
-    """Equal for steps whose programs could share executables."""
+    """Equal for steps whose programs can share executables."""
     return hashlib.sha256("".join(p.program.fingerprint for p in parts).encode()).hexdigest()
 
 
 def _sent(roots: Iterable[nn.Module]) -> int:
-    """Bytes that were sent to the device so far."""
+    """Bytes sent to the device so far."""
     uploads = {
         id(tensor.copy.uploads): tensor.copy.uploads
         for unit in units_of(roots)

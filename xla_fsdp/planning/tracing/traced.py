@@ -1,4 +1,4 @@
-"""The program of one step as it goes to the compiler, with the state it may overwrite."""
+"""The program of one step, as the compiler gets it, and the buffers that it may overwrite."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ... import xlac
 from ...sharding.sharded_parameter import local
 from .bound import ZeroBound
 from .fingerprint import fingerprint
-from .live import Held, held
+from .live import LiveTensor, inspect_tensor
 
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """A program as it would go to the compiler.
+    """A program for the compiler.
 
     Attributes:
         hlo: the module, a serialized ``HloModuleProto``.
-        donated: argument number to the number of the output that takes over its buffer.
-        arguments: what each argument is, e.g. ``blocks.3.mlp.weight``; "" where nobody knows.
+        donated: argument number to the number of the output that reuses its buffer.
+        arguments: the name of each argument, e.g. ``blocks.3.mlp.weight``; "" if unknown.
     """
 
     hlo: bytes
@@ -31,21 +31,21 @@ class TracedProgram:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for programs that could share an executable."""
+        """Equal for programs that can share an executable."""
         return fingerprint(self.hlo)
 
 
 @dataclass(frozen=True)
 class PartitionedProgram:
-    """One training step on all devices together, which somebody else lowered.
+    """One training step of all devices, which another framework lowered.
 
     Attributes:
         stablehlo: the module, as text or bytecode; its arguments carry shardings over ``devices``.
-        fingerprint: the same for programs that differ in nothing but files and lines.
+        fingerprint: equal for programs that differ only in files and lines.
         shardy: shardings are of the ``sdy`` dialect, not ``mhlo.sharding``.
         devices: how many it is sharded over.
-        arguments: what each argument is; state of the optimizer is called ``exp_avg of NAME``.
-        donated: argument number to the number of the output that may take its buffer.
+        arguments: the name of each argument; optimizer state is called ``exp_avg of NAME``.
+        donated: argument number to the number of the output that may reuse its buffer.
         elements: of all trained parameters.
         itemsize: bytes of an element in the dtype that parameters are computed in.
         model_flops: of a step on one device, by the convention of ``program/flops.py``.
@@ -63,20 +63,20 @@ class PartitionedProgram:
 
     @property
     def bound(self) -> ZeroBound:
-        """What ZeRO-3 training of the same parameters must send, as ``bound.py`` has it."""
+        """The fewest bytes that ZeRO-3 training of these parameters sends, as in ``bound.py``."""
         sent = 3 * self.elements * self.itemsize * (self.devices - 1) / self.devices
         return ZeroBound(round(sent), self.elements)
 
 
 class StepBoundary:
-    """What was on the device when the step began. The tensors themselves are not kept alive."""
+    """The buffers on the device when the step began. Does not keep the tensors alive."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._by_alias: dict[int, int] = {}  # alias id to the handle of the buffer
-        self._read: frozenset[int] = frozenset()  # handles of what was last lowered
-        self.note([held(tensor) for tensor in tensors])
+        self._read: frozenset[int] = frozenset()  # handles that the last program reads
+        self.note([inspect_tensor(tensor) for tensor in tensors])
 
-    def note(self, tensors: Iterable[Held]) -> None:
+    def note(self, tensors: Iterable[LiveTensor]) -> None:
         """Adds tensors that have a buffer; the others are left out."""
         known = [one for one in tensors if not one.pending]
         handles = xlac.buffer_handles([one.tensor for one in known])
@@ -84,8 +84,8 @@ class StepBoundary:
             self._by_alias[one.alias_id] = handle
 
     def handle_of(self, tensor: torch.Tensor) -> int | None:
-        """The buffer that ``tensor`` had when the step began, or got since; ``None`` if none."""
-        one = held(tensor)
+        """The buffer that ``tensor`` had when the step began, or got later; ``None`` if none."""
+        one = inspect_tensor(tensor)
         if one.alias_id not in self._by_alias and not one.pending:
             self.note([one])
         return self._by_alias.get(one.alias_id)
@@ -93,14 +93,14 @@ class StepBoundary:
     def lower(
         self, tensors: Iterable[torch.Tensor], names: Mapping[int, str]
     ) -> TracedProgram | None:
-        """The program that would run now; ``None`` if nothing is pending.
+        """The program that a sync would run now; ``None`` if nothing is pending.
 
-        Its outputs are all live ``tensors`` that wait for a value, as in a sync. One that updates a
-        tensor in place takes over that tensor's buffer if shape and dtype are the same, which is
-        torch_xla's own rule. ``names`` gives names by buffer handle.
+        Its outputs are all pending ``tensors``. An output that updates a tensor in place reuses the
+        buffer of that tensor if shape and dtype are equal, as in torch_xla. ``names`` gives names
+        by buffer handle.
         """
-        live = [held(tensor) for tensor in tensors]
-        # Several Python objects may stand for one value.
+        live = [inspect_tensor(tensor) for tensor in tensors]
+        # Several Python objects may have one value.
         outputs = list({one.tensor_id: one for one in live if one.pending}.values())
         outputs.sort(key=lambda one: one.tensor_id)
         if not outputs:
@@ -122,9 +122,9 @@ class StepBoundary:
             context.hlo(), donated, tuple(by_number.get(n, "") for n in range(len(numbers)))
         )
 
-    def bytes_beside(self, tensors: Sequence[Held]) -> int:
-        """What ``tensors``, which have buffers, take up that the program lowered last does not
-        read, without the padding of layouts."""
+    def bytes_beside(self, tensors: Sequence[LiveTensor]) -> int:
+        """Bytes of those buffers of ``tensors`` that the last program does not read, without the
+        padding of layouts."""
         handles = xlac.buffer_handles([one.tensor for one in tensors])
         buffers = {
             handle: local(one.tensor).numel() * one.tensor.dtype.itemsize
@@ -134,7 +134,7 @@ class StepBoundary:
         return sum(buffers.values())
 
 
-def _fits(argument: torch.Tensor, output: Held) -> bool:
+def _fits(argument: torch.Tensor, output: LiveTensor) -> bool:
     return (
         local(argument).shape == local(output.tensor).shape
         and argument.dtype == output.tensor.dtype

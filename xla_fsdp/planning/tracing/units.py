@@ -1,4 +1,4 @@
-"""What the wrappers of a traced model gather together, in their order."""
+"""The FSDP units of a traced model: what each gathers and reduces together, in their order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .naming import plain
 
 
 class OnWire(NamedTuple):
-    """A full tensor as it travels, its padding included."""
+    """A full tensor as it is sent, with padding."""
 
     bytes: int
     rows: int  # its length along dimension 0
@@ -25,12 +25,12 @@ class OnWire(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedUnit:
-    """One wrapper of this project.
+    """One wrapper of this package.
 
     ``name``: dotted, "" for the root. ``elements``: of its parameters, each counted once, without
-    padding; ``trainable``: of those that are trained. ``itemsize``: bytes of an element as it is
-    gathered and computed with. ``gathered``: its tensors; ``reduced``: gradients of those that are
-    trained. Blocks in one loop are one unit here.
+    padding; ``trainable``: of those that are trained. ``itemsize``: bytes of an element in the
+    dtype in which it is gathered. ``gathered``: its tensors; ``reduced``: gradients of those that
+    are trained. Scanned blocks are one unit.
     """
 
     name: str
@@ -42,7 +42,7 @@ class TracedUnit:
 
 
 def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
-    """The units of ``roots`` that share parameters with other ranks."""
+    """The units of ``roots`` whose parameters are sharded over ranks."""
     found: list[TracedUnit] = []
     seen: set[object] = set()
     for root in roots:

@@ -15,7 +15,7 @@ from ...tpu.calibration import Calibration, calibrated, read
 from ...tpu.topology import Slice, resolve
 from ...wording import in_a_line
 from ..compiling.cache import PlanCache
-from ..compiling.compiler import compile_step, require_extra
+from ..compiling.compiler import CompileError, compile_step, require_extra
 from ..compiling.progress import Progress
 from ..make_report import make_report
 from ..reporting.report import Report
@@ -31,12 +31,18 @@ from .tuning import Tuning
 
 Step = Callable[[ShardingSettings], Any]
 
+_STREAMED = (
+    "tune searches steps of one program, and CPUOffload(stream=True) makes several: tune without "
+    "stream, and plan the settings with it"
+)
+
 
 def tune(
     step: Step,
     topology: str,
     *,
     batch: int | Collection[int] | None = None,
+    baseline: Callable[[], Any] | None = None,
     search: Mapping[str, Collection[Any]] | None = None,
     budget: int = 8,
     compiler_options: Mapping[str, str] | None = None,
@@ -73,11 +79,13 @@ def tune(
         topology: a slice, as for ``plan``.
         batch: samples per device: one number, which fixes the global batch, or several to choose
             from.
-        search: values to try instead of the default ones, by the name of a setting of
-            :class:`ShardingSettings`. One value fixes the setting:
-            ``{"scan": [True], "recompute": ["all"]}``.
-        budget: the largest number of compilations; cached results count as compilations.
-        compiler_options, launcher, cache, progress, title, calibration: as for ``plan``.
+        baseline: your own step as it is, what :func:`xla_fsdp.plan` takes, of the first ``batch``.
+            It is compiled first, and the answer is settings only if they are faster. Default:
+            ``step`` with the settings that the wrapper has by default.
+        search: by the name of a setting (of :class:`ShardingSettings`), values to try instead of
+            the usual ones; a single one fixes it: ``{"scan": [True], "recompute": ["all"]}``.
+        budget: the most compilations; results from an earlier time count.
+        compiler_options, launcher, cache, progress, title, calibration: those of ``plan``.
 
     Raises:
         ValueError: ``batch``, ``search`` or ``budget`` has a value that is not allowed; the step
@@ -91,6 +99,11 @@ def tune(
     if not callable(step):
         raise TypeError(
             f"step must be a function of ShardingSettings that runs a training step, got {step!r}"
+        )
+    if baseline is not None and not callable(baseline):
+        raise TypeError(
+            f"baseline must be a function without arguments that runs a training step, or None; "
+            f"got {baseline!r}"
         )
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
         raise ValueError(f"budget must be a number of compilations from 1 on; got {budget!r}")
@@ -109,6 +122,7 @@ def tune(
     asking = _Asking(
         step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown, figures
     )
+    own, why_no_own = asking.own(baseline) if baseline is not None else (None, "")
     with shown.while_doing(f"analysing a step on {where.name}"):
         facts = _facts(asking, modelled, batches[0], units)
         scans, why_not = _scans(asking, wanted, facts["blocks"], batches[0])
@@ -116,17 +130,22 @@ def tune(
     space = Space.of(facts["blocks"], modelled, batches, scans, wanted, groups)
     capacity = where.chip.device_usable_hbm_bytes(asking.host({}).chip_config)
     estimates = Estimates(facts, modelled)
-    search_ = Search(space, estimates, asking.measure, capacity, budget, shown.say)
+    search_ = Search(
+        space, estimates, asking.measure, capacity, budget, shown.say,
+        own=own, own_batch=batches[0] or 1, compilations=int(baseline is not None),
+    )  # fmt: skip
     trials = search_.run()
-    best = search_.best()
+    best = search_.answer()
     advice = []
-    if best is None:
+    if best is None and not (own and own.fits):
         advice = what_would_fit(
             trials[0].settings if trials else ShardingSettings(batch=batches[0]),
             estimates, search_.correction, where,
         )  # fmt: skip
     return Tuning(
         settings=best,
+        own=own,
+        own_batch=batches[0] or 1,
         trials=tuple(trials),
         topology=where.name,
         devices=where.devices,
@@ -136,7 +155,7 @@ def tune(
         from_cache=asking.from_cache,
         samples=batches[0] is not None,
         advice=tuple(advice),
-        notes=(why_not,) if why_not else (),
+        notes=tuple(filter(None, (why_no_own, why_not))),
         title=title,
     )
 
@@ -173,19 +192,32 @@ class _Asking:
         step = functools.partial(self._step, settings)
         traced = trace_step(step, 0, where.devices, where, host.arguments)
         if traced.parts:
-            raise ValueError(
-                "tune supports only steps of one program, and CPUOffload(stream=True) makes "
-                "several: call tune without stream=True, then plan the settings with it"
-            )
+            raise ValueError(_STREAMED)
         return traced
 
     def measure(self, settings: ShardingSettings) -> Measured:
-        where, host = self._where, self.host(settings.compiler_options)
         with self._progress.while_doing(f"tracing {settings}"):
             traced = self.trace(settings)
-        compiled = compile_step(traced.program, where, host, self._cache, self._progress)
+        return self._compiled(traced, self.host(settings.compiler_options))
+
+    def own(self, baseline: Callable[[], Any]) -> tuple[Measured | None, str]:
+        """What a step without settings takes; ``None`` and the reason if it can not be compiled."""
+        host = self.host({})
+        with self._progress.while_doing("tracing your own step"):
+            traced = trace_step(baseline, 0, self._where.devices, self._where, host.arguments)
+        if traced.parts:
+            raise ValueError(_STREAMED)
+        try:
+            return self._compiled(traced, host), ""
+        except CompileError as error:
+            return None, f"Your own step was not compiled: {in_a_line(error, 200)}"
+
+    def _compiled(self, traced: TracedStep, host: HostOptions) -> Measured:
+        compiled = compile_step(traced.program, self._where, host, self._cache, self._progress)
         self.from_cache += compiled.from_cache
-        return measured(make_report(where, compiled, traced, (0,), 1, "", host, self._figures))
+        return measured(
+            make_report(self._where, compiled, traced, (0,), 1, "", host, self._figures)
+        )
 
 
 def measured(report: Report) -> Measured:
@@ -194,7 +226,7 @@ def measured(report: Report) -> Measured:
     return Measured(
         seconds=timing.step if report.fits else 0.0,
         compute=timing.compute if report.fits else 0.0,
-        exposed=timing.exposed if report.fits else 0.0,
+        exposed=timing.exposed + timing.copies if report.fits else 0.0,
         hbm=report.memory.required,
         fits=report.fits,
         mfu=timing.mfu if report.fits else 0.0,

@@ -217,7 +217,15 @@ class Estimates:
         compute = sum(unit.compute for unit in units) * (1 + AHEAD * settings.scan_prefetch)
         adding, exposed = self._waited(_travelling(units, settings), settings, shared)
         compute += adding + self._optimizer(facts, shared)
+        exposed += self._copies(units)
         return replace(self.memory(settings), compute=compute, exposed=exposed)
+
+    def _copies(self, units: Sequence[_Unit]) -> float:
+        """Seconds that copies to the host exceed the forward, and those back the backward."""
+        chip = self._where.chip
+        one_way = sum(unit.on_host for unit in units) * chip.devices / chip.pcie_bandwidth
+        forward, backward = (sum(u.forward for u in units), sum(u.backward for u in units))
+        return max(0.0, one_way - forward) + max(0.0, one_way - backward)
 
     def goes_otherwise(self, settings: ShardingSettings) -> bool:
         """Whether another ``collective_routes`` changes the route of any collective."""

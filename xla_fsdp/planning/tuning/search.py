@@ -14,6 +14,7 @@ backward runs first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,11 +77,13 @@ class Search:
     """Compiles the most promising candidates, best first.
 
     Args:
-        measure: compiles a step with settings. Raises ValueError or RuntimeError if the settings
-            are not possible, CompileError if the compiler fails.
-        capacity: bytes of HBM that a step may use.
-        budget: the largest number of compilations, cached results included.
-        say: is called with one line on each compilation.
+        measure: compiles a step with settings. Raises ValueError or RuntimeError where these are
+            not possible, CompileError where the compiler fails.
+        capacity: bytes of HBM that a step may take.
+        budget: how many compilations, those of which the results were kept included.
+        say: is told of each.
+        own: the step as the caller has it, without settings; None if there is none.
+        own_batch: samples of a device in it.
     """
 
     space: Space
@@ -89,6 +92,8 @@ class Search:
     capacity: float
     budget: int
     say: Callable[[str], None] = lambda text: None
+    own: Measured | None = None
+    own_batch: int = 1
     correction: Correction = field(default_factory=Correction)
     compilations: int = 0
     _found: dict[ShardingSettings, Measured] = field(default_factory=dict)
@@ -105,6 +110,20 @@ class Search:
     @property
     def _asked(self) -> list[ShardingSettings]:
         return [*self._found, *self._impossible]
+
+    @property
+    def _own_per_sample(self) -> float:
+        """Seconds of the caller's own step; infinite if there is none, or it does not fit."""
+        fits = self.own is not None and self.own.fits
+        return self.own.seconds / self.own_batch if self.own is not None and fits else math.inf
+
+    def answer(self) -> ShardingSettings | None:
+        """:meth:`best`; ``None`` if that is not faster than the caller's own step."""
+        best = self.best()
+        if best is None:
+            return None
+        faster = self._trial(best).per_sample < (1 - _EQUAL) * self._own_per_sample
+        return best if faster else None
 
     def best(self) -> ShardingSettings | None:
         """The compiled candidate that fits and has the least time per sample.
@@ -156,7 +175,8 @@ class Search:
 
     def _may_be_faster(self, settings: ShardingSettings, best: ShardingSettings) -> bool:
         slack = _SLACK if self.correction.knows(settings) else _SLACK_OF_NEW
-        return self._modelled(settings) * (1 - slack) < self._trial(best).per_sample
+        fastest = min(self._trial(best).per_sample, self._own_per_sample)
+        return self._modelled(settings) * (1 - slack) < fastest
 
     def _by_worth(self, candidates: Sequence[ShardingSettings]) -> list[ShardingSettings]:
         """Candidates with the values of ``kept_blocks`` or ``keep`` that pay, by the estimates."""
@@ -207,7 +227,7 @@ class Search:
     # The answer.
 
     def _trials(self, candidates: Sequence[ShardingSettings]) -> list[Trial]:
-        best = self.best()
+        best = self.answer()
         trials = [
             Trial(one, self._estimate(one), self._found.get(one), self._why_not(one, best))
             for one in candidates
@@ -222,12 +242,12 @@ class Search:
         found = self._found.get(settings)
         if found is not None and not found.fits or found is None and not self._may_fit(settings):
             return self._too_large(settings)
-        if best is None:
-            return "not compiled: the budget was spent"
-        times = self._trial(settings).per_sample / self._trial(best).per_sample
+        fastest = self._own_per_sample if best is None else self._trial(best).per_sample
+        times = self._trial(settings).per_sample / fastest
         if found is not None:
-            faster = "as fast, but with more changes to the defaults"
-            return f"{times:.2f} times the time of the best" if times > 1 + _EQUAL else faster
+            as_fast = "as your own step" if best is None else ", and further from the defaults"
+            slower = f"{times:.2f} times the time of the best"
+            return slower if times > 1 + _EQUAL else f"as fast{as_fast}"
         slack = _SLACK if self.correction.knows(settings) else _SLACK_OF_NEW
         if times * (1 - slack) >= 1:
             return f"not compiled: modelled {times:.2f} times the time of the best"
@@ -237,11 +257,17 @@ class Search:
         found = self._found.get(settings)
         hbm = found.hbm if found and found.hbm else self._estimate(settings).hbm
         said = "does not fit" if found else "would not fit"
-        what = f"{said}: {hbm / GIB:.1f} of {self.capacity / GIB:.1f} GiB"
+        what = f"{said} {too_much(hbm, self.capacity)}"
         if found and not found.hbm:
             what = f"{said}: the compiler stopped before it knew the required memory"
         remedy = would_give(settings, self.estimates, self.correction, self.capacity)
         return f"{what}; {remedy}" if remedy else what
+
+
+def too_much(hbm: float, capacity: float) -> str:
+    """By how much a step that needs ``hbm`` bytes does not fit."""
+    excess = max(hbm - capacity, 0.0) / GIB
+    return f"by {excess:.1f} GiB: {hbm / GIB:.1f} of {capacity / GIB:.1f} GiB"
 
 
 def _rank(trial: Trial, best: ShardingSettings | None) -> tuple[int, float]:

@@ -13,7 +13,7 @@ from typing import Any
 from ..compiling.cache import write_whole
 from ..reporting.tables import aligned
 from .remedies import GIB
-from .search import Trial
+from .search import Measured, Trial, too_much
 from .settings import ShardingSettings
 
 _SHOWN = 6  # rows of the table for candidates that were not compiled
@@ -25,8 +25,10 @@ class Tuning:
     """The result of :func:`xla_fsdp.tune`; ``print`` it.
 
     Attributes:
-        settings: the best settings; None if no compiled candidate fits.
-        trials: all candidates, the best first.
+        settings: the best that was found, or None if nothing that was compiled fits, or nothing is
+            faster than your own step.
+        own: your own step, which was given as ``baseline``, with ``own_batch`` samples of a device.
+        trials: every candidate, the best first.
         topology, devices: the slice.
         capacity: bytes of HBM that a step may use on one device.
         budget: how many compilations were allowed.
@@ -49,6 +51,8 @@ class Tuning:
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     title: str = ""
+    own: Measured | None = None
+    own_batch: int = 1
 
     @property
     def best(self) -> Trial | None:
@@ -67,18 +71,49 @@ class Tuning:
     def _verdict(self) -> str:
         best = self.best
         if best is None or best.measured is None:
-            return f"NOTHING FITS in {self.capacity / GIB:.1f} GiB a device on {self.topology}"
+            if self.own is None or not self.own.fits:
+                return f"NOTHING FITS in {self.capacity / GIB:.1f} GiB a device on {self.topology}"
+            step = f"{1e3 * self.own.seconds:,.2f} ms a step (model)"
+            return (
+                f"BEST: your own step as it is: {step}; no settings that were compiled are faster"
+            )
         step = f"{1e3 * best.measured.seconds:,.2f} ms a step (model)"
         if self.samples:
-            step += f", {1e6 * best.per_sample:,.1f} us for each sample of the device's batch"
-        return f"BEST: {best.settings}: {step}"
+            step += f", {1e6 * best.per_sample:,.1f} us a sample of a device's batch"
+        return f"BEST: {best.settings}: {step}{self._against_own(best)}"
+
+    def _against_own(self, best: Trial) -> str:
+        if self.own is None:
+            return ""
+        if not self.own.fits:
+            return f"; your own step does not fit{self._excess()}"
+        share = best.per_sample / (self.own.seconds / self.own_batch)
+        return f", {share:.2f} times the time of your own step"
+
+    def _excess(self) -> str:
+        """By how much the caller's own step does not fit, if the compiler said so."""
+        hbm = self.own.hbm if self.own is not None else 0.0
+        return f" {too_much(hbm, self.capacity)}" if hbm else ""
+
+    def _own_row(self, own: Measured) -> Sequence[str]:
+        if not own.fits:
+            last = f"does not fit{self._excess()}"
+        elif self.best is None:
+            last = "best"
+        else:
+            times = own.seconds / self.own_batch / self.best.per_sample
+            last = f"{times:.2f} times the time of the best"
+        return ("your own step", *_told(own), "", "", last)
 
     def _table(self) -> list[str]:
         asked = [trial for trial in self.trials if _was_asked(trial)]
         others = [trial for trial in self.trials if not _was_asked(trial)]
         shown = [*asked, *others[:_SHOWN]]
         several = len({trial.settings.batch for trial in self.trials}) > 1
-        rows = [_row(trial, self.settings, several) for trial in shown]
+        rows: list[Sequence[str]] = []
+        if self.own is not None:
+            rows.append(self._own_row(self.own))
+        rows += [_row(trial, self.settings, several) for trial in shown]
         numeric = [False, *[True] * (len(_HEAD) - 2), False]
         return [*aligned([_HEAD, *rows], numeric), ""] if rows else []
 
@@ -92,12 +127,7 @@ class Tuning:
             "model. The last two are estimates, corrected by the results of compiled candidates.",
         ]
         if self.samples:
-            remarks.append("Candidates are compared by step time per sample of a device's batch.")
-        if any(trial.settings.offload for trial in self.trials):
-            remarks.append(
-                "Copies to host memory and back take no time in this model, because the speed of "
-                "these links is not published."
-            )
+            remarks.append("Compared: time of a step over samples a device.")
         return [*remarks, *self.notes]
 
     def to_json(self) -> str:
@@ -124,13 +154,17 @@ def _was_asked(trial: Trial) -> bool:
 
 
 def _row(trial: Trial, best: ShardingSettings | None, with_batch: bool) -> Sequence[str]:
-    found, guessed = trial.measured, trial.estimate
-    told = ["", "", "", ""]
-    if found is not None:
-        times = (found.seconds, found.compute, found.exposed)
-        told = [f"{1e3 * one:,.2f}" if found.seconds else "" for one in times]
-        told.append(f"{found.hbm / GIB:.2f}" if found.hbm else "")
+    guessed, told = trial.estimate, _told(trial.measured)
     last = "best" if trial.settings == best else trial.rejected
     by_analysis = (f"{1e3 * guessed.seconds:,.1f}", f"{guessed.hbm / GIB:.1f}")
     named = trial.settings if with_batch else trial.settings.changed(batch=None)
     return (str(named), *told, *by_analysis, last)
+
+
+def _told(found: Measured | None) -> Sequence[str]:
+    """What the compiler and the time model say, in cells of the table."""
+    if found is None:
+        return ["", "", "", ""]
+    times = (found.seconds, found.compute, found.exposed)
+    cells = [f"{1e3 * one:,.2f}" if found.seconds else "" for one in times]
+    return [*cells, f"{found.hbm / GIB:.2f}" if found.hbm else ""]

@@ -1,10 +1,10 @@
-"""One process that traces as any rank of a slice that is not there.
+"""Traces as one rank of a slice, in a process without that slice.
 
-Inside :class:`Pretence` torch_xla believes what it is told: ``xr.world_size()``,
-``xr.global_ordinal()`` and with them ``World`` (collectives/world.py) are those of the pretended
-slice, for this project's wrapper, the in-tree class and any other code alike. Nothing runs:
-collectives would have nobody to meet. Where a step would be cut and run, what was traced is
-handed to ``on_cut``, and the tensors it would have computed become placeholders.
+Inside :class:`SimulatedRank` torch_xla reports the simulated slice: ``xr.world_size()``,
+``xr.global_ordinal()`` and with them ``World`` (collectives/world.py), for this package's wrapper,
+the in-tree class and any other code. Nothing runs, because there are no other ranks for
+collectives. Where a step would compile and run a program, ``on_cut`` is called instead, and the
+tensors that the program would compute become placeholders.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ... import xlac
-from ...collectives.host_data import as_data
+from ...collectives.host_data import as_data, unwritten
 from ...collectives.routes import attributes_of
 from ...ranks.autograd_thread import run_there
 from ...ranks.cpu import call_site
@@ -37,33 +36,32 @@ from ...sharding.sharded_parameter import local
 from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
 from .live import assign, is_pending
+from .unwritten import HostTensors
 
-# More than any step reads, and soon reached by a loop that waits for a value.
+# More reads than in any step. A loop that waits for a value soon reaches it.
 _MANY_READS = 2000
-# Values of tensors this large are not drawn: nothing will ever look at them.
-_LARGE = 1 << 16
 
 
 class StepTraced(BaseException):
-    """Ends the caller's step where it is fully traced. Not an Exception: nobody should catch it."""
+    """Ends the caller's step when it is fully traced. No Exception, so that no code catches it."""
 
 
-class Pretence:
-    """A context manager in which this process is rank ``rank`` of ``size``.
+class SimulatedRank:
+    """A context manager that makes this process rank ``rank`` of ``size``.
 
     Args:
-        slice: the slice that the runtime is to describe, or ``None``.
+        slice: the slice that the runtime describes, or ``None``.
         on_cut: called where the program traced so far would be compiled and run. May raise
             :class:`StepTraced`.
-        on_read: called before a pending value is read, which runs what it depends on and leaves
-            everything else pending.
-        arguments: what ``LIBTPU_INIT_ARGS`` is to be, or ``None``.
+        on_read: called before a pending value is read. A real read runs what the value depends on,
+            and leaves everything else pending.
+        arguments: the value of ``LIBTPU_INIT_ARGS``, or ``None`` to leave it.
 
     Attributes:
-        reads: places (``file:line in function``) where pending values were asked for. They get
-            zeros, true if finiteness was asked, and masks that select everything.
-        sized_by_data: places where values decided how many elements a tensor has. There are as many
-            as there can be.
+        reads: places (``file:line in function``) that read pending values. A value that is read is
+            zero; a check for finite values is true; a mask selects everything.
+        sized_by_data: places where values decide how many elements a tensor has. It has the most
+            that are possible.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Pretence:
         self.sized_by_data: list[str] = []
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Pretence:
+    def __enter__(self) -> SimulatedRank:
         self._stack.enter_context(pretending())
         run_there(torch_xla.device(), functools.partial(pretend, True))
         self._stack.callback(run_there, torch_xla.device(), functools.partial(pretend, False))
@@ -91,7 +89,7 @@ class Pretence:
         if self.arguments is not None:
             self._stack.callback(_set_back, os.environ.get(ARGUMENTS))
             os.environ[ARGUMENTS] = self.arguments
-        # torch_xla keeps both for the process once it knows them.
+        # torch_xla caches both for the process.
         patches.replace(xlac.WORLD_SIZE, self.size)
         patches.replace(xlac.ORDINAL, self.rank)
         if self.slice is not None:
@@ -100,37 +98,37 @@ class Pretence:
             patches.set(xm, "xla_device_kind", lambda device=None: kind)
         patches.replace(xlac.sync_device, lambda *args, **kwargs: self.on_cut())
         patches.replace(xlac.sync_tensors, lambda *args, **kwargs: self.on_cut())
-        # Autocast asks what it runs on.
+        # Autocast reads the kind of device.
         patches.set(xm, "xla_device_hw", lambda device: "TPU" if "xla" in str(device) else "CPU")
-        # What the process traced before is none of this step's, and the other way round.
+        # The step must not depend on collectives that the process traced before, nor the reverse.
         device = str(torch_xla.device())
         xlac.set_collective_token(device, None)
         self._stack.callback(xlac.set_collective_token, device, None)
-        self._stack.enter_context(_NothingIsRead(self))
+        self._stack.enter_context(_SimulatedReads(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def read(self, tensors: list[torch.Tensor]) -> None:
-        """Pending ``tensors`` are about to be read: they get values, zeros as a rule."""
+        """Gives pending ``tensors`` values before they are read: zeros, but for checks."""
         self.reads.append(call_site.here())
         if len(self.reads) >= _MANY_READS:
             place, times = Counter(self.reads).most_common(1)[0]
             raise RuntimeError(
                 f"the step has read {len(self.reads)} values, {times} of them at {place}, and has "
-                "not come to an end: nothing runs in a plan, so what is read is zero, and a loop "
-                "that waits for another value never ends. Leave such a loop out of what is planned"
+                "not ended: nothing runs in a plan, so values are zero, and a loop that waits for "
+                "another value never ends. Remove such a loop from the step that is planned"
             )
         self.on_read()
         for tensor in tensors:
-            settle([tensor], float(getattr(tensor, _TRUTH, 0)))
+            fill_pending([tensor], float(getattr(tensor, _TRUTH, 0)))
 
     def select(self, masks: list[torch.Tensor]) -> None:
-        """Pending ``masks`` are about to decide on a shape: they select everything."""
+        """Makes pending ``masks``, which decide on a shape, select everything."""
         self.sized_by_data.append(call_site.here())
         self.on_read()
-        settle(masks, 1.0)
+        fill_pending(masks, 1.0)
         for mask in masks:
             setattr(mask, _KNOWN, torch.ones(mask.shape, dtype=mask.dtype))
 
@@ -141,30 +139,35 @@ def _set_back(arguments: str | None) -> None:
         os.environ[ARGUMENTS] = arguments
 
 
-def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
-    """Gives pending tensors buffers, full of ``value``, without running what was traced."""
+def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
+    """Gives pending tensors buffers, filled with ``value``, without running a program."""
     for tensor in tensors:
         if is_pending(tensor):
-            filled = torch.full(local(tensor).shape, value, dtype=tensor.dtype)
+            shape = local(tensor).shape
+            if value:
+                filled = torch.full(shape, value, dtype=tensor.dtype)
+            else:
+                filled = unwritten(shape, tensor.dtype)
             placeholder = as_data(filled, tensor.device)
             assign(tensor, placeholder)
-            if is_pending(tensor):  # a view stays a computation on what it is a view of
+            if is_pending(tensor):  # a view remains a computation on its base
                 fill_([tensor], [placeholder])
 
 
 def forget_pending() -> None:
-    """Forgets how to compute what is still pending: values that only autograd holds, on their way
-    from one node to the next, which no :func:`settle` finds. They get no values, not even zeros.
+    """Drops the graph of values that are still pending and that only autograd references (gradients
+    between two nodes), so that :func:`fill_pending` cannot find them. They get no values.
     """
     xlac.forget_pending(str(torch_xla.device()))
 
 
-class _NothingIsRead(TorchFunctionMode):
-    """Stands in for what only running could give, and leaves out what only running would need."""
+class _SimulatedReads(TorchFunctionMode):
+    """Replaces reads of values, and omits work on values that a plan does not need."""
 
-    def __init__(self, pretence: Pretence) -> None:
+    def __init__(self, simulated: SimulatedRank) -> None:
         super().__init__()
-        self.pretence = pretence
+        self.simulated = simulated
+        self.host_tensors = HostTensors()
 
     def __torch_function__(
         self, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None
@@ -173,7 +176,7 @@ class _NothingIsRead(TorchFunctionMode):
         if func in _TELLS or func in _CARRIES or func in _TURNS:
             return _with_truth(func, args, kwargs)
         if masks := [t for t in _masks(func, args, kwargs) if is_pending(t)]:
-            self.pretence.select(masks)
+            self.simulated.select(masks)
         if func in _FOLLOWED and _is_known(args, kwargs):
             return _computed(func, args, kwargs)
         if masks:
@@ -181,18 +184,12 @@ class _NothingIsRead(TorchFunctionMode):
         if func in READS and reads_to_host(func, args, kwargs):
             pending = [t for t in xla_tensors((args, kwargs)) if is_pending(t)]
             if pending:
-                self.pretence.read(pending)
-        elif func in _FILLS and _is_large_parameter(filled := _first(args, kwargs)):
-            return filled
-        elif func in _DRAWS and kwargs.get("out") is None:
-            plain = {k: v for k, v in kwargs.items() if k != "generator"}
-            if torch.empty(*args, **{**plain, "device": "meta"}).numel() >= _LARGE:
-                return torch.zeros(*args, **plain)
-        return func(*args, **kwargs)
+                self.simulated.read(pending)
+        return self.host_tensors.call(func, args, kwargs)
 
 
 def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """What decides on the shape of the result."""
+    """Tensors whose values decide on the shape of the result."""
     if func in (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select):
         return [t for t in xla_tensors((args[1:], kwargs)) if t.dtype is torch.bool]
     if func in _PLACES or (func in _CHOICES and len(args) + len(kwargs) == 1):
@@ -211,13 +208,13 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _is_known(args: tuple, kwargs: dict) -> bool:
-    """Whether masks that select everything decide on all of it, and nothing has changed it."""
+    """Whether all values are known, because they follow from masks that select everything."""
     tensors = xla_tensors((args, kwargs))
     return bool(tensors) and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors)
 
 
 def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
-    """On the host, as nothing runs on the device."""
+    """Calls ``func`` on the host with known values, because nothing runs on the device."""
     if func is torch.Tensor.__iter__:
         func = torch.Tensor.unbind
         return iter(_computed(func, args, kwargs))
@@ -227,29 +224,6 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     return value if func in _VALUES else _on_device(value, device)
 
 
-def _first(args: tuple, kwargs: dict) -> object:
-    return args[0] if args else kwargs.get("tensor")  # as functions of nn.init hand it over
-
-
-def _is_large_parameter(tensor: object) -> bool:
-    # Pages that nobody writes take up no memory, so even a model that is built whole on the host
-    # costs next to nothing.
-    return (
-        isinstance(tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.numel() >= _LARGE
-    )
-
-
-_FILLS = frozenset(
-    getattr(torch.Tensor, f"{name}_")
-    for name in "uniform normal zero fill mul add sub div erfinv clamp copy".split()
-) | frozenset(
-    value
-    for name, value in vars(torch.nn.init).items()
-    if name.endswith("_") and isinstance(value, types.FunctionType)
-)
-_DRAWS = frozenset({torch.randn, torch.rand})
 _PLACES = frozenset({torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere})
 _CHOICES = frozenset({torch.where})  # without values to choose from: nonzero(as_tuple=True)
 
@@ -262,9 +236,9 @@ _VALUES = frozenset(
     for name in "item tolist cpu numpy __bool__ __float__ __int__ __index__".split()
 )
 _FOLLOWED = _VIEWS | _VALUES | _PLACES | _CHOICES
-# On a tensor: the values it would have, were everything selected.
+# On a tensor: the values that it has if masks select everything.
 _KNOWN = "_xla_fsdp_known"
-# On a tensor: whether it is true, had the step run. Losses are finite.
+# On a tensor: the truth value that it has if all losses are finite.
 _TRUTH = "_xla_fsdp_assumed_truth"
 _TELLS = {
     torch.isfinite: True, torch.Tensor.isfinite: True,
