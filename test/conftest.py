@@ -29,6 +29,8 @@ os.environ.setdefault(
 if "TEST_PROGRAMS" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="programs-", ignore_cleanup_errors=True)
     os.environ["TEST_PROGRAMS"] = _programs.name
+# Plans of tests are made by the libtpu of this environment, whatever else is installed.
+os.environ["XLA_FSDP_COMPILERS"] = os.path.join(os.environ["TEST_PROGRAMS"], "compilers")
 # One process more than processors: tests wait for launchers, time limits and disks.
 os.environ.setdefault("PYTEST_XDIST_AUTO_NUM_WORKERS", str(min(4, (os.cpu_count() or 1) + 1)))
 # Small tensors: the threads of torch would mostly wait for each other.

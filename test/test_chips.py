@@ -39,6 +39,7 @@ def test_every_figure_has_a_source(family):
     figures |= {"host_memory", "pcie_bandwidth"}
     # v2 and v3 slices are not joined.
     figures |= {"dcn_bandwidth"} if chip.dcn_bandwidth else set()
+    figures |= {"die_bandwidth"} if chip.die_bandwidth else set()
     assert set(chip.sources) == figures
     assert bool(chip.dcn_bandwidth) == (family not in ("v2", "v3"))
 
@@ -53,6 +54,7 @@ def test_every_figure_has_a_source(family):
         ("v5e", 4 * 128**2),
         ("v5p", 8 * 128**2),
         ("v6e", 4 * 256**2),
+        ("tpu7x", 8 * 256**2),
     ],
 )
 def test_the_clock_gives_the_peak(family, multipliers):
@@ -75,6 +77,27 @@ def test_slices_fit_into_the_pod(family):
 
 def test_a_core_of_v3_has_16_gib():
     assert CHIPS["v3"].hbm_bytes == CHIPS["v3"].devices * 16 * GIB
+
+
+def test_tpu7x_has_two_devices_that_exchange_inside_the_chip():
+    where = resolve("tpu7x-8")
+    chip = where.chip
+    assert (chip.device_flops, chip.hbm_bytes // chip.devices) == (1153.5e12, 96 * GIB)
+    pairs = tuple((2 * n, 2 * n + 1) for n in range(4))
+    sent = 10**9 // 2
+    inside = collective_seconds(OneCollective("all-gather", 10**9, pairs), where)
+    assert inside == pytest.approx(LAUNCH + sent / 1080e9)
+    move = collective_seconds(OneCollective("collective-permute", 10**9, ((0, 1), (1, 0))), where)
+    assert move == pytest.approx(LAUNCH + 1e9 / 1080e9)
+    assert "exchange at 1080 GB/s" in describe(where)
+
+
+def test_an_all_gather_of_tpu7x_takes_as_long_as_measured():
+    """tpu-recipes measure 178.8 GB/s a device for 403 MB on 2x2x1."""
+    size = 403 * 10**6
+    gather = OneCollective("all-gather", size, (tuple(range(8)),))
+    seconds = collective_seconds(gather, resolve("tpu7x-8"))
+    assert size * 7 / 8 / seconds == pytest.approx(178.8e9, rel=0.02)
 
 
 def test_a_table_entry_can_not_be_changed():
@@ -139,7 +162,7 @@ def test_a_new_record_has_named_slices():
         assert "there is no v9x slice of 17 TensorCores" in str(info.value)
         assert info.value.closest[0] == "v9pod-16"
         assert "v9pod-8, 16 and multiples of 128 to 1024" in str(info.value)
-        assert "v9x-N is v9pod-N" in str(info.value) and "v6e:, v9x:" in str(info.value)
+        assert "v9x-N is v9pod-N" in str(info.value) and "tpu7x:, v9x:" in str(info.value)
     with pytest.raises(UnknownTopologyError, match="no TPU family 'v9pod'"):
         resolve("v9pod-8")
 

@@ -60,13 +60,21 @@ def test_nested_tuples():
         ("[2,4]<=[2,2,2]T(1,0,2)", ((0, 1, 4, 5), (2, 3, 6, 7))),
         ("[8]<=[8]", (tuple(range(8)),)),
         ("{{0}, {1,2,3}}", ((0,), (1, 2, 3))),
+        # As libtpu 0.0.51 writes them.
+        ("mesh['axis_0'=4] {'axis_0'}", ((0, 1, 2, 3),)),
+        ("mesh['axis_0'=2,'axis_1'=3] {'axis_0'}", ((0, 3), (1, 4), (2, 5))),
+        ("mesh['axis_0'=2,'axis_1'=3] {'axis_1'}", ((0, 1, 2), (3, 4, 5))),
+        ("mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
     ],
 )
 def test_groups(text, groups):
     assert parse_groups(text) == groups
 
 
-@pytest.mark.parametrize("text", ["[2,4]<=[9]", "[2,2]<=[4]T(1)", "{{0,1}", "all of them"])
+@pytest.mark.parametrize(
+    "text",
+    ["[2,4]<=[9]", "[2,2]<=[4]T(1)", "{{0,1}", "all of them", "mesh['a'=4] {'b'}", "mesh['a'=4]"],
+)
 def test_groups_that_are_none(text):
     with pytest.raises(ValueError, match="groups"):
         parse_groups(text)

@@ -272,7 +272,7 @@ from xla_fsdp.planning.compiling import compiler
 
 # Another module for the process that compiles.
 compiler.compile_child = types.SimpleNamespace(
-    __name__="crashing_child", program_file=compiler.compile_child.program_file
+    __file__=sys.argv[2], program_file=compiler.compile_child.program_file
 )
 plan(_step(), "v3-8", cache=False, ranks=[0],
      compiler_options={"xla_tpu_enable_flash_attention": "true"})
@@ -282,8 +282,8 @@ plan(_step(), "v3-8", cache=False, ranks=[0],
 def test_a_crash_of_the_compiler_names_the_options(run_script, tmp_path):
     child = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     (tmp_path / "crashing_child.py").write_text(child)
-    folders = os.pathsep.join([str(tmp_path), os.path.dirname(os.path.dirname(__file__))])
-    done = run_script(CRASHES, os.path.dirname(__file__), env={"PYTHONPATH": folders})
+    folder = os.path.dirname(__file__)
+    done = run_script(CRASHES, folder, str(tmp_path / "crashing_child.py"))
     assert "exit status -11 (a crash; compiler_options= can undo" in done.stderr
     assert "--xla_tpu_enable_flash_attention=true'" in done.stderr
 

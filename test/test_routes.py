@@ -104,6 +104,8 @@ def widths(route):
         ("v3-8", 8, ((8,), False), ((8,), False)),
         ("v4-128", 8, ((64,), False), ((64,), False)),
         ("v5p-128", 8, ((64,), False), ((64,), False)),
+        ("tpu7x-8", 8, ((8,), False), ((8,), False)),
+        ("tpu7x-128", 8, ((128,), False), ((128,), False)),
         ("v5litepod-8", 8, ((8,), False), ((8,), False)),
         # Lines: blocks as rings. A gather is one ring by itself, a small one on v3 is not.
         ("v5litepod-64", 8, ((16, 4), True), ((64,), False)),
@@ -133,7 +135,9 @@ def test_stages_are_worth_it_or_left_alone(name, kind):
         assert len(at_once.stages) == 1 and not at_once.moves
 
 
-@pytest.mark.parametrize("name", ["v3-128", "v4-128", "v5litepod-8", "v5p-128", "v6e-64"])
+@pytest.mark.parametrize(
+    "name", ["v3-128", "v4-128", "v5litepod-8", "v5p-128", "v6e-64", "tpu7x-128"]
+)
 def test_a_runtime_that_describes_a_slice_is_believed(name):
     slice = resolve(name)
     devices = attributes_of(slice)

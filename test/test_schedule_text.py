@@ -67,6 +67,45 @@ def test_start_and_done():
     assert sum(op.cycles for op in schedule.ops) == 128
 
 
+def test_collectives_of_a_sparsecore():
+    """One is prepared at its start, and begins where it gets its operand."""
+    called = """%called (q: f32[8,128]) -> f32[64,128] {
+  %q = f32[8,128]{1,0} parameter(0)
+  %one = (f32[8,128]{1,0}) tuple(%q)
+  %part = f32[8,128]{1,0} get-tuple-element(%one), index=0
+  ROOT %all = f32[64,128]{1,0} all-gather(%part), replica_groups=mesh['axis_0'=8] {'axis_0'}, """
+    called += """dimensions={0}, backend_config={"collective_offload_config":{}}
+}, execution_thread="sparsecore"
+
+%prepared (u: f32[8,128]) -> f32[8,128] {
+  %u = f32[8,128]{1,0} parameter(0)
+  ROOT %v = f32[8,128]{1,0} negate(%u)
+}
+"""
+    schedule = schedule_of(
+        module(
+            """  %p = f32[8,128]{1,0} parameter(0)
+  %s = ((), (), (s32[8]{0}, s32[1]{0:S(2)})) custom-call-start(), """
+            """async_execution_thread="sparsecore", called_computations={%called}
+  %o = ((), (), s32[8]{0}) custom-call-start(), called_computations={%prepared}
+  %e = f32[8,128]{1,0} exponential(%p), backend_config={"estimated_cycles":"100"}
+  %b = ((f32[8,128]{1,0}), f32[64,128]{1,0}, (s32[8]{0})) custom-call-update(%s, %e), """
+            """output_to_operand_aliasing={{2,0}: (0, {2,0})}
+  %r = f32[8,128]{1,0} all-reduce(%e), to_apply=%add
+  %f = f32[8,128]{1,0} negate(%r), backend_config={"estimated_cycles":"23"}
+  %d = f32[64,128]{1,0} custom-call-done(%b)
+  ROOT %t = f32[64,128]{1,0} negate(%d), backend_config={"estimated_cycles":"9"}""",
+            called,
+        )
+    )
+    gather, reduce = schedule.collectives
+    assert (gather.kind, gather.asynchronous, gather.emitter) == ("all-gather", True, "SparseCore")
+    assert (gather.index, gather.done, gather.overlap_cycles) == (4, 7, 23)
+    assert (gather.bytes, gather.wire_bytes, gather.group_size) == (32768, 28672, 8)
+    assert (reduce.kind, reduce.index) == ("all-reduce", 5)
+    assert sum(op.cycles for op in schedule.ops) == 132
+
+
 def test_variadic_and_fused():
     """Bytes add up over operands. A fused all-reduce that only leaves a part is a scatter."""
     fused = """%fused (q: f32[64,128], i: s32[]) -> f32[8,128] {
@@ -296,15 +335,17 @@ def test_buffers():
 
 def test_no_estimate():
     """The largest number there is means none; what takes no time for want of one is noted."""
+    largest = 2**64 - 1  # of libtpu 0.0.51; of 0.0.21 2**63 - 1
     schedule = schedule_of(
         module(
             f"""  %p = f32[8,128]{{1,0}} parameter(0)
   %a = f32[8,128]{{1,0}} negate(%p), backend_config={{"x":{{"estimated_cycles":"100"}}}}
   %b = f32[8,128]{{1,0}} negate(%a), backend_config={{"x":{{"estimated_cycles":"{2**63 - 1}"}}}}
-  %r = u32[8,128]{{1,0}} rng-bit-generator(%b), algorithm=rng_default
+  %d = f32[8,128]{{1,0}} negate(%b), backend_config={{"x":{{"estimated_cycles":"{largest}"}}}}
+  %r = u32[8,128]{{1,0}} rng-bit-generator(%d), algorithm=rng_default
   ROOT %c = f32[8,128]{{1,0}} add(%b, %b), backend_config={{"x":{{"estimated_cycles":"7"}}}}"""
         )
     )
-    assert [op.cycles for op in schedule.ops] == [100, 0, 0, 7]
+    assert [op.cycles for op in schedule.ops] == [100, 0, 0, 0, 7]
     unable, random = schedule.notes
-    assert "for 1 fusion" in unable and "for 1 generator" in random
+    assert "for 2 fusion" in unable and "for 1 generator" in random

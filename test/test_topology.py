@@ -39,6 +39,18 @@ class TestNames:
             ("v5p-12288", "v5p:16x16x24", 6144, 6144, 1536),
             ("v6e-4", "v6e:2x2", 4, 4, 1),
             ("v6e-256", "v6e:16x16", 256, 256, 64),
+            ("tpu7x-8", "tpu7x:2x2x1", 8, 4, 1),
+            ("tpu7x-16", "tpu7x:2x2x2", 16, 8, 2),
+            ("tpu7x-32", "tpu7x:2x2x4", 32, 16, 4),
+            ("tpu7x-64", "tpu7x:2x4x4", 64, 32, 8),
+            ("tpu7x-128", "tpu7x:4x4x4", 128, 64, 16),
+            ("tpu7x-256", "tpu7x:4x4x8", 256, 128, 32),
+            ("tpu7x-512", "tpu7x:4x8x8", 512, 256, 64),
+            ("tpu7x-1024", "tpu7x:8x8x8", 1024, 512, 128),
+            ("tpu7x-2048", "tpu7x:8x8x16", 2048, 1024, 256),
+            ("tpu7x-4096", "tpu7x:8x16x16", 4096, 2048, 512),
+            ("tpu7x-4224", "tpu7x:4x12x44", 4224, 2112, 528),
+            ("tpu7x-18432", "tpu7x:16x24x24", 18432, 9216, 2304),
             ("v4:4x4x12", "v4:4x4x12", 192, 192, 48),
             ("v5e:2x4", "v5e:2x4", 8, 8, 1),
         ],
@@ -82,6 +94,9 @@ class TestWiring:
             ("v5litepod-64", (False, False)),
             ("v5litepod-128", (False, True)),
             ("v6e-256", (True, True)),
+            ("tpu7x-64", (False, False, False)),
+            ("tpu7x-128", (True, True, True)),
+            ("tpu7x-4096", (True, True, True)),
         ],
     )
     def test_which_axes_are_rings(self, name, wraps):
@@ -102,6 +117,7 @@ class TestWiring:
         assert places[8] == (0, 1, 0, 0) and places[-1] == (3, 3, 0, 1)
         assert len(set(places)) == len(places) == 32
         assert resolve("v4-64").coordinates()[8] == (0, 0, 1, 0)
+        assert resolve("tpu7x-8").coordinates()[3:5] == ((1, 0, 0, 1), (0, 1, 0, 0))
 
 
 class TestRefusals:
@@ -112,6 +128,8 @@ class TestRefusals:
             ("v3-100", "no v3 slice of 100 TensorCores", "v3-128"),
             ("v5e-7", "no v5e slice of 7 chips", "v5litepod-8"),
             ("v4-130", "no v4 slice of 130 TensorCores", "v4-128"),
+            ("tpu7x-12", "no tpu7x slice of 12 TensorCores", "tpu7x-8"),
+            ("tpu7x:4x8x2", "all multiples of 4", None),
             ("v7-8", "no TPU family 'v7'", "v4-8"),
             ("v3:8x8x2", "2 axes, not 3", "v3:8x8"),
             ("v4:4x4", "3 axes, not 2", "v4:4x4x8"),
@@ -144,10 +162,8 @@ class TestRefusals:
             resolve(name)
 
 
-class TestLibtpu:
-    """What the compiler says, in a process of its own: libtpu must not meet torch_xla's."""
-
-    ASK = """
+# What the compiler says, in a process of its own: libtpu must not meet torch_xla's.
+ASK = """
 import json, sys
 from jax.experimental.topologies import get_topology_desc
 
@@ -166,30 +182,34 @@ for name, options in json.loads(sys.argv[1]):
 print(json.dumps(answers))
 """
 
-    def test_describes_the_same_slices(self):
-        slices = [
-            resolve(name)
-            for name in ("v2-8", "v3-128", "v4-8", "v4-128", "v5litepod-1", "v5litepod-8")
-        ] + [resolve(name) for name in ("v5p-8", "v6e-256")]
-        question = json.dumps([(found.libtpu_name, found.options) for found in slices])
-        quiet = {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "JAX_PLATFORMS": "cpu",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", self.ASK, question],
-            env=os.environ | quiet,
-            capture_output=True,
-            text=True,
-            timeout=1500,
-        )
-        assert done.returncode == 0, done.stderr
-        answers = json.loads(done.stdout)
-        for found, answer in zip(slices, answers, strict=True):
-            assert answer["ids"] == list(range(found.devices)), found
-            assert answer["places"] == [list(place) for place in found.coordinates()], found
-            assert (answer["hosts"], answer["kind"]) == (found.hosts, found.chip.device_kind)
+
+def check_slices(names, python=sys.executable, environment=os.environ):
+    """Whether the libtpu of ``python`` describes the same slices."""
+    slices = [resolve(name) for name in names]
+    question = json.dumps([(found.libtpu_name, found.options) for found in slices])
+    quiet = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [python, "-c", ASK, question],
+        env={**environment, **quiet},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    for found, answer in zip(slices, answers, strict=True):
+        assert answer["ids"] == list(range(found.devices)), found
+        assert answer["places"] == [list(place) for place in found.coordinates()], found
+        assert (answer["hosts"], answer["kind"]) == (found.hosts, found.chip.device_kind)
+
+
+def test_libtpu_describes_the_same_slices():
+    small = ("v2-8", "v3-128", "v4-8", "v4-128", "v5litepod-1", "v5litepod-8")
+    check_slices((*small, "v5p-8", "v6e-256"))
 
 
 def test_needs_neither_jax_nor_torch():

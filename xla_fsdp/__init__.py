@@ -38,6 +38,7 @@ if _TYPE_CHECKING:
         fully_shard,
     )
     from .layers.batch_norm import SyncBatchNorm
+    from .plan_compiler import UnusableCompilerError
     from .planning.api import plan
     from .planning.compiling.compiler import CompileError
     from .planning.reporting.report import Report
@@ -125,6 +126,7 @@ _HOMES = {
     "verify": "verifying.api",
     "Verification": "verifying.report",
     "CompileError": "planning.compiling.compiler",
+    "UnusableCompilerError": "plan_compiler",
     "MissingExtraError": "extras",
     "full_state_dict": "checkpoint.full_state",
     "load_full_state_dict": "checkpoint.full_state",
@@ -147,7 +149,12 @@ def __getattr__(name: str) -> object:
         if new is not None:
             return getattr(_sys.modules[__name__], new)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    needs_torch_xla = home.partition(".")[0] not in ("consolidate", "extras", "tpu")
+    needs_torch_xla = home.partition(".")[0] not in (
+        "consolidate",
+        "extras",
+        "plan_compiler",
+        "tpu",
+    )
     if needs_torch_xla and "torch_xla" not in _sys.modules:  # else it did load
         _import_module(".extras", __name__).require_torch_xla()
         _choose_device()

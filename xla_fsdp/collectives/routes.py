@@ -245,10 +245,12 @@ class Routes:
         return seconds
 
     def _made(self, kind: str, number_of_bytes: int, groups: Groups) -> tuple[str, str]:
-        """What libtpu 0.0.21 makes of a collective: its kind, and "1D" for a single ring."""
+        """What libtpu makes of a collective: its kind, and "1D" for a single ring."""
         slice = self.slice
         if len(groups) > 1:
             return kind, "1D"
+        if slice.chip.along_all_axes:
+            return kind, ""
         if kind == "reduce-scatter":
             # If the first two axes have equal lengths: uses all links, and sends twice the bytes.
             square = slice.shape[0] == slice.shape[1] and slice.devices > 4

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..tpu.chips import CHIPS, Chip
 from ..tpu.compiler_options import OPTIONS, accepted, libtpu_init_args
-from ..tpu.libtpu_flags import ARGUMENTS, read, with_last
+from ..tpu.libtpu_flags import ARGUMENTS, library, read, with_last
 
 MEGACORE = "TPU_MEGACORE"
 # Who starts the ranks: ``xla_fsdp.launch``; torch_xla's own launch, or a program of one's own
@@ -44,6 +44,7 @@ def host_options(
     launcher: str = "xla_fsdp",
     further: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
+    libtpu: str | None = None,
 ) -> HostOptions:
     """What the compiler gets on a host with ``chip``.
 
@@ -52,6 +53,7 @@ def host_options(
         further: options that are to count more than all others, asked for by ``plan`` alone.
         environ: what the user has set; default: this process's environment, less what
             ``import torch_xla`` has added to it if this is a TPU host.
+        libtpu: path of the libtpu that reads the options; default: that of this environment.
 
     Raises:
         ValueError: another launcher; libtpu refuses a value, or does not know one of ``further``.
@@ -71,11 +73,11 @@ def host_options(
     if further:
         arguments = with_last(arguments, further)
         whose |= dict.fromkeys(further, "compiler_options")
-    arguments, unknown = accepted(arguments)
+    arguments, unknown = accepted(arguments, libtpu)
     if wrong := set(further or ()).intersection(unknown):
         raise ValueError(
-            f"compiler_options names {', '.join(sorted(wrong))}, which the installed libtpu does "
-            "not know; leave them out"
+            f"compiler_options names {', '.join(sorted(wrong))}, which this libtpu does not "
+            f"know ({libtpu or library()}); leave them out"
         )
     config = None
     if chip.chip_config is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..compiled.host_options import host_options
+from ..plan_compiler import find_compiler
 from ..tpu.calibration import Calibration, read
 from ..tpu.topology import Slice, resolve
 from .compiling.cache import CompiledStep, PlanCache
@@ -29,6 +30,7 @@ def plan(
     progress: bool = True,
     title: str = "",
     calibration: Calibration | str | os.PathLike[str] | None = None,
+    compiler: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Compiles one training step for a TPU slice, on the real TPU compiler, without a TPU.
 
@@ -62,6 +64,10 @@ def plan(
         calibration: figures that were measured on such chips, or a file of them that ``python -m
             xla_fsdp.preflight --measure`` wrote. They change only the modelled times, not what is
             traced and compiled.
+        compiler: the TPU compiler: a version of libtpu that ``python -m xla_fsdp.plan_compiler
+            install`` has installed, such as ``"0.0.51"``, the folder of a virtual environment with
+            jax and libtpu, or an interpreter. Default: the newest tested version that is
+            installed, else the libtpu of this environment. The report names it.
 
     Returns:
         The report: ``print`` it, ``.plot("x.png")``, ``.plot("x.html")``, ``.save("x.json")``,
@@ -69,6 +75,8 @@ def plan(
 
     Raises:
         UnknownTopologyError: (a ValueError) no such slice; the message lists those that exist.
+        UnusableCompilerError: (a ValueError) ``compiler`` has no jax or libtpu, or its libtpu does
+            not know the chip; the message says what to install.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         CompileError: the compiler failed for another reason than memory.
         ValueError: the step traces nothing; ``ranks`` has a rank that is not in the slice; libtpu
@@ -85,8 +93,10 @@ def plan(
     measured = None if calibration is None else read(calibration)
     if measured is not None:
         measured.apply(where.chip)  # raises before minutes of compilation
-    require_extra()
-    host = host_options(where.chip, launcher, compiler_options)
+    used = find_compiler(compiler)
+    used.require_knows(where.chip)
+    require_extra(used)
+    host = host_options(where.chip, launcher, compiler_options, libtpu=used.library)
     numbers = _ranks(ranks, where)
     shown = Progress() if progress else Progress(None)
 
@@ -97,7 +107,9 @@ def plan(
     first = trace(numbers[0])
     kept = PlanCache.at(cache)
     programs = [part.program for part in first.parts] or [first.program]
-    results = {id(one): compile_step(one, where, host, kept, shown) for one in _unequal(programs)}
+    results = {
+        id(one): compile_step(one, where, host, kept, shown, used) for one in _unequal(programs)
+    }
     compiled = [results[id(one)] for one in programs]
     executables = _executables(trace, first, numbers, compiled[0].key, kept)
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 from ..compiled.host_options import host_options
+from ..plan_compiler import find_compiler
 from ..tpu.topology import resolve
 from .compiling.cache import PlanCache
 from .compiling.compiler import compile_step, require_extra
@@ -30,18 +31,21 @@ def plan_partitioned(
     cache: str | os.PathLike[str] | bool = True,
     progress: bool = True,
     title: str = "",
+    compiler: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Plan ``program`` on a slice: :func:`xla_fsdp.plan` for a program that others lowered.
 
     ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla; jax 0.7.1
-    sets no compiler option.
+    sets no compiler option. ``compiler``: as in ``plan``.
 
     Raises:
-        UnknownTopologyError, MissingExtraError, CompileError: as ``plan`` does.
+        UnknownTopologyError, MissingExtraError, UnusableCompilerError, CompileError: as ``plan``.
         ValueError: the program is for another number of devices.
     """
     where = resolve(topology)
-    require_extra()
+    used = find_compiler(compiler)
+    used.require_knows(where.chip)
+    require_extra(used)
     if program.devices != where.devices:
         raise ValueError(
             f"the program is sharded over {program.devices} devices and {where.name} has "
@@ -49,8 +53,8 @@ def plan_partitioned(
         )
     shown = Progress() if progress else Progress(None)
     kept = PlanCache.at(cache)
-    host = host_options(where.chip, launcher, compiler_options)
-    compiled = compile_step(program, where, host, kept, shown)
+    host = host_options(where.chip, launcher, compiler_options, libtpu=used.library)
+    compiled = compile_step(program, where, host, kept, shown, used)
     traced = TracedProgram(program.stablehlo, program.donated, program.arguments)
     step = TracedStep(traced, program.bound, (), 0, has_optimizer=True)
     return make_report(where, compiled, step, (0,), executables=1, title=title, host=host)

@@ -19,7 +19,6 @@ from ..tpu.chips import Chip
 from ..tpu.links import describe, odd_groups
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
-from .compiling.compiler import versions
 from .program.assignment import read_assignment
 from .program.schedule import read_schedule
 from .records import CompilerMemory, HostNeeds, Part, Schedule, Timing
@@ -123,7 +122,7 @@ def make_report(
         executables=executables,
         from_cache=compiled.from_cache,
         title=title,
-        versions=versions(),
+        versions=compiled.versions,
         compiler_options={
             name: f"{compiled.options.get(name, 'unknown to this libtpu, ignored')} ({whose})"
             for name, whose in host.whose.items()

@@ -1,17 +1,18 @@
-"""What a TPU chip can do: the published figures that a plan is held against.
+"""What a TPU chip can do: the published figures that plans use.
 
 Every figure is for one *chip*, as the public pages state it; the ``device_`` properties give the
 share of one XLA device, which is one rank. On v2 and v3 each of a chip's two TensorCores is a
-device with half of the chip's memory and arithmetic. On v4 and v5p the two TensorCores make one
-device (megacore). v5e and v6e chips have a single TensorCore.
+device with half of the chip's memory and arithmetic, and so on TPU7x, where each is a die. On v4
+and v5p the two TensorCores make one device (megacore). v5e and v6e chips have a single TensorCore.
 
 Where a figure comes from is in ``Chip.sources``, by field. "Cloud" is the chip's own page,
-cloud.google.com/tpu/docs/v2 ... /v6e. "Scaling book" is "How to Scale Your Model", part 2,
+cloud.google.com/tpu/docs/v2 ... /tpu7x. "Scaling book" is "How to Scale Your Model", part 2,
 jax-ml.github.io/scaling-book/tpus. "CACM" is Jouppi et al., "A Domain-Specific Supercomputer for
 Training Deep Neural Networks", CACM 63 (7), 2020. "ISCA" is Jouppi et al., "TPU v4", ISCA 2023,
 arXiv 2304.01433. "tpu_info" is jax/_src/pallas/mosaic/tpu_info.py of later JAX releases. "libtpu"
-was read off the compiler of libtpu 0.0.21, without a TPU. CACM's and ISCA's figures are as commonly
-cited: the papers were not at hand when this table was made, so each stands beside a second source.
+was read off the compiler of libtpu 0.0.21, without a TPU, "libtpu 0.0.51" off that one. CACM's and
+ISCA's figures are as commonly cited: the papers were not available when this table was made, so
+each has a second source.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ DCN_LATENCY = 50e-6
 # libtpu prints the limit with two decimals when a program does not fit: "Used 120.00G of 15.75G
 # hbm"; seen by compiling a program with an argument of 120 GiB for each chip.
 _LIMIT = "libtpu: the limit in its out-of-memory message, times the devices of a chip; "
+_LIMIT_51 = _LIMIT.replace("libtpu:", "libtpu 0.0.51:")
 _MXU = "derived: flops / (2 x multipliers of a chip); "
 # Sources of the figures that all chips share, because there is only one public figure.
 _SHARED = {
@@ -55,8 +57,8 @@ class Chip:
 
     Names:
 
-    ``family``: "v2", "v3", "v4", "v5e", "v5p" or "v6e". ``accelerator``: what the names of its
-    slices begin with, such as "v5litepod". ``generation``: the number that torch_xla calls its
+    ``family``: "v2", "v3", "v4", "v5e", "v5p", "v6e" or "tpu7x". ``accelerator``: what the names of
+    its slices begin with, such as "v5litepod". ``generation``: the number that torch_xla calls its
     version. ``device_kind``: what libtpu and jax call its devices. ``pci_device``: its number on
     the PCI bus of a host, as JAX has it (jax/_src/hardware_utils.py); None where two generations
     have the same.
@@ -85,9 +87,11 @@ class Chip:
     ``shapes``: default shapes of the named slices, in chips; whole cubes are added to them.
     ``largest_slice``: most chips in one slice. ``sub_host``: whether a slice may be a single chip,
     less than a host. ``link_bandwidth``: bytes a second of one inter-chip (ICI) link in one
-    direction, both directions at once; a chip has two links an axis. ``hop_latency``: seconds for
-    the first byte to the neighbouring chip; ``launch_latency``: seconds of a collective besides
-    hops and bytes; ``dcn_latency``: seconds for the first byte to another slice.
+    direction, both directions at once; a chip has two links an axis. ``die_bandwidth``: bytes a
+    second from one device of a chip to the other; 0 where they exchange through the memory.
+    ``hop_latency``: seconds for the first byte to the neighbouring chip; ``launch_latency``:
+    seconds of a collective besides hops and bytes; ``dcn_latency``: seconds for the first byte to
+    another slice.
     ``dcn_bandwidth``: bytes a second that a chip sends to other slices, its share of the host's
     network, both ways at once; 0 where slices are not joined.
 
@@ -96,12 +100,13 @@ class Chip:
     ``host_memory``: GB (10^9 bytes) of the virtual machine, by its chips (Cloud, "VM types").
     ``pcie_bandwidth``: bytes a second between a chip and its host, one way.
 
-    What libtpu 0.0.21 makes of programs:
+    What libtpu makes of programs (0.0.21; 0.0.51 for TPU7x):
 
     ``scoped_vmem_kib``: KiB of VMEM that one operation is given for large matmuls; None to leave it
     at the default. What is left is for activations that stay there, and for prefetches. With it
     libtpu tiles a matmul of 8192 x 8192 matrices so that it reaches 98 % of the peak by its own
-    cycles on v5e and v5p and 90 % on v6e; with its defaults 88, 90 and 70 %. Where activations fit
+    cycles on v5e and v5p, 90 % on v6e and 92 % on TPU7x; with its defaults 88, 90, 70 and 81 %. On
+    TPU7x the recipes of tpu-recipes set 61,440 to 65,536 of 65,536. Where activations fit
     into VMEM a step gets longer (docs/how-to/compiler-options.md), so each has to be tried.
     ``overlaps_gathers``: all-gathers run while the chip computes (docs/design/benchmarks.md,
     "asynchronous").
@@ -111,6 +116,9 @@ class Chip:
     4 to 8 chips through rectangles made steps longer: two blocks of workload S on v6e:2x4 6.75 ms
     for 6.49 (2026-11-26), four on v5e:2x4 1.04 times as long (2026-11-25,
     docs/design/benchmarks.md).
+    ``along_all_axes``: SparseCores run collectives over a whole slice, along all axes at once; a
+    reduce-scatter stays one. Seen with libtpu 0.0.51 on tpu7x:2x2x1 and 4x4x4; other shapes are
+    taken to be like them.
     ``gathers_along_one_ring``: an all-gather over a whole torus goes around one ring, as on a line,
     and not along all axes (docs/design/communication.md).
     ``small_gathers_reduce``: small all-gathers over many ranks become all-reduces. Where gathers
@@ -118,6 +126,7 @@ class Chip:
     ``crashes_on_fused_loops``: for a program with collectives inside a loop, the option that fuses
     gathers with loops over elements makes the compiler read memory that is not its own, and most
     often crash.
+    ``refused_by``: versions of libtpu that were seen to refuse the chip.
 
     What this package's layers do:
 
@@ -159,6 +168,7 @@ class Chip:
     link_bandwidth: float
     hop_latency: float = 1e-6
     launch_latency: float = LAUNCH
+    die_bandwidth: float = 0.0
     dcn_bandwidth: float = 0.0
     dcn_latency: float = DCN_LATENCY
 
@@ -168,9 +178,12 @@ class Chip:
     scoped_vmem_kib: int | None = None
     overlaps_gathers: bool = False
     gains_by_rings: bool = False
+    along_all_axes: bool = False
     gathers_along_one_ring: bool = False
     small_gathers_reduce: bool = False
     crashes_on_fused_loops: bool = False
+
+    refused_by: tuple[str, ...] = ()
 
     attention_kernel: bool = True
     softmax_divides: bool = False
@@ -504,7 +517,57 @@ V6E = Chip(
     },
 )
 
-_BY_FAMILY = {chip.family: chip for chip in (V2, V3, V4, V5E, V5P, V6E)}
+TPU7X = Chip(
+    family="tpu7x",
+    accelerator="tpu7x",
+    generation=7,
+    device_kind="TPU7x",
+    pci_device="0x0076",
+    flops=2307e12,
+    tensor_cores=2,
+    devices=2,
+    clock_hz=2200e6,
+    matrix_cycles=0.81,
+    matrix_unit=256,
+    hbm_bytes=192 * GIB,
+    usable_hbm_bytes=2 * int(94.74 * GIB),
+    hbm_bandwidth=7380e9,
+    die_bandwidth=1080e9,
+    pod=(16, 24, 24),
+    cube=4,
+    shapes=_UP_TO_A_CUBE,
+    largest_slice=9216,
+    link_bandwidth=90e9,
+    dcn_bandwidth=12.5e9,
+    host_memory={4: 960},
+    scoped_vmem_kib=61440,
+    overlaps_gathers=True,
+    along_all_axes=True,
+    refused_by=("0.0.21",),
+    sources={
+        "flops": "Cloud: 2,307 TFLOP/s; 4,614 of fp8",
+        "hbm_bytes": "Cloud: 192 GiB, 96 for each of two devices",
+        "usable_hbm_bytes": _LIMIT_51 + "94.74G",
+        "hbm_bandwidth": (
+            "Cloud: 7,380 GB/s; a copy reaches 6,420 (tpu-recipes, microbenchmarks/ironwood)"
+        ),
+        "devices": "libtpu 0.0.51: tpu7x:2x2x1 lists 8 devices, as production does",
+        "clock_hz": (
+            _MXU + "2307e12 / (2 x 8 x 256 x 256) = 2200 MHz; libtpu 0.0.51's cycles for matmuls "
+            "reach 484,000 operations a cycle and device, 92 % of four units' 524,288"
+        ),
+        "link_bandwidth": (
+            "MaxText: 180 GB/s an axis, of two links (custom_model.md); tpu-recipes measure an "
+            "all-gather on 2x2x1 at 179; Cloud: 1200 GB/s both ways a chip / 6 / 2 = 100 nominal"
+        ),
+        "die_bandwidth": "MaxText: six times an axis between the dies of a chip (custom_model.md)",
+        "pod": "Cloud: 9,216 chips, 3D torus; AXLearn and MaxText name slices up to 16x24x24",
+        "dcn_bandwidth": "Cloud: 100 Gbps a chip",
+        "host_memory": "Cloud: 960 GB a virtual machine of 4 chips",
+    },
+)
+
+_BY_FAMILY = {chip.family: chip for chip in (V2, V3, V4, V5E, V5P, V6E, TPU7X)}
 CHIPS: Mapping[str, Chip] = MappingProxyType(_BY_FAMILY)
 
 

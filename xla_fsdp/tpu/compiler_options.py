@@ -52,22 +52,23 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     os.environ[ARGUMENTS], _ = accepted(libtpu_init_args(given, options))
 
 
-def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
-    """``arguments`` that the installed libtpu takes, and the flags in them that it will ignore.
+def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str, ...]]:
+    """``arguments`` that a libtpu takes, and the flags in them that it will ignore.
 
-    Warns of these once, and of options without dashes. Without libtpu all is taken to be known.
+    ``libtpu``: its path; default: that of this environment. Warns of ignored flags once, and of
+    options without dashes. Without libtpu all flags count as known.
 
     Raises:
         RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
     """
-    refused = refusal(arguments, library())
+    refused = refusal(arguments, libtpu or library())
     if refused.illegal:
         raise RefusedOptionError(
             f"libtpu refuses LIBTPU_INIT_ARGS={arguments!r}: {'; '.join(refused.illegal)}"
         )
     if refused.unknown:
         warnings.warn(
-            f"the installed libtpu does not know {', '.join(refused.unknown)}: left out",
+            f"libtpu does not know {', '.join(refused.unknown)}: left out",
             stacklevel=3,
         )
     for word in without_dashes(arguments):

@@ -22,7 +22,8 @@ apart, twice for an all-reduce: time and latency add up, as in Hockney's model; 
 larger.
 
 Groups that use the same links at once share them: so do two groups each with one core of the same
-v2 or v3 chips. A group inside a chip uses its memory. What is not a grid of chips is one ring in
+v2 or v3 chips. A group inside a chip uses its memory, or ``die_bandwidth`` where the devices of a
+chip have a link of their own (TPU7x). What is not a grid of chips is one ring in
 the order of the group, one way, over shortest paths, which is meant to be pessimistic. The
 compiler's emitters named 1D run one ring through all chips, so two links, whatever the axes.
 
@@ -84,6 +85,8 @@ def describe(slice: Slice) -> str:
     if not axes:
         return "One chip, so no links between chips."
     cores = "; the ranks of a chip share its links" if chip.devices > 1 else ""
+    if chip.die_bandwidth:
+        cores += f" and exchange at {chip.die_bandwidth / 1e9:g} GB/s"
     between = ""
     if slice.count > 1:
         between = (
@@ -174,8 +177,7 @@ class Links:
         if route.ranks < 2:
             return 0.0
         if not route.links:
-            # Read once and written once. An assumption: nothing public says how cores exchange.
-            return chip.launch_latency + 2 * collective.wire_bytes / chip.device_hbm_bandwidth
+            return self._inside(collective.wire_bytes)
         links, hops = route.links, route.hops
         if _one_ring(collective.emitter):
             links, hops = min(links, 2), max(hops, route.ranks // route.cores // 2)
@@ -186,6 +188,14 @@ class Links:
         phases = 2 if collective.kind == "all-reduce" else 1
         latency = chip.launch_latency + phases * hops * chip.hop_latency
         return latency + route.sharing * load / chip.link_bandwidth
+
+    def _inside(self, sent: int) -> float:
+        """Seconds for so many bytes from one device of a chip to the other."""
+        chip = self._slice.chip
+        if chip.die_bandwidth:
+            return chip.launch_latency + sent / chip.die_bandwidth
+        # Read once and written once. An assumption: nothing public says how cores exchange.
+        return chip.launch_latency + 2 * sent / chip.device_hbm_bandwidth
 
     def _between(self, collective: Traffic) -> float:
         chip = self._slice.chip
@@ -203,7 +213,7 @@ class Links:
             self._paths[pairs] = self._busiest(pairs) if pairs else (1, 1)
         load, hops = self._paths[pairs]
         if not hops:
-            return chip.launch_latency + 2 * collective.bytes / chip.device_hbm_bandwidth
+            return self._inside(collective.bytes)
         time = load * collective.bytes / chip.link_bandwidth
         return chip.launch_latency + hops * chip.hop_latency + time
 

@@ -3,11 +3,11 @@
 ``resolve("v3-128")`` says what to ask libtpu's compile-only client for, and what the time model
 needs to know about the links. Nothing here imports jax, torch or libtpu.
 
-Names are those of Cloud TPU's accelerator types (cloud.google.com/tpu/docs/v2 ... /v6e):
-``v2-N``, ``v3-N``, ``v4-N`` and ``v5p-N`` count TensorCores, ``v5litepod-N`` and ``v6e-N`` count
-chips. A name stands for the default shape of that size. ``family:AxB`` or ``family:AxBxC`` states
-the shape in chips instead. ``KxNAME`` is K such slices, joined by the data-centre network
-("Multislice", cloud.google.com/tpu/docs/multislice-introduction).
+Names are those of Cloud TPU's accelerator types (cloud.google.com/tpu/docs/v2 ... /tpu7x):
+``v2-N``, ``v3-N``, ``v4-N``, ``v5p-N`` and ``tpu7x-N`` count TensorCores, ``v5litepod-N`` and
+``v6e-N`` count chips. A name stands for the default shape of that size. ``family:AxB`` or
+``family:AxBxC`` states the shape in chips instead. ``KxNAME`` is K such slices, joined by the
+data-centre network ("Multislice", cloud.google.com/tpu/docs/multislice-introduction).
 
 libtpu takes every axis for a line unless ``wrap`` says that it is a ring, and compiles other
 collectives for it. Seen with libtpu 0.0.21: without ``wrap``, an all-gather over all chips of

@@ -31,6 +31,7 @@ class CompiledStep:
         from_cache: nothing was compiled now.
         model_flops: of one step on one device, counted in ``traced``.
         options: values that the flags of libtpu had which somebody set, as it states them.
+        versions: of torch_xla, jax, jaxlib, libtpu, and the compiler's Python.
     """
 
     key: str
@@ -43,6 +44,7 @@ class CompiledStep:
     from_cache: bool
     model_flops: float
     options: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 class PlanCache:

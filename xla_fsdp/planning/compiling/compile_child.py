@@ -1,13 +1,18 @@
-"""Compiles one program for a TPU slice, in a process of its own:
-``python compile_child.py DIR PARENT``.
+"""Compiles one program for a TPU slice, in a separate process: ``python compile_child.py DIR
+PARENT``.
 
-libtpu reads its settings from the environment when it is loaded, prints what it likes, and ends the
-process when it does not like a program; none of that may happen to the caller. ``DIR/request.json``
-and one more file say what to compile: ``DIR/step.hlo``, the program of every device, or, where the
-request says ``partitioned``, ``DIR/step.stablehlo``, one program of all devices together, with
-shardings, for the compiler to partition. The results, all in DIR:
+libtpu reads its settings from the environment when it is loaded, prints messages, and ends the
+process when it refuses a program; the caller must be safe from all of that. The interpreter may be
+that of another environment (:mod:`xla_fsdp.plan_compiler`), which has jax and libtpu and nothing of
+this package, so this file imports nothing but jax and numpy.
 
-- ``result.json``: the compiler's memory figures and seconds, or ``error`` and its kind;
+``DIR/request.json`` and one more file say what to compile: ``DIR/step.hlo``, the program of every
+device, or, where the request says ``partitioned``, ``DIR/step.stablehlo``, one program of all
+devices together, with shardings, for the compiler to partition. The results, all in DIR:
+
+- ``result.json``: the compiler's memory figures and seconds, or ``error`` and its kind: "memory",
+  "topology" (libtpu does not know the slice), "names" (of jax, which this release lacks), or the
+  exception's type;
 - ``scheduled.txt``: the scheduled program;
 - ``dump/``: what XLA wrote while compiling, with the buffer assignment, the traced program, and
   the value that each flag of libtpu had.
@@ -15,6 +20,7 @@ shardings, for the compiler to partition. The results, all in DIR:
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -24,6 +30,52 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+# Names of jax that no release promises, and the modules that have them. jax 0.7.1 and 0.12.0.1
+# have all of them.
+_NAMES = {
+    "get_topology_desc": "jax.experimental.topologies",
+    "hlo_to_stablehlo": "jaxlib._jax.mlir",
+    "ir": "jaxlib.mlir",
+    "make_ir_context": "jax._src.interpreters.mlir",
+    "module_to_bytecode": "jax._src.interpreters.mlir",
+    "CompileOptions": "jaxlib._jax",
+    "DeviceAssignment": "jaxlib._jax",
+    "DeviceList": "jaxlib._jax",
+}
+
+
+class MissingNameError(Exception):
+    """This jax lacks a name that is needed."""
+
+
+class UnknownSliceError(Exception):
+    """libtpu does not know the slice."""
+
+
+_KINDS = {MissingNameError: "names", UnknownSliceError: "topology"}
+
+
+class Names:
+    """The names of jax that are needed, looked up when they are used."""
+
+    def __getattr__(self, name: str) -> Any:
+        path = _NAMES[name]
+        try:
+            # The innermost of them may be no file, but part of a compiled module.
+            return getattr(_module(path), name, None) or importlib.import_module(f"{path}.{name}")
+        except Exception as error:  # releases that do not fit raise what they like
+            raise MissingNameError(f"{path}.{name}: {error}") from error
+
+
+def _module(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        outer, _, inner = path.rpartition(".")
+        if not outer:
+            raise
+        return getattr(_module(outer), inner)
 
 
 def program_file(request: dict) -> str:
@@ -48,14 +100,15 @@ def main(folder: Path, parent: int) -> None:
     try:
         result = compile_step(folder, request)
     except Exception as error:
-        kind = "memory" if "RESOURCE_EXHAUSTED" in str(error) else type(error).__name__
+        kind = _KINDS.get(type(error), type(error).__name__)
+        kind = "memory" if "RESOURCE_EXHAUSTED" in str(error) else kind
         result = {"error": str(error), "kind": kind, "seconds": time.monotonic() - began}
     result["host_memory"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (folder / "result.json").write_text(json.dumps(result))
 
 
 def _end_with_parent(folder: Path, parent: int) -> None:
-    """Whoever asked was killed, and could not tidy up."""
+    """Ends this process and removes the folder when the caller was killed."""
     while os.getppid() == parent:
         time.sleep(0.2)
     for _ in range(100):
@@ -67,45 +120,38 @@ def _end_with_parent(folder: Path, parent: int) -> None:
 
 
 def compile_step(folder: Path, request: dict) -> dict:
-    import jaxlib._jax
-    import jaxlib.mlir.ir as ir
     import numpy as np
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax.experimental import topologies
 
-    slice_ = topologies.get_topology_desc(
-        topology_name=request["libtpu_name"], platform="tpu", **request["topology_options"]
-    )
-    devices: list[Any] = sorted(slice_.devices, key=lambda device: device.id)
-    if len(devices) != request["devices"]:
-        raise ValueError(f"expected {request['devices']} devices, libtpu has {len(devices)}")
+    jax = Names()
+    devices = _devices(jax, request)
     partitioned = request.get("partitioned")
     replicas, partitions = (1, len(devices)) if partitioned else (len(devices), 1)
     program = (folder / program_file(request)).read_bytes()
     if not partitioned:
-        program = jaxlib._jax.mlir.hlo_to_stablehlo(program)
-    with mlir.make_ir_context():
-        module = ir.Module.parse(program)
-        _donate(ir, module, set(request["donated"]))
-        for name, number in (("replicas", replicas), ("partitions", partitions)):
-            count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
-            module.operation.attributes[f"mhlo.num_{name}"] = count
-        code = mlir.module_to_bytecode(module)
-    options = xla_client.CompileOptions()
+        program = jax.hlo_to_stablehlo(program)
+    options = jax.CompileOptions()
     options.num_replicas, options.num_partitions = replicas, partitions
     if partitioned:
         build = options.executable_build_options
         build.use_spmd_partitioning = True
         build.use_shardy_partitioner = partitioned["shardy"]
-        # An output without a sharding of its own gets what it is computed in, as in torch_xla.
+        # An output without a sharding gets the one that it is computed in, as in torch_xla.
         build.allow_spmd_sharding_propagation_to_output = [True]
-    ids = [device.id for device in devices]
-    options.device_assignment = xla_client.DeviceAssignment.create(
-        np.array(ids).reshape(replicas, partitions)
-    )
-    began = time.monotonic()
-    executable = devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
+    ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
+    options.device_assignment = jax.DeviceAssignment.create(ids)
+    ir, where = jax.ir, jax.DeviceList(tuple(devices))
+    with jax.make_ir_context():
+        module = ir.Module.parse(program)
+        _donate(ir, module, set(request["donated"]))
+        for name, number in (("replicas", replicas), ("partitions", partitions)):
+            count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
+            module.operation.attributes[f"mhlo.num_{name}"] = count
+        began = time.monotonic()
+        compile = devices[0].client.compile
+        try:
+            executable = compile(module, where, options)
+        except TypeError:  # before jax 0.8 only bytes were accepted
+            executable = compile(jax.module_to_bytecode(module), where, options)
     seconds = time.monotonic() - began
     memory = executable.get_compiled_memory_stats()
     (folder / "scheduled.txt").write_text(executable.hlo_modules()[0].to_string())
@@ -123,6 +169,19 @@ def compile_step(folder: Path, request: dict) -> dict:
     }
 
 
+def _devices(jax: Names, request: dict) -> list[Any]:
+    """The devices of the slice, by id."""
+    describe = jax.get_topology_desc
+    try:
+        slice_ = describe(request["libtpu_name"], "tpu", **request["topology_options"])
+    except Exception as error:  # its type differs by release
+        raise UnknownSliceError(str(error)) from error
+    devices: list[Any] = sorted(slice_.devices, key=lambda device: device.id)
+    if len(devices) != request["devices"]:
+        raise UnknownSliceError(f"expected {request['devices']} devices, it has {len(devices)}")
+    return devices
+
+
 def _donate(ir: Any, module: Any, donated: set[int]) -> None:
     """States which arguments' buffers outputs may take over; the compiler pairs them."""
     main = ir.SymbolTable(module.operation)["main"]
@@ -137,4 +196,6 @@ def _donate(ir: Any, module: Any, donated: set[int]) -> None:
 
 
 if __name__ == "__main__":
+    # Files beside this one are modules of a package, not for import by their short names.
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -18,6 +18,8 @@ _PLACE = re.compile(r"^    (\d+):(\S+)$")
 _RANGE = re.compile(r"^    (.+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _COLOR = re.compile(r", color (\d+)")
 _PARAMETER = re.compile(r", parameter (\d+)")
+# What precedes the order of instructions and the live ranges.
+LIVE_RANGES = "\nHloLiveRange"
 _HBM, _HOST = 0, 5  # memory spaces, which XLA calls colors
 
 
@@ -64,7 +66,7 @@ def read_assignment(text: str) -> Assignment:
     """
     if not text.startswith("BufferAssignment:"):
         raise ValueError(f"not a buffer assignment of XLA: it begins with {text[:40]!r}")
-    head, found, tail = text.partition("\nHloLiveRange")
+    head, found, tail = text.partition(LIVE_RANGES)
     if not found:
         raise ValueError("the buffer assignment has no section HloLiveRange")
     sequence: list[str] = []

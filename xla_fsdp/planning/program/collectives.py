@@ -4,6 +4,10 @@ An asynchronous collective has a start and a done instruction. The TPU compiler 
 fusion starts it, other fusions do a part of it together with their own computation, and a last one
 waits for it. Each of these contains the full collective. The parts that belong together are found
 by following the values that they pass to each other.
+
+A collective that a SparseCore runs (TPU7x) is a ``custom-call-start`` without operands, which
+prepares it, a ``custom-call-update`` with its operands, where it begins, and a
+``custom-call-done``; the collective itself is in the computation that the start calls.
 """
 
 from __future__ import annotations
@@ -37,9 +41,11 @@ _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
 _START, _DONE = '"AsyncCollectiveStart"', '"AsyncCollectiveDone"'
+_BY_CALL = ("async-start", "custom-call-start")
 
 _GROUP = re.compile(r"\{([\d,\s]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)*)\}")
 
 
 def _read_groups(instruction: Instruction) -> Groups:
@@ -52,12 +58,16 @@ def _read_groups(instruction: Instruction) -> Groups:
 
 
 def parse_groups(text: str) -> Groups:
-    """Parse groups in either notation, ``{{0,1},{2,3}}`` or ``[2,2]<=[2,2]T(1,0)``.
+    """Parse groups: ``{{0,1},{2,3}}``, ``[2,2]<=[2,2]T(1,0)`` or ``mesh['a'=2,'b'=2] {'b'}``.
 
     The second means: count from 0, reshape the numbers to the list after ``<=``, transpose, and
-    split the result into rows.
+    split the result into rows. The third (libtpu 0.0.51): reshape the numbers to the mesh; a group
+    has the numbers that differ only in the named axes.
     """
     text = text.strip()
+    mesh = _MESH.fullmatch(text)
+    if mesh:
+        return _groups_of_mesh(*mesh.groups())
     iota = _IOTA.fullmatch(text)
     if iota:
         rows, width = _split(iota[1])
@@ -71,6 +81,18 @@ def parse_groups(text: str) -> Groups:
         raise ValueError(f"replica groups in an unknown notation: {text[:120]!r}")
     groups = (numbers(g) for g in _GROUP.findall(text[1:-1]))
     return tuple(g for g in groups if g)
+
+
+def _groups_of_mesh(mesh: str, named: str) -> Groups:
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    along = re.findall(r"'(\w+)'", named)
+    if not set(along) <= set(sizes) or len(set(along)) < len(along):
+        raise ValueError(f"replica groups along {along} do not fit the mesh {mesh!r}")
+    names, dims = list(sizes), list(sizes.values())
+    order = [names.index(name) for name in (*(n for n in names if n not in along), *along)]
+    flat = _transposed(dims, order)
+    width = math.prod(sizes[name] for name in along)
+    return tuple(tuple(flat[at : at + width]) for at in range(0, len(flat), width))
 
 
 def _split(text: str) -> tuple[int, int]:
@@ -121,7 +143,8 @@ def find_collectives(line: Line) -> Found:
             notes.append(
                 f"{one.place.instruction.name} is started, but no instruction waits for it"
             )
-    collectives = [_record(line.module, one, len(line.places) - 1) for one in search.found]
+    found = sorted(search.found, key=lambda one: one.place.index)
+    collectives = [_record(line.module, one, len(line.places) - 1) for one in found]
     return Found(collectives, search.own, notes)
 
 
@@ -150,9 +173,11 @@ class _Search:
             self._carry(place, len(self.found) - 1)
         elif opcode.endswith(("-done", "-update")):
             self._hand_on(place)
+            if opcode == "custom-call-update":
+                self._begin(place)
             if opcode.endswith("-done"):
                 self._finish(place, leaves(instruction.shape))
-        elif opcode in ("fusion", "async-start"):
+        elif opcode in ("fusion", *_BY_CALL):
             self._fusion(place)
         else:
             self._hand_on(place)
@@ -175,16 +200,18 @@ class _Search:
         instruction = place.instruction
         inside = self._collectives_in(instruction)
         self._hand_on(place)
+        if not inside:
+            return
         texts = (
             i.attributes
             for i in self._computation(instruction).instructions
-            if inside and i.opcode == "custom-call"
+            if i.opcode == "custom-call"
         )
         ends = [t for t in texts if _START in t or _DONE in t]
         if any(_DONE in t for t in ends):
             self._finish(place, ())
             return
-        started = instruction.opcode == "async-start" or any(_START in t for t in ends)
+        started = instruction.opcode in _BY_CALL or any(_START in t for t in ends)
         if not started and any(n is not None for n in self._chains(place)):
             return  # does a part of a collective that was started before
         for computation, core in inside:
@@ -207,6 +234,14 @@ class _Search:
         self.found.append(_Open(place, core, operands, results, fused, asynchronous))
         if not fused:
             self.own.add(place.index)
+
+    def _begin(self, place: Place) -> None:
+        """What was started without operands begins where it gets them."""
+        for number in {n for n in self._chains(place) if n is not None}:
+            one = self.found[number]
+            if not one.place.instruction.operands:
+                one.place = place
+                self.own.add(place.index)
 
     def _finish(self, place: Place, results: tuple[Shape, ...]) -> None:
         for number in {n for n in self._chains(place) if n is not None}:
@@ -347,6 +382,8 @@ def _bytes(shapes: tuple[Shape, ...]) -> int:
 
 def _emitter(instruction: Instruction) -> str:
     """The compiler's name for the algorithm, such as "RotatedPincer StrategyND"."""
+    if "collective_offload_config" in instruction.backend_config:
+        return "SparseCore"
     config = instruction.backend_config.get("collective_algorithm_config", {})
     if not isinstance(config, dict):
         return ""

@@ -25,7 +25,8 @@ _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " optimization-barrier opt-barrier add-dependency domain".split()
 )
-_CANNOT_TELL = 2**63 - 1
+# What libtpu 0.0.21 and 0.0.51 write where they have no estimate.
+_NO_ESTIMATE = (2**63 - 1, 2**64 - 1)
 _ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
 
 _HOST = 5  # the memory space, in layouts
@@ -79,13 +80,13 @@ def _estimated_cycles(instruction: Instruction) -> int:
     """
     found = _ESTIMATE.search(instruction.attributes)
     cycles = int(found[1]) if found else 0
-    return cycles if cycles < _CANNOT_TELL else 0
+    return 0 if cycles in _NO_ESTIMATE else cycles
 
 
 def _untimed(line: Line) -> list[str]:
     """Notes on operations that take time but have none in the model."""
     attributes = [place.instruction.attributes for place in line.places]
-    unable = sum(f'"{_CANNOT_TELL}"' in text for text in attributes)
+    unable = sum(any(f'"{most}"' in text for most in _NO_ESTIMATE) for text in attributes)
     random = [p for p in line.places if p.instruction.opcode == "rng-bit-generator"]
     notes = []
     if unable:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...compiled.host_options import HostOptions, host_options
+from ...plan_compiler import Compiler, find_compiler
 from ...tpu.calibration import Calibration, calibrated, read
 from ...tpu.topology import Slice, resolve
 from ...wording import in_a_line
@@ -51,6 +52,7 @@ def tune(
     progress: bool = True,
     title: str = "",
     calibration: Calibration | str | os.PathLike[str] | None = None,
+    compiler: str | os.PathLike[str] | None = None,
 ) -> Tuning:
     """Find the settings with which a training step is fastest on a TPU slice, without a TPU.
 
@@ -85,13 +87,14 @@ def tune(
         search: by the name of a setting (of :class:`ShardingSettings`), values to try instead of
             the usual ones; a single one fixes it: ``{"scan": [True], "recompute": ["all"]}``.
         budget: the most compilations; results from an earlier time count.
-        compiler_options, launcher, cache, progress, title, calibration: those of ``plan``.
+        compiler_options, launcher, cache, progress, title, calibration, compiler: those of
+            ``plan``.
 
     Raises:
         ValueError: ``batch``, ``search`` or ``budget`` has a value that is not allowed; the step
             does not shard its model with this package, or it uses ``CPUOffload(stream=True)``; the
             slice is unknown (UnknownTopologyError); ``calibration`` is for other chips, or damaged
-            (CalibrationError).
+            (CalibrationError); ``compiler`` cannot be used (UnusableCompilerError).
         TypeError: ``step`` is not callable.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         RuntimeError: called inside a rank of a launch.
@@ -117,10 +120,12 @@ def tune(
     where = resolve(topology)
     figures = None if calibration is None else read(calibration)
     modelled = calibrated(where, figures)
-    require_extra()
+    used = find_compiler(compiler)
+    used.require_knows(where.chip)
+    require_extra(used)
     shown = Progress() if progress else Progress(None)
     asking = _Asking(
-        step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown, figures
+        step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown, figures, used
     )
     own, why_no_own = asking.own(baseline) if baseline is not None else (None, "")
     with shown.while_doing(f"analysing a step on {where.name}"):
@@ -172,8 +177,10 @@ class _Asking:
         cache: PlanCache,
         progress: Progress,
         figures: Calibration | None,
+        compiler: Compiler,
     ) -> None:
         self._step, self._where, self._figures = step, where, figures
+        self._compiler = compiler
         self._further, self._launcher = further, launcher
         self._cache, self._progress = cache, progress
         self._hosts: dict[tuple[tuple[str, str], ...], HostOptions] = {}
@@ -184,7 +191,9 @@ class _Asking:
         all_options = {**options, **self._further}
         key = tuple(sorted(all_options.items()))
         if key not in self._hosts:
-            self._hosts[key] = host_options(self._where.chip, self._launcher, all_options)
+            self._hosts[key] = host_options(
+                self._where.chip, self._launcher, all_options, libtpu=self._compiler.library
+            )
         return self._hosts[key]
 
     def trace(self, settings: ShardingSettings) -> TracedStep:
@@ -213,7 +222,9 @@ class _Asking:
             return None, f"Your own step was not compiled: {in_a_line(error, 200)}"
 
     def _compiled(self, traced: TracedStep, host: HostOptions) -> Measured:
-        compiled = compile_step(traced.program, self._where, host, self._cache, self._progress)
+        compiled = compile_step(
+            traced.program, self._where, host, self._cache, self._progress, self._compiler
+        )
         self.from_cache += compiled.from_cache
         return measured(
             make_report(self._where, compiled, traced, (0,), 1, "", host, self._figures)

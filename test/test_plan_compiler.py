@@ -1,0 +1,297 @@
+"""The compiler of a plan: which one it is, how it is installed, and errors where it is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_topology import check_slices
+from torch import nn
+
+from xla_fsdp import UnusableCompilerError
+from xla_fsdp.plan_compiler import (
+    COMMAND,
+    TESTED,
+    Compiler,
+    changed_environment,
+    find_compiler,
+    install,
+    main,
+    refusal_of,
+)
+from xla_fsdp.tpu.chips import CHIPS
+
+OWN = find_compiler().versions["libtpu"]
+
+
+def interpreter(folder, script, name="python"):
+    """A program that is called as an interpreter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def says(tmp_path, **found):
+    """An interpreter that says what it has."""
+    text = json.dumps({"jax": "1", "jaxlib": "1", "python": "3.99", "library": "/x.so", **found})
+    return interpreter(tmp_path / "env" / "bin", f"echo '{text}'")
+
+
+class TestFinding:
+    def test_the_default_is_this_environment(self):
+        found = find_compiler()
+        assert found.python == sys.executable and found.library.endswith("libtpu.so")
+        assert found.versions["libtpu"] == "0.0.21" and found.versions["jax"] == "0.7.1"
+        assert found == find_compiler(sys.executable) == find_compiler("0.0.21")
+
+    def test_the_newest_tested_that_is_installed_is_the_default(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XLA_FSDP_COMPILERS", str(tmp_path))
+        for version in ("0.0.51", "0.0.21", "9.9.9"):
+            text = {"jax": "1", "jaxlib": "1", "libtpu": version, "python": "3.99"}
+            script = f"echo '{json.dumps({**text, 'library': '/x.so'})}'"
+            interpreter(tmp_path / version / "bin", script)
+        assert next(iter(TESTED)) == "0.0.51"
+        assert find_compiler().versions["libtpu"] == "0.0.51"
+        assert find_compiler("9.9.9").versions["libtpu"] == "9.9.9"  # not tested, but named
+
+    def test_a_folder_and_an_interpreter(self, tmp_path):
+        path = says(tmp_path, libtpu="0.0.60")
+        for named in (path, str(path), tmp_path / "env", str(tmp_path / "env")):
+            found = find_compiler(named)
+            assert found.python == str(path) and found.library == "/x.so"
+            assert list(found.versions) == ["jaxlib", "libtpu", "jax", "python"]
+        told = changed_environment(found.environment)
+        assert told["TPU_LIBRARY_PATH"] == "/x.so" and "PYTHONPATH" not in told
+
+    @pytest.mark.parametrize(
+        ("wanted", "message"),
+        [
+            ("0.0.51", rf"compiler='0.0.51' is not installed: {COMMAND}$"),
+            ("0.0.33", r"'0.0.33' is not installed and was not tested: pass one of 0.0.51, "),
+            ("libtpu-51", r"compiler='libtpu-51' is no file: .*tested: 0.0.51, 0.0.21"),
+            ("/tmp", r"compiler='/tmp' has no bin/python: .* --folder /tmp"),
+            ("/etc/passwd", r"/etc/passwd does not run as a Python interpreter \(.*denied"),
+        ],
+    )
+    def test_what_is_none(self, wanted, message):
+        with pytest.raises(UnusableCompilerError, match=message) as info:
+            find_compiler(wanted)
+        assert "\n" not in str(info.value) and COMMAND in str(info.value)
+
+    @pytest.mark.parametrize(
+        ("script", "message"),
+        [
+            ("echo gone >&2; exit 3", r"exit status 3 \(gone\): install one"),
+            ("echo hello", r"does not run as a Python interpreter"),
+            ("true", r"does not run as a Python interpreter"),
+        ],
+    )
+    def test_an_interpreter_that_does_not_answer(self, tmp_path, script, message):
+        with pytest.raises(UnusableCompilerError, match=message) as info:
+            find_compiler(interpreter(tmp_path, script))
+        assert "\n" not in str(info.value)
+
+    @pytest.mark.parametrize(
+        ("lacks", "message"),
+        [
+            ({"libtpu": ""}, "has no libtpu: install one"),
+            ({"jax": "", "jaxlib": "", "libtpu": "1"}, "has no jax, jaxlib: install one"),
+            ({"libtpu": "1", "library": ""}, "has no libtpu.so"),
+        ],
+    )
+    def test_an_interpreter_without_the_compiler(self, tmp_path, lacks, message):
+        with pytest.raises(UnusableCompilerError, match=message):
+            find_compiler(says(tmp_path, **lacks))
+
+    def test_a_real_interpreter_without_the_compiler(self, tmp_path):
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True
+        )
+        with pytest.raises(UnusableCompilerError, match="has no jax, jaxlib, libtpu"):
+            find_compiler(tmp_path / "empty")
+
+    def test_another_type(self):
+        with pytest.raises(TypeError, match="a version of libtpu, a folder or an interpreter"):
+            find_compiler(51)
+
+    def test_a_chip_that_it_is_known_to_refuse(self):
+        with pytest.raises(UnusableCompilerError) as info:
+            find_compiler().require_knows(CHIPS["tpu7x"])
+        assert str(info.value) == (
+            "libtpu 0.0.21 does not compile for tpu7x: "
+            f"plan with compiler='0.0.51', after: {COMMAND}"
+        )
+        find_compiler().require_knows(CHIPS["v6e"])
+        assert refusal_of("0.0.51", "v6e:2x4", "no\nsuch").endswith(
+            "for v6e:2x4 (no such): name another slice"
+        )
+
+
+class TestInstalling:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"version": "0.0.1"}, "'0.0.1' of libtpu was not tested: pass one of 0.0.51, 0.0.21"),
+            ({"python": "/bin/false"}, r"venv failed with /bin/false"),
+            ({"python": "/no/python"}, r"cannot be written|No such file"),
+        ],
+    )
+    def test_what_fails(self, tmp_path, options, message):
+        with pytest.raises(UnusableCompilerError, match=message) as info:
+            install(**{"folder": tmp_path / "new", **options})
+        assert "\n" not in str(info.value)
+        assert not any(tmp_path.iterdir())  # nothing half made
+
+    def test_a_folder_of_something_else(self, tmp_path):
+        (tmp_path / "notes").write_text("keep")
+        with pytest.raises(UnusableCompilerError, match="is no virtual environment: remove it"):
+            install(folder=tmp_path)
+
+    def test_pip_fails(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+        monkeypatch.setenv("PIP_RETRIES", "0")
+        monkeypatch.setenv("PIP_FIND_LINKS", "")
+        with pytest.raises(
+            UnusableCompilerError, match=r"pip install jax==0.12.0.1 libtpu==0.0.51"
+        ):
+            install(folder=tmp_path / "new", python=sys.executable)
+        assert not any(tmp_path.iterdir())
+
+    def test_one_that_is_there_stays(self, tmp_path):
+        path = says(tmp_path, libtpu="0.0.51")
+        assert install(folder=tmp_path / "env") == tmp_path / "env"
+        assert path.exists()
+
+    def test_the_command(self, tmp_path, capsys):
+        assert main(["show"]) == 0
+        assert f"libtpu {OWN}" in capsys.readouterr().out
+        assert main(["install", "--version", "1.1"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: version '1.1'") and err.count("\n") == 1
+
+    def test_needs_neither_jax_nor_torch(self):
+        code = "import sys, xla_fsdp.plan_compiler as p; p.find_compiler(); print(*sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert not {"jax", "torch", "torch_xla", "numpy"} & set(done.stdout.split()), done.stderr
+
+
+def step(width=256, blocks=2):
+    def run():
+        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+        layers = [
+            FSDP(nn.Linear(width, width), compute_dtype=torch.bfloat16) for _ in range(blocks)
+        ]
+        model = FSDP(nn.Sequential(*layers), compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.zeros(16, width).to("xla")).square().sum().backward()
+        optimizer.step()
+
+    return run
+
+
+def one_line_for_what_cannot_compile(folder):
+    """The child process says what it lacks, and the caller what to do."""
+    from xla_fsdp import plan
+    from xla_fsdp.compiled.host_options import HostOptions
+    from xla_fsdp.planning.compiling.cache import PlanCache
+    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.progress import Progress
+    from xla_fsdp.planning.tracing.traced import PartitionedProgram
+    from xla_fsdp.tpu.topology import resolve
+
+    text = b"module { func.func @main() { return } }"
+    program = PartitionedProgram(text, "nothing", False, 8, (), {}, 1, 4, 1.0)
+
+    def refused(name, compiler=None):
+        with pytest.raises(UnusableCompilerError) as info:
+            compile_step(
+                program, resolve(name), HostOptions(""), PlanCache(None), Progress(None), compiler
+            )
+        assert "\n" not in str(info.value)
+        return str(info.value)
+
+    message = refused("tpu7x-8")
+    assert re.search(
+        r"libtpu 0.0.21 does not compile for tpu7x-8 \(tpu7x:2x2x1\) \(.*TPU7x", message
+    )
+    assert message.endswith(f"plan with compiler='0.0.51', after: {COMMAND}")
+    # A release of jax that has moved what is needed.
+    os.makedirs(os.path.join(folder, "jax"))
+    open(os.path.join(folder, "jax", "__init__.py"), "w").close()
+    found = find_compiler()
+    moved = Compiler(found.python, found.versions, found.library, {"PYTHONPATH": folder})
+    message = refused("v6e-8", moved)
+    assert re.search(r"jax 0.7.1 of .* has no jax\.experimental\.topologies\.get_topology", message)
+    assert message.endswith(f"install a tested release: {COMMAND}")
+    with pytest.raises(UnusableCompilerError, match="is not installed"):
+        plan(step(), "v6e-8", compiler="0.0.51")
+    with pytest.raises(UnusableCompilerError, match="libtpu 0.0.21 does not compile for tpu7x"):
+        plan(step(), "tpu7x-8")
+
+
+def test_one_line_for_what_cannot_compile(elsewhere, tmp_path):
+    elsewhere(one_line_for_what_cannot_compile, str(tmp_path))
+
+
+def planned_by_both(newest, cache):
+    """The same program by both: the same arguments and bytes sent; TPU7x by the newest only."""
+    from xla_fsdp import plan
+
+    def report(name, compiler):
+        return plan(step(), name, compiler=compiler, cache=cache, progress=False, ranks=[0])
+
+    found = {
+        version: report("v6e-8", compiler)
+        for version, compiler in (("0.0.21", "0.0.21"), ("0.0.51", newest))
+    }
+    for version, one in found.items():
+        assert one.fits and one.versions["libtpu"] == version and f"libtpu {version}" in str(one)
+        assert one.versions["jax"] == TESTED[version].jax and one.timing.step > 0
+        assert one.versions["python"].startswith(TESTED[version].python)
+    old, new = found.values()
+    assert new.memory.arguments == old.memory.arguments
+    assert new.timing.model_flops == old.timing.model_flops
+    assert {c.asked or c.kind for c in new.schedule.collectives} >= {"all-gather"}
+    assert new.wire_bytes == pytest.approx(old.wire_bytes, rel=0.03)
+
+    ironwood = report("tpu7x:2x2x1", newest)
+    assert ironwood.fits and ironwood.devices == 8 and ironwood.chip == "tpu7x"
+    assert ironwood.memory.arguments == new.memory.arguments
+    assert ironwood.timing.model_flops == new.timing.model_flops
+    offloaded = [c for c in ironwood.schedule.collectives if c.emitter == "SparseCore"]
+    assert offloaded and all(c.asynchronous and c.group_size == 8 for c in offloaded)
+    assert 0.9 < ironwood.wire_bytes / ironwood.bound_wire_bytes < 1.5
+    assert 0 < ironwood.timing.compute < 1e-3
+    assert report("tpu7x:2x2x1", newest).from_cache
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    return install("0.0.51", tmp_path_factory.mktemp("compilers") / "0.0.51")
+
+
+@pytest.mark.full
+def test_an_installed_compiler_plans(elsewhere, tmp_path, installed):
+    found = find_compiler(installed)
+    assert found.versions["libtpu"] == "0.0.51" and found.versions["jax"] == TESTED["0.0.51"].jax
+    listed = subprocess.run(
+        [found.python, "-m", "pip", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "jax" in listed and "torch" not in listed
+    assert [one.name for one in installed.parent.iterdir()] == ["0.0.51"]
+    elsewhere(planned_by_both, str(installed), str(tmp_path))
+
+
+@pytest.mark.full
+def test_libtpu_describes_the_slices_of_tpu7x(installed):
+    found = find_compiler(installed)
+    slices = ("tpu7x-8", "tpu7x-32", "tpu7x-128", "tpu7x-512")
+    check_slices(slices, found.python, changed_environment(found.environment))

@@ -1,0 +1,347 @@
+"""TPU compilers that plans use: ``python -m xla_fsdp.plan_compiler install``.
+
+A compiler is a Python interpreter with jax and libtpu. It may be this one (the ``plan`` extra), or
+that of a virtual environment with nothing else in it, so that torch_xla and the compiler need not
+agree on a release of jax, nor of Python. ``install`` makes such an environment in a folder named
+by the version of libtpu. Nothing here imports jax, torch or libtpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from .tpu.chips import Chip
+from .tpu.libtpu_flags import library
+from .wording import in_a_line
+
+COMMAND = "python -m xla_fsdp.plan_compiler install"
+FOLDER = "XLA_FSDP_COMPILERS"
+_SECONDS = 60  # for an interpreter to say what it has
+
+
+@dataclass(frozen=True)
+class Release:
+    """What goes with a version of libtpu: the jax and the Python that it was tested with."""
+
+    jax: str
+    python: str
+
+
+# Newest first. 0.0.21 is also what torch_xla 2.9.0 installs (the ``plan`` extra).
+TESTED: Mapping[str, Release] = MappingProxyType({
+    "0.0.51": Release(jax="0.12.0.1", python="3.12"),
+    "0.0.21": Release(jax="0.7.1", python="3.11"),
+})  # fmt: skip
+
+# Runs in the interpreter in question, which may have any release of Python and no package.
+_ASK = """
+import importlib.metadata as m, json, os, platform
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return ""
+found = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+library = ""
+if found["libtpu"]:
+    files = [f for f in m.files("libtpu") or [] if f.name == "libtpu.so"]
+    library = os.fspath(files[0].locate()) if files else ""
+print(json.dumps({**found, "python": platform.python_version(), "library": library}))
+"""
+
+
+class UnusableCompilerError(ValueError):
+    """``compiler=`` names nothing that can compile the plan, or it was not possible to install."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """An interpreter with jax and libtpu.
+
+    ``python``: its path. ``versions``: of "jaxlib", "libtpu", "jax" and "python". ``library``:
+    path of its libtpu. ``environment``: variables of a process that runs it, with None for those
+    that must not be set.
+    """
+
+    python: str
+    versions: Mapping[str, str]
+    library: str | None
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+
+    def require_knows(self, chip: Chip) -> None:
+        """Raises UnusableCompilerError if this libtpu is known not to compile for ``chip``."""
+        if self.versions["libtpu"] in chip.refused_by:
+            raise UnusableCompilerError(refusal_of(self.versions["libtpu"], chip.family))
+
+
+def refusal_of(libtpu: str, slice: str, message: str = "") -> str:
+    """What to say when libtpu refuses a chip or a slice."""
+    newest = next(iter(TESTED))
+    said = f" ({in_a_line(message, 200)})" if message else ""
+    remedy = (
+        f"plan with compiler={newest!r}, after: {COMMAND}"
+        if libtpu != newest
+        else "name another slice"
+    )
+    return f"libtpu {libtpu} does not compile for {slice}{said}: {remedy}"
+
+
+def folder_of_compilers() -> Path:
+    """``$XLA_FSDP_COMPILERS``; default: ``$XDG_CACHE_HOME/xla_fsdp/compilers``, ``~/.cache``."""
+    if os.environ.get(FOLDER):
+        return Path(os.environ[FOLDER])
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "xla_fsdp" / "compilers"
+
+
+def find_compiler(wanted: str | os.PathLike[str] | None = None) -> Compiler:
+    """The compiler that ``wanted`` means.
+
+    Args:
+        wanted: a version of libtpu, the folder of an environment, or the path of an interpreter;
+            default: the newest tested version that is installed, else this interpreter.
+
+    Raises:
+        UnusableCompilerError: (a ValueError) there is none, or it lacks jax or libtpu.
+        TypeError: ``wanted`` is neither text nor a path.
+    """
+    if wanted is None:
+        installed = (folder_of_compilers() / version for version in TESTED)
+        folder = next((one for one in installed if _python_in(one).is_file()), None)
+        return _this_interpreter() if folder is None else _examined(_python_in(folder), "compiler")
+    if not isinstance(wanted, (str, os.PathLike)):
+        raise TypeError(
+            f"compiler must be a version of libtpu, a folder or an interpreter, got {wanted!r:.80}"
+        )
+    given = os.fspath(wanted)
+    return _examined(_place_of(given), f"compiler={given!r}")
+
+
+def _place_of(given: str) -> Path:
+    """The interpreter that ``given`` means."""
+    if re.fullmatch(r"\d+(\.\d+)+", given):
+        python = _python_in(folder_of_compilers() / given)
+        if python.is_file():
+            return python
+        if given == _this_interpreter().versions["libtpu"]:
+            return Path(sys.executable)
+        if given not in TESTED:
+            raise UnusableCompilerError(
+                f"compiler={given!r} is not installed and was not tested: pass one of "
+                f"{', '.join(TESTED)} after: {COMMAND}, or the folder of an environment that has it"
+            )
+        version = "" if given == next(iter(TESTED)) else f" --version {given}"
+        raise UnusableCompilerError(f"compiler={given!r} is not installed: {COMMAND}{version}")
+    path = Path(given).expanduser()
+    if path.is_dir():
+        if not _python_in(path).is_file():
+            raise UnusableCompilerError(
+                f"compiler={given!r} has no bin/python: pass the folder of a virtual environment, "
+                f"made by: {COMMAND} --folder {given}"
+            )
+        return _python_in(path)
+    if path.is_file():
+        return path
+    versions = ", ".join(TESTED)
+    raise UnusableCompilerError(
+        f"compiler={given!r} is no file: pass a version of libtpu (tested: {versions}), the folder "
+        f"of a virtual environment or an interpreter; {COMMAND}"
+    )
+
+
+def _python_in(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+def _this_interpreter() -> Compiler:
+    from importlib import metadata
+
+    versions = {}
+    for name in ("jaxlib", "libtpu", "jax"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = ""
+    versions["python"] = ".".join(map(str, sys.version_info[:3]))
+    return Compiler(sys.executable, versions, library())
+
+
+def _examined(python: Path, named: str) -> Compiler:
+    """The compiler of an interpreter. ``named``: how the user asked for it."""
+    if os.path.abspath(python) == os.path.abspath(sys.executable):
+        return _this_interpreter()
+    # Paths of this interpreter's packages, and this interpreter's libtpu, are not for another one.
+    environment: dict[str, str | None] = dict.fromkeys(
+        ("PYTHONPATH", "PYTHONHOME", "PTXLA_TPU_LIBRARY_PATH", "TPU_LIBRARY_PATH")
+    )
+    remedy = f"install one: {COMMAND}"
+    try:
+        done = _run([str(python), "-c", _ASK], environment, _SECONDS)
+        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise UnusableCompilerError(
+            f"{named}: {python} does not run as a Python interpreter "
+            f"({in_a_line(error, 200)}): {remedy}"
+        ) from error
+    if found is None:
+        raise UnusableCompilerError(
+            f"{named}: {python} ended with exit status {done.returncode} "
+            f"({in_a_line(done.stderr or 'no message', 200)}): {remedy}"
+        )
+    missing = [name for name in ("jax", "jaxlib", "libtpu") if not found[name]]
+    if missing or not found["library"]:
+        lacks = ", ".join(missing) or "libtpu.so"
+        raise UnusableCompilerError(f"{named}: {python} has no {lacks}: {remedy}")
+    environment["TPU_LIBRARY_PATH"] = path = found.pop("library")
+    order = ("jaxlib", "libtpu", "jax", "python")
+    return Compiler(str(python), {name: found[name] for name in order}, path, environment)
+
+
+def _run(
+    command: list[str], environment: Mapping[str, str | None], seconds: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=changed_environment(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+    )
+
+
+def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with ``changes``; None removes a variable."""
+    changed = {**os.environ, **changes}
+    return {name: value for name, value in changed.items() if value is not None}
+
+
+def install(
+    version: str = next(iter(TESTED)),
+    folder: str | os.PathLike[str] | None = None,
+    python: str | None = None,
+) -> Path:
+    """Makes a virtual environment with libtpu and its jax, and nothing else.
+
+    Args:
+        version: of libtpu, one of :data:`TESTED`.
+        folder: where; default: :func:`folder_of_compilers` / ``version``. It appears complete or
+            not at all. If it is there already, nothing is changed.
+        python: the interpreter to make it with; default: one of the tested release of Python.
+
+    Returns:
+        The folder, for ``plan(compiler=...)``.
+
+    Raises:
+        UnusableCompilerError: (a ValueError) the version is unknown, there is no such Python, or
+            pip failed.
+    """
+    if version not in TESTED:
+        raise UnusableCompilerError(
+            f"version {version!r} of libtpu was not tested: pass one of {', '.join(TESTED)}, or "
+            "make a virtual environment with jax and libtpu and pass its folder to "
+            "plan(compiler=...)"
+        )
+    release = TESTED[version]
+    place = Path(folder) if folder is not None else folder_of_compilers() / version
+    if _python_in(place).is_file():
+        return place
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UnusableCompilerError(
+            f"{place} exists and is no virtual environment: remove it, or pass another --folder"
+        )
+    interpreter = python or _interpreter_of(release.python)
+    partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
+    packages = [f"jax=={release.jax}", f"libtpu=={version}"]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _require_done([interpreter, "-m", "venv", str(partial)], "venv")
+        pip = [str(_python_in(partial)), "-m", "pip", "install", "--disable-pip-version-check"]
+        _require_done([*pip, "--quiet", *packages], "pip install " + " ".join(packages))
+        if place.is_dir():
+            place.rmdir()  # empty, else it was refused above
+        partial.rename(place)
+    except OSError as error:
+        if not _python_in(place).is_file():  # else another process was quicker
+            raise UnusableCompilerError(
+                f"{place} cannot be written ({error.strerror}): pass another --folder"
+            ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return place
+
+
+def _require_done(command: list[str], what: str) -> None:
+    done = _run(command, {"PYTHONPATH": None, "PYTHONHOME": None})
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
+        raise UnusableCompilerError(
+            f"{what} failed with {command[0]} ({in_a_line('; '.join(errors), 300)}): check the "
+            "network and the package index, or pass another --python"
+        )
+
+
+def _interpreter_of(release: str) -> str:
+    """The path of a Python of ``release``, such as "3.12"."""
+    for candidate in _candidates(release):
+        try:
+            done = _run([candidate, "-c", "import sys; print(*sys.version_info[:2])"], {}, _SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0 and done.stdout.split() == release.split("."):
+            return candidate
+    raise UnusableCompilerError(
+        f"there is no Python {release} on this machine: install python{release} with its venv "
+        "module, or pass --python PATH"
+    )
+
+
+def _candidates(release: str) -> Iterator[str]:
+    yield sys.executable
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        if os.access(path := os.path.join(folder, f"python{release}"), os.X_OK):
+            yield path
+    # pyenv's own commands on PATH start only the releases that are switched on.
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    yield from map(str, sorted(root.glob(f"versions/{release}*/bin/python")))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_fsdp.plan_compiler",
+        description="Installs TPU compilers for xla_fsdp.plan, or shows the one that it uses.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("install", help="make an environment with jax and libtpu")
+    newest = next(iter(TESTED))
+    make.add_argument("--version", default=newest, help=f"of libtpu: {', '.join(TESTED)}")
+    make.add_argument("--folder", help=f"default: {folder_of_compilers()}/VERSION")
+    make.add_argument("--python", help="interpreter to make it with; default: the tested release")
+    commands.add_parser("show", help="print the compiler that a plan uses by default")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "install":
+            print(install(given.version, given.folder, given.python))
+        else:
+            found = find_compiler()
+            versions = ", ".join(f"{name} {value}" for name, value in found.versions.items())
+            print(f"{found.python}: {versions}")
+    except UnusableCompilerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
