@@ -7,7 +7,7 @@ RANKS := --dist loadfile --no-loadscope-reorder -n auto
 # A hundred processes of the tests would compile what is here anew, a second each and more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint size docs bench install clean
+.PHONY: demo test test-all test-newest check lint size docs bench install clean
 
 # Where everything is installed, so is what the demo needs.
 demo: $(if $(wildcard .venv/installed),install,.venv/demo)
@@ -17,9 +17,14 @@ demo: $(if $(wildcard .venv/installed),install,.venv/demo)
 test: install
 	$(PY) -m pytest $(RANKS)
 
-# And what is marked `full`.
+# Also tests marked `full`, and the integrations a second time with the newest releases.
 test-all: install
 	$(PY) -m pytest $(RANKS) -m ""
+	$(MAKE) test-newest
+
+# The tests of the Hugging Face integrations with the newest releases that [hf] allows.
+test-newest: .venv/newest-hf/installed
+	$(NEWEST) -m pytest $(RANKS) @test/integrations.txt
 
 # Lint, and of the suite what tells most for its time; `make test` before a change is handed in.
 check: lint
@@ -48,12 +53,23 @@ install: .venv/installed
 # uv takes a third of the time of pip, which is there for where uv reaches nothing: it does not read
 # pip's settings. Both say what they are at. Without compiled bytecode `import torch_xla` takes 18 s
 # in every process of those who set PYTHONDONTWRITEBYTECODE; with it 7.
+# .venv has the oldest releases that [hf] allows, and .venv/newest-hf the newest.
 .venv/installed: extras := examples,hf,lightning,plan,pod,test,lint,docs
 .venv/demo: extras := demo
-.venv/installed .venv/demo: setup.py
+.venv/installed .venv/demo: setup.py test/oldest-hf.txt
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install -q uv && $(PY) -m uv pip install --compile-bytecode --python $(PY) -e '.[$(extras)]' \
-	  || $(PY) -m pip install -e '.[$(extras)]'
+	$(PY) -m pip install -q uv && $(PY) -m uv pip install --compile-bytecode --python $(PY) -c test/oldest-hf.txt -e '.[$(extras)]' \
+	  || $(PY) -m pip install -c test/oldest-hf.txt -e '.[$(extras)]'
+	touch $@
+
+# It uses the other packages of .venv.
+NEWEST := .venv/newest-hf/bin/python
+.venv/newest-hf/installed: .venv/installed test/newest-hf.txt
+	$(PY) -m venv --clear --without-pip .venv/newest-hf
+	path() { $$1 -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	  echo "import site; site.addsitedir('$$(path $(CURDIR)/$(PY))')" > "$$(path $(NEWEST))/venv.pth"
+	$(PY) -m uv pip install --compile-bytecode --no-deps --python $(NEWEST) -r test/newest-hf.txt \
+	  || $(PY) -m pip --python $(NEWEST) install --no-deps -r test/newest-hf.txt
 	touch $@
 
 clean:

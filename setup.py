@@ -19,8 +19,9 @@ PACKAGES = [
 # What examples/train_mnist.py imports as `make demo` calls it.
 DEMO = ["absl-py", "rich", "scikit-learn", "torchvision==0.24.0"]
 
-# What xla_fsdp.integrations was written for; both go with torch 2.9.
-HF = ["transformers==4.57.6", "accelerate==1.12.0", "peft==0.21.2"]
+# Both ends of each range are tested: `make test` has the oldest releases, and `make test-newest`
+# the newest. Transformers 5.24 needs Python 3.11, so Python 3.10 gets an earlier release.
+HF = ["transformers>=4.57.6,<5.25", "accelerate>=1.12.0,<1.16", "peft>=0.21.2,<0.22"]
 
 setup(
     name="xla_fsdp",
@@ -52,9 +53,8 @@ setup(
         # but those from 1.31 on refuse the protobuf that tensorboard needs.
         # Those import pkg_resources, which setuptools has until 81.
         "pod": ["cloud-tpu-client==0.10", "absl-py", "google-api-core<1.31", "setuptools<81"],
-        # xla_fsdp.integrations changes the code of these releases in places, and knows no others.
         "hf": HF,
-        # The same; it brings torchmetrics.
+        # xla_fsdp.integrations.lightning changes the code of this release. It needs torchmetrics.
         "lightning": ["lightning==2.6.6"],
         "demo": DEMO,
         "examples": [*DEMO, "tensorboard", "tokenizers"],

@@ -120,7 +120,7 @@ def test_what_would_be_left_out_is_refused(installed):
             model(tokens, **given)
     x = torch.zeros(1, 1, 4, 8)
     for name in ("softcap", "s_aux", "output_attentions"):  # of Gemma 2, gpt-oss, CLIP
-        with pytest.raises(ValueError, match=f"Module asks attention for {name}, .*'eager'"):
+        with pytest.raises(ValueError, match=f"Module uses attention with {name}, .*'eager'"):
             integration._transformers_attention(torch.nn.Module(), x, x, x, None, **{name: 1.0})
 
 

@@ -357,6 +357,39 @@ def ignoring(rank):
     deferred(rank)
 
 
+def clipping(rank, offload):
+    """Two models with equally many parameters, of which one is clipped."""
+    from torch.distributed.fsdp import CPUOffload
+
+    accelerator = accelerator_for(cpu_offload=CPUOffload(offload))
+    wide, plain = torch.nn.Linear(6, 3), small()[2]
+    model = small()[2]
+    model, wide = accelerator.prepare(model, wide)
+    parameters = list(model.parameters())
+    for norm_type in (2, 1, float("inf")):
+        data = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(4))
+        output = model(data[rank].to(accelerator.device)).square().mean()
+        accelerator.backward(output + wide(torch.ones(6, device=accelerator.device)).sum())
+        plain(data.flatten(0, 1)).square().mean().backward()
+        norm = accelerator.clip_grad_norm_(iter(parameters), 0.1, norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6)
+        for shard, full in zip(parameters, plain.parameters(), strict=True):
+            torch.testing.assert_close(shard.grad.full_tensor().cpu(), full.grad)
+        assert wide.bias.grad.full_tensor().cpu().eq(1).all()
+        for one in (model, wide, plain):
+            one.zero_grad()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(data[rank].to(accelerator.device)).sum())
+    with pytest.raises(RuntimeError, match="held by no_sync and not reduced yet"):
+        accelerator.clip_grad_norm_(parameters, 0.1)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_torch_clips_the_shards(run_ranks, offload):
+    run_ranks(clipping, 2, offload, timeout=TIMEOUT)
+
+
 def deferred(rank):
     """Initialised as the plugin says, and taken from the first rank as the environment says."""
 
@@ -393,12 +426,12 @@ def refused(rank):
     with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR"):
         plugin = TorchDynamoPlugin(backend="inductor")
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), dynamo_plugin=plugin)
-    with pytest.raises(ValueError, match="parallelism_config does not go"):
+    with pytest.raises(ValueError, match="parallelism_config is not supported"):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
         Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=4))
     wrong = {"auto_wrap_policy": "transformer_based_wrap"}
     accelerator = accelerator_for(**wrong, transformer_cls_names_to_wrap=["GPT3Block"])
-    with pytest.raises(ValueError, match="of class GPT3Block; it has modules of .*GPT2Block"):
+    with pytest.raises(ValueError, match="of class GPT3Block. Name some .*GPT2Block"):
         accelerator.prepare(build("gpt2"))
     accelerator = accelerator_for(activation_checkpointing=True)
     with pytest.raises(ValueError, match="name the layers"):
@@ -495,16 +528,24 @@ def test_a_config_file_is_what_the_plugin_reads(tmp_path, monkeypatch):
     assert options["backward_prefetch"].name == "BACKWARD_PRE"
     assert sharding.layers == ["BertLayer"] and not sharding.full_state
     for before, after, message in (
-        ("use_orig_params", "use_all_params", "fsdp_use_all_params is none of fsdp_activation_ch"),
+        (
+            "use_orig_params",
+            "use_all_params",
+            "options: fsdp_use_all_params. Supported are f",
+        ),
         ("sharding_strategy: 2", "sharding_strategy: 9", "fsdp_sharding_strategy: 9 must be one"),
-        ("sharding_strategy: 2", "reshard_after_forward: true", "goes with fsdp_version: 2"),
-        ("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", "", "cls_to_wrap needs fsdp_auto_wr"),
+        ("sharding_strategy: 2", "reshard_after_forward: true", "true needs fsdp_version: 2"),
+        (
+            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n",
+            "",
+            "cls_to_wrap has no effect wit",
+        ),
         ("prefetch: false", "prefetch: maybe", "fsdp_forward_prefetch: maybe must be true or f"),
         ("params: false", "params: maybe", "fsdp_offload_params: maybe must be true or false"),
-        ("mixed_precision: bf16", "mixed_precision: fp16", "mixed_precision: fp16 does not go"),
+        ("mixed_precision: bf16", "mixed_precision: fp16", "mixed_precision: fp16 is not s"),
         ("distributed_type: FSDP\n", "", "`distributed_type` must be specified"),
         ("main_training", "dynamo_backend: INDUCTOR\nmain_training", "dynamo_backend: INDUCTOR"),
-        (YAML, "nothing", "is not what accelerate config writes"),
+        (YAML, "nothing", "is not a config file of Accelerate"),
     ):
         assert before in YAML
         path.write_text(YAML.replace(before, after))

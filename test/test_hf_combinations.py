@@ -442,7 +442,7 @@ def in_an_old_folder(rank, folder):
         found = with_trainer(cell, folder, checkpoint)
     assert _ranks_that_saved(checkpoint) == 2
     if rank == 0:
-        for lacking in ("no state of the optimizer", "no random state"):
+        for lacking in ("no optimizer state", "no random state"):
             assert any(lacking in text for text in said), said
     return [found]
 

@@ -143,7 +143,7 @@ def test_experts_of_other_models(kind):
             assert use_static_experts(torch.nn.ModuleList([block])) == ["0"]
             out = block(hidden)
         else:
-            with pytest.warns(UserWarning, match=f"experts of {name} look for their tokens"):
+            with pytest.warns(UserWarning, match=f"experts of {name} select their tokens"):
                 out = block(hidden)
         outputs.append(out[0] if isinstance(out, tuple) else out)
         block.zero_grad()
@@ -159,7 +159,7 @@ def test_experts_that_are_not_known_are_refused():
 
     block = type("OwnMoe", (torch.nn.Module,), {"__module__": "transformers.models.own"})()
     block.experts = torch.nn.ModuleList()
-    with pytest.raises(ValueError, match="0 is a OwnMoe, whose experts are not known"):
+    with pytest.raises(ValueError, match="0 is a OwnMoe, whose experts are not supported"):
         use_static_experts(torch.nn.ModuleList([block]))
 
 

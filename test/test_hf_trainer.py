@@ -295,9 +295,9 @@ def refused(rank, folder):
         ({"settings": {"backward_prefetch": "always"}}, "backward_prefetch must be one of"),
         ({"settings": {"sharding_strategy": "SOME"}}, "must be one of FULL_SHARD, "),
         ({"config": {"sync_module_states": "perhaps"}}, "sync_module_states'] must be true or f"),
-        ({"config": {"xla_fsdp_setings": {}}}, "fsdp_config has xla_fsdp_setings, of which"),
+        ({"config": {"xla_fsdp_setings": {}}}, "does not support on XLA: xla_fsdp_setings."),
         ({"config": {"transformer_layer_cls_to_wrap": "GPT3Block"}}, "no layer of GPT2LMHeadModel"),
-        ({"torch_compile": True}, "torch_compile=True does not go"),
+        ({"torch_compile": True}, "torch_compile=True is not supported"),
         ({"fp16": True}, "use bf16=True"),
     ):
         with pytest.raises((ValueError, TypeError)) as failed:

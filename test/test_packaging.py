@@ -1,6 +1,7 @@
 """The wheel and the source distribution, built, and installed into an empty environment."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_FROM = "setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md".split()
@@ -96,6 +98,25 @@ def test_a_wheel_has_every_file(built):
     fields = Parser().parsestr(metadata)
     assert "Apache-2.0" in (fields["License"], fields["License-Expression"])
     assert "demo" in fields.get_all("Provides-Extra")
+
+
+def test_both_ends_of_the_ranges_of_hf_are_tested(built):
+    """`make test` has the lower ends, and `make test-newest` the newest releases."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA")))
+    found = map(Requirement, Parser().parsestr(metadata.decode()).get_all("Requires-Dist"))
+    hf = [one for one in found if one.marker and one.marker.evaluate({"extra": "hf"})]
+    assert {one.name for one in hf} == {"transformers", "accelerate", "peft"}
+    oldest, newest = (
+        dict(re.findall("^(.*)==(.*)$", (ROOT / "test" / name).read_text(), re.MULTILINE))
+        for name in ("oldest-hf.txt", "newest-hf.txt")
+    )
+    for one in hf:
+        ends = {each.operator: each.version for each in one.specifier}
+        assert ends.keys() == {">=", "<"} and ends[">="] == oldest[one.name]
+        major, minor = newest[one.name].split(".")[:2]
+        assert ends["<"] == f"{major}.{int(minor) + 1}"
 
 
 def test_a_source_distribution_has_every_file(built):

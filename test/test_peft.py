@@ -66,7 +66,7 @@ def on_ranks(rank, ranks, name, folder, options, more):
     for merge in (again.merge_and_unload, again.merge_adapter):
         with pytest.raises(RuntimeError, match="save_merged"):
             merge()
-    with pytest.raises(RuntimeError, match="new to a wrapped model"):
+    with pytest.raises(RuntimeError, match="cannot be added to a wrapped model"):
         again.load_adapter(f"{folder}/adapter", "second")
     return losses, tokens
 

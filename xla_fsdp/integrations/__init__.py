@@ -1,6 +1,6 @@
-"""Libraries that people start from, each of which uses this package once its module is imported.
+"""Integrations with other libraries. Importing the module of a library activates it.
 
-``import xla_fsdp.integrations.accelerate`` and ``import xla_fsdp.integrations.transformers``. What
-they change in another library is stated in one place each, through
-:class:`~xla_fsdp.integrations.changes.Changes`, and can be undone.
+``import xla_fsdp.integrations.accelerate`` and ``import xla_fsdp.integrations.transformers``. Each
+module declares what it changes in the other library through
+:class:`~xla_fsdp.integrations.changes.Changes`. The changes can be undone.
 """

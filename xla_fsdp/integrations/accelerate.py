@@ -1,10 +1,12 @@
 """Accelerate on XLA with this package's sharding: ``import xla_fsdp.integrations.accelerate``.
 
-From then on ``accelerate.Accelerator`` honours its FSDP configuration (a plugin, a config file, or
-the environment that ``accelerate launch`` makes of one) on XLA as it does on GPUs: ``prepare``
-shards models, optimizers made before keep their groups, and norms, saves and loads are those of
-whole models. Accelerators without such a configuration, and models that are not sharded, go their
-usual way, but that all know when the last batch has come.
+After the import, ``accelerate.Accelerator`` applies its FSDP configuration on XLA as it does on
+GPUs. The configuration is a plugin, a config file, or the environment variables that ``accelerate
+launch`` sets. ``prepare`` shards models. Optimizers that were created earlier keep their parameter
+groups. Gradient norms, saves and loads are those of the unsharded model.
+
+For an Accelerator without such a configuration, and for models that are not sharded, only one
+thing changes: every Accelerator on XLA detects the last batch correctly.
 """
 
 from __future__ import annotations
@@ -33,11 +35,10 @@ from ..checkpoint.full_state import gather_state
 from ..collectives.order import BackwardPrefetch
 from ..ranks.rank import current_rank
 from ..sharding.around import is_sharded
-from ..sharding.clipping import clip_grad_norm_ as clip_shards
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from ..sharding.optimizer_hook import has_shards
-from ..sharding.state import unique_units
+from ..sharding.sharded_tensor import require_reduced
 from ..wrapper import XlaFullyShardedDataParallel
 from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes
@@ -59,40 +60,38 @@ changes = Changes("accelerate")
 install = changes.apply
 uninstall = changes.undo
 
-# On an AcceleratedOptimizer: its gradients are those of the whole batch already.
+# On an AcceleratedOptimizer: whether its gradients are averaged over all ranks.
 _AVERAGED = "_xla_fsdp_averaged"
 
 
-# -- what the plugin asks for --------------------------------------------------------------------
+# -- reading the plugin --------------------------------------------------------------------------
 
 
 def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> Sharding:
-    """What the plugin asks for.
+    """Translates the options of the plugin.
 
-    ``forward_prefetch`` and ``use_orig_params`` have no effect: layers are always gathered ahead in
-    the forward, as GPUs do without being asked, and parameters are always the original ones. Nor
-    have the configurations of state dicts: whole ones are of the first rank, on the host.
+    ``forward_prefetch`` and ``use_orig_params`` have no effect: the forward always gathers layers
+    ahead, and parameters are always the original ones. The state dict configurations have no effect
+    either: full state dicts exist on rank 0 only, on the host.
 
     Args:
-        plugin: as Accelerate made it from arguments or from the environment that a config file
-            becomes.
-        mixed_precision: Accelerate's: ``"no"``, ``"bf16"``, ...
+        plugin: created by Accelerate from arguments or from environment variables.
+        mixed_precision: the option of Accelerate: ``"no"``, ``"bf16"``, ...
 
     Raises:
-        ValueError, TypeError: it asks for something that does not go on XLA; the message says what
-            to change.
+        ValueError, TypeError: an option is not supported on XLA; the message says what to change.
     """
     if mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed_precision={mixed_precision!r} does not go with sharding on XLA, whose TPUs "
-            "compute in bfloat16 and float32: use 'bf16', which needs no loss scaling, or 'no'"
+            f"mixed_precision={mixed_precision!r} is not supported with sharding on XLA, because "
+            "TPUs compute in bfloat16 and float32: use 'bf16', which needs no loss scaling, or 'no'"
         )
     options: dict[str, Any] = {"limit_all_gathers": bool(plugin.limit_all_gathers)}
     if plugin.param_init_fn is not None:
         options["param_init_fn"] = plugin.param_init_fn
     if plugin.fsdp_version == 2:
         options["reshard_after_forward"] = bool(plugin.reshard_after_forward)
-        # There it has the first rank's weights sent to all, without being told so.
+        # In version 2 this option also broadcasts the weights of rank 0.
         options["sync_module_states"] = bool(plugin.cpu_ram_efficient_loading)
     else:
         options |= meant_by_name((plugin.sharding_strategy or plugin.reshard_after_forward).name)
@@ -115,7 +114,7 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
 
 
 def _offload(plugin: FullyShardedDataParallelPlugin) -> CPUOffload | None:
-    """torch's ``CPUOffload`` or, in version 2, its ``CPUOffloadPolicy``."""
+    """Converts torch's ``CPUOffload`` or, in version 2, its ``CPUOffloadPolicy``."""
     asked = plugin.cpu_offload
     offloads = getattr(asked, "offload_params", False) or isinstance(asked, CPUOffloadPolicy)
     return CPUOffload() if offloads else None
@@ -127,25 +126,25 @@ def _ignored(given: Any) -> Sequence[nn.Module] | str:
             re.compile(given)
         except re.error as error:
             raise ValueError(
-                f"fsdp_ignored_modules={given!r} must be a regular expression that the whole name "
-                f"of each ignored module matches: {error}"
+                f"fsdp_ignored_modules={given!r} must be a regular expression that matches the "
+                f"full name of each ignored module: {error}"
             ) from error
         return given
     modules = () if given is None else tuple(given)
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(
-                "ignored_modules must be modules, or a regular expression that the whole name of "
-                f"each matches, got {type(module).__name__}"
+                "ignored_modules must be modules, or a regular expression that matches the full "
+                f"name of each, got {type(module).__name__}"
             )
     return modules
 
 
 def _units(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-    """Which submodules are wrapped by themselves."""
+    """Selects the submodules that are wrapped separately."""
     policy = plugin.auto_wrap_policy
     arguments: dict[str, Any] = {}
-    # set_auto_wrap_policy, which a script may have called, makes a partial of it.
+    # A script may have called set_auto_wrap_policy, which creates a functools.partial.
     if hasattr(policy, "func"):
         policy, arguments = policy.func, policy.keywords
     if policy is None:
@@ -168,7 +167,7 @@ def _units(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
 def _output_dtype(
     plugin: FullyShardedDataParallelPlugin, mixed_precision: str
 ) -> torch.dtype | None:
-    """Accelerate gives float32 where it was asked for mixed precision itself."""
+    """Accelerate returns float32 outputs if ``mixed_precision`` is its own option."""
     asked = getattr(plugin.mixed_precision_policy, "output_dtype", None)
     return asked or (torch.float32 if mixed_precision != "no" else None)
 
@@ -178,7 +177,7 @@ def _precision(
 ) -> MixedPrecision | None:
     policy = plugin.mixed_precision_policy
     if policy is None:
-        # Buffers keep their dtype: rotary frequencies in bfloat16 would be other frequencies.
+        # Buffers keep their dtype: bfloat16 would change rotary frequencies.
         return MixedPrecision(torch.bfloat16) if mixed_precision == "bf16" else None
     names = [
         *("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads"),
@@ -187,14 +186,14 @@ def _precision(
     return MixedPrecision(**{n: getattr(policy, n) for n in names if hasattr(policy, n)})
 
 
-# -- who is there, and what was asked for ------------------------------------------------------
+# -- process state and configuration -----------------------------------------------------------
 
 
 @changes.around(PartialState, "__init__")
 def _state_of_process(original: Any, self: PartialState, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     if self.distributed_type == DistributedType.XLA and "LOCAL_RANK" not in os.environ:
-        # Left at -1: no rank would be the first of its host, and none print.
+        # Accelerate leaves -1. Then no rank is the first of its host, and none prints.
         rank = current_rank()
         self.local_process_index = xr.local_ordinal() if rank is None else rank.rank
 
@@ -210,14 +209,14 @@ def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> 
     try:
         if self.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
-                f"dynamo_backend={self.dynamo_plugin.backend.value} does not go with sharding on "
-                "XLA, which compiles every step as it is: set it to 'no'"
+                f"dynamo_backend={self.dynamo_plugin.backend.value} is not supported with sharding "
+                "on XLA, which compiles every step without Dynamo: set it to 'no'"
             )
         if kwargs.get("parallelism_config") is not None:
             raise ValueError(
-                "parallelism_config does not go with sharding on XLA: leave it out; for copies of "
-                "the model that are sharded each, take the sharding strategy HYBRID_SHARD, and "
-                f"{SHARD_SIZE} in the environment for the ranks that share one"
+                "parallelism_config is not supported with sharding on XLA: leave it out. For "
+                "several sharded copies of the model, use the sharding strategy HYBRID_SHARD, and "
+                f"set {SHARD_SIZE} in the environment to the number of ranks that share a copy"
             )
         use_sharding(self, sharding_of_plugin(plugin, self.mixed_precision))
     except Exception:
@@ -227,17 +226,17 @@ def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> 
 
 @changes.around(FullyShardedDataParallelPlugin, "__post_init__")
 def _plugin(original: Any, self: FullyShardedDataParallelPlugin) -> None:
-    """Without looking for a GPU, which it wants for ``sync_module_states``.
+    """Skips the search for a GPU, which the original needs for ``sync_module_states``.
 
-    What it is told of loading it also writes into the environment, where it would be another
-    answer to the next rank.
+    The original also writes the loading option into the environment. There the next rank, which
+    may be a thread of this process, would read it. So the environment is restored.
     """
     version = self.fsdp_version or int(os.environ.get("FSDP_VERSION", "1"))
     named = _named_strategy(self) if version == 1 else None
     if named is not None:
         self.reshard_after_forward = named
     with _setting:
-        told = {_LEAN: os.environ.get(_LEAN)}
+        before = {_LEAN: os.environ.get(_LEAN)}
         wanted = self.sync_module_states
         if wanted is None:
             wanted = _flag("FSDP_SYNC_MODULE_STATES")
@@ -250,7 +249,7 @@ def _plugin(original: Any, self: FullyShardedDataParallelPlugin) -> None:
         try:
             original(self)
         finally:
-            restore(told)
+            restore(before)
     self.cpu_ram_efficient_loading = lean
     if version == 1:
         self.sync_module_states = wanted or lean
@@ -263,8 +262,11 @@ _LEAN = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def _named_strategy(plugin: FullyShardedDataParallelPlugin) -> Any:
-    """What ``accelerate config`` writes as ``fsdp_reshard_after_forward`` of version 1, and plugins
-    take by that name, too, but do not look at."""
+    """Finds the sharding strategy of version 1 under its name ``reshard_after_forward``.
+
+    ``accelerate config`` writes it as ``fsdp_reshard_after_forward``. Plugins accept the name, but
+    ignore the value.
+    """
     if plugin.sharding_strategy is not None or "FSDP_SHARDING_STRATEGY" in os.environ:
         return None
     given = plugin.reshard_after_forward or os.environ.get("FSDP_RESHARD_AFTER_FORWARD")
@@ -277,9 +279,12 @@ def _flag(name: str) -> bool:
 
 @changes.around(KwargsHandler, "to_kwargs")
 def _given(original: Any, self: KwargsHandler) -> dict[str, Any]:
-    """What differs from the defaults, without emptying the environment meanwhile: other ranks,
-    which may be threads, would find nothing in it, and not shard."""
-    if hasattr(self, "__post_init__"):  # which may look into the environment
+    """Finds the values that differ from the defaults, without clearing the environment.
+
+    The original clears it for a moment. Other ranks, which may be threads, would find no
+    configuration in it, and not shard.
+    """
+    if hasattr(self, "__post_init__"):  # which may read the environment
         with _setting:
             return original(self)
     default = type(self)().to_dict()
@@ -328,7 +333,8 @@ def _prepare_optimizer(
 def _unwrap_model(
     original: Any, self: Accelerator, model: Any, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """The model itself; layers inside stay wrapped, and its parameters are shards."""
+    """Returns the model without its outer wrapper. Layers inside stay wrapped, and parameters
+    are still shards."""
     inner: Any = model
     while isinstance(inner, XlaFullyShardedDataParallel):
         inner = inner.module
@@ -336,14 +342,14 @@ def _unwrap_model(
 
 
 class _LoaderPosition:
-    """What ``GradientState`` wants to know of the loader that the loop is in."""
+    """The attributes of the current loader that ``GradientState`` reads."""
 
     end_of_dataloader = False
     remainder = -1
 
 
-class _Nobody:
-    """Takes the notes of the thread that reads ahead."""
+class _Ignoring:
+    """A ``GradientState`` for the thread that reads ahead; it ignores all calls."""
 
     def _add_dataloader(self, loader: object) -> None:
         pass
@@ -354,13 +360,13 @@ class _Nobody:
 
 @changes.around(MpDeviceLoaderWrapper, "__iter__")
 def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
-    """The batches, the last of which is known as such in its turn.
+    """Yields the batches, and marks the last one when the loop receives it.
 
-    On XLA a thread reads batches ahead of the loop, and notes "this was the last one" when it has
-    read it, several batches before the loop has: ``gather_for_metrics`` would cut a batch in the
-    middle, or not the last one, and ``accumulate`` would step at another batch.
+    On XLA a thread reads batches ahead of the loop. In the original, this thread marks the last
+    batch when it reads it, several batches too early. ``gather_for_metrics`` would then cut the
+    wrong batch, and ``accumulate`` would step at the wrong batch.
     """
-    self.dataloader.gradient_state = _Nobody()
+    self.dataloader.gradient_state = _Ignoring()
     batches = iter(original(self))
     state, place, none = GradientState(), _LoaderPosition(), object()
     state._add_dataloader(place)
@@ -376,7 +382,7 @@ def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
         state._remove_dataloader(place)
 
 
-# Asked for to count examples, and to save where a loader is.
+# Accelerate reads it to count examples, and to save the position of a loader.
 changes.add(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloader.dataset))
 
 
@@ -392,7 +398,7 @@ def _step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> Non
     if stepping:
         _average(self)
         setattr(self, _AVERAGED, False)
-    # Shards arrive averaged: to be averaged once more would mix those of different parameters.
+    # Gradients of shards are averaged already. Accelerate would average different shards.
     self.gradient_state.is_xla_gradients_synced = True
     original(self, closure)
     if stepping:
@@ -413,19 +419,12 @@ def _clip(
     max_norm: float,
     norm_type: float = 2,
 ) -> torch.Tensor:
+    """Calls torch's function, because the type of the shards makes their norm a global one."""
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not _average_before_clipping(self):
         return original(self, given, max_norm, norm_type)
-    wanted = {id(parameter) for parameter in given}
-    units = {
-        unit: None
-        for model in self._models
-        for unit in unique_units(model)
-        if any(id(shard) in wanted for shard in unit.shards)
-    }
-    if not units:
-        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-    return clip_shards(list(units), given, max_norm, norm_type)
+    require_reduced(given, "clip_grad_norm_")
+    return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
 
 @changes.around(Accelerator, "clip_grad_value_")
@@ -435,7 +434,7 @@ def _clip_value(original: Any, self: Accelerator, parameters: Any, clip_value: f
 
 
 def _average_before_clipping(accelerator: Accelerator) -> bool:
-    """What is whole on every rank; whether shards are there, whose gradients are averaged."""
+    """Averages the gradients of replicated parameters. Returns whether a model is sharded."""
     if sharding_of(accelerator.state) is None and not any(map(is_sharded, accelerator._models)):
         return False
     for optimizer in accelerator._optimizers:
@@ -450,10 +449,10 @@ def _average_before_clipping(accelerator: Accelerator) -> bool:
 def _get_state_dict(
     original: Any, self: Accelerator, model: nn.Module, unwrap: bool = True
 ) -> dict[str, Any]:
-    """The whole model's on the first rank, ``{}`` on the others; must be called on all."""
+    """Returns the full state dict on rank 0, and ``{}`` on the others. Every rank must call it."""
     if not is_sharded(model):
         return original(self, model, unwrap)
-    root, path = outermost(model)  # of an unwrapped model, too
+    root, path = outermost(model)  # the model may be unwrapped
     return gather_state(root, lambda _: True, rank0_only=True, offload_to_cpu=True, path=path)
 
 
@@ -476,7 +475,8 @@ _reading = threading.Lock()
 
 @changes.around(accelerate.checkpointing, "load")
 def _load(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """It edits which classes torch.load trusts, and puts them back: a list of the whole process."""
+    """Lets one rank at a time load: the original edits a list of the process for a moment, that
+    of the classes which ``torch.load`` trusts."""
     with _reading:
         return original(*args, **kwargs)
 

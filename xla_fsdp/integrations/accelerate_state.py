@@ -1,7 +1,7 @@
-"""``save_state`` and ``load_state`` of sharded models: a checkpoint of this package in the folder.
+"""``save_state`` and ``load_state`` of sharded models, with a checkpoint of this package.
 
-Accelerate goes on to name folders, to remove old ones, to write random states and registered
-objects; of models, optimizers and schedulers it is shown none.
+Accelerate still names folders, removes old ones, and writes random states and registered objects.
+Models, optimizers and schedulers are hidden from it, and saved by this package.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FOLDER = "xla_fsdp"
 def save_sharded_state(
     original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any
 ) -> Any:
-    """``Accelerator.save_state``; must be called on every rank.
+    """Implements ``Accelerator.save_state``. Every rank must call it.
 
-    ``xla_fsdp/`` in the folder holds models, optimizers and schedulers, for any number of ranks.
-    With the state dict type FULL_STATE_DICT there is ``model.safetensors`` beside it, of whole
-    parameters (``model_1.safetensors`` of a second model).
+    ``xla_fsdp/`` in the folder contains models, optimizers and schedulers, for any number of ranks.
+    With the state dict type FULL_STATE_DICT the folder also contains the full parameters in
+    ``model.safetensors`` (of a second model in ``model_1.safetensors``).
     """
-    with _shown_nothing(accelerator) as (models, optimizers):
+    with _hidden(accelerator) as (models, optimizers):
         folder = original(accelerator, *args, **kwargs)
-    Meeting().gather("save_state", None)  # the folder is there for all
+    Meeting().gather("save_state", None)  # after it the folder exists for all ranks
     extra = {
         "step": accelerator.step,
         "schedulers": [each.state_dict() for each in accelerator._schedulers],
@@ -66,7 +66,8 @@ def save_sharded_state(
 def load_sharded_state(
     original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any
 ) -> None:
-    """``Accelerator.load_state`` of what was saved by any number of ranks; called on every rank."""
+    """Implements ``Accelerator.load_state``. Every rank must call it. Another number of ranks may
+    have saved the folder."""
     folders: list[str] = []
 
     def note(models: list[nn.Module], folder: str) -> None:
@@ -74,7 +75,7 @@ def load_sharded_state(
 
     handle = accelerator.register_load_state_pre_hook(note)
     try:
-        with _shown_nothing(accelerator) as (models, optimizers):
+        with _hidden(accelerator) as (models, optimizers):
             original(accelerator, *args, **kwargs)
     finally:
         handle.remove()
@@ -89,7 +90,7 @@ def load_sharded_state(
     saved = loaded.extra["schedulers"]
     if len(saved) != len(accelerator._schedulers):
         raise ValueError(
-            f"{folders[0]} has the state of {len(saved)} schedulers, and "
+            f"{folders[0]} has the state of {len(saved)} schedulers, but "
             f"{len(accelerator._schedulers)} are prepared: prepare the same ones before load_state"
         )
     for scheduler, state in zip(accelerator._schedulers, saved, strict=True):
@@ -97,10 +98,11 @@ def load_sharded_state(
 
 
 @contextlib.contextmanager
-def _shown_nothing(
+def _hidden(
     accelerator: Accelerator,
 ) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
-    """Within, the accelerator has no models, optimizers and so on, but hooks get the models."""
+    """Inside, the accelerator has no models, optimizers, schedulers and loaders. Only hooks
+    receive the models."""
     names = ("_models", "_optimizers", "_schedulers", "_dataloaders")
     hooks = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
     before = {name: getattr(accelerator, name) for name in (*names, *hooks)}
@@ -108,8 +110,9 @@ def _shown_nothing(
     for loader in before["_dataloaders"]:
         if getattr(getattr(loader, "dataloader", loader), "use_stateful_dataloader", False):
             raise ValueError(
-                "use_stateful_dataloader=True: where such a loader is can not be saved beside "
-                "sharded models; leave the option out and use accelerator.skip_first_batches"
+                "use_stateful_dataloader=True is not supported with sharded models, because the "
+                "position of the loader cannot be saved: leave the option out and use "
+                "accelerator.skip_first_batches"
             )
     try:
         for name in names:

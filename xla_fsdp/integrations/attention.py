@@ -1,10 +1,10 @@
-"""Attention of models that somebody else wrote: ``install()``, once, before models are built.
+"""The attention kernel in models of other libraries: call ``install()`` before models are built.
 
-After it ``torch.nn.functional.scaled_dot_product_attention``, and with it
-``nn.MultiheadAttention`` and models of transformers whose ``attn_implementation`` is ``"sdpa"``,
-computes by the kernel what the kernel can (``xla_fsdp/layers/attention.py``), and everything else
-as before. In transformers there is also ``attn_implementation="xla_fsdp"``, which takes the kernel
-for padded and packed sequences as well: their masks become segment ids.
+Then ``torch.nn.functional.scaled_dot_product_attention`` uses the kernel
+(``xla_fsdp/layers/attention.py``) where the kernel supports the inputs, and works as before
+otherwise. ``nn.MultiheadAttention`` calls this function, and so do models of transformers with
+``attn_implementation="sdpa"``. transformers also gets ``attn_implementation="xla_fsdp"``, which
+uses the kernel for padded and packed sequences as well: it converts their masks to segment ids.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ changes = Changes("torch")
 
 
 def install() -> None:
-    """Has attention of XLA tensors computed by the kernel, where there is one for it.
+    """Computes attention of XLA tensors with the kernel, where the kernel supports the inputs.
 
-    ``attn_implementation="xla_fsdp"`` is there if transformers was imported before: import it in
-    the main thread, since ranks may be threads and it is not safely imported by several. May be
-    called more than once.
+    ``attn_implementation="xla_fsdp"`` exists only if transformers was imported before. Import it in
+    the main thread: ranks may be threads, and several threads cannot import it safely. You may call
+    this function more than once.
 
     Raises:
-        ImportError: the installed torch or transformers lacks a name that is used; it is named.
+        ImportError: the installed torch or transformers lacks a name that is used. The message has
+            the name.
     """
     changes.apply()
     if "transformers" in sys.modules:
@@ -39,8 +40,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """``scaled_dot_product_attention`` is torch's own again. Models that were told to use
-    ``attn_implementation="xla_fsdp"`` go on with it."""
+    """Restores torch's ``scaled_dot_product_attention``. Models with
+    ``attn_implementation="xla_fsdp"`` keep it."""
     changes.undo()
 
 
@@ -57,7 +58,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     ours = attn_mask is None and not dropout_p and isinstance(query, torch.Tensor)
-    # What torch broadcasts, or has its own words for, is torch's.
+    # torch handles inputs that it broadcasts, or for which it raises its own errors.
     if ours and query.is_xla and attention.fits(query, key, value, enable_gqa):  # type: ignore[attr-defined]
         return attention.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -88,10 +89,11 @@ def _transformers_attention(
     """An attention function of transformers: query, key and value (batch, heads, length, head
     dimension) to (batch, length, heads, head dimension).
 
-    A mask of two dimensions is segment ids of causal attention, from :func:`_transformers_mask`.
+    A mask of two dimensions contains segment ids of causal attention, from
+    :func:`_transformers_mask`.
 
     Raises:
-        ValueError: the model asks for more than that, as ``"eager"`` has it.
+        ValueError: the model uses a variant of attention that only ``"eager"`` supports.
     """
     _refuse_more(module, kwargs)
     segments = None
@@ -99,7 +101,7 @@ def _transformers_attention(
         if attention_mask.dtype != torch.int32:
             raise ValueError(
                 f"{type(module).__name__} got a mask {tuple(attention_mask.shape)} of "
-                f"{attention_mask.dtype}, which attn_implementation={NAME!r} does not know; "
+                f"{attention_mask.dtype}, which attn_implementation={NAME!r} does not support; "
                 "use attn_implementation='sdpa' for this model"
             )
         segments, attention_mask = attention_mask, None
@@ -120,7 +122,7 @@ def _transformers_attention(
 
 
 def _refuse_more(module: torch.nn.Module, given: dict[str, Any]) -> None:
-    """What would be left out without a word: attention that is not only of scores and a mask."""
+    """Raises for variants of attention that the kernel would silently ignore."""
     more = [name for name in ("softcap", "s_aux", "head_mask") if given.get(name) is not None]
     more += [name for name in ("output_attentions",) if given.get(name)]
     if getattr(module, "scale_attn_weights", True) is False:
@@ -131,9 +133,9 @@ def _refuse_more(module: torch.nn.Module, given: dict[str, Any]) -> None:
         more.append(f"position_embedding_type={module.position_embedding_type!r}")
     if more:
         raise ValueError(
-            f"{type(module).__name__} asks attention for {', '.join(more)}, which "
-            f"attn_implementation={NAME!r} would leave out: use attn_implementation='eager' for "
-            "this model, or do without"
+            f"{type(module).__name__} uses attention with {', '.join(more)}, which "
+            f"attn_implementation={NAME!r} would ignore: use attn_implementation='eager' for "
+            "this model, or change these options"
         )
 
 
@@ -144,15 +146,15 @@ def _transformers_mask(
     attention_mask: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor | None:
-    """What the layers of a model get as their mask.
+    """Makes the mask that the layers of a model receive.
 
-    ``None`` for causal attention; segment ids (batch, length) for causal attention within each
-    sequence of a packed or padded row; for everything else (caches, sliding windows, masks of the
-    model's own) what ``"sdpa"`` gets.
+    It is ``None`` for causal attention, and segment ids (batch, length) for causal attention within
+    each sequence of a packed or padded row. Everything else (caches, sliding windows, the model's
+    own masks) gets the mask of ``"sdpa"``.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    # Releases before 5 pass the positions of the queries, later ones their number and the first.
+    # Releases before 5 pass the positions of the queries; later ones pass their number and offset.
     positions = others.get("cache_position")
     queries = others["q_length"] if positions is None else positions.shape[0]
     first = others.get("q_offset", 0)
@@ -161,7 +163,7 @@ def _transformers_mask(
     if whole and mask_function is causal_mask_function:
         if attention_mask is None:
             return None
-        # Padding is a segment of its own: what it computes is of no use, as before.
+        # Padding becomes a separate segment. Its outputs are unused, as before.
         if attention_mask.shape[-1] == kv_length:
             return attention_mask.to(torch.int32)
     if whole and packed is not None and attention_mask is None:
@@ -173,10 +175,12 @@ def _transformers_mask(
 
 
 def _packed_of(mask_function: Callable[..., Any] | None) -> torch.Tensor | None:
-    """The numbers of sequences, if ``mask_function`` is causal attention within each of those, and
-    nothing else. transformers keeps them in the closures of ``and_masks`` and
-    ``packed_sequence_mask_function``. In 5 the causal mask compares positions within a sequence:
-    the same there."""
+    """Returns the sequence numbers if ``mask_function`` is causal attention within each packed
+    sequence, and otherwise ``None``.
+
+    transformers stores them in the closures of ``and_masks`` and ``packed_sequence_mask_function``.
+    In release 5 the causal mask compares positions within a sequence, which gives the same mask.
+    """
     from transformers.masking_utils import causal_mask_function
 
     parts = _closure(mask_function, "and_masks").get("mask_functions", ())
@@ -189,7 +193,7 @@ def _packed_of(mask_function: Callable[..., Any] | None) -> torch.Tensor | None:
 
 
 def _closure(function: Callable[..., Any] | None, maker: str) -> dict[str, Any]:
-    """What a function that ``maker`` has made holds, by name; nothing if it was made otherwise."""
+    """Returns the closure variables of a function that ``maker`` returned, or else ``{}``."""
     if not getattr(function, "__qualname__", "").startswith(f"{maker}.<locals>"):
         return {}
     names = function.__code__.co_freevars  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What another library does otherwise from now on, function by function; can be undone."""
+"""Changes of functions in another library. They can be undone."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ class MissingNamesError(ImportError):
 
 
 class Changes:
-    """Functions of ``library`` that are called through one of ours.
+    """Replacements for functions of ``library``.
 
     Args:
         library: the name of the distribution.
-        extra: what of this package to install for a release that was tested.
+        extra: the extra of this package that installs a tested release.
     """
 
     def __init__(self, library: str, extra: str = "hf") -> None:
         self._library = library
         self._extra = extra
-        # Owner, name, how to find the original, and what to put there, given the original.
+        # Owner, name, a function that finds the original, and one that makes the replacement.
         self._wanted: list[tuple[Any, str, Callable[[], Any], Callable[[Any], Any]]] = []
         self._needed: list[tuple[Any, str]] = []
         self._originals: list[tuple[Any, str, Any]] = []
         self._lock = threading.Lock()  # ranks may be threads
 
     def need(self, owner: Any, *names: str) -> None:
-        """States that the integration uses ``owner.name`` without changing it."""
+        """Declares that the integration uses ``owner.name`` without changing it."""
         self._needed += [(owner, name) for name in names]
 
     def around(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A decorator: ``owner.name(...)`` will be ``decorated(original, ...)``.
+        """A decorator: ``owner.name(...)`` becomes ``decorated(original, ...)``.
 
         Args:
             owner: a class or a module.
-            name: a function of it, a static method or a method.
+            name: one of its functions, static methods or methods.
         """
 
         def note(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,19 +54,20 @@ class Changes:
         return note
 
     def add(self, owner: Any, name: str, value: Any) -> None:
-        """``owner.name``, which is not there, will be ``value``."""
+        """Sets ``owner.name``, which must not exist yet, to ``value``."""
         self._wanted.append((owner, name, lambda: _MISSING, lambda _: value))
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """``owner.name``, which is there, will be ``value``."""
+        """Sets ``owner.name``, which must exist, to ``value``."""
         self._needed.append((owner, name))
         self._wanted.append((owner, name, lambda: getattr(owner, name), lambda _: value))
 
     def apply(self) -> None:
-        """Makes all changes, unless they are made. If one of them fails, none is made.
+        """Makes all changes, unless they are already made. If one of them fails, none is made.
 
         Raises:
-            MissingNamesError: the installed release lacks names that are used; it lists them.
+            MissingNamesError: the installed release lacks names that the integration uses. The
+                message lists them.
         """
         with self._lock:
             if self._originals:
@@ -82,7 +83,7 @@ class Changes:
                 raise
 
     def undo(self) -> None:
-        """Puts everything back that :meth:`apply` has changed."""
+        """Restores everything that :meth:`apply` changed."""
         with self._lock:
             self._restore()
 
@@ -96,7 +97,7 @@ class Changes:
             raise MissingNamesError(
                 f"{self._library} {version(self._library)} has no {', '.join(missing)}, which "
                 f"xla_fsdp.integrations uses: pip install 'xla_fsdp[{self._extra}]' installs a "
-                "release that has"
+                "release that has these names"
             )
 
     def _restore(self) -> None:
@@ -109,7 +110,7 @@ class Changes:
 
 
 def _around(original: Any, replacement: Callable[..., Any]) -> Any:
-    """A function, or a static method, that calls ``replacement`` with the original function."""
+    """Makes a function or static method that calls ``replacement`` with the original function."""
     static = isinstance(original, staticmethod)
     function = original.__func__ if static else original
 

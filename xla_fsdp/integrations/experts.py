@@ -1,12 +1,12 @@
-"""Mixtures of experts in shapes that do not depend on the data.
+"""Mixtures of experts with shapes that do not depend on the data.
 
-transformers looks for the tokens of each expert (``nonzero``, ``where``), whose number is only
-known when the router has been computed: on XLA the step is cut there, every step is another program
-and on every rank another one, and a plan, which has no values, loses the experts.
+transformers selects the tokens of each expert (``nonzero``, ``where``). Their number is known only
+after the router was computed. So on XLA the step is split there, and every step and every rank
+compiles another program. A plan, which has no values, loses the experts.
 
-Since 5, experts call a function by the name in their configuration. Its default, ``"grouped_mm"``,
-has no XLA operation: :func:`register` puts ours there for XLA tensors. Blocks of before are known
-by the names of their classes, so that none need be imported.
+Since Transformers 5, experts call the function that their configuration names. The default,
+``"grouped_mm"``, has no XLA operation, so :func:`register` replaces it for XLA tensors. For earlier
+releases this module recognizes blocks by their class names, so that it need not import them.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ NAME = "xla_fsdp"
 
 
 def use_static_experts(model: nn.Module) -> list[str]:
-    """Has the experts in ``model`` compute every token, weighted with 0 where the router did not
-    choose them; call it on every rank, before or after wrapping.
+    """Makes every expert in ``model`` compute every token. Tokens that the router did not send to
+    an expert get the weight 0. Call it on every rank, before or after wrapping.
 
-    With Transformers 5 sharded models do so by default. Otherwise of Mixtral, OLMoE, Qwen 2 and 3,
-    DeepSeek V3, GLM 4 and Switch Transformers. Outputs and gradients are those of the library to
-    rounding, without dropping a token that it does not drop (Switch's experts have a capacity).
-    The price: experts take ``experts / chosen`` times the operations, 4 times in Mixtral 8x7B, in
-    one program. An expert without tokens has the gradient zero where it had none, so that weight
-    decay and momentum reach it.
+    With Transformers 5 sharded models do this by default. With earlier releases it supports
+    Mixtral, OLMoE, Qwen 2 and 3, DeepSeek V3, GLM 4 and Switch Transformers. Outputs and gradients
+    equal those of the library up to rounding. No token is dropped unless the library drops it, too
+    (Switch's experts have a capacity). The cost: experts compute ``experts / chosen`` times the
+    operations (4 times in Mixtral 8x7B), in one program. An expert without tokens gets a zero
+    gradient instead of none, so weight decay and momentum change it.
 
     Returns:
-        The names of the blocks, none if ``model`` has no experts.
+        The names of the blocks; an empty list if ``model`` has no experts.
 
     Raises:
-        ValueError: it has experts of another kind.
+        ValueError: ``model`` has experts of a class that is not supported.
     """
     register()
     blocks = {name: module for name, module in model.named_modules() if _is_block(module)}
     for name, block in blocks.items():
         if not _has_interface(block.experts) and _kind(_target(block)) not in _KNOWN:
             raise ValueError(
-                f"{name} is a {_kind(block)}, whose experts are not known here: known are "
-                f"{', '.join(sorted(_KNOWN))}. On XLA they make another program in every step if "
-                "they look for their tokens"
+                f"{name} is a {_kind(block)}, whose experts are not supported. Supported classes: "
+                f"{', '.join(sorted(_KNOWN))}. If these experts select their tokens, every step "
+                "compiles another program on XLA. Use one of these classes, or Transformers 5"
             )
     for block in blocks.values():
         if _has_interface(block.experts):
@@ -61,8 +61,8 @@ def use_static_experts(model: nn.Module) -> list[str]:
 
 
 def register() -> None:
-    """Makes ``experts_implementation="xla_fsdp"`` known to transformers, and the default use it for
-    XLA tensors. Has no effect before Transformers 5."""
+    """Registers ``experts_implementation="xla_fsdp"`` in transformers. The default implementation
+    uses it for XLA tensors. Has no effect before Transformers 5."""
     if find_spec("transformers.integrations.moe") is None:
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
@@ -74,7 +74,7 @@ def register() -> None:
 
 
 def warn_of_dynamic_experts(model: nn.Module) -> None:
-    """Has blocks in ``model`` warn in their first forward if they still look for tokens then."""
+    """Makes blocks in ``model`` warn in their first forward if they still select tokens then."""
     for module in model.modules():
         if not _is_block(module) or hasattr(module, _WATCHED):
             continue
@@ -82,7 +82,7 @@ def warn_of_dynamic_experts(model: nn.Module) -> None:
             setattr(module, _WATCHED, module.register_forward_pre_hook(_warn))
 
 
-# On a block: what removes the hook that warns.
+# On a block: the handle of the hook that warns.
 _WATCHED = "_xla_fsdp_watched"
 _DEFAULT = "grouped_mm"
 
@@ -97,8 +97,8 @@ def _warn(block: Any, inputs: Any) -> None:
         static = _KNOWN[_kind(target)][0] in vars(target)
     if not static:
         warnings.warn(
-            f"the experts of {_kind(block)} look for their tokens, so that every step is another "
-            "program, on every rank, and a plan has no experts: call "
+            f"the experts of {_kind(block)} select their tokens, so every step compiles another "
+            "program on every rank, and plans miss the experts: call "
             "xla_fsdp.integrations.experts.use_static_experts(model)",
             stacklevel=2,
         )
@@ -117,13 +117,13 @@ def _is_block(module: Any) -> bool:
 
 
 def _has_interface(experts: Any) -> bool:
-    """Whether ``experts`` call the function that their configuration names."""
+    """Returns whether ``experts`` call the function that their configuration names."""
     names = ("num_experts", "has_gate", "has_bias", "is_transposed", "config")
     return all(hasattr(experts, name) for name in names)
 
 
 def _target(block: Any) -> Any:
-    """The module whose method looks for tokens: the experts, or the block around them."""
+    """Returns the module whose method selects tokens: the experts, or the block around them."""
     return block.experts if _kind(block.experts) in _KNOWN else block
 
 
@@ -140,7 +140,7 @@ def _by_function(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens [t, h], the numbers and weights of their experts [t, k], to [t, h]."""
+    """Tokens [t, h], the indices and weights of their experts [t, k], to [t, h]."""
 
     def linear(tokens: torch.Tensor, name: str, number: int) -> torch.Tensor:
         weight = getattr(experts, name)[number]
@@ -154,14 +154,14 @@ def _by_function(
         found = linear(activate(linear(hidden_states, first, number)), "down_proj", number)
         if getattr(experts, "has_post_expert_norm", False):
             found = experts.post_expert_norm(found)
-        # Each expert is chosen once at most, so that nothing is rounded.
+        # A token chooses an expert once at most, so the sum has no rounding.
         weight = (top_k_weights * (top_k_index == number)).sum(dim=-1, keepdim=True)
         total = total + found * weight
     return total.to(hidden_states.dtype)
 
 
 def _by_softmax(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, s, h] to [b, s, h], and the router's logits [b*s, experts]."""
+    """[b, s, h] to [b, s, h], and the logits of the router [b*s, experts]."""
     shape = hidden_states.shape
     noise = getattr(block, "jitter_noise", 0)
     if block.training and noise > 0:
@@ -182,10 +182,10 @@ def _by_softmax(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, 
 def _by_index(
     block: Any, tokens: torch.Tensor, which: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens [t, h], the numbers and weights of their experts [t, k], to [t, h]."""
+    """Tokens [t, h], the indices and weights of their experts [t, k], to [t, h]."""
     total = torch.zeros_like(tokens, dtype=weights.dtype)
     for number, expert in enumerate(block.experts):
-        # Each expert is chosen once at most, so that nothing is rounded.
+        # A token chooses an expert once at most, so the sum has no rounding.
         weight = (weights * (which == number)).sum(dim=-1, keepdim=True)
         total = total + expert(tokens) * weight
     return total.to(tokens.dtype)
@@ -210,8 +210,7 @@ def _by_mask(
     return total.to(hidden_states.dtype)
 
 
-# The class of a block, or of its experts: its method that looks for tokens, and what stands for
-# that.
+# The class of a block, or of its experts: the method that selects tokens, and its replacement.
 _KNOWN: dict[str, tuple[str, Callable[..., Any]]] = {
     "MixtralSparseMoeBlock": ("forward", _by_softmax),
     "OlmoeSparseMoeBlock": ("forward", _by_softmax),
@@ -222,5 +221,5 @@ _KNOWN: dict[str, tuple[str, Callable[..., Any]]] = {
     "SwitchTransformersSparseMLP": ("forward", _by_capacity),
     "SwitchTransformersExperts": ("forward", _by_mask),  # since 5
 }
-# These compute every token as they are.
+# These compute every token without a change.
 _STATIC = frozenset(["Llama4TextMoe"])

@@ -1,11 +1,12 @@
 """``generate()`` of sharded models: the search on the host, the model in programs of fixed shapes.
 
-The search (choice of tokens, beams, stopping) is the library's own, on CPU tensors, so that its
-random numbers and its ties are those of the plain model. Only what it calls differs: a view of the
-model whose call computes on the device, on every rank the same few programs, until all have ended.
+The library's code does the search (choice of tokens, beams, stopping), on CPU tensors. So random
+numbers and ties are those of the unsharded model. The search calls a view of the model, which
+computes on the device. Every rank runs the same few programs until all ranks have finished.
 
-B: sequences of this rank (prompts times beams), R: the most that any rank has, q: positions of the
-input, w: q of the longest rank, in its bucket, or 1; s: slots of the cache; V: words.
+B: sequences of this rank (prompts times beams); R: the maximum of B over the ranks; q: positions of
+the input; w: the maximum of q over the ranks, padded to its bucket, or 1; s: slots of the cache;
+V: words.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ _MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
-# Of layers that keep keys and values by position.
+# Types of layers that cache keys and values by position.
 _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _CPU = torch.device("cpu")
-# On a model: what set_length_buckets was told.
+# On a model: the lengths passed to set_length_buckets.
 _BUCKETS = "_xla_fsdp_length_buckets"
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-# What a model calls its cache: releases since 5 have renamed it.
+# The argument of a model for its cache. Transformers 5 renamed it.
 _CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
-# Whether models take masks of two dimensions and positions apart from them, or would read the
-# values of such masks on the device.
+# Whether models take masks of two dimensions, and positions as a separate argument. Otherwise they
+# would read the values of such masks from the device.
 _TAKES_POSITIONS = "cache_position" in _PREPARED
-# What the search decides anew at each step, and _Decoding by itself.
+# Arguments that the search sets at each step, and that _Decoding sets itself.
 _DECIDED = (
     *(_CACHE, "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states"),
 )
-# Inputs with one column a position of the input, and those with one a position of the prompt.
+# Inputs with one column per position of the input.
 _BY_POSITION = (
     *("input_ids", "inputs_embeds", "position_ids", "token_type_ids"),
     *("decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids"),
@@ -62,24 +63,25 @@ _SMALLEST_BUCKET = 16
 @torch.no_grad()
 @at_rest()
 def generate_sharded(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``model.generate(*args, **kwargs)``; every rank must call it, each with inputs of its own.
+    """Implements ``model.generate(*args, **kwargs)``. Every rank must call it with its own inputs.
 
-    Prompts, batches and numbers of tokens may differ between ranks. Every wrapper gathers once a
-    token (and the encoder's once); a rank that has ended goes on with the others. Results are where
-    the inputs are, and random numbers are those of the CPU.
+    Prompts, batch sizes and numbers of tokens may differ between ranks. Every wrapper gathers its
+    parameters once per token (wrappers of an encoder once). A rank that has finished takes part
+    until all ranks have finished. Results are on the device of the inputs. Random numbers are those
+    of the CPU.
 
-    Programs: one for prompts and one for further tokens, for each bucket of lengths (the next power
-    of two, see :func:`set_length_buckets`), number of sequences and of cached positions.
+    It compiles one program for prompts and one for further tokens, for each bucket of lengths (the
+    next power of two, see :func:`set_length_buckets`), number of sequences and cache size.
 
     Raises:
-        ValueError: an option that is not among those of greedy search, sampling and beams.
-        RuntimeError: the model recomputes (``gradient_checkpointing``) and is in training.
+        ValueError: an option is not supported; greedy search, sampling and beams are.
+        RuntimeError: the model recomputes (``gradient_checkpointing``) and is in training mode.
     """
     recomputes = any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
     if model.training and recomputes:
         raise RuntimeError(
             "generate() needs a cache, which a model with gradient_checkpointing does not fill "
-            "while it is in training: call model.eval() before, and model.train() after"
+            "in training mode: call model.eval() before, and model.train() after"
         )
     given = tensors_in((args, kwargs))
     home = given[0].device if given else _CPU
@@ -87,14 +89,14 @@ def generate_sharded(original: Callable[..., Any], model: Any, *args: Any, **kwa
     args, kwargs = map_tensors(lambda t: t.cpu(), (args, kwargs))
     result = original(view, *args, **kwargs)
     if not isinstance(result, torch.Tensor):
-        setattr(result, _CACHE, None)  # of padded lengths, on the device
+        setattr(result, _CACHE, None)  # it has padded lengths, and is on the device
     return map_tensors(lambda t: t.to(home), result)
 
 
 def set_length_buckets(model: nn.Module, lengths: Sequence[int]) -> None:
-    """The lengths that ``model.generate`` pads prompts to, and that caches have room for.
+    """Sets the lengths to which ``model.generate`` pads prompts and caches.
 
-    Longer ones get the next power of two. Each bucket that is met compiles two programs.
+    Longer ones are padded to the next power of two. Each bucket in use compiles two programs.
 
     Args:
         model: a model of transformers, or a wrapper around one.
@@ -105,7 +107,7 @@ def set_length_buckets(model: nn.Module, lengths: Sequence[int]) -> None:
     """
     found = list(lengths)
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in found):
-        raise TypeError(f"lengths must be whole numbers, got {found!r}")
+        raise TypeError(f"lengths must be integers, got {found!r}")
     if found and (found[0] < 1 or any(a >= b for a, b in zip(found, found[1:], strict=False))):
         raise ValueError(f"lengths must be positive and ascending, got {found!r}")
     inner = getattr(model, "module", model)
@@ -113,7 +115,7 @@ def set_length_buckets(model: nn.Module, lengths: Sequence[int]) -> None:
 
 
 class _HostView:
-    """The methods in which the view that the search gets differs from the model itself."""
+    """The methods in which the view for the search differs from the model."""
 
     decoding: _Decoding
     device = _CPU
@@ -142,9 +144,10 @@ class _HostView:
         wrong = [name for name, is_set in refused.items() if is_set]
         if mode not in _MODES or wrong:
             raise ValueError(
-                f"generate() of a sharded model was asked for {', '.join(wrong) or mode}: it "
-                "does greedy search, sampling and beams, without assistant, chunks, guidance, "
-                "attentions or hidden states. Consolidate a checkpoint for the rest"
+                f"generate() of a sharded model does not support {', '.join(wrong) or mode}. It "
+                "supports greedy search, sampling and beams, without assistant, chunks, guidance, "
+                "attentions or hidden states. For these, consolidate a checkpoint and generate "
+                "with the unsharded model"
             )
         inherited: Any = super()
         inherited._validate_generation_mode(mode, config, others)
@@ -154,17 +157,18 @@ class _HostView:
     ) -> None:
         if kwargs.get(_CACHE) is not None:
             raise ValueError(
-                f"{_CACHE} can not be given to generate() of a sharded model, which makes a "
-                "cache of fixed size itself: give all tokens as input_ids"
+                f"{_CACHE} cannot be passed to generate() of a sharded model, which creates a "
+                "cache of fixed size itself: pass all tokens as input_ids"
             )
         model: Any = self
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
         if not model._supports_default_dynamic_cache() or not _KINDS.issuperset(kinds):
             raise ValueError(
-                f"{type(self).__name__} keeps a state that is not keys and values by position, "
-                "which generate() of a sharded model does not know; consolidate a checkpoint"
+                f"{type(self).__name__} caches a state other than keys and values by position, "
+                "which generate() of a sharded model does not support: consolidate a checkpoint "
+                "and generate with the unsharded model"
             )
-        config.use_cache = True  # changes the time, not the result
+        config.use_cache = True  # changes the speed, not the result
         rows = batch * max(config.num_beams, config.num_return_sequences)
         slots = self.decoding.agree_on_cache(rows, length)
         cache: Any = _FixedCache(slots)
@@ -175,7 +179,8 @@ class _HostView:
 
 
 def _host_view(model: Any, decoding: _Decoding) -> Any:
-    """An object with all that ``model`` has, of a class that is its own and :class:`_HostView`."""
+    """Returns an object with the attributes of ``model``, of a class derived from its class and
+    :class:`_HostView`."""
     cls = type(model)
     own = {"decoding": decoding, "__module__": cls.__module__, "forward": cls.forward}
     view: Any = object.__new__(type(cls.__name__, (_HostView, cls), own))
@@ -194,18 +199,18 @@ class _Decoding:
         self.meeting = Meeting()
         self.world = World.current()
         self.rows = 0  # R
-        # What a rank that has ended computes: inputs of one token, and its position.
+        # A finished rank computes this again: inputs of one token, and its position.
         self._again: tuple[dict[str, Any], int] | None = None
-        self._encoded = 0  # the length of the prompts that were encoded
+        self._encoded = 0  # the length of the encoded prompts
         self._call = _inside_wrappers(model)
 
     def bucket(self, length: int) -> int:
-        """The length that ``length`` is padded to."""
+        """Returns the length to which ``length`` is padded."""
         power = max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
         return next((one for one in self.buckets if one >= length), power)
 
     def agree_on_cache(self, rows: int, length: int) -> int:
-        """s; every rank has ``rows`` sequences of at most ``length`` tokens."""
+        """Returns s for ``rows`` sequences of at most ``length`` tokens on this rank."""
         self.rows, most = self._most("the size of its cache", rows, length)
         return self.bucket(most)
 
@@ -214,7 +219,7 @@ class _Decoding:
         return [max(column) for column in zip(*every, strict=True)]
 
     def encoder(self) -> Callable[..., Any]:
-        """The encoder, to be called with inputs of this rank."""
+        """Returns a function that calls the encoder with inputs of this rank."""
         encoder = self.model.get_encoder()
         forward = getattr(encoder, "module", encoder).forward
 
@@ -223,8 +228,8 @@ class _Decoding:
             tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
             if tokens is None or tokens.dim() not in (2, 3):
                 raise ValueError(
-                    f"the encoder of {type(self.model).__name__} takes no tokens: "
-                    "generate() of a sharded model needs input_ids; or give encoder_outputs"
+                    f"the encoder of {type(self.model).__name__} takes no tokens, but generate() "
+                    "of a sharded model needs input_ids: pass encoder_outputs instead"
                 )
             own, length = tokens.shape[:2]
             rows, longest = self._most("its prompts", own, length)
@@ -240,11 +245,11 @@ class _Decoding:
             torch_xla.sync()
             return BaseModelOutput(last_hidden_state=states.narrow(0, 0, own))
 
-        encode.forward = forward  # type: ignore[attr-defined]  # its signature is asked for
+        encode.forward = forward  # type: ignore[attr-defined]  # its signature is read
         return encode
 
     def step(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
-        """The scores [B, 1, V] of the next tokens, on the CPU."""
+        """Computes the scores [B, 1, V] of the next tokens, on the CPU."""
         tokens = next(inputs[name] for name in _BY_POSITION if inputs.get(name) is not None)
         own, length = tokens.shape[:2]
         first = self.slots.seen
@@ -252,7 +257,7 @@ class _Decoding:
         if self._again is None:
             width = self.bucket(self._most("the length of its input", length)[0])
         elif length != 1:
-            raise ValueError(f"expected one new token a sequence, got {length}")
+            raise ValueError(f"expected one new token per sequence, got {length}")
         padded = self._padded(inputs, own, torch.arange(width) + first)
         last = padded if width == 1 else _last_column(padded, length)
         self._again = last, first + length - 1
@@ -261,16 +266,16 @@ class _Decoding:
         return CausalLMOutputWithPast(**{"logits": scores[:own], _CACHE: self.cache})
 
     def go_on(self, unfinished: bool) -> bool:
-        """Whether this rank has tokens to find; if not, only after all other ranks have found
-        theirs, with forwards that go with theirs."""
+        """Returns whether this rank has tokens to find. If it has none, it first takes part in the
+        forwards of the others until they have finished, too."""
         while self.meeting.size > 1 and self._anybody(unfinished) and not unfinished:
-            assert self._again is not None, "a rank with nothing to do has computed its prompt"
+            assert self._again is not None, "a finished rank has computed its prompt"
             self._compute(*self._again, 1)
         return unfinished
 
     @property
     def slots(self) -> _FixedCache:
-        """The cache of what the search has found."""
+        """The cache of the tokens that the search has found."""
         return getattr(self.cache, "self_attention_cache", self.cache)
 
     def _anybody(self, unfinished: bool) -> bool:
@@ -280,7 +285,7 @@ class _Decoding:
         return bool(flag.item())
 
     def _padded(self, inputs: dict[str, Any], own: int, positions: torch.Tensor) -> dict[str, Any]:
-        """The inputs of B sequences with R rows and w columns, at ``positions`` [w]."""
+        """Pads inputs of B sequences to R rows and w columns, at ``positions`` [w]."""
         given = {name: value for name, value in inputs.items() if name not in _DECIDED}
         width = len(positions)
         for name in _BY_POSITION:
@@ -297,16 +302,18 @@ class _Decoding:
             given["attention_mask"] = self._of_prompts(mask, encoded)
             name = "decoder_attention_mask"
         masks = given.get(name)
-        if not isinstance(masks, dict):  # one for all kinds of layers
+        if not isinstance(masks, dict):  # one mask for all types of layers
             given[name] = self._mask(masks, own, positions)
         else:
             given[name] = {kind: self._mask(mask, own, positions) for kind, mask in masks.items()}
         return _more_rows(given, own, self.rows)
 
     def _mask(self, mask: torch.Tensor | None, own: int, positions: torch.Tensor) -> torch.Tensor:
-        """A mask [B, 1, q, s] for w rows, none of which leaves out everything: such a row would
-        compute with nothing, and what comes of it must be finite. Nobody looks at it."""
-        if mask is None:  # of what was there before
+        """Pads a mask [B, 1, q, s] to w rows, and opens rows in which all positions are masked.
+
+        Such a row is padding, whose output is unused but must be finite.
+        """
+        if mask is None:  # causal
             if _TAKES_POSITIONS:
                 return torch.ones(own, self.slots.length, dtype=torch.long)
             mask = torch.arange(self.slots.length) <= positions[:, None]
@@ -315,19 +322,20 @@ class _Decoding:
             if _TAKES_POSITIONS and self.model.config.is_encoder_decoder:
                 return mask
             raise ValueError(
-                f"{type(self.model).__name__} makes a mask of shape {tuple(mask.shape)} while "
-                "generating, which changes from token to token; generate() of a sharded model "
-                "needs a model that takes masks for all positions of a fixed cache"
+                f"{type(self.model).__name__} makes a mask of shape {tuple(mask.shape)} in "
+                "generate(), and the shape changes with every token. generate() of a sharded model "
+                "needs masks for all positions of a fixed cache: consolidate a checkpoint and "
+                "generate with the unsharded model"
             )
         if mask.dtype is torch.bool:
             mask = mask | ~mask.any(-1, keepdim=True)
-        else:  # to be added to scores, and in bfloat16 the least number becomes -inf
+        else:  # it is added to scores; in bfloat16 the smallest number becomes -inf
             closed = mask <= torch.finfo(mask.dtype).min / 2
             mask = mask.masked_fill(closed.all(-1, keepdim=True), 0.0)
         return _filled(mask, 2, len(positions))
 
     def _of_prompts(self, mask: torch.Tensor, width: int) -> torch.Tensor:
-        """The mask [B, q] of encoded prompts for w columns, as the layers take it."""
+        """Pads the mask [B, q] of encoded prompts to w columns, in the form that layers take."""
         if mask.dim() == 2:
             mask = _filled(mask, 1, width, repeat=False)
             if not _TAKES_POSITIONS:
@@ -338,8 +346,8 @@ class _Decoding:
         return mask
 
     def _compute(self, padded: dict[str, Any], first: int, length: int) -> torch.Tensor:
-        """The scores [R, 1, V] after column ``length - 1`` of the input, the first of which is at
-        position ``first``."""
+        """Computes the scores [R, 1, V] after column ``length - 1`` of the input, whose first
+        column is at position ``first``."""
         inputs = self._on_device(padded)
         last = torch.tensor([length - 1]).to(self.world.device)
         if self.model._supports_logits_to_keep():
@@ -360,7 +368,8 @@ class _Decoding:
 
 
 def _inside_wrappers(model: nn.Module) -> Callable[[Callable[..., Any], dict[str, Any]], Any]:
-    """``call(function, kwargs)``: with the parameters gathered that wrappers around have."""
+    """Returns ``call(function, kwargs)``, which gathers the parameters of wrappers around
+    ``model`` for the call."""
     units = [unit for one in holders_outside(model) if (unit := unit_of(one)) is not None]
 
     def call(function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -376,7 +385,7 @@ def _enter(unit: FSDPState, function: Callable[..., Any], /, **kwargs: Any) -> A
 
 
 def _filled(tensor: torch.Tensor, dim: int, length: int, repeat: bool = True) -> torch.Tensor:
-    """``tensor`` with its last element along ``dim`` repeated up to ``length``, or zeros there."""
+    """Pads ``tensor`` along ``dim`` to ``length``, with its last element or with zeros."""
     missing = length - tensor.shape[dim]
     if missing <= 0:
         return tensor
@@ -386,7 +395,7 @@ def _filled(tensor: torch.Tensor, dim: int, length: int, repeat: bool = True) ->
 
 
 def _more_rows(inputs: dict[str, Any], own: int, rows: int) -> dict[str, Any]:
-    """``inputs`` with ``rows`` sequences instead of ``own``, the last repeated."""
+    """Pads ``inputs`` from ``own`` to ``rows`` sequences by repeating the last one."""
 
     def more(tensor: torch.Tensor) -> torch.Tensor:
         return _filled(tensor, 0, rows) if tensor.dim() > 1 and tensor.shape[0] == own else tensor
@@ -398,7 +407,7 @@ def _more_rows(inputs: dict[str, Any], own: int, rows: int) -> dict[str, Any]:
 
 
 def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
-    """What a forward of one token takes, of what one of ``length`` real ones took."""
+    """Returns the inputs of the last of ``length`` unpadded tokens."""
 
     def at(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.narrow(dim, length - 1, 1)
@@ -417,18 +426,18 @@ def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 class _Slots:
-    """The keys and values of a layer, made when the layer is first computed."""
+    """The keys and values of a layer, created when the layer is first computed."""
 
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
 
 class _FixedCache(Cache):
-    """Room for ``length`` positions in every layer, also in those with a sliding window, whose
-    masks leave out what is too far."""
+    """A cache of ``length`` positions in every layer. Layers with a sliding window have it, too:
+    their masks exclude positions outside of the window."""
 
     is_compileable = True  # the search then makes masks for all positions
-    # Asked for which layers need masks of another length, or have no keys: none.
+    # transformers reads which layers need masks of another length, or have no keys: none.
     is_sliding: list[bool] = []
     is_linear: list[bool] = [False]
     is_dummy: list[bool] = []
@@ -436,7 +445,7 @@ class _FixedCache(Cache):
     def __init__(self, length: int) -> None:
         super().__init__(layers=[])
         self.length = length
-        # How many positions are filled; on the device during a forward.
+        # The number of filled positions; a tensor on the device during a forward.
         self.seen: Any = 0
 
     def update(
@@ -466,7 +475,7 @@ class _FixedCache(Cache):
     get_max_cache_shape = get_max_length  # its name before 5
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """``beam_idx`` may be shorter than the cache has rows: those that follow stay."""
+        """Reorders the rows. Rows beyond the length of ``beam_idx`` keep their place."""
         for slots in self.layers:
             assert slots.keys is not None and slots.values is not None  # there was a forward
             rest = torch.arange(len(beam_idx), slots.keys.shape[0])
@@ -476,7 +485,7 @@ class _FixedCache(Cache):
 
 
 class _CrossCache(_FixedCache):
-    """Of what the encoder made, which is the same for all beams of a sequence."""
+    """A cache of encoder outputs, which are the same for all beams of a sequence."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Optimizers that were made before their model was sharded, and several seen as one."""
+"""Optimizers that were created before their model was sharded, and groups of optimizers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..sharding.sharded_tensor import home_of
 
 
 def hold_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Has ``optimizer`` optimize the shards of the parameters that it was made with.
+    """Replaces the parameters of ``optimizer`` by their shards.
 
-    Its groups keep their options, and each shard is in the group of its parameter.
+    Groups keep their options, and each shard is in the group of its parameter.
 
     Raises:
-        ValueError: it has made steps already, so that its state is of whole parameters; or
+        ValueError: the optimizer has made steps, so its state belongs to unsharded parameters; or
             parameters of several groups are in one flattened vector.
     """
     groups_of: dict[nn.Parameter, int] = {}
@@ -32,21 +32,21 @@ def hold_shards(optimizer: torch.optim.Optimizer) -> None:
             if shard is not parameter and optimizer.state.get(parameter):
                 raise ValueError(
                     f"this {type(optimizer).__name__} has made steps before its model was sharded, "
-                    "and its state is of whole parameters: prepare the model before the first "
-                    "step, and load the state with xla_fsdp.load_full_optim_state_dict"
+                    "and its state belongs to unsharded parameters: prepare the model before the "
+                    "first step, and load the state with xla_fsdp.load_full_optim_state_dict"
                 )
             if groups_of.setdefault(shard, number) != number:
                 raise ValueError(
                     f"parameters of groups {groups_of[shard]} and {number} of this "
-                    f"{type(optimizer).__name__} are in one vector with flatten_parameters: leave "
-                    "that option out, or use one group"
+                    f"{type(optimizer).__name__} are in one vector because of flatten_parameters: "
+                    "leave that option out, or use one group"
                 )
             shards[shard] = None
         group["params"] = list(shards)
 
 
 def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
-    """Averages, over all ranks, the gradients of parameters that every rank has whole."""
+    """Averages the gradients of replicated parameters over all ranks."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for note in filter(None, map(note_of, parameters)):
         note.averaged = True
@@ -56,7 +56,7 @@ def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """Several optimizers as one, for a checkpoint: their groups in order, and all their state."""
+    """Several optimizers as one for a checkpoint, with the groups and the state of all."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -66,7 +66,7 @@ class JoinedOptimizers(torch.optim.Optimizer):
         self.state = {k: v for each in optimizers for k, v in each.state.items()}  # type: ignore[assignment]
 
     def give_back(self) -> None:
-        """Each optimizer gets the state of its own parameters."""
+        """Gives each optimizer the state of its parameters."""
         for each in self.optimizers:
             each.state.clear()
             for group in each.param_groups:
@@ -74,5 +74,5 @@ class JoinedOptimizers(torch.optim.Optimizer):
 
 
 def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """The one optimizer, or :class:`JoinedOptimizers`."""
+    """Returns the only optimizer, or :class:`JoinedOptimizers` of several."""
     return optimizers[0] if len(optimizers) == 1 else JoinedOptimizers(optimizers)

@@ -1,8 +1,8 @@
 """``python -m xla_fsdp.integrations.launch --config_file fsdp.yaml script.py ...``
 
-What ``accelerate launch`` is for GPUs: runs a script's ``main`` on every rank, of the CPU or of
-a TPU, under the configuration that ``accelerate config`` has written, in the variables that an
-``Accelerator`` looks at.
+Does what ``accelerate launch`` does for GPUs: runs the ``main`` function of a script on every rank
+of the CPU or a TPU. The configuration is a file that ``accelerate config`` wrote. An
+``Accelerator`` reads it from environment variables, which this command sets.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .. import xlac
 from ..ranks.launch import launch
 from ..wording import in_a_line
 
-# Options whose variables have other names; the others are called alike.
+# Options whose environment variables have other names.
 _VARIABLES = {
     "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "fsdp_backward_prefetch_policy": "FSDP_BACKWARD_PREFETCH",
 }
-# Options that are one of some names, or the number of one, from 1 on.
+# Options whose value is one of these names, or its number, counted from 1.
 _NAMED = {
     "fsdp_sharding_strategy": FSDP_SHARDING_STRATEGY,
     "fsdp_auto_wrap_policy": FSDP_AUTO_WRAP_POLICY,
@@ -57,21 +57,21 @@ _OTHERS = frozenset(
     ).split()
 )
 _OPTIONS = sorted({*_NAMED, *_FLAGS, *_OTHERS})
-# Sections of the file for what is not there on XLA.
+# Sections of the file that are not supported on XLA.
 _FOREIGN = ("deepspeed_config", "megatron_lm_config", "fp8_config", "parallelism_config")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; raises what the script raises on a rank, see :func:`xla_fsdp.launch`."""
+    """Runs the command. Raises what the script raises on a rank, see :func:`xla_fsdp.launch`."""
     parser = argparse.ArgumentParser(prog="python -m xla_fsdp.integrations.launch")
-    parser.add_argument("--config_file", help="as accelerate config wrote it; default: its own")
+    parser.add_argument("--config_file", help="a file of accelerate config; default: its default")
     parser.add_argument(
         "--num_processes",
         type=int,
-        help="CPU ranks, 1 to 8; default: what the file says. A TPU has as many as it has chips",
+        help="CPU ranks, 1 to 8; default: from the file. A TPU always has one rank per chip",
     )
-    parser.add_argument("script", help="a file with a function main, or what the file names")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("script", help="a file with the function main, or the one in the config")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(arguments)
     try:
         config = read_config(options.config_file)
@@ -81,16 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.use_cpu:
         variables["PJRT_DEVICE"] = "CPU"
     if not os.path.isfile(options.script):
-        parser.error(f"{options.script}: there is no such file")
+        parser.error(f"{options.script}: there is no such file; pass the path of a script")
     os.environ.update(variables)
     on_cpu = os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
     ranks = options.num_processes or config.num_processes
     if on_cpu and not 1 <= ranks <= 8:
         parser.error(
-            f"{ranks} CPU ranks are not possible: write num_processes: 1 to 8 into the config "
+            f"{ranks} CPU ranks are not possible: set num_processes to 1 to 8 in the config "
             "file, or pass --num_processes"
             if ranks != -1
-            else "the config file has no num_processes: write it, or pass --num_processes"
+            else "the config file has no num_processes: add it, or pass --num_processes"
         )
     function = config.main_training_function or "main"
     sys.argv = [options.script, *options.arguments]
@@ -104,9 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) -> None:
-    """Calls ``function`` of the file ``path``, without arguments, or with the rank if it takes one.
+    """Calls ``function`` of the file ``path``, with the rank if it has a parameter.
 
-    Accelerate shards on XLA from then on, and so does the Trainer where transformers is there.
+    Before that, it activates the integrations of Accelerate and, if installed, transformers.
 
     Raises:
         AttributeError: the file has no such function.
@@ -120,53 +120,55 @@ def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) ->
     called = getattr(module, function, None)
     if called is None:
         raise AttributeError(
-            f"{path} has no function {function!r} to call on every rank: name the one that trains "
-            "as main_training_function in the config file"
+            f"{path} has no function {function!r} to call on every rank: set "
+            "main_training_function in the config file to the function that trains"
         )
     called(*([rank] if inspect.signature(called).parameters else []))
 
 
 def import_integrations() -> None:
-    """Of what is installed; before ranks start, where these are threads, in which transformers is
-    not safely imported."""
+    """Imports the integrations of the installed libraries. Call it before ranks start if ranks are
+    threads, because several threads cannot import transformers safely."""
     importlib.import_module("xla_fsdp.integrations.accelerate")
     if importlib.util.find_spec("transformers") is not None:
         importlib.import_module("xla_fsdp.integrations.transformers")
 
 
 def read_config(path: str | None) -> ClusterConfig:
-    """The file at ``path``, or where ``accelerate config`` puts it.
+    """Reads the file ``path``, or the default file of ``accelerate config``.
 
     Raises:
-        ValueError: it is none of Accelerate's.
-        OSError: it can not be read.
+        ValueError: it is not a config file of Accelerate.
+        OSError: it cannot be read.
     """
     try:
         config = load_config_from_file(path)
     except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # anything but a mapping
         raise ValueError(
-            f"{path} is not what accelerate config writes ({in_a_line(error)}); "
+            f"{path} is not a config file of Accelerate ({in_a_line(error)}); "
             "docs/how-to/accelerate.md has an example"
         ) from error
     if not isinstance(config, ClusterConfig):
-        raise ValueError("the config file is for SageMaker, which has no TPUs")
+        raise ValueError(
+            "the config file is for SageMaker, which has no TPUs: set compute_environment to "
+            "LOCAL_MACHINE"
+        )
     return config
 
 
 def environment_of(config: ClusterConfig) -> dict[str, str]:
-    """The variables in which an ``Accelerator`` looks for what a config file says.
+    """Returns the environment variables from which an ``Accelerator`` reads the configuration.
 
     Raises:
-        ValueError: there is an option that nobody knows, or that does not go on XLA, or with a
-            value that it has not.
+        ValueError: an option is unknown, has an invalid value, or is not supported on XLA.
     """
     foreign = [name for name in _FOREIGN if getattr(config, name)]
     backend = (config.dynamo_config or {}).get("dynamo_backend", "NO")
     if str(backend).upper() != "NO":
         foreign.append(f"dynamo_config (dynamo_backend: {backend})")
     if foreign:
-        raise ValueError(f"{', '.join(foreign)} does not go on XLA: leave it out")
-    # What starts without "fsdp_" is meant as well, as in accelerate launch.
+        raise ValueError(f"{', '.join(foreign)} is not supported on XLA: leave it out")
+    # The prefix "fsdp_" is optional, as in accelerate launch.
     given = {
         name if name.startswith("fsdp_") else f"fsdp_{name}": value
         for name, value in (config.fsdp_config or {}).items()
@@ -174,12 +176,18 @@ def environment_of(config: ClusterConfig) -> dict[str, str]:
     }
     unknown = sorted(set(given) - set(_OPTIONS))
     if unknown:
-        raise ValueError(f"fsdp_config: {', '.join(unknown)} is none of {', '.join(_OPTIONS)}")
+        raise ValueError(
+            f"fsdp_config has unknown options: {', '.join(unknown)}. Supported are "
+            f"{', '.join(_OPTIONS)}"
+        )
     sharded = bool(given) or str(config.distributed_type).endswith("FSDP")
     # An unquoted "no" is false in YAML.
     precision = str(config.mixed_precision or "no")
     if sharded and precision not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision: {precision} does not go on XLA: 'bf16' or 'no'")
+        raise ValueError(
+            f"mixed_precision: {precision} is not supported with sharding on XLA: use 'bf16' or "
+            "'no'"
+        )
     found = {"ACCELERATE_MIXED_PRECISION": precision}
     if sharded:
         found["ACCELERATE_USE_FSDP"] = "true"
@@ -195,8 +203,8 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
         for name in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
             if name in given:
                 raise ValueError(
-                    f"{name} needs fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP (by class) or "
-                    "SIZE_BASED_WRAP (by number), without which nothing is wrapped by itself"
+                    f"{name} has no effect without fsdp_auto_wrap_policy: set that to "
+                    "TRANSFORMER_BASED_WRAP (layers by class) or SIZE_BASED_WRAP (by parameters)"
                 )
     found = {}
     for name, value in given.items():
@@ -210,8 +218,8 @@ def _text(name: str, value: Any, version: str) -> str:
         name = "fsdp_sharding_strategy" if version == "1" else "reshard_after_forward"
         if version == "1" and text.lower() in ("true", "false"):
             raise ValueError(
-                f"fsdp_reshard_after_forward: {text.lower()} goes with fsdp_version: 2; in version "
-                f"1 it is one of {', '.join(FSDP_SHARDING_STRATEGY)}"
+                f"fsdp_reshard_after_forward: {text.lower()} needs fsdp_version: 2; in version "
+                f"1 it must be one of {', '.join(FSDP_SHARDING_STRATEGY)}"
             )
     if name in _NAMED:
         names = _NAMED[name]
@@ -225,7 +233,7 @@ def _text(name: str, value: Any, version: str) -> str:
     if name == "fsdp_transformer_layer_cls_to_wrap":
         classes = value if isinstance(value, (list, tuple)) else text.split(",")
         return ",".join(str(one).strip() for one in classes)
-    if name == "fsdp_min_num_params":  # YAML takes 1e8 for a string
+    if name == "fsdp_min_num_params":  # YAML reads 1e8 as a string
         try:
             return str(int(float(text)))
         except (ValueError, OverflowError) as error:

@@ -1,7 +1,7 @@
-"""Models of transformers while they are sharded: what their own methods do otherwise.
+"""Methods of transformers models that work differently while the model is sharded.
 
-Imported with the first wrapper of a process that uses transformers. Models that are not sharded go
-the usual way.
+The first wrapper in a process that uses transformers imports this module. Models that are not
+sharded use the original methods.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 from transformers.generation.utils import GenerationMixin
 
-# Not out of transformers itself, which imports names late and not safely from several threads.
+# Not from transformers itself: it imports names lazily, which is unsafe with several threads.
 from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 
 from ..sharding.around import is_sharded
@@ -25,7 +25,7 @@ changes = Changes("transformers")
 
 
 def adapt(module: nn.Module) -> None:
-    """Called with what is being wrapped."""
+    """Prepares ``module``, which is being wrapped."""
     warn_of_dynamic_experts(module)
 
 
@@ -57,7 +57,7 @@ def _resize(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any)
 def _push(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     if is_sharded(model):
         raise RuntimeError(
-            "push_to_hub of a wrapped model would upload once a rank: call "
+            "push_to_hub of a wrapped model would upload from every rank: call "
             "save_pretrained(folder, push_to_hub=True) on every rank, which uploads from rank 0"
         )
     return original(model, *args, **kwargs)
@@ -73,7 +73,7 @@ def _count(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
 def _refuse_resize(name: str) -> NoReturn:
     raise RuntimeError(
         f"resize_token_embeddings of {name} was called on a wrapped model, whose embeddings are "
-        "shards of the size that they had: call it before wrapping, and make the optimizer after"
+        "already sharded: call it before wrapping, and create the optimizer after wrapping"
     )
 
 

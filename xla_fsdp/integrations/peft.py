@@ -1,8 +1,8 @@
-"""Adapters of peft on sharded models: saved whole, loaded, merged; and made before wrapping only.
+"""Adapters of peft on sharded models: full adapters are saved, loaded and merged.
 
-Imported with the first wrapper of a process that uses peft. ``get_peft_model`` comes first and
-wrapping afterwards; then training needs nothing else, and ``save_pretrained`` of the wrapper writes
-adapters that ``PeftModel.from_pretrained`` loads.
+The first wrapper in a process that uses peft imports this module. Call ``get_peft_model`` before
+wrapping. Then training needs nothing else, and ``save_pretrained`` of the wrapper writes adapters
+that ``PeftModel.from_pretrained`` loads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ changes = Changes("peft")
 
 
 def adapt(module: nn.Module) -> None:
-    """Called with what is being wrapped; what there is to change is changed by the import."""
+    """Called with a module that is being wrapped. The import has made all changes already."""
 
 
 @changes.around(PeftModel, "save_pretrained")
@@ -49,7 +49,7 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
             _require_tensors(os.path.join(folder, "" if name == "default" else name), name)
 
     if kwargs.get("state_dict") is None:
-        Meeting().first("look at the adapters that it wrote", check)
+        Meeting().first("check the adapters that it wrote", check)
     return result
 
 
@@ -66,8 +66,8 @@ def _load(
         return original(model, model_id, adapter_name, is_trainable=is_trainable, **kwargs)
     if adapter_name not in model.peft_config:
         raise RuntimeError(
-            f"adapter {adapter_name!r} would be new to a wrapped model, whose parameters are "
-            f"sharded: add it before wrapping; there are {sorted(model.peft_config)}"
+            f"adapter {adapter_name!r} cannot be added to a wrapped model, whose parameters are "
+            f"sharded: add it before wrapping. The model has {sorted(model.peft_config)}"
         )
     if model.peft_config[adapter_name].is_prompt_learning:
         holder, _ = outermost(model.prompt_encoder)
@@ -80,9 +80,9 @@ def _load(
 def _inject(original: Callable[..., Any], tuner: Any, model: Any, *args: Any, **kw: Any) -> Any:
     if is_sharded(model):
         raise RuntimeError(
-            f"adapters were to be put into {type(model).__name__}, which is wrapped: they would "
-            "not be sharded, and their gradients not averaged over the ranks. Call get_peft_model "
-            "first, and wrap what it returns"
+            f"adapters cannot be added to {type(model).__name__}, which is already wrapped: they "
+            "would not be sharded, and their gradients not averaged over the ranks. Call "
+            "get_peft_model first, and wrap the model that it returns"
         )
     return original(tuner, model, *args, **kw)
 
@@ -100,11 +100,11 @@ def _merge(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) 
 
 
 def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) -> None:
-    """Loads a folder of ``save_pretrained`` into ``adapter`` of a sharded ``PeftModel``; every rank
-    must call it, and see the folder.
+    """Loads a folder of ``save_pretrained`` into ``adapter`` of a sharded ``PeftModel``. Every rank
+    must call it and have access to the folder.
 
     Raises:
-        ValueError: the folder has something else than what the adapter has.
+        ValueError: the folder has other tensors than the adapter.
     """
     found = load_peft_weights(os.fspath(folder), device="cpu")
     root, path = outermost(model)
@@ -114,21 +114,21 @@ def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) ->
     missing = [name for name in names if name not in found and f".{adapter}" in names[name]]
     if unknown or missing or not found:
         raise ValueError(
-            f"{folder} does not fit adapter {adapter!r}: it has {unknown[:3]}, which the adapter "
-            f"has not, and lacks {missing[:3]}"
+            f"{folder} does not fit adapter {adapter!r}: the adapter has no {unknown[:3]}, and the "
+            f"folder has no {missing[:3]}. Load a folder that was saved with the same configuration"
         )
     state = {dotted(path, names[name]): value for name, value in found.items()}
     load_full_state_dict(root, state, strict=False)
 
 
 def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> None:
-    """Saves the base model with the active adapters merged into it, as ``merge_and_unload()`` and
-    ``save_pretrained(folder, **kwargs)`` would; every rank must call it. The model stays as it is.
+    """Saves the base model with the active adapters merged into it, like ``merge_and_unload()`` and
+    ``save_pretrained(folder, **kwargs)``. Every rank must call it. The model does not change.
 
-    Rank 0 has the whole model on the host meanwhile.
+    During the call rank 0 has the full model on the host.
 
     Raises:
-        TypeError: ``model`` is no wrapped ``PeftModel``.
+        TypeError: ``model`` is not a wrapped ``PeftModel``.
     """
     peft_model: Any = getattr(model, "module", model)
     if not isinstance(peft_model, PeftModel) or not is_sharded(model):
@@ -148,7 +148,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
                 layer.merge()
             state.update(_as_without_adapters(base))
         finally:
-            for layer in layers:  # it was into what is summoned, and is dropped with it
+            for layer in layers:  # the merged weights are summoned, and are discarded with these
                 layer.merged_adapters.clear()
 
     with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
@@ -159,7 +159,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
 
 
 def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
-    """The state dict of ``base`` under the names that it had before adapters came into it."""
+    """Returns the state dict of ``base`` with the names from before adapters were added."""
     tuned, trained = [], []
     for name, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -183,8 +183,8 @@ def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
 
 
 def _adapter_names(model: Any) -> Callable[[str], bool]:
-    """Tells which parameters of ``model`` may have to be saved with its adapters: theirs, what is
-    trained besides, and embeddings, which peft saves where they were changed."""
+    """Returns a function that selects the parameters which may be saved with the adapters: those of
+    adapters, other trainable ones, and embeddings, which peft saves if they were changed."""
     names, bases, others = [], [], set()
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
@@ -204,30 +204,30 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
 
 
 def _without(adapter: str, name: str) -> str:
-    """The name in a file of a parameter called ``name``: without that of the adapter."""
+    """Returns the name of the parameter ``name`` in a file, which lacks the adapter's name."""
     name = name.replace(f".modules_to_save.{adapter}.", ".")
-    parts = name.split(".")  # it comes last, or before the name of a parameter
+    parts = name.split(".")  # the adapter's name is the last part, or the last but one
     return ".".join(parts[:-2] + [part for part in parts[-2:] if part != adapter])
 
 
 def _require_tensors(folder: str, adapter: str) -> None:
-    """Raises RuntimeError if the file of an adapter in ``folder`` has nothing in it."""
+    """Raises RuntimeError if the file of an adapter in ``folder`` has no tensors."""
     path = os.path.join(folder, "adapter_model.safetensors")
-    if not os.path.exists(path):  # saved as a torch file
+    if not os.path.exists(path):  # the adapter is in a torch file
         return
     with safe_open(path, framework="pt") as file:
         if file.keys():
             return
     os.remove(path)
     raise RuntimeError(
-        f"peft found no tensors of adapter {adapter!r} in the wrapped model, so {path} had nothing "
-        "in it and was removed: please report the model and its wrapping; "
-        "xla_fsdp.full_state_dict(model) has the weights"
+        f"peft found no tensors of adapter {adapter!r} in the wrapped model, so {path} was empty "
+        "and has been removed. Please report the model and how it was wrapped. "
+        "xla_fsdp.full_state_dict(model) returns the weights"
     )
 
 
 def _save_summoned(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
-    """For adapters that are computed when they are saved (prompts): with everything in full."""
+    """Saves adapters that are computed when they are saved (prompts), with full parameters."""
     root, _ = outermost(model)
     with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
         Meeting().first("write the adapters", lambda: original(model, *args, **kwargs))
@@ -236,9 +236,9 @@ def _save_summoned(original: Callable[..., Any], model: Any, *args: Any, **kwarg
 def _refuse_merge(tuner: nn.Module) -> None:
     if is_sharded(tuner):
         raise RuntimeError(
-            "adapters can not be merged into a wrapped model, whose weights are shards: "
-            "xla_fsdp.integrations.peft.save_merged(model, folder) writes the merged model, and "
-            "leaves this one as it is"
+            "adapters cannot be merged into a wrapped model, whose weights are shards: call "
+            "xla_fsdp.integrations.peft.save_merged(model, folder), which writes the merged model "
+            "and does not change this one"
         )
 
 

@@ -1,6 +1,6 @@
-"""The Trainer saves and ends when its machine is taken away: ``PreemptionCallback``.
+"""``PreemptionCallback``: the Trainer saves a checkpoint and exits when its machine is preempted.
 
-With Accelerate a loop is the user's own, and calls :class:`xla_fsdp.Preemption` itself.
+With Accelerate, call :class:`xla_fsdp.Preemption` in your training loop.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ..supervision.preemption import Preemption
 
 
 class PreemptionCallback(TrainerCallback):
-    """``Trainer(..., callbacks=[PreemptionCallback()])``, one for each rank.
+    """Pass it as ``Trainer(..., callbacks=[PreemptionCallback()])`` on each rank.
 
-    After the step at which all ranks have heard of it the Trainer saves a checkpoint, and
-    ``train()`` ends the process with exit code 75; ``train(resume_from_checkpoint=True)`` goes on
-    from there, within the epoch.
+    After the step at which all ranks know of the preemption, the Trainer saves a checkpoint, and
+    ``train()`` exits the process with code 75. ``train(resume_from_checkpoint=True)`` resumes from
+    there, within the epoch.
 
     Args:
-        grace: see :class:`xla_fsdp.Preemption`, and what it raises.
+        grace: see :class:`xla_fsdp.Preemption`, also for the errors.
     """
 
     def __init__(self, grace: float = 25.0) -> None:

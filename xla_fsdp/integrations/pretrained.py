@@ -1,4 +1,4 @@
-"""Weights of a folder of the hub into a sharded model that is never whole."""
+"""Loads weights from a folder of the hub into a sharded model, without the full model in memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["load_pretrained"]
 def load_pretrained(
     model_class: Any, folder: str | os.PathLike, wrap: Callable[[Any], nn.Module], **config: Any
 ) -> Any:
-    """What ``model_class.from_pretrained(folder)`` loads, sharded; every rank must call it.
+    """Does what ``model_class.from_pretrained(folder)`` does, sharded. Every rank must call it.
 
-    The model is built without values, wrapped, and each rank reads its own part of each parameter:
-    in memory is one shard of a parameter at a time beyond the shards. Use it like this, with
+    The model is built without values and wrapped. Then each rank reads its own part of each
+    parameter. Memory contains the shards and one more shard at a time. Use it with
     :func:`xla_fsdp.defer_init`::
 
         model = load_pretrained(
@@ -32,17 +32,18 @@ def load_pretrained(
 
     Args:
         model_class: a class of transformers such as ``LlamaForCausalLM``, no ``Auto`` class.
-        folder: local, made by ``save_pretrained`` or downloaded: ``config.json`` and safetensors.
-        wrap: gets the model on the meta device, and returns it wrapped.
+        folder: a local folder with ``config.json`` and safetensors, from ``save_pretrained`` or
+            downloaded.
+        wrap: receives the model on the meta device, and returns it wrapped.
         config: entries of the configuration to set, e.g. ``attn_implementation="eager"``.
 
     Returns:
-        What ``wrap`` returned, in evaluation, as ``from_pretrained`` leaves it. ``dtype`` is that
-        of the configuration.
+        The model that ``wrap`` returned, in evaluation mode, as from ``from_pretrained``. Its
+        ``dtype`` is that of the configuration.
 
     Raises:
         ModelMismatchError: names or shapes do not fit, or some are missing.
-        TypeError, ValueError: an argument that can not be used.
+        TypeError, ValueError: an argument is not valid.
     """
     if not inspect.isclass(model_class) or not hasattr(model_class, "config_class"):
         raise TypeError(f"model_class must be a model of transformers, got {model_class!r}")
@@ -56,7 +57,7 @@ def load_pretrained(
     wrapped = wrap(model)
 
     def rename(name: str) -> str | None:
-        """Files of the model without a head lack its prefix, or have one too many."""
+        """Adds or removes the prefix that only models with a head have."""
         if name in own:
             return name
         if prefix + name in own:
@@ -72,7 +73,7 @@ def load_pretrained(
 def _compute_buffers(model: Any) -> None:
     """Gives values to the buffers of ``model``, which are computed from its configuration.
 
-    A module that has some is built once more, alone: their values are nowhere else.
+    Only a constructor computes them, so modules with buffers are built again on the CPU.
     """
     built: dict[tuple, nn.Module] = {}
     for name, module in model.named_modules():
@@ -91,15 +92,16 @@ def _compute_buffers(model: Any) -> None:
             if needed[1:] or needed[:1] != ["config"]:
                 raise ValueError(
                     f"{name!r} ({type(module).__name__}) has buffers {lacking} whose values are "
-                    f"not in the file, and takes {needed}, not a configuration: build the model "
-                    "on the CPU (without torch.device('meta')), wrap it and call load_weights"
+                    f"not in the file, and its constructor takes {needed}, not a configuration: "
+                    "build the model on the CPU (without torch.device('meta')), wrap it and call "
+                    "load_weights"
                 )
             built[kind] = type(module)(config)
         for key in lacking:
             value = built[kind]._buffers[key]
             assert value is not None
             module._buffers[key] = value.clone()
-            # Rotary embeddings keep the same tensor as an attribute.
+            # Rotary embeddings have the same tensor as an attribute.
             for attribute, held in list(vars(module).items()):
                 if isinstance(held, torch.Tensor) and held.is_meta:
                     setattr(module, attribute, getattr(built[kind], attribute).clone())

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of sharded models: whole weights, written once."""
+"""``save_pretrained`` of sharded models: rank 0 writes the full weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def save_whole(
     wanted: Callable[[str], bool] = lambda name: True,
     **kwargs: Any,
 ) -> Any:
-    """``original(model, *args, **kwargs)``, a ``save_pretrained``, with whole weights; every rank
-    must call it, and the files are complete when it returns.
+    """Calls ``original(model, *args, **kwargs)``, a ``save_pretrained``, with the full weights.
+    Every rank must call it. The files are complete when it returns.
 
-    Rank 0 gets the weights on the host, all of them (of what is ``wanted``) at once, and writes;
-    ``is_main_process`` may say of every other rank what it likes. With a ``state_dict`` nothing is
-    gathered and ranks do not meet, so that one may call it alone, as on an unsharded model.
+    Rank 0 gathers all weights that are ``wanted`` on the host, and writes them. On other ranks the
+    value of ``is_main_process`` has no effect. With a ``state_dict`` nothing is gathered and ranks
+    do not synchronize, so a single rank may call it, as on an unsharded model.
 
     Raises:
         ValueError: ``state_dict`` has shards; or ``is_main_process`` is false on rank 0.
@@ -43,12 +43,12 @@ def save_whole(
     main = bool(named.get("is_main_process", True))
     if state is not None:
         _require_whole(model, state)
-        # Ranks that gathered nothing were given nothing.
+        # Ranks that gathered nothing have an empty state_dict.
         return original(model, *args, **kwargs) if state and main else None
     meeting = Meeting()
     if not meeting.gather("who writes the model", main)[0]:
         raise ValueError(
-            "is_main_process is false on rank 0, which is the one that gets the whole weights: "
+            "is_main_process is false on rank 0, which gathers and writes the full weights: "
             "leave it out, or pass is_main_process=rank == 0; call save_pretrained on every rank"
         )
     root, path = outermost(model)
@@ -64,7 +64,7 @@ def save_whole(
 def _call(
     original: Callable[..., Any], given: inspect.BoundArguments, state: dict[str, Any]
 ) -> None:
-    """``original`` with ``state``, which it may take as one of its ``**kwargs``."""
+    """Calls ``original`` with ``state``, which may be one of its ``**kwargs``."""
     arguments = inspect.signature(original).bind(*given.args, **given.kwargs)
     if "state_dict" in inspect.signature(original).parameters:
         arguments.arguments["state_dict"] = state
@@ -74,8 +74,8 @@ def _call(
 
 
 def outermost(model: nn.Module) -> tuple[nn.Module, str]:
-    """The outermost wrapper that holds parameters of ``model``, or ``model`` itself, and the name
-    of ``model`` in it."""
+    """Returns the outermost wrapper with parameters of ``model`` (or ``model`` itself), and the
+    name of ``model`` in it."""
     outside = holders_outside(model)
     if not outside:
         return model, ""
@@ -84,7 +84,8 @@ def outermost(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def owned(model: nn.Module) -> list[tuple[str, Held]]:
-    """The parameters of ``model`` with their names in it, whoever holds them."""
+    """Returns the parameters of ``model`` with their names in it, also those that belong to a
+    wrapper around it."""
     root, path = outermost(model)
     prefix = dotted(path, "x")[:-1]
     return [
@@ -98,7 +99,7 @@ def owned(model: nn.Module) -> list[tuple[str, Held]]:
 def count_whole(
     model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """``model.num_parameters(...)`` as it was before wrapping: of whole parameters."""
+    """Returns ``model.num_parameters(...)`` of the unsharded model."""
     embeddings = {
         dotted(name, "weight")
         for name, module in model.named_modules()
@@ -116,15 +117,15 @@ def count_whole(
 
 
 def _require_whole(model: nn.Module, state: Any) -> None:
-    """Raises ValueError if ``state`` has something else than the whole parameters of ``model``."""
+    """Raises ValueError if a parameter in ``state`` has another shape than the full parameter."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a dict, got {type(state).__name__}")
     for name, held in owned(model):
         value = state.get(name)
         if isinstance(value, torch.Tensor) and tuple(value.shape) != held.shape:
             raise ValueError(
-                f"state_dict has {name!r} with shape {tuple(value.shape)}, the whole parameter "
+                f"state_dict has {name!r} with shape {tuple(value.shape)}, but the full parameter "
                 f"has {held.shape}: these are shards of rank {xr.global_ordinal()}. Leave "
-                "state_dict out and call save_pretrained on every rank, or give it what "
-                "xla_fsdp.full_state_dict(model) returned"
+                "state_dict out and call save_pretrained on every rank, or pass the result of "
+                "xla_fsdp.full_state_dict(model)"
             )

@@ -1,4 +1,4 @@
-"""How a model is to be wrapped, as Accelerate's and the Trainer's configurations say it."""
+"""How to wrap a model, from the configurations of Accelerate and the Trainer."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from ..tree import cast_floats
 from ..wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from ..wrapper import XlaFullyShardedDataParallel
 
-# How many neighbouring ranks share a copy of the parameters with a hybrid strategy.
+# The number of neighbouring ranks that share a copy of the parameters with a hybrid strategy.
 SHARD_SIZE = "XLA_FSDP_HYBRID_SHARD_SIZE"
 
-# On the state that the accelerators of a rank share.
+# An attribute of the state that the accelerators of a rank share.
 _SHARDING = "xla_fsdp_sharding"
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is to be wrapped.
+    """How to wrap a model.
 
     Attributes:
-        options: of :class:`~xla_fsdp.FSDPOptions`.
-        layers: names of the classes that are wrapped by themselves; ``None``: those that the model
+        options: arguments of :class:`~xla_fsdp.FSDPOptions`.
+        layers: names of the classes that are wrapped separately; ``None``: those that the model
             lists in ``_no_split_modules``; empty: none.
-        min_parameters: instead of by class, wrap what has so many parameters; 0: by class.
-        policy: instead of both, ``policy(module, recurse, unwrapped)``.
-        checkpointing: whether what is wrapped by itself recomputes its activations.
-        full_precision: whether trainable parameters are to be float32, computed with in less.
-        full_state: whether saves are to have the whole parameters besides.
-        ignored: modules that stay whole on every rank, those of other models among them; or a
-            pattern that the whole of their names matches.
-        output_dtype: what floating-point outputs are cast to.
+        min_parameters: wrap modules with at least this number of parameters instead of ``layers``;
+            0: use ``layers``.
+        policy: ``policy(module, recurse, unwrapped)``, which replaces both.
+        checkpointing: whether separately wrapped modules recompute their activations.
+        full_precision: whether trainable parameters become float32, with a smaller compute dtype.
+        full_state: whether saves also contain the full parameters.
+        ignored: modules that are replicated on every rank, perhaps of other models; or a regular
+            expression that matches their full names.
+        output_dtype: the dtype to which floating-point outputs are cast.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -61,16 +62,17 @@ class Sharding:
         FSDPOptions.of(WRAPPER, **self.options)
 
     def shard(self, model: nn.Module) -> XlaFullyShardedDataParallel:
-        """``model``, wrapped. Its parameters may be on the CPU, the device or the meta device.
+        """Wraps ``model``, whose parameters may be on the CPU, the device or the meta device.
 
         Raises:
-            ValueError: no module is of a class in ``layers``, or nothing is to be checkpointed.
+            ValueError: no module has a class in ``layers``, or ``checkpointing`` is set and no
+                module is wrapped separately.
         """
         policy = self._policy_for(model)
         if self.checkpointing and policy is None:
             raise ValueError(
-                "activation checkpointing recomputes what is wrapped by itself, and nothing is: "
-                "name the layers (fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP and "
+                "activation checkpointing recomputes layers that are wrapped separately, and no "
+                "layer is: name the layers (fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP and "
                 "fsdp_transformer_layer_cls_to_wrap, or transformer_layer_cls_to_wrap of the "
                 "Trainer's fsdp_config)"
             )
@@ -104,9 +106,9 @@ class Sharding:
         if not found:
             names = ", ".join(name for name, _ in model.named_children())
             warnings.warn(
-                f"fsdp_ignored_modules={self.ignored!r} is the whole name of no module of "
-                f"{type(model).__name__}, which has {names} and modules inside them: all of it is "
-                "sharded",
+                f"fsdp_ignored_modules={self.ignored!r} matches the full name of no module of "
+                f"{type(model).__name__}, so everything is sharded. The model has {names} and "
+                "modules inside them",
                 stacklevel=2,
             )
         return found
@@ -127,8 +129,8 @@ class Sharding:
         missing = [name for name in names if name not in there]
         if missing and (self.layers is not None or len(missing) == len(names)):
             raise ValueError(
-                f"no layer of {type(model).__name__} is of class {', '.join(missing)}; it has "
-                f"modules of {', '.join(sorted(there))}"
+                f"no layer of {type(model).__name__} is of class {', '.join(missing)}. Name some "
+                f"of its classes: {', '.join(sorted(there))}"
             )
         classes = {there[name] for name in names if name in there}
         return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
@@ -139,7 +141,7 @@ def _cast(dtype: torch.dtype, module: nn.Module, inputs: Any, outputs: Any) -> A
 
 
 def _asked(policy: Callable[..., bool], module: nn.Module, recurse: bool, unwrapped_params: int):  # type: ignore[no-untyped-def]
-    """Policies of others call the last argument otherwise."""
+    """Passes the last argument by position, because policies of others give it another name."""
     return policy(module, recurse, unwrapped_params)
 
 
@@ -148,7 +150,8 @@ def _checkpointed(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def strategy_by_name(strategy: str) -> ShardingStrategy:
-    """torch's name for a strategy, or ours, in capitals or not; raises ValueError for others."""
+    """Converts torch's name of a strategy, or our name, in upper or lower case. Raises ValueError
+    for other names."""
     name = strategy.upper().removeprefix("SHARDINGSTRATEGY.")
     name = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}.get(name, name)
     if name not in ShardingStrategy.__members__:
@@ -158,14 +161,14 @@ def strategy_by_name(strategy: str) -> ShardingStrategy:
 
 
 def meant_by_name(strategy: str) -> dict[str, Any]:
-    """The options for a sharding strategy by torch's name for it.
+    """Returns the options for a sharding strategy with torch's name.
 
-    With the hybrid ones the ranks of a host share a copy, as on GPUs, or so many neighbouring ranks
-    as the environment's ``XLA_FSDP_HYBRID_SHARD_SIZE`` says; on several TPU slices, where it says
-    nothing, those of a slice.
+    With a hybrid strategy the environment variable ``XLA_FSDP_HYBRID_SHARD_SIZE`` sets the number
+    of neighbouring ranks that share a copy. Without it, the ranks of a host share a copy, as on
+    GPUs; on several TPU slices, the ranks of a slice.
 
     Raises:
-        ValueError: there is none of that name, or the ranks do not divide.
+        ValueError: no strategy has this name, or the ranks cannot be divided.
     """
     found = strategy_by_name(strategy)
     if "HYBRID" not in found.name or (SHARD_SIZE not in os.environ and slices_of_ranks()):
@@ -173,8 +176,8 @@ def meant_by_name(strategy: str) -> dict[str, Any]:
     size, world = _ranks_of_a_host(), xr.world_size()
     if size < 1 or world % size:
         raise ValueError(
-            f"{strategy} has {size} ranks share a copy of the parameters; {world} ranks are not "
-            f"a multiple of it: set {SHARD_SIZE}"
+            f"{strategy}: {size} ranks share a copy of the parameters, but the {world} ranks are "
+            f"not a multiple of {size}: set {SHARD_SIZE} to a divisor of {world}"
         )
     rows = [list(range(first, first + size)) for first in range(0, world, size)]
     return {"sharding_strategy": found, "device_mesh": rows}
@@ -190,23 +193,24 @@ def _ranks_of_a_host() -> int:
 
 
 def sharding_of(state: Any) -> Sharding | None:
-    """How the accelerators that share ``state`` wrap models; ``None``: not at all."""
+    """Returns how the accelerators that share ``state`` wrap models; ``None``: they do not."""
     return vars(state).get(_SHARDING)
 
 
 def use_sharding(state: Any, sharding: Sharding) -> None:
-    """Has all accelerators that share ``state`` wrap models so."""
+    """Makes all accelerators that share ``state`` wrap models with ``sharding``."""
     setattr(state, _SHARDING, sharding)
 
 
 def downcasting() -> dict[str, str | None]:
-    """The variables that Accelerate sets on a TPU for ``bf16``: they would make all that is float32
-    bfloat16, parameters too, and Pallas kernels refuse them."""
+    """Returns the environment variables that Accelerate sets on a TPU for ``bf16``. They would
+    convert every float32 tensor to bfloat16, including parameters, and Pallas kernels do not
+    support them."""
     return {name: os.environ.get(name) for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")}
 
 
 def restore(variables: Mapping[str, str | None]) -> None:
-    """Puts the environment's variables back; ``None``: there was none."""
+    """Restores environment variables; ``None``: the variable did not exist."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,8 +1,8 @@
-"""What a Trainer saves of a sharded model, and loads again on any number of ranks.
+"""Checkpoints of the Trainer for sharded models, which any number of ranks can load.
 
-A folder ``checkpoint-N`` has what ``from_pretrained`` reads (full weights or adapters, and the
-configuration), in ``xla_fsdp/`` a checkpoint of this package with model, optimizer and scheduler,
-and in ``xla_fsdp_ranks.json`` how many ranks saved it.
+A folder ``checkpoint-N`` contains the files that ``from_pretrained`` reads (full weights or
+adapters, and the configuration). ``xla_fsdp/`` in it is a checkpoint of this package with model,
+optimizer and scheduler. ``xla_fsdp_ranks.json`` has the number of ranks that saved it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ RANKS = "xla_fsdp_ranks.json"
 
 
 def save_whole(trainer: Trainer, folder: str) -> None:
-    """``Trainer.save_model``: the first rank writes what a Trainer in one process writes.
+    """Implements ``Trainer.save_model``. Rank 0 writes the files that a single process writes.
 
-    Full weights and the configuration; of a model with adapters of peft, these and their
-    configuration; of another module its ``state_dict()``. Then the tokenizer and the arguments.
+    These are the full weights and the configuration; for a model with adapters of peft, the
+    adapters and their configuration; for another module, its ``state_dict()``. The tokenizer and
+    the training arguments follow.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     safe = getattr(trainer.args, "save_safetensors", True)  # always, since 5
@@ -70,7 +71,7 @@ def save_whole(trainer: Trainer, folder: str) -> None:
 
 
 def load_whole(trainer: Trainer, model: nn.Module, folder: str) -> None:
-    """Loads what :func:`save_whole` wrote into a sharded ``model``; must be called on every rank.
+    """Loads the files of :func:`save_whole` into a sharded ``model``. Every rank must call it.
 
     Raises:
         CheckpointError: the weights are damaged, or do not fit.
@@ -85,7 +86,7 @@ def load_whole(trainer: Trainer, model: nn.Module, folder: str) -> None:
 
 
 def save_training(trainer: Trainer, folder: str) -> None:
-    """Model, optimizer and scheduler, for any number of ranks."""
+    """Saves model, optimizer and scheduler for any number of ranks."""
     save_checkpoint(
         os.path.join(folder, FOLDER),
         trainer.model,
@@ -96,7 +97,7 @@ def save_training(trainer: Trainer, folder: str) -> None:
 
 
 def record_ranks(trainer: Trainer, folder: str) -> None:
-    """Writes how many ranks save a checkpoint, sharded or not, into its ``folder``."""
+    """Writes the number of ranks that save a checkpoint, sharded or not, into its ``folder``."""
     if trainer.args.should_save:
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, RANKS), "w") as file:
@@ -104,8 +105,9 @@ def record_ranks(trainer: Trainer, folder: str) -> None:
 
 
 def remove_training(folder: str) -> None:
-    """Removes what an earlier run saved beside the model in a checkpoint's folder; must be called
-    on every rank. Otherwise resuming would load that run's optimizer and model."""
+    """Removes everything but the model that an earlier run saved in the folder of a checkpoint.
+    Otherwise resuming would load the model and the optimizer of that run. Every rank must call it.
+    """
 
     def remove() -> None:
         shutil.rmtree(os.path.join(folder, FOLDER), ignore_errors=True)
@@ -113,33 +115,33 @@ def remove_training(folder: str) -> None:
             for path in glob.glob(os.path.join(glob.escape(folder), name)):
                 os.remove(path)
 
-    Meeting().first("remove what another run saved", remove)
+    Meeting().first("remove the files of another run", remove)
 
 
 def load_training(trainer: Trainer, folder: str) -> None:
-    """What :func:`save_training` saved; or what a Trainer without sharding did.
+    """Loads the files of :func:`save_training`, or those of a Trainer without sharding.
 
     Raises:
-        ValueError: the folder is of torch_xla's own FSDP.
-        CheckpointError: it is damaged, or does not fit.
+        ValueError: torch_xla's FSDP saved the folder.
+        CheckpointError: the checkpoint is damaged, or does not fit.
     """
     optimizer, scheduler = _plain(trainer.optimizer), trainer.lr_scheduler
     ours = os.path.join(folder, FOLDER)
     meeting = Meeting()
-    there = meeting.first("look at the checkpoint", lambda: sorted(os.listdir(folder)))
+    there = meeting.first("read the checkpoint's folder", lambda: sorted(os.listdir(folder)))
     if FOLDER in there:
         load_checkpoint(ours, trainer.model, optimizer, scheduler, restore_rng=False)
         return
     if any(name.startswith("rank0-of-") and name.endswith("-optimizer.pt") for name in there):
         raise ValueError(
-            f"{folder} has the optimizer of torch_xla's own FSDP, a shard of a vector for each of "
-            "its ranks, which can not be taken over: remove its rank*-optimizer.pt to resume with "
-            "the model alone and a new optimizer"
+            f"{folder} has an optimizer state of torch_xla's FSDP, one shard of a flat vector per "
+            "rank, which cannot be loaded: remove the files rank*-optimizer.pt in it to resume "
+            "with the model alone and a new optimizer"
         )
     if not {"optimizer.pt", "scheduler.pt"} <= set(there):
         warnings.warn(
-            f"{folder} has no state of the optimizer and of the scheduler (save_only_model?): they "
-            "start anew",
+            f"{folder} has no optimizer state and no scheduler state (save_only_model?): both "
+            "start from their initial state",
             stacklevel=2,
         )
         return
@@ -153,11 +155,11 @@ def load_training(trainer: Trainer, folder: str) -> None:
 
 
 def load_random_state(trainer: Trainer, folder: str) -> None:
-    """The random states of Python, numpy, torch and XLA as this rank saved them.
+    """Restores the random states of Python, numpy, torch and XLA that this rank saved.
 
-    On another number of ranks: Python's and numpy's of the first rank, and for torch and XLA seeds
-    that follow from its state and the number of the rank, so that two resumptions draw the same.
-    Warns of what the checkpoint lacks.
+    On another number of ranks, Python and numpy get the state of rank 0. torch and XLA get seeds
+    computed from this state and the number of the rank, so two resumed runs get the same random
+    numbers. Warns if the checkpoint lacks a state.
     """
     saved, rank = _ranks_that_saved(folder), trainer.args.process_index
     same = saved == trainer.args.world_size
@@ -195,11 +197,11 @@ def load_random_state(trainer: Trainer, folder: str) -> None:
 
 
 def _ranks_that_saved(folder: str) -> int | None:
-    """How many ranks saved a checkpoint; ``None``: several, not recorded.
+    """Returns the number of ranks that saved a checkpoint; ``None``: several, not recorded.
 
-    :func:`record_ranks` recorded it, unless the checkpoint is of an older version or of a machine
-    without this package. Then the manifest of this package tells, and a Trainer without sharding
-    writes ``rng_state.pth`` if it is the only process.
+    :func:`record_ranks` records it, except in older versions and on machines without this package.
+    Then the number is in the manifest of this package. A Trainer without sharding writes
+    ``rng_state.pth`` if it is the only process.
     """
     recorded = os.path.join(folder, RANKS)
     if os.path.exists(recorded):
@@ -216,5 +218,5 @@ def _seed(state: bytes, rank: int) -> int:
 
 
 def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Without Accelerate around it."""
+    """Returns the optimizer without Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,9 +1,9 @@
 """The Trainer on XLA with our sharding: ``import xla_fsdp.integrations.transformers``.
 
-From then on ``Trainer`` with ``fsdp="full_shard auto_wrap"``, ``fsdp_config={"xla": True, ...}``,
-or under a configuration of Accelerate that asks for FSDP, wraps models in this package's class:
-gradients, norms and decay groups are those of plain training, ``save_model`` writes whole weights,
-and a checkpoint resumes with optimizer, scheduler and random state on any number of ranks.
+After the import, ``Trainer`` wraps models in this package's class if FSDP is configured: with
+``fsdp="full_shard auto_wrap"`` and ``fsdp_config={"xla": True, ...}``, or in Accelerate. Gradients,
+norms and groups for weight decay are those of unsharded training. ``save_model`` writes the full
+weights. A checkpoint resumes with optimizer, scheduler and random state on any number of ranks.
 ``XLA_FSDP_DROP_IN=1`` in the environment does the import.
 """
 
@@ -47,21 +47,21 @@ changes = Changes("transformers")
 
 
 def install() -> None:
-    """Makes the changes, here and in Accelerate, unless they are made."""
+    """Makes the changes in transformers and Accelerate, unless they are already made."""
     _accelerate.install()
     changes.apply()
 
 
 def uninstall() -> None:
-    """Undoes the changes in transformers; Accelerate's have an ``uninstall`` of their own."""
+    """Undoes the changes in transformers. Accelerate's have a separate ``uninstall``."""
     changes.undo()
 
 
-# -- what the arguments ask for -----------------------------------------------------------------
+# -- reading the arguments ----------------------------------------------------------------------
 
 
 _STRATEGIES = frozenset(FSDPOption) - {FSDPOption.OFFLOAD, FSDPOption.AUTO_WRAP}
-# What fsdp_config may have: the first change nothing here, see accelerate.py.
+# Allowed in fsdp_config. The first ones have no effect, see accelerate.py.
 _WITHOUT_EFFECT = frozenset(
     "forward_prefetch use_orig_params cpu_ram_efficient_loading version state_dict_type".split()
 )
@@ -73,36 +73,36 @@ _KNOWN = _WITHOUT_EFFECT | frozenset(
 
 
 def sharding_of_arguments(args: TrainingArguments) -> Sharding:
-    """What ``fsdp``, ``fsdp_config`` and ``bf16`` ask for.
+    """Translates ``fsdp``, ``fsdp_config`` and ``bf16``.
 
-    Of ``fsdp_config`` counts: ``xla_fsdp_settings`` (options of the wrapper by name; dtypes,
-    strategies and prefetch as strings), ``xla_fsdp_grad_ckpt`` or ``activation_checkpointing``,
-    ``transformer_layer_cls_to_wrap``, ``min_num_params``, ``sync_module_states``,
-    ``limit_all_gathers``, ``backward_prefetch``, ``cpu_offload`` and ``reshard_after_forward``,
-    which is true, false or the name of a sharding strategy. Transformers 5 writes what ``fsdp``
-    names into the last two.
+    These entries of ``fsdp_config`` have an effect: ``xla_fsdp_settings`` (options of the wrapper
+    by name; dtypes, strategies and prefetch as strings), ``xla_fsdp_grad_ckpt`` or
+    ``activation_checkpointing``, ``transformer_layer_cls_to_wrap``, ``min_num_params``,
+    ``sync_module_states``, ``limit_all_gathers``, ``backward_prefetch``, ``cpu_offload`` and
+    ``reshard_after_forward``. The last is true, false or the name of a sharding strategy.
+    Transformers 5 moves the values of ``fsdp`` to the last two.
 
     Raises:
-        ValueError: one of them is none of those that go on XLA, or has a name that is none.
+        ValueError: an entry is unknown, has an invalid value, or is not supported on XLA.
     """
     config = args.fsdp_config
     unknown = sorted(set(config) - _KNOWN)
     if unknown:
         raise ValueError(
-            f"fsdp_config has {', '.join(unknown)}, of which the Trainer knows nothing on XLA; it "
-            f"knows {', '.join(sorted(_KNOWN))}"
+            f"fsdp_config has entries that the Trainer does not support on XLA: "
+            f"{', '.join(unknown)}. Supported are {', '.join(sorted(_KNOWN))}"
         )
     if args.fp16:
         raise ValueError(
-            "fp16=True does not go with sharding on XLA, whose TPUs have no float16 units: use "
-            "bf16=True, which needs no loss scaling"
+            "fp16=True is not supported with sharding on XLA, because TPUs have no float16 "
+            "units: use bf16=True, which needs no loss scaling"
         )
     if args.torch_compile:
         raise ValueError(
-            "torch_compile=True does not go with sharding on XLA, which compiles every step as it "
-            "is: leave it out"
+            "torch_compile=True is not supported with sharding on XLA, which compiles every step "
+            "without Dynamo: leave it out"
         )
-    # The Trainer's default: models that ranks have built may differ.
+    # The Trainer's default, because the models that the ranks built may differ.
     options: dict[str, Any] = {"sync_module_states": True}
     named = args.fsdp if isinstance(args.fsdp, list) else []  # in Transformers 5 it is true
     if FSDPOption.OFFLOAD in named or _flag("cpu_offload", config.get("cpu_offload", False)):
@@ -139,7 +139,7 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """A switch, which configuration files have as a string, too."""
+    """Converts a flag, which may be a string in configuration files."""
     if str(value).lower() not in ("true", "false"):
         raise ValueError(f"fsdp_config[{name!r}] must be true or false, got {value!r}")
     return str(value).lower() == "true"
@@ -170,7 +170,7 @@ def _create_accelerator(original: Any, self: Trainer) -> None:
         restore(before)
         use_sharding(state, sharding_of_arguments(args))
         self.accelerator.native_amp = False
-    elif sharding_of(state) is not None:  # from a config file: the Trainer is to know of it
+    elif sharding_of(state) is not None:  # from a config file, which the Trainer does not read
         args.fsdp = args.fsdp or [FSDPOption.AUTO_WRAP]
         args.fsdp_config = asked | {"xla": True}
 
@@ -189,13 +189,13 @@ def _wrap_model(
 
 @changes.around(Trainer, "get_decay_parameter_names")
 def _decay_names(original: Any, self: Trainer, model: nn.Module) -> list[str]:
-    """It walks over modules and so meets wrappers, whose parameters are named as without them."""
+    """Removes the names of wrappers, which the original finds in the tree of modules."""
     return [name.replace(f"{WRAPPED}.", "") for name in original(self, model)]
 
 
 @changes.around(Trainer, "get_optimizer_cls_and_kwargs")
 def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The default is AdamW's fused kernel, which knows no XLA tensors; a TPU fuses by itself."""
+    """Removes the default ``fused``: that kernel supports no XLA tensors, and XLA fuses anyway."""
     cls, options = original(*args, **kwargs)
     if options.get("fused"):
         options = {name: value for name, value in options.items() if name != "fused"}
@@ -212,7 +212,7 @@ _MICRO_BATCHES = "_xla_fsdp_micro_batches"
 
 @contextlib.contextmanager
 def _accumulating(trainer: Trainer) -> Iterator[None]:
-    """Inside, losses are those of a training step; outside, those of an evaluation."""
+    """Inside, ``compute_loss`` is part of a training step; outside, of an evaluation."""
     number = getattr(trainer, "current_gradient_accumulation_steps", 1)  # set by train()
     divides = getattr(trainer, "loss_is_scaled_for_ga", None) is False  # since Transformers 5
     setattr(trainer, _MICRO_BATCHES, (number, divides))
@@ -241,7 +241,7 @@ def _global_loss(trainer: Trainer, compute: Callable[[Any], Any], num_items: Any
     """
     is_mean = not trainer.model_accepts_loss_kwargs or num_items is None
     if is_mean and trainer.compute_loss_func is None:
-        return compute(num_items)  # which training_step divides by the micro-batches
+        return compute(num_items)  # training_step divides it by the micro-batches
     micro, divides = getattr(trainer, _MICRO_BATCHES, (1, False))
     parts = 1 if divides else micro
     if num_items is not None:
@@ -344,10 +344,10 @@ def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> Non
 def _training_loop(
     original: Any, self: Trainer, batch_size: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Before 5 the Trainer would take ``per_device_train_batch_size`` from the checkpoint.
+    """Uses the batch size of the arguments, unless ``auto_find_batch_size`` found it.
 
-    On another number of ranks the global batch and the number of steps would then be others. The
-    arguments decide, unless ``auto_find_batch_size`` found the batch.
+    Before release 5 the original takes ``per_device_train_batch_size`` from the checkpoint. On
+    another number of ranks this would change the global batch and the number of steps.
     """
     resuming = kwargs.get("resume_from_checkpoint") is not None
     if resuming and self.is_fsdp_xla_v1_enabled and not self.args.auto_find_batch_size:
@@ -361,7 +361,8 @@ _reading = threading.Lock()
 @changes.around(transformers.trainer, "safe_globals")
 @contextlib.contextmanager
 def _safe_globals(original: Any) -> Iterator[None]:
-    """One rank at a time: what torch.load trusts is a list of the whole process."""
+    """Admits one rank at a time, because the classes that ``torch.load`` trusts are a list of the
+    process."""
     with _reading, original():
         yield
 
