@@ -41,11 +41,11 @@ class Workload:
 class Lane:
     """The model and optimizer of one rank, sharded by one of the classes."""
 
-    def __init__(self, name: str, work: Workload, rank: int, pretend: bool = False):
-        """``pretend``: simulate rank ``rank`` of ``work.ranks``; no other rank exists."""
+    def __init__(self, name: str, work: Workload, rank: int, simulated: bool = False):
+        """``simulated``: simulate rank ``rank`` of ``work.ranks``; no other rank exists."""
         self.name = name
         groups = {}
-        if pretend:
+        if simulated:
             groups["sharding_groups"] = [list(range(work.ranks))]
             groups["sharding_rank"], groups["sharding_world_size"] = rank, work.ranks
         torch.manual_seed(SEED)  # the same weights on every rank and in every lane

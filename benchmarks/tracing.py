@@ -26,7 +26,7 @@ def main() -> None:
     from .lanes import IN_TREE, OURS, UNWRAPPED, Lane, Workload
 
     work, steps = Workload(**json.loads(sys.argv[1])), int(sys.argv[2])
-    lanes = [Lane(name, work, 0, pretend=True) for name in (OURS, IN_TREE, UNWRAPPED)]
+    lanes = [Lane(name, work, 0, simulated=True) for name in (OURS, IN_TREE, UNWRAPPED)]
     samples: dict[str, list[tuple[float, float]]] = {lane.name: [] for lane in lanes}
     for number in range(UNCOUNTED + steps):
         for lane in lanes if number % 2 == 0 else reversed(lanes):

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from xla_fsdp import Report, ShardingSettings
-from xla_fsdp.collectives.routes import HOWS
+from xla_fsdp.collectives.routes import COLLECTIVE_ROUTES
 
 from .memory import Peak
 from .slices import require_slices
@@ -93,7 +93,7 @@ def main() -> None:
         "--reshard", type=int, default=True, help="reshard_after_forward, with loops"
     )
     parser.add_argument(
-        "--routes", default="auto", choices=HOWS, help="collective_routes, with loops"
+        "--routes", default="auto", choices=COLLECTIVE_ROUTES, help="collective_routes, with loops"
     )
     parser.add_argument("--batch_size", type=int, default=1024, help="images a step, of all ranks")
     arguments, flags = parser.parse_known_args()

@@ -10,7 +10,7 @@ import tempfile
 
 import torch
 import torch.nn.functional as F
-from common.script import Stop, in_a_line
+from common.script import Stop, to_one_line
 from images import unreadable
 from torch.utils.data import Dataset
 
@@ -132,7 +132,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, (AssertionError, KeyError)):  # these have no useful message
         return "a file is not in the format of MNIST"
     # The message of a failed download has several lines.
-    return in_a_line(error, 200)
+    return to_one_line(error, 200)
 
 
 def _is_filled(folder: str) -> bool:

@@ -62,7 +62,7 @@ def load(folder: str) -> tuple[nn.Module, Any]:
                 weights |= load_file(os.path.join(place, name))
         model.load_state_dict(weights)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = script.in_a_line(error)
+        reason = script.to_one_line(error)
         raise script.Stop(
             f"{folder} has no consolidated model of an example: {reason}", 2
         ) from error
@@ -98,7 +98,7 @@ def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dic
         prepared = {"pairs": tokens.pairs, "packed": partial(tokens.packed, end=found.end)}
         batches = prepared[described["rows"]](batches)
     except (TypeError, KeyError) as error:
-        unknown = f"network.json does not describe tokens correctly: {script.in_a_line(error)}"
+        unknown = f"network.json does not describe tokens correctly: {script.to_one_line(error)}"
         raise script.Stop(unknown, code=2) from error
     total, counted = 0.0, 0
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_images(described: Any, datadir: str | None) -> Dataset:
             raise script.Stop(fake, code=2)
         return _read(**described)
     except (TypeError, ValueError, KeyError) as error:
-        reason = script.in_a_line(error)
+        reason = script.to_one_line(error)
         raise script.Stop(f"{unknown}: {reason}", code=2) from error
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from common.script import Stop, in_a_line
+from common.script import Stop, to_one_line
 from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
@@ -144,12 +144,12 @@ def _open(folder: str, part: str, transform: Callable | None) -> datasets.ImageF
         return datasets.ImageFolder(os.path.join(folder, part), transform, loader=_read)
     except (OSError, ValueError) as error:
         # The message about a class without images has several lines.
-        raise Stop(f"{folder}: {in_a_line(error)}", code=2) from error
+        raise Stop(f"{folder}: {to_one_line(error)}", code=2) from error
 
 
 def _read(path: str) -> Image.Image:
     try:
         return datasets.folder.pil_loader(path)
     except Exception as error:  # PIL raises many kinds
-        wrong = f"is not a complete image: {in_a_line(error)}; replace or remove it"
+        wrong = f"is not a complete image: {to_one_line(error)}; replace or remove it"
         raise UnreadableImage(f"{path} {wrong}") from error

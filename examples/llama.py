@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import tokens
 import torch
-from common.script import Stop, in_a_line
+from common.script import Stop, to_one_line
 from peft import LoraConfig, PeftModelForCausalLM
 from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -77,7 +77,7 @@ def of_folder(folder: str) -> LlamaConfig:
             )
         found = LlamaConfig.from_pretrained(folder, attn_implementation="xla_fsdp")
     except (OSError, ValueError) as error:
-        raise Stop(f"--folder={folder} has no model: {in_a_line(error)}", code=2) from error
+        raise Stop(f"--folder={folder} has no model: {to_one_line(error)}", code=2) from error
     found.dtype = torch.float32  # the dtype of shards; the model computes in --compute_dtype
     return found
 
@@ -224,7 +224,7 @@ def load(model: nn.Module, folder: str) -> None:
     try:
         found = xla_fsdp.load_weights(model, folder, **how)
     except CheckpointError as error:
-        raise Stop(f"--folder={folder}: {in_a_line(error, None)}", code=2) from error
+        raise Stop(f"--folder={folder}: {to_one_line(error, None)}", code=2) from error
     odd = [name for name in found.missing_keys if ".lora_" not in name] + found.unexpected_keys
     if odd:
         raise Stop(f"--folder={folder} does not fit the model: {', '.join(odd[:3])}", code=2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common.script import Stop, in_a_line
+from common.script import Stop, to_one_line
 from torch import nn
 from torchvision import models
 
@@ -150,7 +150,7 @@ def try_out(model: str, options: SimpleNamespace, batch_size: int, smaller: str)
         parameters = classes
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         images = f"{batch_size} images of --image_size={size} with --num_classes={classes}"
-        reason = in_a_line(error, 200)
+        reason = to_one_line(error, 200)
         raise Stop(f"{model} cannot train on batches of {images}: {reason}", code=2) from error
     # Before sharding, the full model is in memory, in float32.
     _require(parameters, 4, "before they are sharded", "model or --num_classes")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from absl import flags
-from common.script import DEFINE_number, Stop, in_a_line, require
+from common.script import DEFINE_number, Stop, require, to_one_line
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 flags.DEFINE_string("data", None, "folder with tokens; created from --text if missing")
@@ -111,7 +111,7 @@ def texts_in(folder: str) -> Iterator[str]:
         try:
             yield path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise Stop(f"--text={folder}: {path}: {in_a_line(error)}", code=2) from error
+            raise Stop(f"--text={folder}: {path}: {to_one_line(error)}", code=2) from error
 
 
 def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer, mark: str) -> None:
@@ -152,7 +152,7 @@ def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer, mark: str
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
-        raise Stop(f"--data={folder} cannot be written: {in_a_line(error)}", code=2) from error
+        raise Stop(f"--data={folder} cannot be written: {to_one_line(error)}", code=2) from error
 
 
 def open_folder(folder: str) -> Tokens:
@@ -166,7 +166,7 @@ def open_folder(folder: str) -> Tokens:
         if not 0 <= end < vocabulary:
             raise ValueError(f"the end token {end} is not in the vocabulary of {vocabulary}")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise Stop(f"{path} does not describe tokens: {in_a_line(error)}", code=2) from error
+        raise Stop(f"{path} does not describe tokens: {to_one_line(error)}", code=2) from error
     mapped = []
     for name, count in zip(("train.bin", "valid.bin"), counts, strict=True):
         file = os.path.join(folder, name)
@@ -182,7 +182,7 @@ def open_tokenizer(path: str) -> Tokenizer:
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library has no specific exception
-        raise Stop(f"{path} is not a tokenizer: {in_a_line(error)}", code=2) from error
+        raise Stop(f"{path} is not a tokenizer: {to_one_line(error)}", code=2) from error
 
 
 class Rows:

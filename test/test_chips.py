@@ -215,7 +215,7 @@ def traced_on_a_new_record():
     from xla_fsdp import XlaFullyShardedDataParallel
     from xla_fsdp.layers import attention
     from xla_fsdp.layers.attention import Forward
-    from xla_fsdp.layers.linear import keeps_input
+    from xla_fsdp.layers.linear import stores_input
     from xla_fsdp.planning.tracing.step import trace_step
 
     made = []
@@ -238,7 +238,7 @@ def traced_on_a_new_record():
         ((function, _),) = made
         assert isinstance(function, Forward) and function.splash.matrix_unit == 512
         world = SimpleNamespace(device_kind=MADE_UP.device_kind)
-        assert keeps_input(nn.Linear(8, 4), world) and not keeps_input(nn.Linear(4, 8), world)
+        assert stores_input(nn.Linear(8, 4), world) and not stores_input(nn.Linear(4, 8), world)
 
 
 def test_a_new_record_is_traced(elsewhere):

@@ -242,15 +242,15 @@ def test_told_before_wrapping(run_ranks):
 def test_the_state_of_a_part_is_not_taken_from_shards(run_ranks):
     def refused(rank):
         from xla_fsdp import full_state_dict
-        from xla_fsdp.sharding.around import holders_outside
+        from xla_fsdp.sharding.outer_wrappers import find_outer_wrappers
 
         model = hf_small.wrap(hf_small.build("gpt2"), "gpt2")
         with pytest.raises(ValueError, match="belong to a wrapper around"):
             full_state_dict(model.module)
         # A copy's modules know the copy; those that are copied alone, nobody.
         twin = copy.deepcopy(model)
-        assert holders_outside(twin.module) == [twin]
-        assert holders_outside(copy.deepcopy(model.module)) == []
+        assert find_outer_wrappers(twin.module) == [twin]
+        assert find_outer_wrappers(copy.deepcopy(model.module)) == []
 
     run_ranks(refused, 2)
 

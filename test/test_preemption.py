@@ -169,7 +169,7 @@ def test_ranks_agree_however_they_run(tmp_path):
                 barrier.wait(30)
                 time.sleep(0.001 * (rank + 1))
                 if step == 20 and rank == speaker:
-                    agreements[rank].say("it goes")
+                    agreements[rank].request_stop("it goes")
                 if agreements[rank].reached():
                     stops[rank] = step
                     return

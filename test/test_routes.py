@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xla_fsdp.collectives.routes import Routes, attributes_of, require_how, routes_for
+from xla_fsdp.collectives.routes import Routes, attributes_of, require_collective_routes, routes_for
 from xla_fsdp.tpu.topology import names, resolve
 
 MB = 10**6
@@ -201,4 +201,4 @@ def test_a_caller_may_have_them_as_the_compiler_does():
 )
 def test_other_ways_raise_with_what_to_pass(how, said):
     with pytest.raises(ValueError, match=f"collective_routes.*{said}"):
-        require_how(how)
+        require_collective_routes(how)

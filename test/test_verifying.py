@@ -23,7 +23,7 @@ from xla_fsdp.verifying.microbenchmarks import axes, modelled
 from xla_fsdp.verifying.nets import Size
 from xla_fsdp.verifying.parity import CASES, _compared
 from xla_fsdp.verifying.privacy import scrubbed, shown_environment
-from xla_fsdp.verifying.records import CollectiveTime, Finding, Rate, Status, StepRun, Where
+from xla_fsdp.verifying.records import CollectiveTime, Finding, Machine, Rate, Status, StepRun
 from xla_fsdp.verifying.report import Verification
 from xla_fsdp.verifying.stages import Job
 from xla_fsdp.verifying.steps import ON_TPU
@@ -200,7 +200,7 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
         Finding(Status.FAILED, "parity", HOSTILE, "equal", "report it"),
         *verdict.of_collectives(times),
     )
-    where = Where("TPU v5 lite", "v5e", 8, "v5e:2x4", {"torch": "2.9.0"}, {"XLA_FLAGS": HOSTILE})
+    where = Machine("TPU v5 lite", "v5e", 8, "v5e:2x4", {"torch": "2.9.0"}, {"XLA_FLAGS": HOSTILE})
     calibration = calibrate("v5e", times, RATES, slice)
     found = Verification(where, findings, RATES, tuple(times), steps, calibration)
     assert not found.ok and found.failures() == ["parity"]

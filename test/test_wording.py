@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from xla_fsdp.wording import first_line, in_a_line, runs, some_of
+from xla_fsdp.wording import first_line, join_some, runs, to_one_line
 
 
 def test_what_others_say_fits_on_a_line():
-    assert in_a_line(ValueError("one\n  two\tthree")) == "one two three"
-    assert in_a_line("\x1b[31mred") == " [31mred"
-    assert in_a_line("x" * 12, 10) == "x" * 10 + "..." and in_a_line("x" * 10, 10) == "x" * 10
+    assert to_one_line(ValueError("one\n  two\tthree")) == "one two three"
+    assert to_one_line("\x1b[31mred") == " [31mred"
+    assert to_one_line("x" * 12, 10) == "x" * 10 + "..." and to_one_line("x" * 10, 10) == "x" * 10
 
 
 @pytest.mark.parametrize("text", ["", "  \n\n"])
 def test_an_exception_without_words_is_its_type(text):
-    assert in_a_line(KeyboardInterrupt(text)) == "KeyboardInterrupt"
+    assert to_one_line(KeyboardInterrupt(text)) == "KeyboardInterrupt"
     assert first_line(ValueError(text)) == "ValueError"
     assert first_line(text) == ""
 
@@ -24,10 +24,10 @@ def test_the_first_line_is_the_first_with_words():
 
 
 def test_some_of_many_says_how_many_are_left():
-    assert some_of(["a", "b"], 2) == "a, b"
-    assert some_of(["a", "b", "c"], 1) == "a and 2 more"
-    assert some_of(["a", "b", "c"], 2, "; ") == "a; b; and 1 more"
-    assert some_of([], 2) == ""
+    assert join_some(["a", "b"], 2) == "a, b"
+    assert join_some(["a", "b", "c"], 1) == "a and 2 more"
+    assert join_some(["a", "b", "c"], 2, "; ") == "a; b; and 1 more"
+    assert join_some([], 2) == ""
 
 
 def test_runs_of_numbers():

@@ -71,7 +71,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULE_OF_NAME = {
     "launch": "ranks.launch",
     "RankError": "ranks.launch",
     "RankTimeoutError": "ranks.launch",
@@ -139,17 +139,17 @@ _HOMES = {
     "consolidate_sharded_state_dicts": "consolidate",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULE_OF_NAME)
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+    source = _MODULE_OF_NAME.get(name)
+    if source is None:
         new = _import_module(".deprecated", __name__).new_name(__name__, name)
         if new is not None:
             return getattr(_sys.modules[__name__], new)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    needs_torch_xla = home.partition(".")[0] not in (
+    needs_torch_xla = source.partition(".")[0] not in (
         "consolidate",
         "extras",
         "plan_compiler",
@@ -160,7 +160,7 @@ def __getattr__(name: str) -> object:
         _choose_device()
     if needs_torch_xla:
         _import_module(".moves", __name__).watch_moves()
-    value = getattr(_import_module(f".{home}", __name__), name)
+    value = getattr(_import_module(f".{source}", __name__), name)
     globals()[name] = value
     return value
 

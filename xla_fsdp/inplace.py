@@ -15,8 +15,8 @@ from .names import dotted, is_wrapper
 from .sharded_module import ShardedModule, make_unit
 from .sharding.comm_plan import Divisors
 from .sharding.cpu_offload import CPUOffload
-from .sharding.deferred_values import Awaited, still_awaited
-from .sharding.metadata import hand_out_local, require_copying
+from .sharding.deferred_values import UninitializedTensor, remaining_uninitialized
+from .sharding.metadata import export_local_tensors, require_copying
 from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
 from .sharding.options import FULLY_SHARD, FSDPOptions, takes_options
 from .sharding.state import FSDPState, unique_units
@@ -87,7 +87,7 @@ def checked_precision(policy: Any) -> MixedPrecisionPolicy:
     return policy
 
 
-def meant_by_offload(policy: Any) -> CPUOffload | None:
+def offload_option(policy: Any) -> CPUOffload | None:
     """The wrapper's ``cpu_offload`` that means the same.
 
     Raises:
@@ -147,7 +147,7 @@ def fully_shard(
         RuntimeError: the module is sharded or wrapped already, or has no ``forward``.
     """
     precision = checked_precision(mp_policy or MixedPrecisionPolicy())
-    offload = meant_by_offload(OffloadPolicy() if offload_policy is None else offload_policy)
+    offload = offload_option(OffloadPolicy() if offload_policy is None else offload_policy)
     if shard_placement_fn is not None:
         raise ValueError(
             f"shard_placement_fn={shard_placement_fn!r} is not supported: parameters are cut as "
@@ -190,7 +190,7 @@ def _become_sharded(module: nn.Module, unit: FSDPState, precision: MixedPrecisio
     unit.output_dtype = precision.output_dtype
     module.__dict__["_unit"] = unit
     module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # Module is hashable
-    module._register_state_dict_hook(hand_out_local)
+    module._register_state_dict_hook(export_local_tensors)
     module.register_load_state_dict_pre_hook(_before_load)
 
 
@@ -200,7 +200,7 @@ def _before_load(
     if not is_wrapper(module):
         return  # the module behaves like the unwrapped one for now, see checkpoint/protocol.py
     require_copying(local_metadata, "the shards that the module gathers")
-    module._unit.rest()
+    module._unit.install_shards()
 
 
 @functools.cache
@@ -226,11 +226,13 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
         # Not `function`: the method may have been replaced in the original class since.
         method = getattr(super(FSDPModule, self), name)
         unit = self._unit
-        if unit.holds_full():
+        if unit.has_full_parameters():
             return method(*args, **kwargs)
         if name == "forward" or name in unit.forward_methods:
             return unit.run(method, args, kwargs)
-        if not unit.summoned and any(still_awaited(one.awaited) for one in unique_units(self)):
+        if not unit.summoned and any(
+            remaining_uninitialized(one.uninitialized) for one in unique_units(self)
+        ):
             # The parameters have no values yet, so the method is there to initialize them.
             with summon_full_params(self):
                 return method(*args, **kwargs)
@@ -297,13 +299,13 @@ class FSDPModule(ShardedModule):
         units = unique_units(self)
         require_no_scanned(units)
         for unit in units:
-            unit.rest()
-            unit.wait_for_values()
+            unit.install_shards()
+            unit.mark_uninitialized()
         for name, module in self.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
-                    own = Awaited(buffer, {(0, 0): dotted(name, key)}, (module, key))
-                    self._unit.awaited.append(own)
+                    own = UninitializedTensor(buffer, {(0, 0): dotted(name, key)}, (module, key))
+                    self._unit.uninitialized.append(own)
         return self
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

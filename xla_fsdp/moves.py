@@ -16,7 +16,7 @@ from torch import nn
 # Set on the function that replaces ``nn.Module.to``.
 _WATCHES = "_xla_fsdp_watches"
 # Set on a parameter that was replaced by another.
-_LEFT = "_xla_fsdp_left"
+_REPLACED = "_xla_fsdp_left"
 
 
 def watch_moves() -> None:
@@ -33,7 +33,7 @@ def watch_moves() -> None:
         for parameter, ((first, name), *others) in places.items():
             now = first._parameters[name]
             if now is not parameter and now is not None:
-                _hand_over(parameter, now)
+                _copy_attributes(parameter, now)
             for module, other in others:
                 if module._parameters[other] is not now:
                     setattr(module, other, now)  # also updates the list of recurrent layers
@@ -43,18 +43,18 @@ def watch_moves() -> None:
     nn.Module.to = to  # type: ignore[assignment, method-assign]
 
 
-def _hand_over(parameter: nn.Parameter, now: nn.Parameter) -> None:
+def _copy_attributes(parameter: nn.Parameter, now: nn.Parameter) -> None:
     """Copies what users set on the old parameter (hooks, attributes) to the new one."""
     vars(now).update({**vars(parameter), **vars(now)})
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(parameter, hooks):
             setattr(now, hooks, getattr(parameter, hooks))
-    setattr(parameter, _LEFT, True)
+    setattr(parameter, _REPLACED, True)
 
 
-def was_left(parameter: object) -> bool:
+def was_replaced(parameter: object) -> bool:
     """Whether this parameter was replaced when its model was moved."""
-    return hasattr(parameter, _LEFT)
+    return hasattr(parameter, _REPLACED)
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

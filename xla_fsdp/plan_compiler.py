@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 from .tpu.chips import Chip
 from .tpu.libtpu_flags import library
-from .wording import in_a_line
+from .wording import to_one_line
 
 COMMAND = "python -m xla_fsdp.plan_compiler install"
 FOLDER = "XLA_FSDP_COMPILERS"
@@ -86,7 +86,7 @@ class Compiler:
 def refusal_of(libtpu: str, slice: str, message: str = "") -> str:
     """What to say when libtpu refuses a chip or a slice."""
     newest = next(iter(TESTED))
-    said = f" ({in_a_line(message, 200)})" if message else ""
+    said = f" ({to_one_line(message, 200)})" if message else ""
     remedy = (
         f"plan with compiler={newest!r}, after: {COMMAND}"
         if libtpu != newest
@@ -190,12 +190,12 @@ def _examined(python: Path, named: str) -> Compiler:
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise UnusableCompilerError(
             f"{named}: {python} does not run as a Python interpreter "
-            f"({in_a_line(error, 200)}): {remedy}"
+            f"({to_one_line(error, 200)}): {remedy}"
         ) from error
     if found is None:
         raise UnusableCompilerError(
             f"{named}: {python} ended with exit status {done.returncode} "
-            f"({in_a_line(done.stderr or 'no message', 200)}): {remedy}"
+            f"({to_one_line(done.stderr or 'no message', 200)}): {remedy}"
         )
     missing = [name for name in ("jax", "jaxlib", "libtpu") if not found[name]]
     if missing or not found["library"]:
@@ -287,7 +287,7 @@ def _require_done(command: list[str], what: str) -> None:
         lines = (done.stderr or done.stdout).strip().splitlines()
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
         raise UnusableCompilerError(
-            f"{what} failed with {command[0]} ({in_a_line('; '.join(errors), 300)}): check the "
+            f"{what} failed with {command[0]} ({to_one_line('; '.join(errors), 300)}): check the "
             "network and the package index, or pass another --python"
         )
 

@@ -202,7 +202,7 @@ class _Replay:
         hosted: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors):
             # Tensors that are referenced elsewhere (masks, parameters) would not be freed.
-            if tensor.grad_fn is None or not host_memory.can_wait_there(tensor):
+            if tensor.grad_fn is None or not host_memory.can_offload(tensor):
                 continue
             if tensor.numel() and host_memory.can_be_stored(tensor.shape):
                 hosted[number] = host_memory.store(tensor.detach())
@@ -225,7 +225,7 @@ class _Replay:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._value)
         with hooks, linear.recomputed_later():
             outputs = self.forward(*args, **kwargs)
-        self.buffers.forward_over()
+        self.buffers.end_forward()
         # The recomputation needs to restore random numbers only if the forward draws some.
         self.draws = not self.random.equals(RandomState.of(self.device))
         return outputs

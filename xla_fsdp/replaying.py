@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import xlac
-from .collectives.order import after, apart
+from .collectives.order import after, prevent_fusion
 from .sharding.freeing import Stamp, stamps
 from .sharding.gathering import computing, computing_passes
 from .tree import map_tensors, tensors_in
@@ -99,7 +99,7 @@ def tied(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> lis
     Without a barrier the compiler would merge the recomputation with the forward and store the
     result, which is what checkpointing avoids.
     """
-    copies = after(tensors, events) if events else [apart(tensor) for tensor in tensors]
+    copies = after(tensors, events) if events else [prevent_fusion(tensor) for tensor in tensors]
     # Each copy has a graph node with one output: torch_xla 2.9 aborts the process if the indices of
     # an embedding are the direct output of a barrier, which has several outputs.
     return [torch.view_copy(copy, copy.shape) for copy in copies]
@@ -151,7 +151,7 @@ class Buffers:
             for owner, name, buffer in _buffers_of(module)
         ]
 
-    def forward_over(self) -> None:
+    def end_forward(self) -> None:
         """Drops the buffers that the forward did not change."""
         self._before = [
             (owner, name, buffer, stamp, value)
@@ -259,7 +259,7 @@ class _Region:
         self.random = RandomState.of(device)
         self.draws = True
 
-    def forward_over(self) -> None:
+    def end_forward(self) -> None:
         self.draws = not self.random.equals(RandomState.of(self.device))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +310,7 @@ def _generator(
         return
     region = _Region(function, device)
     yield from _torch_generator(region, *options, *args, **kwargs)
-    region.forward_over()
+    region.end_forward()
 
 
 class _Applied:
@@ -336,7 +336,7 @@ class _Reentrant(_Applied, _TorchFunction):
         ctx.region = None if device is None else _Region(function, device)
         outputs = _TorchFunction.forward(ctx, function, preserve_rng_state, *args)
         if ctx.region is not None:
-            ctx.region.forward_over()
+            ctx.region.end_forward()
         return outputs
 
     @staticmethod

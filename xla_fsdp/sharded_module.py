@@ -20,9 +20,9 @@ from .replaying import support_torch_checkpoint
 from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.clipping import clip_grad_norm_
-from .sharding.cpu_offload import staying
-from .sharding.deferred_values import still_awaited
-from .sharding.ignored import mark_ignored, note_of
+from .sharding.cpu_offload import stay_on_host
+from .sharding.deferred_values import remaining_uninitialized
+from .sharding.ignored import ignored_mark_of, mark_ignored
 from .sharding.optimizer_hook import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
@@ -91,7 +91,7 @@ class ShardedModule(nn.Module):
         ``unshard()`` and ``reshard()`` of ``fully_shard``: full parameters, for reading only."""
         for unit in unique_units(self):
             if unit.unsharded is None:
-                unit.settle()
+                unit.reset_after_failure()
         yield from super().named_parameters(*args, **kwargs)
 
     def state_dict(  # type: ignore[override]  # without the overload for destination
@@ -139,7 +139,7 @@ class ShardedModule(nn.Module):
         for unit in unique_units(self):
             by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
             for parameter in unit.ignored:
-                note = note_of(parameter)
+                note = ignored_mark_of(parameter)
                 if note is not None:
                     note.averaged = True
                 if parameter.grad is not None and parameter not in done:
@@ -196,21 +196,21 @@ class ShardedModule(nn.Module):
                 f"cannot be moved to {found}. To get the values on the host call "
                 "xla_fsdp.full_state_dict(model); for a model there, consolidate a checkpoint"
             )
-        waiting = still_awaited(unit.awaited)
-        super()._apply(staying(fn, unit.shards), recurse)
+        waiting = remaining_uninitialized(unit.uninitialized)
+        super()._apply(stay_on_host(fn, unit.shards), recurse)
         for one in waiting:
-            one.wait_on()
+            one.restart_watch()
         return self
 
     def __deepcopy__(self, memo: dict) -> Any:
         for unit in unique_units(self):
             unit.reshard()
         _rest(self)
-        still_awaited(self._unit.awaited)
+        remaining_uninitialized(self._unit.uninitialized)
         clone: Any = object.__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        clone._unit.note_homes()  # marks on parameters are not copied with them
+        clone._unit.mark_shards()  # marks on parameters are not copied with them
         clone._unit.gradients.forget()  # copies of parameters have no gradients
         return clone
 
@@ -231,7 +231,7 @@ class ShardedModule(nn.Module):
 
 def _rest(module: nn.Module) -> None:
     for unit in unique_units(module):
-        unit.rest()
+        unit.install_shards()
 
 
 # Models of some libraries have methods that read parameters outside of a forward. This maps a
@@ -245,11 +245,11 @@ _PARTS = {
 
 def adapt(module: nn.Module) -> None:
     """Adapts models of other libraries, and ``module`` if it is one, so that they work sharded."""
-    for library, home in _PARTS.items():
+    for library, source in _PARTS.items():
         if library not in sys.modules:
             continue
         try:
-            part: Any = import_module(f".{home}", __package__)
+            part: Any = import_module(f".{source}", __package__)
         except ImportError as error:  # a release that was not tested
             warnings.warn(
                 f"{error}. Until then save_pretrained writes shards of wrapped models, and "

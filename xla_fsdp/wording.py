@@ -10,7 +10,7 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def in_a_line(said: object, most: int = 300) -> str:
+def to_one_line(said: object, most: int = 300) -> str:
     """The message of an exception or another program, on one line, cut to ``most`` characters and
     without terminal control characters. For an exception without a message, its type."""
     words = " ".join(str(said).split())
@@ -21,11 +21,11 @@ def in_a_line(said: object, most: int = 300) -> str:
 
 
 def first_line(said: object, most: int = 300) -> str:
-    """:func:`in_a_line` of the first line only: a C++ stack, or advice, follows after it."""
-    return in_a_line(str(said).strip().partition("\n")[0] or said, most)
+    """:func:`to_one_line` of the first line only: a C++ stack, or advice, follows after it."""
+    return to_one_line(str(said).strip().partition("\n")[0] or said, most)
 
 
-def some_of(texts: Sequence[str], most: int, between: str = ", ") -> str:
+def join_some(texts: Sequence[str], most: int, between: str = ", ") -> str:
     """Joins texts: ``a, b and 3 more``."""
     shown = between.join(texts[:most])
     left = len(texts) - most

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from .names import is_wrapper
-from .wording import some_of
+from .wording import join_some
 
 Policy = Callable[..., bool]
 
@@ -120,7 +120,7 @@ def warn_if_none_chosen(module: nn.Module, policy: Policy) -> None:
         warnings.warn(
             f"auto_wrap_policy chose none of the submodules of {type(module).__name__}, so all of "
             "its full parameters are gathered together and are in memory at the same time. "
-            f"Choose among its classes ({some_of(classes, 8)}), or pass no policy",
+            f"Choose among its classes ({join_some(classes, 8)}), or pass no policy",
             stacklevel=4,
         )
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from .names import WRAPPED, is_wrapper
 from .sharded_module import ShardedModule, make_unit
 from .sharding import metadata
-from .sharding.attributes import refuse_replacement
+from .sharding.attributes import raise_replaced
 from .sharding.comm_hook import Hook, register
 from .sharding.comm_plan import Divisors
 from .sharding.options import WRAPPER, FSDPOptions, constructor
@@ -107,9 +107,9 @@ class XlaFullyShardedDataParallel(ShardedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the attribute on the wrapped module, as if there were no wrapper."""
         if self._is_inside(name):
-            for place in self._unit.places:
-                if place.module is self._fsdp_wrapped_module and place.name == name:
-                    refuse_replacement(self._unit.name_of(place.index))
+            for slot in self._unit.slots:
+                if slot.module is self._fsdp_wrapped_module and slot.name == name:
+                    raise_replaced(self._unit.name_of(slot.index))
             setattr(self._fsdp_wrapped_module, name, value)
         else:
             super().__setattr__(name, value)
@@ -122,17 +122,17 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
         """On the wrapped module, so that its forward can use it."""
-        self._home_of_new(name).register_buffer(name, *args, **kwargs)
+        self._owner_of_new(name).register_buffer(name, *args, **kwargs)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """On the wrapped module, so that its forward can use it; it is not sharded."""
-        self._home_of_new(name).register_parameter(name, param)
+        self._owner_of_new(name).register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """To the wrapped module, so that its forward can use it; it is not sharded."""
-        self._home_of_new(name).add_module(name, module)
+        self._owner_of_new(name).add_module(name, module)
 
-    def _home_of_new(self, name: str) -> Any:
+    def _owner_of_new(self, name: str) -> Any:
         return self._fsdp_wrapped_module if self._is_inside(name) else super()
 
     def _is_inside(self, name: str) -> bool:
@@ -303,25 +303,25 @@ class XlaFullyShardedDataParallel(ShardedModule):
         self, hook: Any, *, prepend: bool = False, **options: Any
     ) -> RemovableHandle:
         """As on the wrapped module."""
-        home = None if prepend else self._with_hooks("_forward_pre_hooks")
-        return (home or self._around()).register_forward_pre_hook(hook, prepend=prepend, **options)
+        owner = None if prepend else self._with_hooks("_forward_pre_hooks")
+        return (owner or self._around()).register_forward_pre_hook(hook, prepend=prepend, **options)
 
     def register_forward_hook(
         self, hook: Any, *, prepend: bool = False, **options: Any
     ) -> RemovableHandle:
         """As on the wrapped module."""
-        home = self._with_hooks("_forward_hooks") if prepend else None
-        return (home or self._around()).register_forward_hook(hook, prepend=prepend, **options)
+        owner = self._with_hooks("_forward_hooks") if prepend else None
+        return (owner or self._around()).register_forward_hook(hook, prepend=prepend, **options)
 
     def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
         """As on the wrapped module."""
-        home = None if prepend else self._with_hooks("_backward_pre_hooks")
-        return (home or self._around()).register_full_backward_pre_hook(hook, prepend)
+        owner = None if prepend else self._with_hooks("_backward_pre_hooks")
+        return (owner or self._around()).register_full_backward_pre_hook(hook, prepend)
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
         """As on the wrapped module."""
-        home = self._with_hooks("_backward_hooks") if prepend else None
-        return (home or self._around()).register_full_backward_hook(hook, prepend)
+        owner = self._with_hooks("_backward_hooks") if prepend else None
+        return (owner or self._around()).register_full_backward_hook(hook, prepend)
 
     def _around(self) -> Any:
         """The wrapper itself, with the methods of any module."""

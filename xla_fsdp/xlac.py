@@ -82,7 +82,7 @@ def _bound(path: str) -> Callable[[_T], _T]:
     return bind
 
 
-class Place:
+class PrivateAttribute:
     """An attribute of a module of torch_xla, which launches and plans set temporarily.
 
     Attributes:
@@ -105,7 +105,7 @@ class Place:
         setattr(self.owner, self.name, value)
 
 
-class Replaceable(Place, Generic[_P, _R]):
+class Replaceable(PrivateAttribute, Generic[_P, _R]):
     """A function that is looked up at each call, as in torch_xla, so a replacement is used."""
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -392,12 +392,18 @@ class TraceEvent:
 
 # -- process state that is cached between launches -------------------------------------------------
 
-WORLD_SIZE = Place("runtime._WORLD_SIZE", "The cached xr.world_size() of the process, or None.")
-ORDINAL = Place("runtime._ORDINAL", "The cached xr.global_ordinal() of the process, or None.")
-_STEP_CLOSURES = Place(
+WORLD_SIZE = PrivateAttribute(
+    "runtime._WORLD_SIZE", "The cached xr.world_size() of the process, or None."
+)
+ORDINAL = PrivateAttribute(
+    "runtime._ORDINAL", "The cached xr.global_ordinal() of the process, or None."
+)
+_STEP_CLOSURES = PrivateAttribute(
     "core.xla_model._DEVICE_CONTEXTS", "Functions to call after the next sync, by device."
 )
-_EXIT_HANDLER = Place("_prepare_to_exit", "Waits for programs at the end of the process.")
+_EXIT_HANDLER = PrivateAttribute(
+    "_prepare_to_exit", "Waits for programs at the end of the process."
+)
 
 
 def drop_step_closures(device: str) -> None:
@@ -453,10 +459,12 @@ def configure_process(local_rank: int, *args: Any, **kwargs: Any) -> Any:
     """Assigns chips and ports to a process of a host; torch_xla calls it in each process."""
 
 
-_SETUP = Place("_setup_default_env", "Sets the environment at the import, on a TPU host.")
+_SETUP = PrivateAttribute(
+    "_setup_default_env", "Sets the environment at the import, on a TPU host."
+)
 _SETUP_CALLS = (
-    Place("_set_missing_flags", "Adds flags that are not set yet."),
-    Place("_setup_libtpu_flags", "Adds torch_xla's flags to LIBTPU_INIT_ARGS."),
+    PrivateAttribute("_set_missing_flags", "Adds flags that are not set yet."),
+    PrivateAttribute("_setup_libtpu_flags", "Adds torch_xla's flags to LIBTPU_INIT_ARGS."),
     _SETUP,
 )
 

@@ -14,7 +14,7 @@ from xla_fsdp.consolidate import CheckpointError
 
 from . import evaluation, schedules
 from .meters import Meters
-from .script import DEFINE_number, Stop, in_a_line
+from .script import DEFINE_number, Stop, to_one_line
 
 flags.DEFINE_bool("resume", False, "resume from the latest checkpoint, if there is one")
 flags.DEFINE_integer("resume_epoch", 0, "resume from the checkpoint of this epoch", 0)
@@ -36,7 +36,7 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
         try:
             os.makedirs(folder, exist_ok=True)
         except (OSError, ValueError) as error:
-            raise Stop(f"--{flag}={folder}: {in_a_line(error)}: {folder}", code=2) from error
+            raise Stop(f"--{flag}={folder}: {to_one_line(error)}: {folder}", code=2) from error
         if not os.access(folder, os.W_OK):
             raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
     try:
@@ -44,7 +44,7 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
         found = xla_fsdp.latest_checkpoint(folder, step)
     except (CheckpointError, OSError, ImportError, ValueError) as error:
         older = "" if step or not isinstance(error, CheckpointError) else _another(folder)
-        raise Stop(f"--{flag}={folder}: {in_a_line(error, None)}{older}", 2) from error
+        raise Stop(f"--{flag}={folder}: {to_one_line(error, None)}{older}", 2) from error
     if step and not found:
         raise Stop(f"{folder} has no complete checkpoint of --resume_epoch={step}", code=2)
     if found and not (options.resume or step):

@@ -10,7 +10,7 @@ from absl import flags
 import xla_fsdp
 from xla_fsdp.compiler_options import RefusedOptionError
 
-from .script import Stop, in_a_line, require
+from .script import Stop, require, to_one_line
 
 PLAN = "plan this run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; "
 PLAN += "needs no TPU. Exit code 0 if it fits into memory, 3 if it does not"
@@ -71,7 +71,7 @@ def refusals(flag: str, options: SimpleNamespace) -> Iterator[None]:
     try:
         yield
     except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
-        raise Stop(f"--calibration={options.calibration}: {in_a_line(error)}", code=2) from error
+        raise Stop(f"--calibration={options.calibration}: {to_one_line(error)}", code=2) from error
     except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
         raise Stop(f"{flag}: {error}", code=2) from error
     except xla_fsdp.CompileError as error:
@@ -117,4 +117,4 @@ def _keep_programs(options: SimpleNamespace) -> None:
     try:
         options.compilation_cache = str(xla_fsdp.enable_compilation_cache(folder))
     except (OSError, ValueError, NotImplementedError) as error:
-        raise Stop(f"--compilation_cache={folder}: {in_a_line(error)}", code=2) from error
+        raise Stop(f"--compilation_cache={folder}: {to_one_line(error)}", code=2) from error

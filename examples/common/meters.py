@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import xla_fsdp
 
-from .script import Stop, in_a_line, require
+from .script import Stop, require, to_one_line
 
 flags.DEFINE_string("logdir", None, "write TensorBoard curves to this folder")
 flags.DEFINE_string(
@@ -58,7 +58,7 @@ class Shown:
             try:
                 self._writer = SummaryWriter(options.logdir)
             except (OSError, ValueError, ImportError) as error:
-                wrong = f"{in_a_line(error)}; give another folder"
+                wrong = f"{to_one_line(error)}; give another folder"
                 raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
 
     def _start_bar(self, text: str, total: int, status: str, done: int = 0) -> None:

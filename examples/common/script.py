@@ -34,7 +34,7 @@ def run(main: Callable[[SimpleNamespace], None]) -> None:
     except SystemExit:
         sys.exit(0)  # after --help, for which absl would exit with 1
     except flags.Error as error:
-        end(f"{in_a_line(error, None)} (--help lists the flags)", 2)
+        end(f"{to_one_line(error, None)} (--help lists the flags)", 2)
     try:
         main(SimpleNamespace(**flags.FLAGS.flag_values_dict()))
     except KeyboardInterrupt:
@@ -53,7 +53,7 @@ def end(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def in_a_line(error: BaseException, most: int | None = 300) -> str:
+def to_one_line(error: BaseException, most: int | None = 300) -> str:
     """The message of an error in one line; for an OSError without the path."""
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(words.split())[:most]

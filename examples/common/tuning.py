@@ -10,7 +10,7 @@ import xla_fsdp
 from xla_fsdp.compiler_options import add_to_environment
 
 from .launching import launch_or_plan, refusals
-from .script import Stop, exclude, in_a_line, require
+from .script import Stop, exclude, require, to_one_line
 
 OF_BLOCKS = "scan_blocks checkpoint_activations offload_activations stream no_reshard_after_forward"
 NOT_TUNED = ("stream", "lora_rank")
@@ -61,7 +61,7 @@ def applied(options: SimpleNamespace) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if not options.settings:
             raise
-        raise Stop(f"--settings={options.settings}: {in_a_line(error)}", code=2) from error
+        raise Stop(f"--settings={options.settings}: {to_one_line(error)}", code=2) from error
 
 
 def launch_plan_or_tune(train: Callable, args: tuple, title: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..consolidate.errors import CheckpointError, OtherRankError, SharedStorageError
 from ..consolidate.format.rank_file import FileRecord
 from ..consolidate.format.store import Store, join, read, write
@@ -73,7 +73,7 @@ class AsyncCheckpointer:
             CheckpointError: the previous save failed, and this one was not started; or this one
                 cannot start, see :func:`save_checkpoint`.
         """
-        with at_rest() as random:
+        with synced_device() as random:
             self.wait()
             meeting = Meeting()
             request = meeting_request(meeting, self.path, step, self.keep_last)
@@ -95,7 +95,7 @@ class AsyncCheckpointer:
         """
         running, self._running = self._running, None
         # Also without a running save: a resumed run has none at first, and must act the same.
-        with at_rest():
+        with synced_device():
             path = None if running is None else running.finish()
         if running is not None:
             running.tidied()  # rank 0 waits here, the other ranks do not

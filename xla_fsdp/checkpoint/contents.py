@@ -29,7 +29,7 @@ from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
-from .optimizer_forms import Made
+from .optimizer_forms import LazyState
 from .optimizers import HeldState, describe_optimizer
 
 RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
@@ -148,15 +148,15 @@ class _HostCopies:
     """Copies tensors to the host and caches the last one, whose pieces are read one by one."""
 
     def __init__(self) -> None:
-        self._tensor: torch.Tensor | Made | None = None
+        self._tensor: torch.Tensor | LazyState | None = None
         self._copy: torch.Tensor | None = None
 
-    def flat(self, tensor: torch.Tensor | Made) -> torch.Tensor:
+    def flat(self, tensor: torch.Tensor | LazyState) -> torch.Tensor:
         """All elements of ``tensor`` on the host, one-dimensional."""
         if tensor is not self._tensor:
             self._tensor, self._copy = tensor, None  # freed before the next one is made
         if self._copy is None:
-            copy = tensor.make() if isinstance(tensor, Made) else local(tensor.detach()).cpu()
+            copy = tensor.make() if isinstance(tensor, LazyState) else local(tensor.detach()).cpu()
             self._copy = copy.reshape(-1)
         return self._copy
 
@@ -181,7 +181,7 @@ def _items(
     yield Item(RNG_XLA, "U8", tuple(on_device.shape), lambda: on_device)
 
 
-def _piece(key: str, tensor: torch.Tensor | Made, held: Held, host: _HostCopies) -> Item:
+def _piece(key: str, tensor: torch.Tensor | LazyState, held: Held, host: _HostCopies) -> Item:
     dtype = dtype_name(tensor.dtype, key)
     return Item(
         key, dtype, (held.length,), lambda: host.flat(tensor)[held.at : held.at + held.length]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..consolidate.errors import (
     CheckpointNotFoundError,
     CoverageError,
@@ -39,7 +39,7 @@ from .filling import fill_model, fill_optimizer
 from .inventory import Inventory
 from .matching import LoadedKeys, Match, listed, match_model
 from .meeting import Meeting
-from .optimizer_forms import into_words, saver_of
+from .optimizer_forms import into_words, state_converter_of
 from .optimizer_matching import OptimizerMatch, match_optimizer
 from .optimizer_names import named
 from .optimizers import members_of_groups
@@ -52,7 +52,7 @@ _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
 _OPTIMIZER = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "optimizers.")
 
 
-@at_rest()
+@synced_device()
 def from_dcp(
     path: Any,
     model: nn.Module,
@@ -119,7 +119,7 @@ def from_dcp(
         given = _optimizer_in(directory)
         saved = named(given, inventory, groups, label)
         saved = replace(saved, lists_all_groups=given["lists_all_groups"])
-        saver = saver_of(optimizer)
+        saver = state_converter_of(optimizer)
         if saver is not None:
             state = into_words(saver, saved.state, inventory, label)
             saved = replace(saved, state=state, said=True)

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..consolidate.errors import OutputError, SharedStorageError
 from ..sharding.sharded_parameter import local
 from .boxes import Box, boxes
@@ -46,7 +46,7 @@ from .draft import eventually
 from .full_optimizer import state_kinds
 from .inventory import Held, Inventory
 from .meeting import Meeting
-from .optimizer_forms import saver_of
+from .optimizer_forms import state_converter_of
 from .optimizers import local_state, members_of_groups, options
 from .parts import agreed_inventory
 from .protocol import unread_state_dict
@@ -61,7 +61,7 @@ FILE_BYTES = 1 << 28
 _Path = tuple[str | int, ...]
 
 
-@at_rest()
+@synced_device()
 def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Writes a directory that ``torch.distributed.checkpoint`` loads. Call it on every rank.
 
@@ -128,7 +128,7 @@ def _add_model(contents: _DcpContents, model: nn.Module, inventory: Inventory) -
 def _add_optimizer(
     contents: _DcpContents, inventory: Inventory, optimizer: torch.optim.Optimizer
 ) -> None:
-    if saver_of(optimizer) is not None:
+    if state_converter_of(optimizer) is not None:
         raise TypeError(
             f"the state of {type(optimizer).__name__} does not have the shapes of the parameters, "
             "which torch.distributed.checkpoint requires. Use save_checkpoint or "

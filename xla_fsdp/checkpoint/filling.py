@@ -11,14 +11,14 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from ..sharding.deferred_values import about_to_fill, was_filled
+from ..sharding.deferred_values import begin_load, end_load
 from ..sharding.freeing import assign_
 from ..sharding.optimizer_hook import state_is_by_name
 from ..sharding.shard_spec import ShardSpec, spec_of
 from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
 from .inventory import Held, HeldBuffer, Inventory
 from .matching import Match
-from .optimizer_forms import MemberValues, saver_of
+from .optimizer_forms import MemberValues, state_converter_of
 from .optimizer_matching import Elements, Number, OptimizerMatch
 from .optimizers import options
 from .stored import Stored
@@ -33,7 +33,7 @@ def fill_model(inventory: Inventory, match: Match) -> None:
 
 def fill_optimizer(match: OptimizerMatch) -> None:
     """Copies state and options into the optimizer, one tensor at a time."""
-    optimizer, saver = match.optimizer, saver_of(match.optimizer)
+    optimizer, saver = match.optimizer, state_converter_of(match.optimizer)
     state_is_by_name(optimizer)
     devices = {
         key: value.device
@@ -89,7 +89,7 @@ def new_values(inventory: Inventory, match: Match) -> Iterator[tuple[torch.Tenso
     for holder, members in inventory.by_holder().items():
         found = {held: match.parameters.get(held) for held in members}
         if any(found.values()):
-            about_to_fill(holder, ((h.first, h.member) for h, stored in found.items() if stored))
+            begin_load(holder, ((h.first, h.member) for h, stored in found.items() if stored))
             start = None if all(found.values()) else holder
             yield holder, part_of(local(holder).shape, holder.dtype, found, start)
     rows: dict[torch.Tensor, list[tuple[HeldBuffer, Stored]]] = {}
@@ -120,12 +120,12 @@ def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         moved += [(tensor, value) for (tensor, _), value in zip(here, arrived, strict=True)]
     assign_([tensor for tensor, _ in moved], [value for _, value in moved])
     for tensor, _ in moved:
-        was_filled(tensor)
+        end_load(tensor)
     with torch.no_grad(), on_local_parts():
         for tensor, value in pairs:
             if tensor.device.type != "xla":
                 tensor.copy_(value)
-                was_filled(tensor)
+                end_load(tensor)
 
 
 def set_extra_state(states: Mapping[nn.Module, Any]) -> None:

@@ -11,13 +11,20 @@ import torch
 import torch_xla
 from torch import nn
 
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..sharding.sharded_parameter import local
 from .filling import fill_optimizer
 from .full_state import match_given
 from .inventory import Held, Inventory
 from .meeting import Meeting
-from .optimizer_forms import Made, SavesItself, into_words, own_words, saver_of, unsharded
+from .optimizer_forms import (
+    LazyState,
+    StateConverter,
+    into_words,
+    own_words,
+    state_converter_of,
+    unsharded,
+)
 from .optimizer_matching import OptimizerMatch, OptimizerState, match_optimizer
 from .optimizer_names import named
 from .optimizers import Groups, local_state, members_of_groups, options
@@ -27,7 +34,7 @@ from .stored import Stored
 _PLAIN = (type(None), bool, int, float, complex, str)
 
 
-@at_rest()
+@synced_device()
 def full_optim_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -64,7 +71,7 @@ def full_optim_state_dict(
     wanted = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
     found: dict[str, dict[str, Any]] = {}
-    saver = saver_of(optimizer)
+    saver = state_converter_of(optimizer)
     options_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for part in parts_of(inventory):
         if saver is not None:
@@ -89,7 +96,7 @@ def full_optim_state_dict(
     return {"state": {name: found[name] for name in order}, "param_groups": described}
 
 
-@at_rest()
+@synced_device()
 def load_full_optim_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -120,7 +127,7 @@ def load_full_optim_state_dict(
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
     label = "optim_state_dict"
-    saver = saver_of(optimizer)
+    saver = state_converter_of(optimizer)
 
     def look(given: Any) -> dict[str, Any]:
         saved = named(given, inventory, members_of_groups(inventory, optimizer), label)
@@ -148,7 +155,7 @@ def _with_stored(state: Mapping[str, Any]) -> dict[str, Any]:
 def _gathered_words(
     part: Part,
     optimizer: torch.optim.Optimizer,
-    saver: SavesItself,
+    saver: StateConverter,
     group: Mapping[str, Any],
     to: torch.device | None,
 ) -> dict[str, dict[str, Any]]:
@@ -159,14 +166,14 @@ def _gathered_words(
         held: {
             key: [value] if key in saver.member_state else value
             for key, value in words.items()
-            if not isinstance(value, Made)
+            if not isinstance(value, LazyState)
         }
         for held, words in own
     }
-    made: dict[Made, tuple[str, list[Held]]] = {}
+    made: dict[LazyState, tuple[str, list[Held]]] = {}
     for held, words in own:
         for key, value in words.items():
-            if isinstance(value, Made):
+            if isinstance(value, LazyState):
                 made.setdefault(value, (key, []))[1].append(held)
     layout, holder_shape = part.layout, local(part.holder).shape
     count = holder_shape.numel() if layout is None else math.prod(layout.shard_shape)
@@ -196,7 +203,7 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.O
     :func:`full_optim_state_dict`.
     """
     groups: Groups = []
-    kind_of = _kind if saver_of(optimizer) is None else _kind_of_own
+    kind_of = _kind if state_converter_of(optimizer) is None else _kind_of_own
 
     def look() -> list[Any]:
         groups.extend(members_of_groups(inventory, optimizer))

@@ -10,7 +10,7 @@ import torch
 import torch_xla
 from torch import nn
 
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..collectives.world import World
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
@@ -61,7 +61,7 @@ def full_state_dict(
     return gather_state(model, lambda name: True, rank0_only, offload_to_cpu)
 
 
-@at_rest()
+@synced_device()
 def gather_state(
     model: nn.Module,
     wanted: Callable[[str], bool],
@@ -136,7 +136,7 @@ def gather_state(
     return meeting.each("gather the model state", resolve)
 
 
-@at_rest()
+@synced_device()
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
 ) -> LoadedKeys:

@@ -17,9 +17,9 @@ from torch import nn
 from ..collectives.world import World
 from ..consolidate.format.manifest import Span
 from ..names import dotted
-from ..sharding.around import name_held_outside
 from ..sharding.layout import Layout
 from ..sharding.metadata import sharded_names
+from ..sharding.outer_wrappers import find_sharded_outside
 from ..sharding.state import unit_of, units_in
 from ..sharding.unit import NamedUnits
 
@@ -143,8 +143,8 @@ def take_inventory(model: nn.Module) -> Inventory:
         )
     units = units_in(model)
     for _, unit in units:
-        unit.settle()  # an exception in a forward may have left gathered parameters
-    outside = name_held_outside(model, [unit for _, unit in units])
+        unit.reset_after_failure()  # an exception in a forward may have left gathered parameters
+    outside = find_sharded_outside(model, [unit for _, unit in units])
     if outside is not None:
         raise ValueError(
             f"parameters of {outside!r} belong to a wrapper around the given module. Inside the "
@@ -305,7 +305,7 @@ def _all_names(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
         unit = unit_of(module)
         if unit is not None and unit.depth:  # scanned blocks have no separate modules
-            for _, inside in unit.named_places():
+            for _, inside in unit.named_slots():
                 for own in inside:
                     yield dotted(path, own)
         for name in module._parameters:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..consolidate.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -66,7 +66,7 @@ def load_checkpoint(
         OtherRankError: another rank failed. If one rank raises, all ranks do.
     """
     meeting = Meeting()
-    with at_rest():
+    with synced_device():
         found = meeting.first("find the checkpoint", lambda: find(path, missing_ok, step))
         if found is None:
             return None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
-from ..wording import some_of
+from ..wording import join_some
 from .inventory import Held, HeldBuffer, Inventory
 from .stored import Stored, same_bits
 
@@ -136,12 +136,12 @@ def match_model(
 def raise_if_any(problems: Sequence[str], label: str) -> None:
     """Raises one :class:`ModelMismatchError` that lists the first few problems."""
     if problems:
-        raise ModelMismatchError(f"{label}: {some_of(problems, 5, '; ')}")
+        raise ModelMismatchError(f"{label}: {join_some(problems, 5, '; ')}")
 
 
 def listed(names: Iterable[Any]) -> str:
     """The first six of ``names`` and the number of the others, for messages."""
-    return some_of([repr(name) for name in names], 6)
+    return join_some([repr(name) for name in names], 6)
 
 
 def _misfit(

@@ -1,7 +1,7 @@
 """Saves and loads state of optimizers that convert their state, see :mod:`xla_fsdp.optim.saved`.
 
 Such an optimizer (Adafactor, 8-bit AdamW) has state that does not have the shape of the parameter.
-It implements :class:`SavesItself`, which converts the state into values that can be resharded.
+It implements :class:`StateConverter`, which converts the state into values that can be resharded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
-from ..optim.saved import Made, SavesItself, saver_of
+from ..optim.saved import LazyState, StateConverter, state_converter_of
 from ..sharding.sharded_parameter import on_local_parts
 from .inventory import Held, Inventory
 from .stored import Stored
@@ -33,7 +33,7 @@ def own_words(
 ) -> list[tuple[Held, Mapping[str, Any]]] | None:
     """The converted state of each of ``helds``, the parameters of the unsharded model in
     ``parameter``. ``None`` if the optimizer does not convert its state."""
-    saver = saver_of(optimizer)
+    saver = state_converter_of(optimizer)
     if saver is None:
         return None
     state = optimizer.state.get(parameter)
@@ -51,7 +51,7 @@ def unsharded(held: Held) -> nn.Parameter:
 
 
 def into_words(
-    saver: SavesItself, state: Mapping[str, Mapping[str, Any]], inventory: Inventory, label: str
+    saver: StateConverter, state: Mapping[str, Mapping[str, Any]], inventory: Inventory, label: str
 ) -> dict[str, dict[str, Any]]:
     """Converts the ``state`` of an unsharded optimizer, by name. Elements are read on request.
 
@@ -73,13 +73,13 @@ def into_words(
                 "it into the kind of optimizer that saved it."
             ) from error
         found[name] = {
-            key: _stored(value, known[name].shape) if isinstance(value, Made) else value
+            key: _stored(value, known[name].shape) if isinstance(value, LazyState) else value
             for key, value in converted.items()
         }
     return found
 
 
-def _stored(made: Made, shape: tuple[int, ...]) -> Stored:
+def _stored(made: LazyState, shape: tuple[int, ...]) -> Stored:
     def read(begin: int, end: int) -> torch.Tensor:
         return made.make().reshape(-1)[begin:end]
 
@@ -101,13 +101,13 @@ def by_number(members: list[Held], values: Mapping[Held, Any]) -> MemberValues:
 
 
 __all__ = [
-    "Made",
+    "LazyState",
     "MemberValues",
-    "SavesItself",
+    "StateConverter",
     "by_number",
     "into_words",
     "number_in_holder",
     "own_words",
-    "saver_of",
+    "state_converter_of",
     "unsharded",
 ]

@@ -13,7 +13,7 @@ from ..consolidate.errors import ModelMismatchError
 from ..sharding.sharded_parameter import local
 from .inventory import Held, Inventory
 from .matching import listed, raise_if_any
-from .optimizer_forms import MemberValues, by_number, saver_of
+from .optimizer_forms import MemberValues, by_number, state_converter_of
 from .optimizers import Groups, elementwise_keys, options
 from .stored import Stored, same_bits
 
@@ -124,7 +124,7 @@ def match_optimizer(
         )
     new_groups = _match_groups(optimizer, groups, known, saved, label)
     problems: list[str] = []
-    saver = saver_of(optimizer)
+    saver = state_converter_of(optimizer)
     words = None if saver is None else saver.member_state
     if saved.kind is None:
         assert saved.said is (words is not None)  # the caller has converted the state

@@ -18,7 +18,7 @@ from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import NOT_OPTIONS, Group, Optimizer, State
 from ..sharding.sharded_parameter import local
 from .inventory import Held, Inventory
-from .optimizer_forms import Made, own_words
+from .optimizer_forms import LazyState, own_words
 
 # For each group of the optimizer, the parameters of the unsharded model.
 Groups = list[list[Held]]
@@ -32,7 +32,7 @@ class HeldState:
     """One tensor of optimizer state, and the parameters whose elements it belongs to."""
 
     key: str
-    tensor: torch.Tensor | Made
+    tensor: torch.Tensor | LazyState
     parameters: Sequence[Held]
 
 
@@ -102,13 +102,13 @@ def _describe_words(
     words: Sequence[tuple[Held, Mapping[str, Any]]], state: dict[str, State]
 ) -> list[HeldState]:
     """Adds the converted state ``words`` to ``state``, and returns the tensors of this rank."""
-    made: dict[Made, tuple[str, list[Held]]] = {}
+    made: dict[LazyState, tuple[str, list[Held]]] = {}
     for held, own in words:
         sharded: dict[str, str] = {}
         single: dict[str, Any] = {}
         for key, value in own.items():
             where = f"optimizer state {key!r} of {held.name!r}"
-            if isinstance(value, Made):
+            if isinstance(value, LazyState):
                 sharded[key] = dtype_name(value.dtype, where)
                 made.setdefault(value, (key, []))[1].append(held)
             else:

@@ -108,7 +108,7 @@ def _gather(part: Part, value: torch.Tensor) -> torch.Tensor:
     if shard.numel() != count:
         block = torch.tensor([part.members[0].first // count]).to(world.device)
         shard = torch.index_select(shard.view(-1, count), 0, block)
-    full = world.all_gather(shard.view(layout.wire_shape), part.members[0].name)
+    full = world.all_gather(shard.view(layout.comm_shape), part.members[0].name)
     del shard
     torch_xla.sync(wait=True)
     return full

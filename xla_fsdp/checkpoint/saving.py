@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..consolidate.format.rank_file import FileRecord
 from .draft import Request, begin
 from .meeting import Meeting
@@ -55,7 +55,7 @@ def save_checkpoint(
         OtherRankError: another rank failed. If one rank raises, all ranks do.
     """
     meeting = Meeting()
-    with at_rest() as random:
+    with synced_device() as random:
         request = meeting_request(meeting, path, step, keep_last)
         draft = begin(meeting, request, model, optimizer, scheduler, extra, random)
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..consolidate.errors import (
     CheckpointNotFoundError,
     ForeignFileError,
@@ -49,7 +49,7 @@ _KEYS = ("model", "state_dict", "module")
 _REMEDY = "if you trust it, load it with torch.load and pass the dict to load_full_state_dict"
 
 
-@at_rest()
+@synced_device()
 def load_weights(
     model: nn.Module,
     path: Any,

@@ -11,13 +11,13 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from .. import xlac
-from ..ranks.rank import is_pretending
+from ..ranks.rank import is_simulated_rank
 from .host_data import as_data
 from .random_state import preserve_random_state
 from .world import World
 
 
-def tell_all(world: World, tag: str, value: Any) -> list[Any] | None:
+def all_gather_object(world: World, tag: str, value: Any) -> list[Any] | None:
     """Sends a small picklable ``value`` to all ranks; all must call it.
 
     Returns the values of all ranks, in the order of ranks. On CPU ranks only the last rank to call
@@ -30,36 +30,36 @@ def tell_all(world: World, tag: str, value: Any) -> list[Any] | None:
     return values
 
 
-def from_first(world: World, value: torch.Tensor) -> torch.Tensor:
+def broadcast_from_first(world: World, value: torch.Tensor) -> torch.Tensor:
     """``value`` of the group's first rank, and of the first replica, on this rank's device.
 
     Internally a sum: the first rank contributes its value and all others zeros. A separate
     program, since a rank that does not use the result must take part as well.
     """
-    if is_pretending():
+    if is_simulated_rank():
         return value
-    wire = value.to(torch.uint8) if value.dtype is torch.bool else value.detach()
-    wire = as_data(wire.cpu(), world.device)
+    result = value.to(torch.uint8) if value.dtype is torch.bool else value.detach()
+    result = as_data(result.cpu(), world.device)
     ordinal = xr.global_ordinal()
     first_replica = all(ordinal not in group[1:] for group in world.replica_groups)
     firsts = [(world.all_reduce_sum, world.rank == 0)]
     if world.replica_groups:
         firsts.append((world.sum_over_replicas, first_replica))
-    with _apart(world):
+    with _separate_program(world):
         for add, first in firsts:
             mine = as_data(torch.tensor(first), world.device)  # 0-d, as the value may be
-            wire = add(torch.where(mine, wire, torch.zeros_like(wire)), "from the first")
-        wire = wire.to(value.dtype)
-        xlac.start_tensors([wire])
-    return wire
+            result = add(torch.where(mine, result, torch.zeros_like(result)), "from the first")
+        result = result.to(value.dtype)
+        xlac.start_tensors([result])
+    return result
 
 
 @contextlib.contextmanager
-def _apart(world: World) -> Iterator[None]:
+def _separate_program(world: World) -> Iterator[None]:
     """On CPU ranks: separates a program from earlier collectives. torch_xla's token would include
     these in the program, which would then be a different one every time."""
     if world.context is None:
         yield
         return
-    with world.context.apart():
+    with world.context.separate_channels():
         yield

@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla.utils.dlpack import from_dlpack
 
-from ..ranks.rank import is_pretending
+from ..ranks.rank import is_simulated_rank
 
 # From so many elements on, a tensor of a plan has no values.
 LARGE = 1 << 16
@@ -38,7 +38,7 @@ def as_data(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     This is a transfer and no program, whatever the size. ``.to()`` would make a constant of a
     single element, and the program would differ for each value; all ranks must have the same one.
     """
-    if is_pretending() and (shared := share(value, device)) is not None:
+    if is_simulated_rank() and (shared := share(value, device)) is not None:
         return shared
     sent: Any = xm.send_cpu_data_to_device([value], device)  # a list, whatever its annotation says
     return sent[0]
@@ -63,7 +63,7 @@ def share(value: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     return shared if shared.device == device else None
 
 
-def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def fake_cpu_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU for a plan. Large ones take up no memory as long as nobody writes them.
 
     The system provides a page at the first write. ``torch.zeros`` may use memory that was written

@@ -28,7 +28,7 @@ _CALL = "annotate_device_placement"
 _SUBLANES = 8  # rows of a tile: a matrix can be cut at multiples of it without a copy
 
 
-def can_wait_there(tensor: torch.Tensor) -> bool:
+def can_offload(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is on a device with separate memory, so that host memory is useful.
 
     True also on CPU ranks that trace the program of a TPU.

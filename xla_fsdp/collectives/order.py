@@ -215,7 +215,7 @@ def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> li
     return tied
 
 
-def apart(tensor: torch.Tensor) -> torch.Tensor:
+def prevent_fusion(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor`` that is not fused with other operations.
 
     If gradients are enabled, they go through the copy to ``tensor``.
@@ -225,15 +225,15 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def kept(tensor: torch.Tensor) -> torch.Tensor:
+def prevent_recomputation(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, marked so that the compiler stores it and does not recompute it."""
-    return _Kept.apply(tensor)
+    return _PreventRecomputation.apply(tensor)
 
 
-class _Kept(torch.autograd.Function):
+class _PreventRecomputation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return apart(tensor)
+        return prevent_fusion(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -251,7 +251,7 @@ def separate_collectives(device: torch.device) -> Iterator[None]:
         if order is None:
             yield
         else:
-            with order.apart(lambda: as_data(torch.tensor(False), device)):
+            with order.separate_chain(lambda: as_data(torch.tensor(False), device)):
                 yield
     finally:
         xlac.set_collective_token(str(device), token)

@@ -71,7 +71,7 @@ def preserve_random_state() -> Iterator[DeviceRandomState]:
 
 
 @contextlib.contextmanager
-def at_rest() -> Iterator[DeviceRandomState]:
+def synced_device() -> Iterator[DeviceRandomState]:
     """For code that reads or saves a model: runs pending programs, and preserves the random
     state."""
     with preserve_random_state() as state:

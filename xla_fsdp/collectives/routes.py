@@ -46,7 +46,7 @@ _Stages = tuple[tuple[int, ...], ...]
 
 # Values of ``collective_routes``. "auto": the fastest route by the model of the links, and large
 # gradients around rings on slices where that makes the step shorter. "default": the compiler's.
-HOWS = ("auto", "default")
+COLLECTIVE_ROUTES = ("auto", "default")
 # Values that were removed, and their replacements. Kept for one release.
 _REMOVED = {"modelled": "auto", "stages": "auto", "rings": "auto", "at_once": "default"}
 
@@ -69,14 +69,14 @@ _MANY_RANKS, _SMALL_BYTES = 64, 1 << 24
 _PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
 
 
-def require_how(how: Any) -> Any:
+def require_collective_routes(how: Any) -> Any:
     """Returns ``how``, or raises ValueError if ``collective_routes`` does not allow it."""
-    allowed = " or ".join(map(repr, HOWS))
+    allowed = " or ".join(map(repr, COLLECTIVE_ROUTES))
     if isinstance(how, str) and how in _REMOVED:
         raise ValueError(
             f"collective_routes={how!r} was removed; allowed are {allowed}. Pass {_REMOVED[how]!r}"
         )
-    if how not in HOWS:
+    if how not in COLLECTIVE_ROUTES:
         raise ValueError(
             f"collective_routes must be {allowed}, got {how!r}. Pass one of these, or leave it out"
         )
@@ -299,8 +299,8 @@ def routes_for(
 
     ``kind``: of its devices, such as "TPU v3". ``attributes``: of every device, in any order, such
     as ``{"name": "TPU:3", "coords": [1, 0, 0], "core_on_chip": 1}``, as torch_xla's runtime returns
-    them (``global_runtime_device_attributes``). ``how``: one of :data:`HOWS`. Also None if ranks
-    are not on one slice, or if ``how`` leaves the route to the compiler.
+    them (``global_runtime_device_attributes``). ``how``: one of :data:`COLLECTIVE_ROUTES`. Also
+    None if ranks are not on one slice, or if ``how`` leaves the route to the compiler.
     """
     if how == "default":
         return None

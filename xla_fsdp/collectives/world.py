@@ -23,7 +23,7 @@ from .. import xlac
 from ..ranks.rank import RankContext, current_rank
 from ..tpu.slices import Groups
 from .host_data import as_data
-from .order import apart
+from .order import prevent_fusion
 from .routes import Rings, Route, Routes, routes_for
 
 # From this many bytes on, the gradient of a matrix counts as large.
@@ -215,7 +215,7 @@ class World:
         named = _named("reduce_scatter", label)
         # Behind a barrier, with the view after it. Otherwise the compiler would compute gradients
         # in the shape of its parts, in a layout that needs copies of activations.
-        parts = apart(full)
+        parts = prevent_fusion(full)
         halves = 2 * rings.size
         parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
         mine = self._ring_parts(rings)
@@ -318,7 +318,7 @@ class World:
         """The ``operand`` of a collective. On CPU ranks it depends on the previous collective."""
         order = None if self.context is None else self.context.order
         if order is not None:
-            return order.after_the_last(operand)
+            return order.depend_on_last(operand)
         # torch_xla orders every collective after the previous one by a token, which it adds to the
         # data as a zero: so collectives could not overlap, and full gradients would be rewritten.
         # On TPU all ranks run the same program, in the same order, so the token is not needed.

@@ -25,9 +25,9 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from ..checkpoint.meeting import Meeting
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..collectives.world import World
-from ..sharding.around import holders_outside
+from ..sharding.outer_wrappers import find_outer_wrappers
 from ..sharding.state import FSDPState, unit_of
 from ..tree import map_tensors, tensors_in
 
@@ -61,7 +61,7 @@ _SMALLEST_BUCKET = 16
 
 
 @torch.no_grad()
-@at_rest()
+@synced_device()
 def generate_sharded(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements ``model.generate(*args, **kwargs)``. Every rank must call it with its own inputs.
 
@@ -370,7 +370,7 @@ class _Decoding:
 def _inside_wrappers(model: nn.Module) -> Callable[[Callable[..., Any], dict[str, Any]], Any]:
     """Returns ``call(function, kwargs)``, which gathers the parameters of wrappers around
     ``model`` for the call."""
-    units = [unit for one in holders_outside(model) if (unit := unit_of(one)) is not None]
+    units = [unit for one in find_outer_wrappers(model) if (unit := unit_of(one)) is not None]
 
     def call(function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         for unit in reversed(units):

@@ -10,8 +10,8 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
 
-from ..sharding.ignored import note_of
-from ..sharding.sharded_tensor import home_of
+from ..sharding.ignored import ignored_mark_of
+from ..sharding.sharded_tensor import sharded_tensor_of
 
 
 def hold_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -27,8 +27,8 @@ def hold_shards(optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         shards: dict[nn.Parameter, None] = {}
         for parameter in group["params"]:
-            home = home_of(parameter)
-            shard = parameter if home is None else home.shard
+            sharded = sharded_tensor_of(parameter)
+            shard = parameter if sharded is None else sharded.shard
             if shard is not parameter and optimizer.state.get(parameter):
                 raise ValueError(
                     f"this {type(optimizer).__name__} has made steps before its model was sharded, "
@@ -48,9 +48,9 @@ def hold_shards(optimizer: torch.optim.Optimizer) -> None:
 def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
     """Averages the gradients of replicated parameters over all ranks."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for note in filter(None, map(note_of, parameters)):
+    for note in filter(None, map(ignored_mark_of, parameters)):
         note.averaged = True
-    gradients = [p.grad for p in parameters if home_of(p) is None and p.grad is not None]
+    gradients = [p.grad for p in parameters if sharded_tensor_of(p) is None and p.grad is not None]
     if gradients and xr.world_size() > 1:
         xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0 / xr.world_size())
 

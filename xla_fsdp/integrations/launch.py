@@ -28,7 +28,7 @@ from accelerate.utils.constants import (
 
 from .. import xlac
 from ..ranks.launch import launch
-from ..wording import in_a_line
+from ..wording import to_one_line
 
 # Options whose environment variables have other names.
 _VARIABLES = {
@@ -145,7 +145,7 @@ def read_config(path: str | None) -> ClusterConfig:
         config = load_config_from_file(path)
     except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # anything but a mapping
         raise ValueError(
-            f"{path} is not a config file of Accelerate ({in_a_line(error)}); "
+            f"{path} is not a config file of Accelerate ({to_one_line(error)}); "
             "docs/how-to/accelerate.md has an example"
         ) from error
     if not isinstance(config, ClusterConfig):

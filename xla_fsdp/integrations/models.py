@@ -15,11 +15,11 @@ from transformers.generation.utils import GenerationMixin
 # Not from transformers itself: it imports names lazily, which is unsafe with several threads.
 from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 
-from ..sharding.around import is_sharded
+from ..sharding.outer_wrappers import is_sharded
 from .changes import Changes
 from .experts import register, warn_of_dynamic_experts
 from .generation import generate_sharded
-from .saving import count_whole, save_whole
+from .saving import count_full_parameters, save_whole
 
 changes = Changes("transformers")
 
@@ -66,7 +66,7 @@ def _push(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 @changes.around(ModuleUtilsMixin, "num_parameters")
 def _count(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     if is_sharded(model):
-        return count_whole(model, *args, **kwargs)
+        return count_full_parameters(model, *args, **kwargs)
     return original(model, *args, **kwargs)
 
 

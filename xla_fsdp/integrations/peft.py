@@ -21,7 +21,7 @@ from torch import nn
 from ..checkpoint.full_state import load_full_state_dict
 from ..checkpoint.meeting import Meeting
 from ..names import dotted
-from ..sharding.around import is_sharded
+from ..sharding.outer_wrappers import is_sharded
 from ..sharding.summon import summon_full_params
 from .changes import Changes
 from .saving import outermost, owned, save_whole

@@ -13,12 +13,12 @@ from torch import nn
 from ..checkpoint.full_state import gather_state
 from ..checkpoint.inventory import Held, take_inventory
 from ..checkpoint.meeting import Meeting
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..names import dotted
-from ..sharding.around import holders_outside
+from ..sharding.outer_wrappers import find_outer_wrappers
 
 
-@at_rest()
+@synced_device()
 def save_whole(
     original: Callable[..., Any],
     model: Any,
@@ -76,7 +76,7 @@ def _call(
 def outermost(model: nn.Module) -> tuple[nn.Module, str]:
     """Returns the outermost wrapper with parameters of ``model`` (or ``model`` itself), and the
     name of ``model`` in it."""
-    outside = holders_outside(model)
+    outside = find_outer_wrappers(model)
     if not outside:
         return model, ""
     root = outside[0]
@@ -96,7 +96,7 @@ def owned(model: nn.Module) -> list[tuple[str, Held]]:
     ]
 
 
-def count_whole(
+def count_full_parameters(
     model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
     """Returns ``model.num_parameters(...)`` of the unsharded model."""

@@ -24,9 +24,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, FSDPOption
 
 from ..collectives.order import BackwardPrefetch
 from ..names import WRAPPED
-from ..sharding.around import is_sharded
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
+from ..sharding.outer_wrappers import is_sharded
 from ..tree import keep_dtype
 from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
 from .changes import Changes

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ..tpu.chips import Chip, chip_of
 from .jax_call import Cost, call
-from .keeping import ATTENTION, keeping
+from .saved_activations import ATTENTION, current_saved_activations
 
 Implementation = Literal["auto", "kernel", "math"]
 # torch's function, before this package may replace it.
@@ -115,7 +115,7 @@ def scaled_dot_product_attention(
     out = _torch_attention(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    kept = keeping(ATTENTION)
+    kept = current_saved_activations(ATTENTION)
     return out if kept is None else kept.of_tensor(ATTENTION, out)
 
 
@@ -250,7 +250,7 @@ def _kernel(
     tensors = [query, key, value]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Attention.apply(splash, query, key, value, *segments)
-    if keeping(ATTENTION):
+    if current_saved_activations(ATTENTION):
         return _with_residuals(splash, [*tensors, *segments])[0]
     return call(Forward(splash, residuals=False), [*tensors, *segments], _platform(splash))[0]
 
@@ -261,7 +261,7 @@ def _with_residuals(splash: Splash, tensors: Sequence[torch.Tensor]) -> Sequence
     def compute() -> Sequence[torch.Tensor]:
         return call(Forward(splash, residuals=True), tensors, _platform(splash))
 
-    kept = keeping(ATTENTION)
+    kept = current_saved_activations(ATTENTION)
     return compute() if kept is None else kept.computed(ATTENTION, compute, 2)
 
 

@@ -36,7 +36,7 @@ DTYPES = {
 MODEL_FLOPS = "xla_fsdp_model_flops"
 _KERNEL = "tpu_custom_call"
 # A line of MLIR text that contains a file, line and column.
-_PLACE = re.compile(r'^(#loc\d* = loc\()"(?:[^"\\]|\\.)*":\d.*\)$', re.MULTILINE)
+_LOCATION = re.compile(r'^(#loc\d* = loc\()"(?:[^"\\]|\\.)*":\d.*\)$', re.MULTILINE)
 # torch_xla's import of JAX changes the environment for a short time.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -141,7 +141,7 @@ def _exported(
     )(*arguments)
     costs = function.costs([shape for shape, _ in shapes])
     with mlir.make_ir_context():
-        module = ir.Module.parse(_PLACE.sub(r"\1unknown)", exported.mlir_module()))
+        module = ir.Module.parse(_LOCATION.sub(r"\1unknown)", exported.mlir_module()))
         _complete_kernels(ir, module, costs)
         code = mlir.module_to_bytecode(module)
     computation = jaxlib._jax.mlir.mlir_module_to_xla_computation(
@@ -162,7 +162,7 @@ def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
             config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
             call = config["custom_call_config"]
             call["body"] = base64.b64encode(
-                _without_places(base64.b64decode(call["body"]))
+                _without_locations(base64.b64decode(call["body"]))
             ).decode()
             call["cost_estimate"] = {
                 "bytes_accessed": cost.bytes,
@@ -178,7 +178,7 @@ def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
     module.operation.walk(complete)
 
 
-def _without_places(kernel: bytes) -> bytes:
+def _without_locations(kernel: bytes) -> bytes:
     """A kernel, serialized by Mosaic, without the locations of its operations."""
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir

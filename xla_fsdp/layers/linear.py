@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..collectives.order import kept
+from ..collectives.order import prevent_recomputation
 from ..collectives.world import World
 from ..tpu.chips import chip_of
 from .contraction import Product, contracts
@@ -68,7 +68,7 @@ def linear(
         own = input if input._base is None else input._base
         keep = keep and not isinstance(own, nn.Parameter)
         if keep and torch.is_grad_enabled() and weight.requires_grad:
-            input = kept(input)
+            input = prevent_recomputation(input)
         leading = string.ascii_lowercase[: input.dim() - 1]
         made, taken = "M", "N"
         if heads is not None and heads.fit(weight):
@@ -115,7 +115,7 @@ def applies_to(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def keeps_input(module: nn.Linear, world: World) -> bool:
+def stores_input(module: nn.Linear, world: World) -> bool:
     """Whether storing the input of ``module`` until the backward is faster than recomputing it.
 
     The input of a layer that reduces the width is the result of an activation function. The
@@ -132,7 +132,7 @@ def frees_input(module: nn.Linear) -> bool:
     The compiler delays gradients of weights, because no other operation waits for them, so their
     inputs stay in memory: an MLP's activations during the attention's backward. 32 scanned blocks
     of workload S on v3-8: 975 MiB instead of 1,047. Outside of loops this happens only to inputs
-    that :func:`keeps_input` stores: four checkpointed blocks on v5p-128, 586 MiB instead of 650,
+    that :func:`stores_input` stores: four checkpointed blocks on v5p-128, 586 MiB instead of 650,
     and no gain on v3, v4 and v5e. For small layers the barrier costs more (benchmarks/LOG.md).
     """
     return _narrows(module) and module.in_features * module.out_features >= LARGE
@@ -159,7 +159,7 @@ def replace_forwards(layers: Layers, world: World, in_loop: bool = False) -> Non
     """Makes ``layers`` compute with :func:`linear` until :func:`restore_forwards`, except those
     whose forward other code replaced. ``in_loop``: in scanned blocks, which recompute each."""
     for module, heads in layers.items():
-        keep, frees = keeps_input(module, world), in_loop and frees_input(module)
+        keep, frees = stores_input(module, world), in_loop and frees_input(module)
         module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch_xla.core.xla_model as xm
 
-from ..collectives.order import kept
+from ..collectives.order import prevent_recomputation
 from ..tpu.chips import chip_of
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,5 +56,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (result,) = ctx.saved_tensors
         product = grad * result
-        along = kept(product.sum(ctx.dim, keepdim=True, dtype=torch.float32).to(product.dtype))
+        along = prevent_recomputation(
+            product.sum(ctx.dim, keepdim=True, dtype=torch.float32).to(product.dtype)
+        )
         return result * (grad - along), None, None

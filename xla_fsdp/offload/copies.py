@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .. import xlac
-from ..collectives.host_data import as_data, unwritten
-from ..ranks.rank import is_pretending
+from ..collectives.host_data import as_data, fake_cpu_tensor
+from ..ranks.rank import is_simulated_rank
 from ..sharding.cpu_offload import HostShard
 from ..sharding.layout import computed_in
 from ..sharding.sharded_parameter import local
@@ -45,14 +45,14 @@ class Uploads:
             self._wait()
         self._under_way += size
         self.sent += size
-        if is_pretending():
-            return as_data(unwritten(value.shape, dtype), self.device)
+        if is_simulated_rank():
+            return as_data(fake_cpu_tensor(value.shape, dtype), self.device)
         return as_data(value.to(dtype), self.device)
 
     def _wait(self) -> None:
         """Waits for all earlier transfers: sends one more value, and fetches it."""
         self._under_way = 0
-        if not is_pretending():
+        if not is_simulated_rank():
             last = as_data(torch.zeros(1, device="cpu"), self.device)
             xlac.copy_to_host([last])
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from .. import xlac
-from ..collectives.host_data import unwritten
-from ..ranks.rank import is_pretending
+from ..collectives.host_data import fake_cpu_tensor
+from ..ranks.rank import is_simulated_rank
 from ..sharding.cpu_offload import HostShard
 from ..sharding.sharded_parameter import accumulate, on_local_parts
 
@@ -66,8 +66,8 @@ class HostGradients:
         if not pending:
             return
         self.received += sum(_bytes(one) for one in pending)
-        if is_pretending():
-            _pretend([shard for shard, _ in pending])
+        if is_simulated_rank():
+            _set_fake_gradients([shard for shard, _ in pending])
             return
         run(lambda: self._give(pending))
 
@@ -117,9 +117,9 @@ def _fetch(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]
     return shards, xlac.copy_to_host(values)
 
 
-def _pretend(shards: list[torch.Tensor]) -> None:
+def _set_fake_gradients(shards: list[torch.Tensor]) -> None:
     """Gives each shard a gradient without values, for a plan."""
     for shard in shards:
         if shard.grad is None:
             with on_local_parts():
-                shard.grad = unwritten(shard.shape, shard.dtype)
+                shard.grad = fake_cpu_tensor(shard.shape, shard.dtype)

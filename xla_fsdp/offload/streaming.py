@@ -20,7 +20,7 @@ import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
 from .. import xlac
-from ..ranks.rank import is_pretending
+from ..ranks.rank import is_simulated_rank
 from ..sharding.state import FSDPState
 from ..tree import map_tensors, tensors_in
 from .gradients import HostGradients
@@ -46,7 +46,7 @@ class Traffic:
 
     def cut(self) -> None:
         """Starts the traced program, after the previous one is done and its memory free."""
-        if not is_pretending():
+        if not is_simulated_rank():
             xm.wait_device_ops(xm.xla_real_devices([self.device]))
         xlac.start_program(self.device)
 
@@ -88,7 +88,7 @@ class Stream:
         self.traffic = Traffic(unit.world.device)
 
     @property
-    def _passing(self) -> bool:
+    def _is_temporary_copy(self) -> bool:
         """Whether to free the unit's copies now: not those of the root, during which the other
         units compute, and not in a recomputation, whose backward follows immediately."""
         return not self._unit.is_root and torch._C._current_graph_task_id() == -1
@@ -100,17 +100,17 @@ class Stream:
         tensors = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
         if not tensors:  # then this unit's backward ends with the model's
             return inputs
-        passed = dict(zip(tensors, _Entrance.apply(self, *tensors.values()), strict=True))
+        passed = dict(zip(tensors, _FirstNode.apply(self, *tensors.values()), strict=True))
         return map_tensors(lambda t: passed.get(id(t), t), inputs)
 
-    def forward_over(self) -> None:
+    def end_forward(self) -> None:
         """After the unit's forward: runs its program, and frees its copies."""
-        if self._passing:
+        if self._is_temporary_copy:
             self._unit.order.end_forward()
             self.traffic.cut()
             self._drop()
 
-    def backward_over(self) -> None:
+    def end_backward(self) -> None:
         """After all gradients of the unit and of its inputs were traced: runs the program."""
         # Full parameters and pending gradients would be results of the program.
         self._unit.leave_backward()
@@ -133,7 +133,7 @@ class Stream:
                 tensor.copy.drop()
 
 
-class _Entrance(torch.autograd.Function):
+class _FirstNode(torch.autograd.Function):
     """The first node of a unit's forward. It is the unit's oldest node, so autograd runs it after
     all others of the unit: all parameters have their gradients by then."""
 
@@ -147,5 +147,5 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.stream.backward_over()
+        ctx.stream.end_backward()
         return None, *grads

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from .base import ShardedOptimizer, require_range
 from .parts import Parts, norms, reduced
-from .saved import Made, chunks, require_keys, require_shape
+from .saved import LazyState, chunks, require_keys, require_shape
 
 
 class Adafactor(ShardedOptimizer):
@@ -81,7 +81,7 @@ class Adafactor(ShardedOptimizer):
         for one, norm, update in zip(own, found, updates, strict=True):
             one.move(update, norm)
 
-    # Each matrix has separate rows and columns, see SavesItself.
+    # Each matrix has separate rows and columns, see StateConverter.
     member_state = frozenset({"row_var", "col_var"})
 
     def saved_state(
@@ -96,7 +96,7 @@ class Adafactor(ShardedOptimizer):
         variance = None
         if vectors:
             require_shape("variance", state["variance"], parameter.shape)
-            variance = Made(torch.float32, state["variance"].detach().float().cpu)
+            variance = LazyState(torch.float32, state["variance"].detach().float().cpu)
         kept: Iterator[torch.Tensor] = iter(())
         if lengths:
             for key, size in _factor_shapes(part, parameter).items():

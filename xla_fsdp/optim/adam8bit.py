@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 from .base import ShardedOptimizer, require_range
 from .layerwise import one_minus_power
 from .parts import Parts
-from .saved import Made, require_keys, require_shape
+from .saved import LazyState, require_keys, require_shape
 
 BLOCK = 2048
 _DECADES = 7
@@ -91,7 +91,7 @@ class AdamW8bit(ShardedOptimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.sub_((update * group["lr"]).to(parameter.dtype))
 
-    # No value belongs to a single parameter, see SavesItself.
+    # No value belongs to a single parameter, see StateConverter.
     member_state: frozenset[str] = frozenset()
 
     def saved_state(
@@ -110,15 +110,15 @@ class AdamW8bit(ShardedOptimizer):
         for number, name in enumerate(names):
             moment = state[name].detach()
             if not encoded:
-                own[name] = Made(torch.float32, moment.float().cpu)
+                own[name] = LazyState(torch.float32, moment.float().cpu)
                 continue
 
             def scales(number: int = number) -> torch.Tensor:
                 return scales_of_elements(kept.float().cpu().view(2, -1)[number], shape)
 
             # torch's load_state_dict would cast other dtypes.
-            own[f"{name}_numbers"] = Made(torch.uint8, moment.to(torch.uint8).cpu)
-            own[f"{name}_scales"] = Made(torch.float32, scales)
+            own[f"{name}_numbers"] = LazyState(torch.uint8, moment.to(torch.uint8).cpu)
+            own[f"{name}_scales"] = LazyState(torch.float32, scales)
         return [own] * Parts(parameter).count
 
     def load_saved_state(

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..sharding.shard_spec import spec_of
 from ..sharding.sharded_parameter import as_sharded, on_local_parts
-from ..sharding.sharded_tensor import home_of
+from ..sharding.sharded_tensor import sharded_tensor_of
 from .parts import Parts
 
 
@@ -49,10 +49,10 @@ class ShardedOptimizer(KeepsDtypes):
         """
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            home = home_of(parameter)
-            if home is not None and home.copy is not None:
+            sharded = sharded_tensor_of(parameter)
+            if sharded is not None and sharded.copy is not None:
                 raise ValueError(
-                    f"{type(self).__name__} needs {home.key!r} on the device, because it "
+                    f"{type(self).__name__} needs {sharded.key!r} on the device, because it "
                     "communicates with all ranks, but cpu_offload stores it on the host. Use an "
                     "elementwise optimizer of torch (torch.optim.AdamW(parameters, fused=True)), "
                     "or wrap without cpu_offload"

@@ -13,9 +13,9 @@ from torch.optim.optimizer import ParamsT
 from ..sharding.freeing import Stamp, stamps
 from ..sharding.shard_spec import spec_of
 from ..sharding.sharded_parameter import local, make_sharded, on_local_parts
-from ..sharding.sharded_tensor import home_of, set_home
+from ..sharding.sharded_tensor import set_sharded_tensor, sharded_tensor_of
 from .base import KeepsDtypes
-from .saved import SavesItself, SavesMore, saver_of
+from .saved import StateConverter, WrappingStateConverter, state_converter_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -140,12 +140,12 @@ class InFloat32(KeepsDtypes):
         raise NotImplementedError
 
     @property
-    def saver(self) -> SavesItself | None:
+    def state_converter(self) -> StateConverter | None:
         """Describes the state for checkpoints, if the inner optimizer's state needs that."""
-        inner = saver_of(self._inner)
+        inner = state_converter_of(self._inner)
         if inner is None:
             return None
-        return SavesMore(inner, self._element_keys, self._single_keys)
+        return WrappingStateConverter(inner, self._element_keys, self._single_keys)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that torch copies and pickles for an optimizer, and attributes of this one."""
@@ -156,7 +156,7 @@ class InFloat32(KeepsDtypes):
         if parameter.dtype not in _NARROW:
             return parameter
         wide = torch.nn.Parameter(local(parameter).float(), parameter.requires_grad)
-        _same_home(parameter, wide)
+        _share_sharded_tensor(parameter, wide)
         self._wide[parameter] = wide
         return wide
 
@@ -179,7 +179,7 @@ class InFloat32(KeepsDtypes):
             theirs.update(options)
             for parameter, wide in zip(group["params"], theirs["params"], strict=True):
                 if wide is not parameter:
-                    _same_home(parameter, wide)  # copies have lost their home
+                    _share_sharded_tensor(parameter, wide)  # lost in a copy
                 yield parameter, wide
 
 
@@ -236,11 +236,11 @@ class MasterWeights(InFloat32):
         return {"master": wide}
 
 
-def _same_home(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
+def _share_sharded_tensor(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
     """Makes ``wide`` the shard that ``parameter`` is, for optimizers that use collectives."""
-    home = home_of(parameter)
-    if home is not None and home_of(wide) is None:
-        set_home(wide, replace(home, shard=wide))
+    sharded = sharded_tensor_of(parameter)
+    if sharded is not None and sharded_tensor_of(wide) is None:
+        set_sharded_tensor(wide, replace(sharded, shard=wide))
     spec = spec_of(parameter)
     if spec is not None:
         make_sharded(wide, spec)

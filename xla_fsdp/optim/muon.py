@@ -98,11 +98,11 @@ class Muon(ShardedOptimizer):
     def _update(self) -> None:
         for group in self.param_groups:
             own = [(p, part) for of, p, part in self._trained() if of is group]
-            wholes = [
+            full_matrices = [
                 part.gather(self._momentum(group, p), "momentum of matrices") for p, part in own
             ]
-            self._orthogonalise(group, [part for _, part in own], wholes)
-            for (parameter, part), steps in zip(own, wholes, strict=True):
+            self._orthogonalise(group, [part for _, part in own], full_matrices)
+            for (parameter, part), steps in zip(own, full_matrices, strict=True):
                 scaled = [
                     step.to(parameter.dtype) * _adjustment(group["adjust_lr_fn"], shape)
                     for step, shape in zip(steps, part.shapes, strict=True)
@@ -122,19 +122,19 @@ class Muon(ShardedOptimizer):
         return update.to(getattr(torch, group["compute_dtype"]))
 
     def _orthogonalise(
-        self, group: dict[str, Any], parts: list[Parts], wholes: list[list[torch.Tensor]]
+        self, group: dict[str, Any], parts: list[Parts], full_matrices: list[list[torch.Tensor]]
     ) -> None:
-        """Replaces all matrices in ``wholes`` by orthogonal ones."""
+        """Replaces all matrices in ``full_matrices`` by orthogonal ones."""
         alike: dict[tuple[World | None, tuple[int, ...]], list[tuple[int, int]]] = {}
         for number, part in enumerate(parts):
             for member, shape in enumerate(part.shapes):
                 alike.setdefault((part.world, shape), []).append((number, member))
         for (world, _), places in alike.items():
-            matrices = torch.cat([wholes[number][member] for number, member in places])
-            done = _dealt(matrices, world, group)
+            matrices = torch.cat([full_matrices[number][member] for number, member in places])
+            done = _orthogonalise_by_rank(matrices, world, group)
             pieces = done.split([parts[number].depth for number, _ in places])
             for (number, member), piece in zip(places, pieces, strict=True):
-                wholes[number][member] = piece
+                full_matrices[number][member] = piece
 
 
 def split_matrices(
@@ -152,7 +152,9 @@ def split_matrices(
     return matrices, others
 
 
-def _dealt(matrices: torch.Tensor, world: World | None, group: dict[str, Any]) -> torch.Tensor:
+def _orthogonalise_by_rank(
+    matrices: torch.Tensor, world: World | None, group: dict[str, Any]
+) -> torch.Tensor:
     """``(k, rows, columns)``, the same on all ranks, each matrix made orthogonal."""
     count = matrices.shape[0]
     if world is None or world.size == 1 or count < 2:

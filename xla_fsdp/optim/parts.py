@@ -20,7 +20,7 @@ import torch
 from ..collectives.world import World
 from ..sharding.layout import LANES, Layout
 from ..sharding.sharded_parameter import local
-from ..sharding.sharded_tensor import home_of
+from ..sharding.sharded_tensor import sharded_tensor_of
 
 # Positions from here on do not fit int32, which is faster than int64 on TPUs.
 _INT32 = 1 << 31
@@ -37,20 +37,20 @@ class Parts:
     """
 
     def __init__(self, parameter: torch.Tensor):
-        home = home_of(parameter)
+        sharded = sharded_tensor_of(parameter)
         parameter = local(parameter)
         self.shape = parameter.shape
         self.world: World | None = None
         self.depth = 1
         self.name = "a parameter that is not sharded"
-        if home is None:
+        if sharded is None:
             # The layout of one rank, without padding.
             self._layout = Layout.rows(torch.Size((1, *parameter.shape)), 1)
             self.shapes: tuple[tuple[int, ...], ...] = (tuple(parameter.shape),)
             return
-        self.world, self._layout, self.name = home.world, home.layout, repr(home.key)
-        self.shapes = tuple(member.shape for member in home.layout.members)
-        if tuple(parameter.shape) != home.layout.shard_shape:
+        self.world, self._layout, self.name = sharded.world, sharded.layout, repr(sharded.key)
+        self.shapes = tuple(member.shape for member in sharded.layout.members)
+        if tuple(parameter.shape) != sharded.layout.shard_shape:
             self.depth = parameter.shape[0]
 
     @property
@@ -97,32 +97,30 @@ class Parts:
             return [value[None]]
         layout, size = self._layout, self.world.size
         rest = layout.shard_shape[1:]
-        wire = value.reshape(-1, LANES) if layout.kind == "flat" else value.reshape(-1, *rest)
-        whole = self.world.all_gather(wire, label).reshape(size, self.depth, -1, *rest)
-        whole = whole.transpose(0, 1).reshape(self.depth, *layout.padded_shape)
+        rows = value.reshape(-1, LANES) if layout.kind == "flat" else value.reshape(-1, *rest)
+        full = self.world.all_gather(rows, label).reshape(size, self.depth, -1, *rest)
+        full = full.transpose(0, 1).reshape(self.depth, *layout.padded_shape)
         if layout.kind == "dim0":
-            return [whole[:, : self.shapes[0][0]]]
+            return [full[:, : self.shapes[0][0]]]
         return [
-            whole[:, member.offset : member.offset + member.numel].reshape(
-                self.depth, *member.shape
-            )
+            full[:, member.offset : member.offset + member.numel].reshape(self.depth, *member.shape)
             for member in layout.members
         ]
 
-    def cut(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def cut(self, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
         """The reverse of :meth:`gather`: this rank's elements of full parameters."""
         if self.world is None:
-            return wholes[0][0]
+            return fulls[0][0]
         layout = self._layout
         if layout.kind == "dim0":
-            whole = wholes[0]
+            full = fulls[0]
         else:
-            whole = torch.cat([each.reshape(self.depth, -1) for each in wholes], 1)
-        missing = layout.padded_shape[0] - whole.shape[1]
+            full = torch.cat([each.reshape(self.depth, -1) for each in fulls], 1)
+        missing = layout.padded_shape[0] - full.shape[1]
         if missing:
-            padding = whole.new_zeros(self.depth, missing, *whole.shape[2:])
-            whole = torch.cat([whole, padding], 1)
-        shards = whole.reshape(self.depth, self.world.size, *layout.shard_shape)
+            padding = full.new_zeros(self.depth, missing, *full.shape[2:])
+            full = torch.cat([full, padding], 1)
+        shards = full.reshape(self.depth, self.world.size, *layout.shard_shape)
         return torch.index_select(shards, 1, self.world.rank_on_device).reshape(self.shape)
 
     def positions(self, like: torch.Tensor) -> torch.Tensor:

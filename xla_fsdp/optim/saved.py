@@ -2,7 +2,7 @@
 
 Checkpoints support elementwise state of a parameter of the unsharded model, which can be cut for
 any number of ranks, and plain values of such a parameter. An optimizer with other state converts it
-to this form (:class:`SavesItself`) and back.
+to this form (:class:`StateConverter`) and back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHUNK = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class LazyState:
     """Elementwise state of an optimizer's tensor, computed when it is needed.
 
     ``make()`` returns it on the CPU, in the tensor's shape and ``dtype``.
@@ -31,11 +31,11 @@ class Made:
 
 
 @runtime_checkable
-class SavesItself(Protocol):
+class StateConverter(Protocol):
     """An optimizer that converts its state for checkpoints.
 
-    The methods use only shape, device and home of ``parameter``. It may represent a parameter of
-    the unsharded model; then the state is the one that this optimizer has there.
+    The methods use only shape, device and sharded tensor of ``parameter``. It may represent a
+    parameter of the unsharded model; then the state is the one that this optimizer has there.
 
     Attributes:
         member_state: keys of plain values that are separate for each parameter of the unsharded
@@ -48,7 +48,7 @@ class SavesItself(Protocol):
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> Sequence[Mapping[str, Any]]:
         """For each parameter of the unsharded model in ``parameter`` (``Parts.count``; for a stack
-        block by block): :class:`Made` or plain values, by key.
+        block by block): :class:`LazyState` or plain values, by key.
 
         Raises:
             ValueError: ``state`` is not the state of such a parameter.
@@ -62,14 +62,15 @@ class SavesItself(Protocol):
         ``group``: its options."""
 
 
-def saver_of(optimizer: object) -> SavesItself | None:
-    """The object that converts the state of ``optimizer``: itself or its attribute ``saver``.
-    ``None`` if the state consists of tensors of the parameters' shapes and of plain values."""
-    saver = getattr(optimizer, "saver", optimizer)
-    return saver if isinstance(saver, SavesItself) else None
+def state_converter_of(optimizer: object) -> StateConverter | None:
+    """The object that converts the state of ``optimizer``: itself or its attribute
+    ``state_converter``. ``None`` if the state consists of tensors of the parameters' shapes and of
+    plain values."""
+    state_converter = getattr(optimizer, "state_converter", optimizer)
+    return state_converter if isinstance(state_converter, StateConverter) else None
 
 
-class SavesMore:
+class WrappingStateConverter:
     """Converts the state of an optimizer that contains another one.
 
     Args:
@@ -78,20 +79,20 @@ class SavesMore:
         singles: keys of further state that is one value.
     """
 
-    def __init__(self, inner: SavesItself, elements: Sequence[str], singles: Sequence[str]):
+    def __init__(self, inner: StateConverter, elements: Sequence[str], singles: Sequence[str]):
         self._inner, self._elements, self._singles = inner, elements, singles
         self.member_state = inner.member_state
 
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """See :class:`SavesItself`."""
+        """See :class:`StateConverter`."""
         rest, more = dict(state), {}
         for key in self._elements:
             if key in rest:
                 value = local(rest.pop(key))
                 require_shape(key, value, local(parameter).shape)
-                more[key] = Made(value.dtype, value.detach().cpu)
+                more[key] = LazyState(value.dtype, value.detach().cpu)
         for key in self._singles:
             if key in rest:
                 more[key] = rest.pop(key)
@@ -100,7 +101,7 @@ class SavesMore:
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """See :class:`SavesItself`."""
+        """See :class:`StateConverter`."""
         further = {*self._elements, *self._singles}
         rest = {key: value for key, value in saved.items() if key not in further}
         state = self._inner.load_saved_state(parameter, rest, group)

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..wording import in_a_line
+from ..wording import to_one_line
 from .reporting.report import Report
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in flags.plot:
             shown.plot(path)
     except (ValueError, ImportError, OSError) as error:
-        print(f"plan: {in_a_line(error, 1000)}", file=sys.stderr)
+        print(f"plan: {to_one_line(error, 1000)}", file=sys.stderr)
         return 2
     return 0
 

@@ -24,7 +24,7 @@ from .errors import ApiError, UsageError
 from .node import Expected, Node, check_node, slice_of
 from .template import GCLOUD, Template
 from .trouble import shown
-from .where import Where, find_where
+from .where import NodeLocation, find_node
 from .worker_checks import check_answers, check_looks, check_shared_path, check_versions
 from .workers import Workers
 
@@ -199,7 +199,7 @@ def _run(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Ch
     discovery_url = _discovery_url(options)
     if options.api_endpoint:
         _require_url("--api_endpoint", options.api_endpoint)
-    where = find_where(options.tpu, options.zone, options.project)
+    where = find_node(options.tpu, options.zone, options.project)
     api = TpuApi(
         where,
         discovery_url=discovery_url,
@@ -241,7 +241,7 @@ def _template(options: argparse.Namespace) -> Template | None:
 
 
 def _check_workers(
-    node: Node, where: Where, template: Template, options: argparse.Namespace
+    node: Node, where: NodeLocation, template: Template, options: argparse.Namespace
 ) -> Iterator[Check]:
     if node.state != "READY" or not node.endpoints:
         yield skipped("workers", "not queried, because the node is not READY or has no workers")

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..extras import require_extra
-from ..wording import first_line, some_of
+from ..wording import first_line, join_some
 from . import trouble
 from .errors import ApiError, UsageError
 from .node import Node, passes
-from .where import Where
+from .where import NodeLocation
 
 # v1, the client's default, does not have the runtime version of TPU VMs.
 DISCOVERY_URL = "https://tpu.googleapis.com/$discovery/rest?version=v2"
@@ -48,7 +48,13 @@ class TpuApi:
     """
 
     def __init__(
-        self, where: Where, *, discovery_url: str, endpoint: str, timeout: float, retries: int
+        self,
+        where: NodeLocation,
+        *,
+        discovery_url: str,
+        endpoint: str,
+        timeout: float,
+        retries: int,
     ) -> None:
         require_extra("pod", "preflight", ("cloud_tpu_client", "googleapiclient", "absl"))
         self._where = where
@@ -67,7 +73,7 @@ class TpuApi:
             ApiError: the API does not answer, or its answer is not a node.
         """
         try:
-            return Node.read(self._patiently(self._get))
+            return Node.read(self._call_with_retries(self._get))
         except trouble.UnknownNodeError as error:
             raise UsageError(f"{error}; {self._neighbours()}") from error
 
@@ -87,13 +93,13 @@ class TpuApi:
         """Text with the names of the zone's nodes, if the API lists them."""
         try:
             nodes = self._connected().projects().locations().nodes()
-            answer = self._patiently(nodes.list(parent=self._where.location).execute)
+            answer = self._call_with_retries(nodes.list(parent=self._where.location).execute)
             names = [str(node["name"]).rpartition("/")[2] for node in answer.get("nodes", [])]
         except Exception:  # this only adds information to an error that is reported anyway
             return "the nodes there cannot be listed"
         if not names:
             return "there are no nodes in that zone"
-        return f"there are {some_of(sorted(names), _LISTED)}"
+        return f"there are {join_some(sorted(names), _LISTED)}"
 
     def _connected(self) -> Any:
         if self._service is None:
@@ -108,7 +114,7 @@ class TpuApi:
         http = Http(self._timeout)
         response, content = http.request(self._discovery_url)
         if response.status >= 300:
-            raise trouble.refused_description(self._discovery_url, response.status)
+            raise trouble.discovery_refused(self._discovery_url, response.status)
         options = {"api_endpoint": self._endpoint} if self._endpoint else None
         try:
             service = discovery.build_from_document(
@@ -125,9 +131,9 @@ class TpuApi:
             service.projects().locations().nodes().get(name=f"{self._where.location}/nodes/x")
             return service
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise trouble.no_description(self._discovery_url, error) from error
+            raise trouble.discovery_invalid(self._discovery_url, error) from error
 
-    def _patiently(self, call: Callable[[], Any]) -> Any:
+    def _call_with_retries(self, call: Callable[[], Any]) -> Any:
         """Calls ``call()``, and again after errors that may be temporary."""
         for attempt in range(self._retries + 1):
             try:

@@ -10,7 +10,7 @@ from typing import Any
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from .checks import Check, failed, ok, skipped, warning
 from .errors import ApiError
-from .where import Where
+from .where import NodeLocation
 
 _SYMPTOMS = 3  # show the last few, which describe the current problem
 _COMING = "wait for it: --wait 900"
@@ -150,7 +150,7 @@ def passes(state: str) -> bool:
     return _STATES.get(state, _OTHER)[0]
 
 
-def _remedy(state: str, where: Where) -> str:
+def _remedy(state: str, where: NodeLocation) -> str:
     commands = {verb: where.gcloud(verb) for verb in ("start", "delete", "describe")}
     return _STATES.get(state, _OTHER)[1].format(**commands)
 
@@ -172,7 +172,7 @@ def slice_of(accelerator: str) -> Slice | None:
         return None
 
 
-def check_node(node: Node, where: Where, expected: Expected) -> Iterator[Check]:
+def check_node(node: Node, where: NodeLocation, expected: Expected) -> Iterator[Check]:
     """A check for each property of the node."""
     yield _state(node, where)
     yield _health(node, where)
@@ -196,14 +196,14 @@ def check_node(node: Node, where: Where, expected: Expected) -> Iterator[Check]:
         yield _world_size(node, expected.world_size)
 
 
-def _state(node: Node, where: Where) -> Check:
+def _state(node: Node, where: NodeLocation) -> Check:
     if node.state != "READY":
         return failed("state", node.state, "READY", _remedy(node.state, where))
     kind = ", spot: may be preempted at any time" if node.spot else ""
     return ok("state", f"READY ({where.tpu} in {where.zone}{kind})")
 
 
-def _health(node: Node, where: Where) -> Check:
+def _health(node: Node, where: NodeLocation) -> Check:
     if node.health == "HEALTHY":
         return ok("health", "HEALTHY")
     if node.state != "READY":
@@ -229,7 +229,7 @@ def _stated(name: str, found: str, expected: str | None, flag: str) -> Check:
     )
 
 
-def _workers(node: Node, where: Where) -> Check:
+def _workers(node: Node, where: NodeLocation) -> Check:
     count, wanted = len(node.endpoints), slice_of(node.accelerator)
     again = f"'{where.gcloud('describe')}'; if it stays so, create the node again"
     if not count and node.state != "READY":

@@ -162,7 +162,7 @@ class LocalFolder:
     def drop(self, name: str) -> None:
         os.remove(os.path.join(self.path, name))
 
-    def unmake(self) -> None:
+    def remove(self) -> None:
         os.rmdir(self.path)
 
     def free(self) -> int:
@@ -191,7 +191,7 @@ class RemoteFolder:
     def drop(self, name: str) -> None:
         self.files.rm_file(self.path + "/" + name)
 
-    def unmake(self) -> None:
+    def remove(self) -> None:
         self.files.rmdir(self.path)
 
     def free(self) -> None:
@@ -247,7 +247,7 @@ def clean(request: dict) -> dict:
     except FileNotFoundError:
         pass
     try:
-        folder.unmake()
+        folder.remove()
     except Exception:  # other files are in it, it is deleted, or the store has no folders
         pass
     return {}

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 from .errors import UsageError
 from .node import Endpoint
-from .where import Where
+from .where import NodeLocation
 
 GCLOUD = (
     "gcloud compute tpus tpu-vm ssh {tpu} --zone {zone} --project {project} --worker {worker} "
     "--command {command}"
 )
 _FIELDS = ("tpu", "zone", "project", "worker", "address", "external_address", "command")
-_TELLING_APART = ("{worker}", "{address}", "{external_address}")
+_DISTINGUISHING_FIELDS = ("{worker}", "{address}", "{external_address}")
 
 
 class Template:
@@ -42,7 +42,7 @@ class Template:
                 "'ssh {address} {command}') or --skip_workers"
             )
 
-    def argv(self, where: Where, worker: int, endpoint: Endpoint, command: str) -> list[str]:
+    def argv(self, where: NodeLocation, worker: int, endpoint: Endpoint, command: str) -> list[str]:
         return self._fill(
             {
                 "tpu": where.tpu,
@@ -55,12 +55,12 @@ class Template:
             }
         )
 
-    def require_telling_apart(self, workers: int) -> None:
+    def require_distinct_commands(self, workers: int) -> None:
         """Raises UsageError if the command would reach the same worker for all of them."""
-        if workers > 1 and not any(field in self._text for field in _TELLING_APART):
+        if workers > 1 and not any(field in self._text for field in _DISTINGUISHING_FIELDS):
             raise UsageError(
                 f"--worker_command {self._text!r} is the same for all {workers} workers: it must "
-                f"contain {' or '.join(_TELLING_APART)}"
+                f"contain {' or '.join(_DISTINGUISHING_FIELDS)}"
             )
 
     def _fill(self, values: Mapping[str, str]) -> list[str]:

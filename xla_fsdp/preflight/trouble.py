@@ -6,15 +6,15 @@ import http.client
 import json
 import re
 
-from ..wording import first_line, in_a_line
+from ..wording import first_line, to_one_line
 from .errors import ApiError, UsageError
-from .where import Where
+from .where import NodeLocation
 
 LOGIN = (
     "Run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS to the "
     "path of a service account's key"
 )
-_PASSING_STATUS = frozenset({408, 429})
+_TEMPORARY_STATUS = frozenset({408, 429})
 _NETWORK = "check the network, the proxy and --discovery_url, then try again"
 
 
@@ -22,14 +22,14 @@ class UnknownNodeError(UsageError):
     """The API has no node with this name."""
 
 
-def explain(error: Exception, where: Where) -> Exception:
+def explain(error: Exception, where: NodeLocation) -> Exception:
     """The UsageError or ApiError for an error of a request; ``error`` itself if it is neither."""
     import google.auth.exceptions
     import httplib2
     from googleapiclient.errors import Error, HttpError
 
     if isinstance(error, HttpError):
-        return _refused(int(error.resp.status), in_a_line(error._get_reason()), where)
+        return _refused(int(error.resp.status), to_one_line(error._get_reason()), where)
     if isinstance(error, google.auth.exceptions.TransportError):
         return _unreachable(error)
     if isinstance(error, google.auth.exceptions.GoogleAuthError):
@@ -42,15 +42,15 @@ def explain(error: Exception, where: Where) -> Exception:
     return error
 
 
-def refused_description(url: str, status: int) -> Exception:
+def discovery_refused(url: str, status: int) -> Exception:
     """The error if the server at ``url`` does not return the discovery document."""
     found = f"the server of the discovery document {shown(url)} answered {status}"
-    if _is_passing(status):
+    if _is_temporary(status):
         return ApiError(found, "200", "try again later", passing=True)
     return UsageError(f"{found}: check --discovery_url")
 
 
-def no_description(url: str, error: Exception) -> UsageError:
+def discovery_invalid(url: str, error: Exception) -> UsageError:
     """The error if the answer from ``url`` is not a discovery document."""
     return UsageError(
         f"--discovery_url {shown(url)}: not a discovery document ({type(error).__name__}: "
@@ -58,15 +58,15 @@ def no_description(url: str, error: Exception) -> UsageError:
     )
 
 
-def _refused(status: int, reason: str, where: Where) -> Exception:
-    said = f"the API answered {status}: {reason}"
-    if _is_passing(status):
-        return ApiError(said, "the node", "try again later", passing=True)
+def _refused(status: int, reason: str, where: NodeLocation) -> Exception:
+    problem = f"the API answered {status}: {reason}"
+    if _is_temporary(status):
+        return ApiError(problem, "the node", "try again later", passing=True)
     if status == 401:
-        return UsageError(f"{said}. {LOGIN}")
+        return UsageError(f"{problem}. {LOGIN}")
     if status == 403:
         return UsageError(
-            f"{said}. Use an account that may read the TPUs of project {where.project} "
+            f"{problem}. Use an account that may read the TPUs of project {where.project} "
             "(role roles/tpu.viewer): 'gcloud auth application-default login'. If the API is not "
             f"enabled: 'gcloud services enable tpu.googleapis.com --project {where.project}'"
         )
@@ -74,7 +74,7 @@ def _refused(status: int, reason: str, where: Where) -> Exception:
         return UnknownNodeError(
             f"no node {where.tpu} in zone {where.zone} of project {where.project} ({reason})"
         )
-    return UsageError(f"{said}. Check --tpu, --zone and --project")
+    return UsageError(f"{problem}. Check --tpu, --zone and --project")
 
 
 def shown(url: str) -> str:
@@ -82,8 +82,8 @@ def shown(url: str) -> str:
     return re.sub("(?<=//)[^/?#]*@", "", url).partition("?")[0].partition("#")[0]
 
 
-def _is_passing(status: int) -> bool:
-    return status >= 500 or status in _PASSING_STATUS
+def _is_temporary(status: int) -> bool:
+    return status >= 500 or status in _TEMPORARY_STATUS
 
 
 def _unreachable(error: Exception) -> ApiError:

@@ -18,7 +18,7 @@ _PROJECT_VARIABLES = ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT")
 
 
 @dataclass(frozen=True)
-class Where:
+class NodeLocation:
     tpu: str
     zone: str
     project: str
@@ -36,7 +36,7 @@ class Where:
         )
 
 
-def find_where(tpu: str, zone: str | None, project: str | None) -> Where:
+def find_node(tpu: str, zone: str | None, project: str | None) -> NodeLocation:
     """Returns the node, zone and project from the flags, with defaults for missing ones.
 
     The defaults come from gcloud's variables and, on Google Cloud, from this machine's metadata.
@@ -60,7 +60,7 @@ def find_where(tpu: str, zone: str | None, project: str | None) -> Where:
     ):
         if not re.fullmatch(form, value):
             raise UsageError(f"{flag} {value!r} is not a valid name")
-    return Where(tpu, zone, project)
+    return NodeLocation(tpu, zone, project)
 
 
 def _variable(names: Sequence[str]) -> str:

@@ -19,15 +19,15 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from ..wording import in_a_line
+from ..wording import to_one_line
 from .errors import UsageError
 from .node import Endpoint
 from .template import Template
-from .where import Where
+from .where import NodeLocation
 
-_KEPT = 1 << 20  # bytes of a command's output that are kept; the rest is read and dropped
+_MAX_OUTPUT = 1 << 20  # bytes of a command's output that are kept; the rest is read and dropped
 _POLL_SECONDS = 0.05
-_LAST_WORDS_SECONDS = 1.0
+_OUTPUT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ class _Running:
         self._out, self._err = bytearray(), bytearray()
         streams = ((self._process.stdout, self._out), (self._process.stderr, self._err))
         # Daemons, because a grandchild that outlives the command may keep its output open.
-        self._readers = [threading.Thread(target=_keep, args=pair, daemon=True) for pair in streams]
+        self._readers = [
+            threading.Thread(target=_read_output, args=pair, daemon=True) for pair in streams
+        ]
         for reader in self._readers:
             reader.start()
 
@@ -99,23 +101,23 @@ class _Running:
         ended, code = time.time(), self._process.poll()
         if code is None:
             self.kill()
-        until = time.monotonic() + _LAST_WORDS_SECONDS
+        until = time.monotonic() + _OUTPUT_SECONDS
         for reader in self._readers:
             reader.join(max(0.0, until - time.monotonic()))
-        out, err = (bytes(said).decode("utf-8", "replace") for said in (self._out, self._err))
+        out, err = (bytes(output).decode("utf-8", "replace") for output in (self._out, self._err))
         return _Outcome(out, err, code, self._started, ended)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LAST_WORDS_SECONDS)
+            self._process.wait(_OUTPUT_SECONDS)
 
 
-def _keep(stream: BufferedReader, said: bytearray) -> None:
+def _read_output(stream: BufferedReader, output: bytearray) -> None:
     with stream:
         for chunk in iter(lambda: stream.read1(1 << 16), b""):
-            said += chunk[: _KEPT - len(said)]
+            output += chunk[: _MAX_OUTPUT - len(output)]
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Workers:
 
     def __init__(
         self,
-        where: Where,
+        where: NodeLocation,
         endpoints: Iterable[Endpoint],
         template: Template,
         *,
@@ -159,7 +161,7 @@ class Workers:
         self._at_once = at_once
         # Random, so that files and lines of other runs are not confused with those of this one.
         self.token = secrets.token_hex(8)
-        template.require_telling_apart(len(self._endpoints))
+        template.require_distinct_commands(len(self._endpoints))
 
     @property
     def numbers(self) -> list[int]:
@@ -194,15 +196,15 @@ class Workers:
 
     def _problem(self, outcome: _Outcome, data: Mapping[str, Any]) -> str:
         if "error" in data:
-            return in_a_line(data["error"])
+            return to_one_line(data["error"])
         if data:
             return ""
         if outcome.code is None:
             return f"no answer in {self._seconds:g} s"
-        said = _reason(outcome.err) or _reason(outcome.out) or "it printed nothing"
+        output = _reason(outcome.err) or _reason(outcome.out) or "it printed nothing"
         if outcome.code:
-            return f"the command ended with {outcome.code}: {said}"
-        return f"the answer is not from the probe: {said}"
+            return f"the command ended with {outcome.code}: {output}"
+        return f"the answer is not from the probe: {output}"
 
 
 def _program(request: Mapping[str, Any]) -> str:
@@ -217,7 +219,7 @@ def _reason(text: str) -> str:
     """The line with the reason of a failure: gcloud's ERROR, or the last of ssh and Python."""
     lines = text.strip().splitlines()
     errors = [number for number, line in enumerate(lines) if line.startswith("ERROR")]
-    return in_a_line(" ".join(lines[errors[-1] if errors else -1 :]))
+    return to_one_line(" ".join(lines[errors[-1] if errors else -1 :]))
 
 
 def _own_line(text: str, token: str) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ import torch_xla.runtime as xr
 
 from .. import xlac
 from ..wording import first_line
-from .rank import current_rank, is_pretending
+from .rank import current_rank, is_simulated_rank
 from .slices import place
 
 # "HOST:PORT" of the store, for the processes that a launcher starts.
@@ -59,7 +59,7 @@ def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
     Raises:
         RuntimeError: the ranks have no store, or it does not answer.
     """
-    if is_pretending():  # a simulated rank: there are no other ranks
+    if is_simulated_rank():  # a simulated rank: there are no other ranks
         return Channel(0, 1, dist.HashStore(), False)
     context = current_rank()
     if context is not None:

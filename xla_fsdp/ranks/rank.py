@@ -46,7 +46,7 @@ class CollectiveOrder:
         self._last: torch.Tensor | None = None
         self._computations: dict[tuple, object] = {}
 
-    def after_the_last(self, operand: torch.Tensor) -> torch.Tensor:
+    def depend_on_last(self, operand: torch.Tensor) -> torch.Tensor:
         """Makes ``operand`` of the next collective depend on all collectives before it."""
         # torch_xla's chain adds a number to the operands, which is NaN after a result with a NaN.
         xlac.set_collective_token(self._device, None)
@@ -54,7 +54,7 @@ class CollectiveOrder:
             self._last = self._first()
         if not operand.numel():
             return operand
-        return self._call("after_the_last", _guarded, [operand, self._last])
+        return self._call("depend_on_last", _guarded, [operand, self._last])
 
     def add(self, result: torch.Tensor) -> None:
         """Makes the next collective depend on ``result`` of this one."""
@@ -68,7 +68,7 @@ class CollectiveOrder:
         return last
 
     @contextlib.contextmanager
-    def apart(self, first: Callable[[], torch.Tensor] | None = None) -> Iterator[None]:
+    def separate_chain(self, first: Callable[[], torch.Tensor] | None = None) -> Iterator[None]:
         """A context whose collectives are a separate chain, which begins with ``first``."""
         before = self._last, self._first
         self._last, self._first = None, first or self._first
@@ -203,7 +203,7 @@ class RankContext:
         """The chain of the rank's collectives, or ``None``; see the class."""
         return None if self.as_on_tpu else self._order
 
-    def keep_order(self, first: Callable[[], torch.Tensor]) -> None:
+    def chain_collectives(self, first: Callable[[], torch.Tensor]) -> None:
         """Starts to chain collectives, see :class:`CollectiveOrder`."""
         self._order = CollectiveOrder(self.device, first)
 
@@ -252,7 +252,7 @@ class RankContext:
             self._order.end()
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def separate_channels(self) -> Iterator[None]:
         """A context with separate channel ids and pending collectives.
 
         The collectives that are traced within must be dispatched before it ends. Afterwards the
@@ -262,7 +262,9 @@ class RankContext:
             before = self.pending, self._issued
             self.pending, self._issued = [], 0
         try:
-            with self.order.apart() if self.order is not None else contextlib.nullcontext():
+            with (
+                self.order.separate_chain() if self.order is not None else contextlib.nullcontext()
+            ):
                 yield
         finally:
             with self._lock:
@@ -295,7 +297,7 @@ class RankContext:
 
 class _ThisThread(threading.local):
     context: RankContext | None = None
-    pretending = False
+    simulated_rank = False
 
 
 _this_thread = _ThisThread()
@@ -315,25 +317,25 @@ def _set_current_rank(context: RankContext | None) -> None:
     _this_thread.context = context
 
 
-def is_pretending() -> bool:
+def is_simulated_rank() -> bool:
     """Whether this thread is a simulated rank, which only traces.
 
     It cannot communicate with other ranks, and its tensors have no values.
     """
-    return _this_thread.pretending
+    return _this_thread.simulated_rank
 
 
-def pretend(yes: bool) -> None:
-    """Sets the value of :func:`is_pretending` for this thread."""
-    _this_thread.pretending = yes
+def set_simulated_rank(yes: bool) -> None:
+    """Sets the value of :func:`is_simulated_rank` for this thread."""
+    _this_thread.simulated_rank = yes
 
 
 @contextlib.contextmanager
-def pretending() -> Iterator[None]:
-    """A context in which :func:`is_pretending` is true."""
-    before = is_pretending()
-    pretend(True)
+def simulated_rank() -> Iterator[None]:
+    """A context in which :func:`is_simulated_rank` is true."""
+    before = is_simulated_rank()
+    set_simulated_rank(True)
     try:
         yield
     finally:
-        pretend(before)
+        set_simulated_rank(before)

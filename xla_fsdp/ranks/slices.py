@@ -52,8 +52,8 @@ def place() -> PlaceAmongSlices | None:
         metadata = {name: str(value) for name, value in found.items() if value is not None}
     except Exception:  # requests or yaml raise where there is no metadata
         metadata = {}
-    said = {name: os.environ.get(name) or metadata.get(name, "") for name in VARIABLES}
-    return place_among_slices(said)
+    variables = {name: os.environ.get(name) or metadata.get(name, "") for name in VARIABLES}
+    return place_among_slices(variables)
 
 
 def number_of_slices(asked: int | None, ranks: int) -> int:
@@ -85,9 +85,9 @@ def require_slices(asked: int | None, found: PlaceAmongSlices | None) -> None:
     name, value = _expected(asked)
     count = found.count if found else 1
     if value is not None and value != count:
-        told = f"{COUNT}={count}" if found else f"{COUNT} is not set, or 1"
+        setting = f"{COUNT}={count}" if found else f"{COUNT} is not set, or 1"
         raise ValueError(
-            f"{name}={value}, but {told}. On a TPU leave {name} out, or set on every host "
+            f"{name}={value}, but {setting}. On a TPU leave {name} out, or set on every host "
             f"{', '.join(VARIABLES)} for {value} slices"
         )
 
@@ -154,8 +154,8 @@ def require_all_slices() -> None:
 
     Slices that are not connected would train separately and overwrite each other's checkpoints.
     """
-    told, found = place(), slices_of_ranks()
-    expected, seen = (told.count if told else 1), max(len(found), 1)
+    own, found = place(), slices_of_ranks()
+    expected, seen = (own.count if own else 1), max(len(found), 1)
     if expected != seen:
         raise RuntimeError(
             f"{COUNT}={expected}, but the XLA runtime of this process is on {seen} slice"

@@ -37,7 +37,7 @@ _REPORT = "report"
 _PREEMPTED = "preempted"
 # The variable in which the process of a rank finds the folder of its launch.
 _FOLDER = "XLA_FSDP_RUN_FOLDER"
-_SECONDS_BETWEEN_LOOKS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def run(fn: Callable, args: Sequence[Any]) -> None:
@@ -124,10 +124,10 @@ def _ending_all(folder: Path) -> Iterator[None]:
     :class:`Preempted`.
     """
     over = threading.Event()
-    told = threading.Event()
+    terminating = threading.Event()
 
     def watch() -> None:
-        while not over.wait(_SECONDS_BETWEEN_LOOKS):
+        while not over.wait(_POLL_SECONDS):
             if _lost(folder):
                 _kill(folder)
 
@@ -137,7 +137,7 @@ def _ending_all(folder: Path) -> Iterator[None]:
         before(number, frame)
 
     def terminated(number: int, frame: FrameType | None) -> None:
-        told.set()
+        terminating.set()
         for child in multiprocessing.active_children():  # also those that are still starting
             child.terminate()
 
@@ -161,7 +161,7 @@ def _ending_all(folder: Path) -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
         if passed_on:
             signal.signal(signal.SIGTERM, before_term)
-            if told.is_set() and not (folder / _PREEMPTED).exists():
+            if terminating.is_set() and not (folder / _PREEMPTED).exists():
                 shutil.rmtree(folder, ignore_errors=True)  # the signal may end this process
                 signal.raise_signal(signal.SIGTERM)
 
@@ -202,11 +202,11 @@ def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
 
 def _write(folder: Path, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
-    said, cause = type(error).__name__, portable(error)
+    message, cause = type(error).__name__, portable(error)
     with contextlib.suppress(Exception):  # __str__ of the user's class may raise
-        said += f": {error}"
+        message += f": {error}"
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
-    draft.write_bytes(pickle.dumps((f"rank {rank} raised {said}", rank, text, cause)))
+    draft.write_bytes(pickle.dumps((f"rank {rank} raised {message}", rank, text, cause)))
     try:
         os.link(draft, folder / _REPORT)
     except FileExistsError:

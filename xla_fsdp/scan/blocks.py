@@ -16,7 +16,7 @@ from ..sharding import metadata
 from ..sharding.options import SCAN, FSDPOptions, takes_options
 from ..sharding.shard_spec import spec_of
 from ..sharding.sharded_parameter import as_sharded, local
-from ..sharding.user_checks import raise_if_elsewhere, require_plain_call, require_values
+from ..sharding.user_checks import raise_if_on_other_device, require_plain_call, require_values
 from ..tpu import compiler_options
 from ..wrapper import XlaFullyShardedDataParallel
 from .building import ScanBuilder
@@ -117,8 +117,8 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         self._unit = builder.build(blocks)
         self._fsdp_wrapped_module = self._unit.module
         finish_unit(self._unit, builder.on_device)
-        self._register_state_dict_hook(_take_apart)
-        self.register_load_state_dict_pre_hook(_put_together)
+        self._register_state_dict_hook(_unstack_state)
+        self.register_load_state_dict_pre_hook(_stack_state)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs all blocks on ``x``; ``args`` and ``kwargs`` are passed to each."""
@@ -139,7 +139,9 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
             unit.order.end_forward()
             return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
         except RuntimeError as error:
-            raise_if_elsewhere(type(self).__name__, (x, args, kwargs), unit.world.device, error)
+            raise_if_on_other_device(
+                type(self).__name__, (x, args, kwargs), unit.world.device, error
+            )
             raise
 
     def __len__(self) -> int:
@@ -180,7 +182,7 @@ def _require_scannable(options: FSDPOptions) -> None:
 
 
 @names_hook
-def _take_apart(
+def _unstack_state(
     module: ScannedBlocks,
     state_dict: dict[str, Any],
     prefix: str,
@@ -207,7 +209,7 @@ def _take_apart(
 
 
 @names_hook
-def _put_together(
+def _stack_state(
     module: ScannedBlocks,
     state_dict: dict[str, Any],
     prefix: str,
@@ -217,7 +219,7 @@ def _put_together(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load hook: the reverse of :func:`_take_apart`."""
+    """Load hook: the reverse of :func:`_unstack_state`."""
     metadata.rename_loaded(
         state_dict, prefix, local_metadata, "the stacked shards", lambda name: name
     )

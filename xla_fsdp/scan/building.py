@@ -7,22 +7,22 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from ..collectives.agreement import from_first
-from ..collectives.host_data import LARGE, unwritten
+from ..collectives.agreement import broadcast_from_first
+from ..collectives.host_data import LARGE, fake_cpu_tensor
 from ..collectives.world import World
-from ..layers.keeping import ATTENTION
+from ..layers.saved_activations import ATTENTION
 from ..names import dotted, is_wrapper
-from ..ranks.rank import is_pretending
+from ..ranks.rank import is_simulated_rank
 from ..sharding.building import keeps_buffer_dtypes, own_shard
 from ..sharding.cpu_offload import HostShard, on_host
-from ..sharding.deferred_values import Awaited, Key, comes_later, materialize
+from ..sharding.deferred_values import Key, UninitializedTensor, is_deferred, materialize
 from ..sharding.freeing import release_original_
-from ..sharding.full_precision import compute_in_full, full_precision_modules
+from ..sharding.full_precision import compute_in_float32, full_precision_modules
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from ..sharding.released import mark_released
-from ..sharding.sharded_tensor import home_of
-from ..sharding.user_checks import require_parameters_here
+from ..sharding.sharded_tensor import sharded_tensor_of
+from ..sharding.user_checks import require_shardable_parameters
 from .equality import describe, require_same, require_same_attributes
 from .unit import ParameterStack, ScanUnit, Stack
 
@@ -69,18 +69,18 @@ class ScanBuilder:
                 unit.buffers.append(stack)
         for name, keys in self._late.items():
             stack = self._stacks[name]
-            spot = None if isinstance(stack, ParameterStack) else stack.spots[0]
-            unit.awaited.append(Awaited(stack.value, keys, spot))
-        compute_in_full(self.options, list(self._template.modules()))
+            use = None if isinstance(stack, ParameterStack) else stack.uses[0]
+            unit.uninitialized.append(UninitializedTensor(stack.value, keys, use))
+        compute_in_float32(self.options, list(self._template.modules()))
         unit.describe_blocks(depth, self._cast)
-        unit.note_homes()
+        unit.mark_shards()
         return unit
 
     def _checked(self, block: nn.Module, number: int) -> nn.Module:
         """Returns ``block`` if it can be scanned together with the blocks before it."""
         self._require_block(block, number)
         for name, parameter in block.named_parameters():
-            if home_of(parameter) is not None:
+            if sharded_tensor_of(parameter) is not None:
                 raise ValueError(
                     f"block {number} shares the parameter {name} with a wrapped module, which "
                     "scanned blocks do not support. Untie it, or wrap each block separately"
@@ -92,7 +92,7 @@ class ScanBuilder:
                     "do not support. Wrap each block separately"
                 )
         for path, module in block.named_modules():
-            require_parameters_here(dotted(str(number), path), module)
+            require_shardable_parameters(dotted(str(number), path), module)
         described = describe(block)
         if self._template is None:
             self._template, self._described = block, described
@@ -116,15 +116,15 @@ class ScanBuilder:
         for name, stack in self._stacks.items():
             if isinstance(stack, ParameterStack):
                 own = block.get_parameter(name)
-                self._note_late(own, name, number * stack.numel)
+                self._note_uninitialized(own, name, number * stack.numel)
                 self._pieces[name].append(self._cut(own, stack.layout))
             else:
-                self._note_late(block.get_buffer(name), name, number)
+                self._note_uninitialized(block.get_buffer(name), name, number)
                 self._pieces[name].append(block.get_buffer(name))
 
-    def _note_late(self, tensor: torch.Tensor, name: str, first: int) -> None:
+    def _note_uninitialized(self, tensor: torch.Tensor, name: str, first: int) -> None:
         """Records that ``tensor``, at offset ``first`` in its stack, gets values by a load."""
-        if comes_later(tensor):
+        if is_deferred(tensor):
             block = len(self._late.setdefault(name, {}))
             self._late[name][first, 0] = dotted(str(block), name)
 
@@ -145,19 +145,19 @@ class ScanBuilder:
             )
 
     def _find_stacks(self, block: nn.Module) -> None:
-        spots: dict[torch.Tensor, dict[tuple[nn.Module, str], None]] = {}
+        uses: dict[torch.Tensor, dict[tuple[nn.Module, str], None]] = {}
         names: dict[torch.Tensor, list[str]] = {}
         for path, module in block.named_modules(remove_duplicate=False):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None:
-                    spots.setdefault(tensor, {})[module, name] = None
+                    uses.setdefault(tensor, {})[module, name] = None
                     names.setdefault(tensor, []).append(dotted(path, name))
         self._wide = full_precision_modules(self.options, list(block.modules()))
         for tensor, known in names.items():
-            stack = Stack(known, list(spots[tensor]))
+            stack = Stack(known, list(uses[tensor]))
             if isinstance(tensor, nn.Parameter):
-                wide = stack.spots[0][0] in self._wide
-                stack = ParameterStack(known, stack.spots, layout=self._layout(tensor), wide=wide)
+                wide = stack.uses[0][0] in self._wide
+                stack = ParameterStack(known, stack.uses, layout=self._layout(tensor), wide=wide)
                 self._attributes[stack.name] = dict(tensor.__dict__)
             self._stacks[stack.name] = stack
             self._pieces[stack.name] = []
@@ -171,7 +171,7 @@ class ScanBuilder:
         with torch.no_grad():
             value = parameter.detach()
             if self.options.sync_module_states:
-                value = from_first(self.world, value)
+                value = broadcast_from_first(self.world, value)
             shard = own_shard(layout, [value], self.world)
         release_original_(parameter)
         mark_released(parameter)
@@ -193,11 +193,11 @@ class ScanBuilder:
     def _stack_buffer(self, stack: Stack, buffers: list[torch.Tensor]) -> None:
         first = buffers[0]
         if self.options.sync_module_states:
-            agreed = {id(buffer): from_first(self.world, buffer) for buffer in buffers}
+            agreed = {id(buffer): broadcast_from_first(self.world, buffer) for buffer in buffers}
             buffers = [agreed[id(buffer)] for buffer in buffers]
             first = buffers[0]
         dtype = self.options.dtype_of_buffers
-        keeps = any(keeps_buffer_dtypes(m) or m in self._wide for m, _ in stack.spots)
+        keeps = any(keeps_buffer_dtypes(m) or m in self._wide for m, _ in stack.uses)
         if dtype is None or keeps or not first.is_floating_point():
             dtype = first.dtype
         if dtype is not first.dtype:
@@ -210,6 +210,6 @@ class ScanBuilder:
 def _stacked(shards: list[torch.Tensor]) -> torch.Tensor:
     """``torch.stack``; in a plan, without values if the result is large."""
     first = shards[0]
-    if is_pretending() and len(shards) * first.numel() >= LARGE:
-        return unwritten((len(shards), *first.shape), first.dtype)
+    if is_simulated_rank() and len(shards) * first.numel() >= LARGE:
+        return fake_cpu_tensor((len(shards), *first.shape), first.dtype)
     return torch.stack(shards)

@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from .. import xlac
 from ..names import dotted
-from ..sharding.attributes import refuse_replacement
+from ..sharding.attributes import raise_replaced
 from ..sharding.freeing import free_, stamps
-from ..sharding.gathering import GatherNode, refuse_change_in_forward
-from ..sharding.sharded_tensor import home_of
+from ..sharding.gathering import GatherNode, raise_changed_in_forward
+from ..sharding.sharded_tensor import sharded_tensor_of
 from ..tree import tensors_in
 from .equality import require_no_hooks
 from .unit import ScanUnit
@@ -26,20 +26,22 @@ _DRAWS = frozenset(
 )
 
 
-def require_as_built(unit: ScanUnit) -> None:
+def require_unchanged_structure(unit: ScanUnit) -> None:
     """Before a forward: raises RuntimeError if a parameter was added to the blocks or removed since
     they were passed to ``scan_blocks``, and ValueError if a hook was added."""
-    unit.require_resting()
-    known = {spot for stack in unit.parameters for spot in stack.spots}
+    unit.require_shards_installed()
+    known = {use for stack in unit.parameters for use in stack.uses}
     for path, module in unit.module.named_modules():
         require_no_hooks(path, module)
         for name, parameter in module._parameters.items():
             if parameter is not None and (module, name) not in known:
-                refuse_replacement(unit.comms.label + dotted(path, name))
+                raise_replaced(unit.comms.label + dotted(path, name))
 
 
 @contextlib.contextmanager
-def nothing_lost(unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection[int]) -> Iterator:
+def forbid_lost_changes(
+    unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection[int]
+) -> Iterator:
     """Around the call of the template: raises RuntimeError if it changes or replaces one of its
     parameters ``full``, and ValueError if it stores a computed tensor in an attribute.
 
@@ -49,7 +51,7 @@ def nothing_lost(unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection
     yield
     for stack, value, was, now in zip(unit.parameters, full, before, stamps(full), strict=True):
         if stack.value is not value or now != was:
-            refuse_change_in_forward(unit.comms.label + stack.name)
+            raise_changed_in_forward(unit.comms.label + stack.name)
     for key, tensors in _attributes(unit).items():
         known = {id(tensor) for tensor in attributes.get(key, ())}
         new = [tensor for tensor in tensors if id(tensor) not in known]
@@ -102,8 +104,10 @@ def require_known_graph(block: nn.Module, y: torch.Tensor, leaves: Sequence[torc
         if source is not None:
             what = f"computed from {source.unit.name_of(output)!r}"
         elif leaf is not None and id(leaf) not in known:
-            home = home_of(leaf)
-            what = f"a tensor of shape {tuple(leaf.shape)}" if home is None else repr(home.key)
+            sharded = sharded_tensor_of(leaf)
+            what = (
+                f"a tensor of shape {tuple(leaf.shape)}" if sharded is None else repr(sharded.key)
+            )
         if what:
             raise ValueError(
                 f"the forward of {type(block).__name__} uses a tensor from outside of the block "
@@ -124,7 +128,7 @@ def require_no_graph(block: nn.Module, name: str, buffer: torch.Tensor) -> None:
         )
 
 
-class NothingDrawnOnHost(TorchFunctionMode):
+class ForbidHostRandomNumbers(TorchFunctionMode):
     """Around the call of ``block``: random numbers drawn on the host raise ValueError."""
 
     def __init__(self, block: nn.Module) -> None:

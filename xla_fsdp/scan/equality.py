@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..checkpoint.stored import is_dense, same_bits
 from ..names import dotted
-from ..sharding.full_precision import is_widening
+from ..sharding.full_precision import is_float32_hook
 
 Described = dict[str, Any]
 
@@ -59,7 +59,7 @@ def require_no_hooks(path: str, module: nn.Module) -> None:
     """Raises ValueError if ``module``, called ``path`` in a block, has hooks."""
     for hooks in _HOOKS:
         registered = getattr(module, hooks, None) or {}
-        if not all(map(is_widening, registered.values())):
+        if not all(map(is_float32_hook, registered.values())):
             raise ValueError(
                 f"module {path or type(module).__name__!r} of a block has hooks "
                 f"({hooks.strip('_')}). Scanned blocks are traced once for all, so a hook would be "
@@ -135,25 +135,25 @@ class _Comparison:
             return
         if id(a) in self._partners or id(b) in self._partners:
             if self._partners.get(id(a)) is not b:
-                self._refuse(name, a, b)
+                self._raise_different(name, a, b)
         elif type(a) is not type(b) or isinstance(a, type):
-            self._refuse(name, a, b)
+            self._raise_different(name, a, b)
         elif isinstance(a, (float, complex)):
             if repr(a) != repr(b):  # the sign of zero counts, NaN is equal to itself
-                self._refuse(name, a, b)
+                self._raise_different(name, a, b)
         elif type(a) in _BY_VALUE:
             if a != b:
-                self._refuse(name, a, b)
+                self._raise_different(name, a, b)
         elif isinstance(a, torch.Tensor):
             if not (is_dense(a) and is_dense(b) and a.device.type == b.device.type == "cpu"):
                 self._cannot_compare(name, a)
             if a.requires_grad is not b.requires_grad or not same_bits(a, b):
-                self._refuse(name, a, b)
+                self._raise_different(name, a, b)
         elif (id(a), id(b)) not in self._begun:
             self._begun[id(a), id(b)] = a, b
             mine, its = (self._contents(name, value) for value in (a, b))
             if [part for part, _ in mine] != [part for part, _ in its]:
-                self._refuse(name, a, b)
+                self._raise_different(name, a, b)
             for (part, x), (_, y) in zip(mine, its, strict=True):
                 self.require_equal(part, x, y)
 
@@ -188,7 +188,7 @@ class _Comparison:
             parts.append((name, one))
         return parts
 
-    def _refuse(self, name: str, a: Any, b: Any) -> NoReturn:
+    def _raise_different(self, name: str, a: Any, b: Any) -> NoReturn:
         raise ValueError(
             f"blocks must be equal in all but the values of parameters and buffers; {name}: "
             f"{_shown(a)} in block 0, {_shown(b)} in block {self.number}. {self._remedy}"

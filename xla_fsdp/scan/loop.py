@@ -19,8 +19,8 @@ import torch_xla.core.xla_model as xm
 from .. import xlac
 from ..collectives.order import separate_collectives
 from ..ranks.rank import current_rank
-from ..sharding.block_memory import BlockMemory
-from ..sharding.trace_cache import Tensors, Traced, placeholder, twin
+from ..sharding.block_state import BlockState
+from ..sharding.trace_cache import Tensors, Traced, placeholder, separate_copy
 
 # (carry, slices, constants) -> (carry, results)
 Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
@@ -39,7 +39,7 @@ def loop(
     seed: int | None = None,
     reverse: bool = False,
     ahead: Collection[int] = (),
-    memory: BlockMemory | None = None,
+    memory: BlockState | None = None,
     unroll: int = 1,
 ) -> tuple[Tensors, Tensors]:
     """Runs ``carry, results[i] = body(carry, [s[i] for s in stacked], constants)`` for every i.
@@ -87,7 +87,7 @@ def loop(
     rank = current_rank()
     order = rank.order if rank is not None and rank.pending else None
     if order is not None:
-        operands[0] = order.after_the_last(operands[0])
+        operands[0] = order.depend_on_last(operands[0])
     outputs = xlac.call_computation("xla::scan_blocks", operands, computation)
     if order is not None:
         order.add(outputs[0])
@@ -112,11 +112,11 @@ def _traced(
     shapes: Sequence[tuple[torch.Size, torch.dtype]],
     carried: int,
     stacked: int,
-    memory: BlockMemory | None,
+    memory: BlockState | None,
 ) -> _Traced:
     """``body``, traced on arguments of these shapes, and on tensors recalled from ``memory``."""
     arguments = [placeholder(*shape) for shape in shapes]
-    given = [twin(argument) for argument in arguments]
+    given = [separate_copy(argument) for argument in arguments]
     first, second = carried, carried + stacked
     new_carry, results = body(given[:first], given[first:second], given[second:])
     rows = [] if memory is None else memory.rows
@@ -126,7 +126,7 @@ def _traced(
     traced = Traced("scan_body", arguments, [*new_carry, *results, *values])
     del values
     if memory is not None:
-        memory.require_nothing_left(arguments)
+        memory.require_no_leaked_tensors(arguments)
     return _Traced(
         traced,
         carried,

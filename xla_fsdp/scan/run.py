@@ -24,11 +24,11 @@ import torch_xla.core.xla_model as xm
 from .. import xlac
 from ..collectives import host_memory
 from ..collectives.order import Event, Order, Wait
-from ..layers.keeping import Keeping
+from ..layers.saved_activations import SavedActivations
 from ..replaying import in_modes, without_checkpoints
-from ..sharding.block_memory import BlockMemory
+from ..sharding.block_state import BlockState
 from ..sharding.freeing import stamps
-from ..sharding.gathering import refuse_change_before_backward
+from ..sharding.gathering import raise_changed_before_backward
 from ..tree import map_tensors, tensors_in
 from . import checks
 from .equality import require_like
@@ -44,7 +44,7 @@ class Run:
     """
 
     def __init__(self, unit: ScanUnit, x: torch.Tensor, inputs: tuple[tuple, dict]):
-        checks.require_as_built(unit)
+        checks.require_unchanged_structure(unit)
         self.unit = unit
         self.constants = tensors_in(inputs)
         numbers = {id(tensor): number for number, tensor in enumerate(self.constants)}
@@ -53,11 +53,11 @@ class Run:
         self.shared = [stack for stack in unit.buffers if stack.shared]
         # The current buffers: a forward that updates them replaces the tensors.
         self.buffers = [s.value for s in self.sliced], [s.value for s in self.shared]
-        self.keeps_inputs = torch.is_grad_enabled() and any(
+        self.needs_backward = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (x, *self.constants, *unit.shards)
         )
         # Whether the inputs are stored in host memory until the backward.
-        self.offloads = unit.options.offload and self.keeps_inputs and host_memory.can_wait_there(x)
+        self.offloads = unit.options.offload and self.needs_backward and host_memory.can_offload(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
         self.modes = [(module, module.training) for module in unit.module.modules()]
         self._stamps = stamps(unit.shards)
@@ -79,7 +79,7 @@ class Run:
 
         def gathered(shards: Tensors, x: torch.Tensor, order: Order) -> tuple[Tensors, Tensors]:
             """One block's parameters, and the pieces of them that are stored."""
-            secondary = self.unit.secondary() if self.keeps_inputs else None
+            secondary = self.unit.secondary() if self.needs_backward else None
             full = self.unit.gather_block(shards, x, order, secondary)
             if secondary is None:
                 return full, []
@@ -97,15 +97,15 @@ class Run:
                 following = [*whole, *parts]
             else:
                 full, pieces = gathered(shards, x, Order())
-            keeping = Keeping(self.unit.options.keep if self.keeps_inputs else ())
-            y, after = self._compute(x, full, buffers, constants, keeping)
-            keeping.require_met()
-            self.recorded = len(keeping.values)
+            saved = SavedActivations(self.unit.options.keep if self.needs_backward else ())
+            y, after = self._compute(x, full, buffers, constants, saved)
+            saved.require_all_called()
+            self.recorded = len(saved.values)
             updated.extend(self._updated(buffers, after))
-            kept = [x] if self.keeps_inputs else []
+            kept = [x] if self.needs_backward else []
             if self.offloads:
                 kept, following = [host_memory.to_host(x)], [*following, x]
-            values = keeping.values
+            values = saved.values
             return [y, *following], [*kept, *pieces, *values, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
@@ -127,11 +127,11 @@ class Run:
         )
         if prefetch:
             del last[count : len(first)]
-        number_kept = 1 + len(self.pieces) + self.recorded if self.keeps_inputs else 0
+        number_kept = 1 + len(self.pieces) + self.recorded if self.needs_backward else 0
         kept, results = results[:number_kept], results[number_kept:]
         for number, value in zip(updated, results, strict=True):
             self.sliced[number].put(value)
-        return [y, *last, *kept] if self.keeps_inputs else [y]
+        return [y, *last, *kept] if self.needs_backward else [y]
 
     def backward(
         self,
@@ -157,7 +157,7 @@ class Run:
                 following, x = [host_memory.to_device(x)], carry.pop()
             secondary = self.unit.secondary(dict(zip(self.pieces, slices, strict=False)))
             shards, slices = slices[pieces : pieces + count], slices[pieces + count :]
-            keeping = Keeping(self.unit.options.keep, slices[: self.recorded])
+            saved = SavedActivations(self.unit.options.keep, slices[: self.recorded])
             buffers = self._buffers(slices[self.recorded :], constants)
             # In the order of the forward, because this starts with its recomputation.
             if prefetch:
@@ -180,7 +180,7 @@ class Run:
             ]
             leaves = [x, *(constants[n] for n in which), *(f for f in full if f.requires_grad)]
             with torch.enable_grad(), in_modes(self.modes):
-                y, after = self._compute(x, full, buffers, constants, keeping)
+                y, after = self._compute(x, full, buffers, constants, saved)
             checks.require_known_graph(self.unit.module, y, leaves)
             for stack, buffer in zip(self.unit.buffers, after, strict=True):
                 checks.require_no_graph(self.unit.module, stack.name, buffer)
@@ -197,7 +197,7 @@ class Run:
 
         # Gather nothing early for the next unit: it would stay in memory during the loop.
         self.unit.order.end_backward()
-        memory = BlockMemory(self.unit.depth)
+        memory = BlockState(self.unit.depth)
         sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
         size = len(kept) - 1 - pieces - self.recorded
@@ -231,7 +231,7 @@ class Run:
         now = stamps(self.unit.shards)
         for stack, found, before in zip(self.unit.parameters, now, self._stamps, strict=True):
             if found != before:
-                refuse_change_before_backward(self.unit.comms.label + stack.name)
+                raise_changed_before_backward(self.unit.comms.label + stack.name)
 
     @property
     def unroll(self) -> int:
@@ -251,7 +251,7 @@ class Run:
         full: Tensors,
         buffers: Tensors,
         constants: Tensors,
-        keeping: Keeping,
+        saved: SavedActivations,
     ) -> tuple[torch.Tensor, Tensors]:
         """Runs one block; returns its result and its updated buffers."""
         args, kwargs = map_tensors(lambda slot: constants[slot.number], self.inputs, leaf=_Slot)
@@ -260,12 +260,12 @@ class Run:
             # Casts must not be cached from one trace to the next.
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
-            stack.enter_context(keeping.over(self.unit.module))
+            stack.enter_context(saved.over(self.unit.module))
             # The backward recomputes the entire block anyway.
             stack.enter_context(without_checkpoints())
-            stack.enter_context(checks.NothingDrawnOnHost(self.unit.module))
+            stack.enter_context(checks.ForbidHostRandomNumbers(self.unit.module))
             given = checks.inputs_of([x, *full, *buffers, *constants])
-            stack.enter_context(checks.nothing_lost(self.unit, full, given))
+            stack.enter_context(checks.forbid_lost_changes(self.unit, full, given))
             y = self.unit.module(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
         require_like(y, x, self.unit.module)

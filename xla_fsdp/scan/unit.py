@@ -14,18 +14,18 @@ from ..collectives.order import Order, after
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
-from ..sharding.around import note_sharded
-from ..sharding.attributes import refuse_replacement
-from ..sharding.block_memory import BlockMemory
+from ..sharding.attributes import raise_replaced
+from ..sharding.block_state import BlockState
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
-from ..sharding.secondary import Secondary
+from ..sharding.outer_wrappers import mark_sharded
+from ..sharding.secondary import SecondaryShards
 from ..sharding.sharded_parameter import local
-from ..sharding.sharded_tensor import Place, ShardedTensor
+from ..sharding.sharded_tensor import ParameterSlot, ShardedTensor
 from ..sharding.state import FSDPState
 from ..sharding.unsharded import Origin, make_unsharded
 
-Spots = list[tuple[nn.Module, str]]
+Uses = list[tuple[nn.Module, str]]
 
 
 @dataclass(eq=False)
@@ -34,12 +34,12 @@ class Stack:
 
     Attributes:
         names: dotted names in a block; a shared parameter has several.
-        spots: modules of the template that use it, and their attribute names.
+        uses: modules of the template that use it, and their attribute names.
         shared: whether a buffer is the same tensor in all blocks, and therefore not stacked.
     """
 
     names: list[str]
-    spots: Spots
+    uses: Uses
     shared: bool = False
 
     @property
@@ -50,14 +50,14 @@ class Stack:
     @property
     def value(self) -> torch.Tensor:
         """``(depth, ...)``, or ``(...)`` if shared."""
-        module, name = self.spots[0]
+        module, name = self.uses[0]
         buffer = module._buffers[name]
         assert buffer is not None  # it was found in the module and is always restored
         return buffer
 
     def put(self, value: torch.Tensor) -> None:
         """Sets the attribute of the template to ``value``."""
-        for module, name in self.spots:
+        for module, name in self.uses:
             module._buffers[name] = value
 
 
@@ -81,14 +81,14 @@ class ParameterStack(Stack):
     @property
     def value(self) -> nn.Parameter:
         """``(depth, *shard_shape)``; inside the loop a full parameter, which is no Parameter."""
-        module, name = self.spots[0]
+        module, name = self.uses[0]
         parameter = module._parameters.get(name)
         if parameter is None:
-            refuse_replacement(self.name)
+            raise_replaced(self.name)
         return parameter
 
     def put(self, value: torch.Tensor) -> None:
-        for module, name in self.spots:
+        for module, name in self.uses:
             # Inside the loop it is not a Parameter, but behaves like one.
             module._parameters[name] = value  # type: ignore[assignment]
 
@@ -97,7 +97,7 @@ class ScanUnit(FSDPState):
     """The shards of ``depth`` equal blocks, each stacked over the blocks.
 
     For shard metadata and plans, every block has separate sharded tensors (``tensors`` and
-    ``places``: names and layouts, without values). ``shards`` are the stacked parameters, which the
+    ``slots``: names and layouts, without values). ``shards`` are the stacked parameters, which the
     optimizer sees. They are attributes of the template, the block that is traced for all.
     """
 
@@ -117,7 +117,7 @@ class ScanUnit(FSDPState):
         return [tensor.source for tensor in self.stored]
 
     def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
-        """Fills in ``stored``, ``tensors``, ``places`` and ``buffer_dtypes``.
+        """Fills in ``stored``, ``tensors``, ``slots`` and ``buffer_dtypes``.
 
         ``cast``: buffers that were cast, by name in a block, with the dtype they had.
         """
@@ -140,10 +140,10 @@ class ScanUnit(FSDPState):
                 tensor = ShardedTensor(
                     row, stack.layout, dotted(block, stack.name), wide=stack.wide
                 )
-                index = self.adopt(tensor)
-                for module, name in stack.spots:
-                    note_sharded(module)
-                    self.places.append(Place(module, name, index, stack.value, block))
+                index = self.add_tensor(tensor)
+                for module, name in stack.uses:
+                    mark_sharded(module)
+                    self.slots.append(ParameterSlot(module, name, index, stack.value, block))
             for name, dtype in cast.items():
                 self.buffer_dtypes[dotted(block, name)] = dtype
 
@@ -154,7 +154,7 @@ class ScanUnit(FSDPState):
         shards: Sequence[torch.Tensor],
         x: torch.Tensor,
         order: Order,
-        secondary: Secondary | None = None,
+        secondary: SecondaryShards | None = None,
     ) -> list[torch.Tensor]:
         """The full parameters of one block in compute dtype, from its shards.
 
@@ -191,20 +191,20 @@ class ScanUnit(FSDPState):
                     tensor = self.order_after(share).delay(tensor)
         return tensor
 
-    def secondary(self, pieces: Mapping[int, torch.Tensor] | None = None) -> Secondary | None:
+    def secondary(self, pieces: Mapping[int, torch.Tensor] | None = None) -> SecondaryShards | None:
         """The second shard that one block's forward stores for its backward; by default empty.
 
         ``None`` if the backward gathers from the shards.
         """
         if self.secondaries is None:
             return None
-        return Secondary(self.secondaries.world, pieces=dict(pieces or {}))
+        return SecondaryShards(self.secondaries.world, pieces=dict(pieces or {}))
 
     def reduce_block(
         self,
         shards: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
-        memory: BlockMemory,
+        memory: BlockState,
     ) -> dict[int, torch.Tensor]:
         """Gradient shards of one block, by parameter number, for those with a gradient.
 
@@ -212,7 +212,7 @@ class ScanUnit(FSDPState):
         stack of all blocks' gradients takes half the memory. ``memory``: of a communication hook.
         """
         present = {number: [grad] for number, grad in enumerate(grads) if grad is not None}
-        fulls = self.comms.joined(self._block(shards), present, {})
+        fulls = self.comms.join_gradients(self._block(shards), present, {})
         exact = self.comms.keeps_communication_dtype
         tensors = self._block(
             shard.to(fulls[number].dtype) if exact and number in fulls else shard

@@ -50,7 +50,7 @@ class FlattenedParameter(torch.Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if func in _OF_THE_VALUE or func in _OF_THE_VECTOR:
-            _refuse(args[0], getattr(func, "__name__", str(func)))
+            _raise_unsupported(args[0], getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -60,7 +60,7 @@ class FlattenedParameter(torch.Tensor):
     ) -> NoReturn:
         every = [*args, *(kwargs or {}).values()]
         flat = [x for one in every for x in (one if isinstance(one, (list, tuple)) else [one])]
-        _refuse(next(one for one in flat if isinstance(one, cls)), f"{func}")
+        _raise_unsupported(next(one for one in flat if isinstance(one, cls)), f"{func}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenedParameter:
         return self
@@ -94,7 +94,7 @@ def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:
     return {name: value for name, value in found if isinstance(value, FlattenedParameter)}
 
 
-def _refuse(parameter: FlattenedParameter, operation: str) -> NoReturn:
+def _raise_unsupported(parameter: FlattenedParameter, operation: str) -> NoReturn:
     raise RuntimeError(
         f"{operation} needs parameter {parameter.name!r}, which is sharded here, in a flattened "
         "vector (flatten_parameters), and has values only during a forward. To use it in a "
@@ -105,7 +105,7 @@ def _refuse(parameter: FlattenedParameter, operation: str) -> NoReturn:
     )
 
 
-def refuse_replacement(name: str) -> NoReturn:
+def raise_replaced(name: str) -> NoReturn:
     """Raises RuntimeError because parameter ``name`` was replaced by a tensor that is no shard."""
     raise RuntimeError(
         f"parameter {name!r} is not the shard that the wrapper gathers: it was assigned "

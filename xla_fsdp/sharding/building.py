@@ -9,37 +9,37 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..collectives.agreement import from_first
-from ..collectives.host_data import LARGE, unwritten
+from ..collectives.agreement import broadcast_from_first
+from ..collectives.host_data import LARGE, fake_cpu_tensor
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted, is_wrapper
-from ..ranks.rank import is_pretending
-from .around import refer_to
+from ..ranks.rank import is_simulated_rank
 from .cpu_offload import HostShard, on_host
-from .deferred_values import Awaited, comes_later, is_on_meta, materialize
+from .deferred_values import UninitializedTensor, is_deferred, is_on_meta, materialize
 from .freeing import release_original_, stamps
-from .full_precision import compute_in_full, full_precision_modules
-from .ignored import is_ignored, note_of, settle_ignored
+from .full_precision import compute_in_float32, full_precision_modules
+from .ignored import ignored_mark_of, is_ignored, move_ignored
 from .layout import Layout
-from .metadata import take_local
+from .metadata import import_local_tensors
 from .options import FSDPOptions
+from .outer_wrappers import register_outer_wrapper
 from .released import mark_released
 from .sharded_tensor import (
-    Place,
+    ParameterSlot,
     ShardedTensor,
-    home_of,
-    number_at_home,
-    set_home,
-    set_home_of_shards,
+    mark_shards,
+    member_number_of,
+    set_sharded_tensor,
+    sharded_tensor_of,
 )
 from .state import FSDPState
-from .user_checks import require_parameters_here
+from .user_checks import require_shardable_parameters
 
 # Number of elements of a parameter that its checksum covers.
 SAMPLE = 1 << 16
 
-Spot = tuple[nn.Module, str, nn.Parameter]
+ParameterUse = tuple[nn.Module, str, nn.Parameter]
 
 
 class UnitBuilder:
@@ -75,10 +75,10 @@ class UnitBuilder:
         for path, module in self._modules():
             self.paths.setdefault(module, []).append(path)
         self.wide = full_precision_modules(self.options, self.paths)
-        compute_in_full(self.options, self.paths)
+        compute_in_float32(self.options, self.paths)
         # In place, a module without reset_parameters does not raise, as in torch.
         waits = self.unit.in_place
-        ready = materialize(self.module, _left_alone, self.options.param_init_fn, waits)
+        ready = materialize(self.module, _is_excluded, self.options.param_init_fn, waits)
         if self.options.flatten_parameters:
             for _ in ready:
                 pass
@@ -86,27 +86,27 @@ class UnitBuilder:
         elif any(is_on_meta(module) for module in self.paths):
             # Shard a submodule as soon as it has values: only one is full at any time.
             for module in ready:
-                self._shard_each(self._spots(module))
+                self._shard_each(self._uses(module))
             # Parameters were registered in the order of initialization; restore the module's order.
             order = {module: number for number, module in enumerate(self.paths)}
-            self.unit.places.sort(key=lambda place: order[place.module])
+            self.unit.slots.sort(key=lambda slot: order[slot.module])
         else:
             for module in self.paths:
-                self._shard_each(self._spots(module))
+                self._shard_each(self._uses(module))
         for module, paths in self.paths.items():
-            self.unit.ignored += settle_ignored(paths[0], module, self.world.device)
+            self.unit.ignored += move_ignored(paths[0], module, self.world.device)
         for tensor, members in self.late.items():
-            first = self.unit.adopt(tensor)
+            first = self.unit.add_tensor(tensor)
             names = {(0, member): self.unit.name_of(first + member) for member in members}
-            self.unit.awaited.append(Awaited(tensor.shard, names))
+            self.unit.uninitialized.append(UninitializedTensor(tensor.shard, names))
         if self.world.as_on_tpu:
-            of_unit = {place.module for place in self.unit.places}
+            of_unit = {slot.module for slot in self.unit.slots}
             layers = linear.layers_in(self.paths)
             self.unit.linears = {m: heads for m, heads in layers.items() if m in of_unit}
         self._move_buffers()
-        refer_to(self.owner, self.unit)
-        for module in {place.module: None for place in self.unit.places}:
-            module.register_load_state_dict_pre_hook(take_local)
+        register_outer_wrapper(self.owner, self.unit)
+        for module in {slot.module: None for slot in self.unit.slots}:
+            module.register_load_state_dict_pre_hook(import_local_tensors)
         self.unit.initial_stamps = stamps(self.unit.shards)
         return self.unit
 
@@ -117,20 +117,20 @@ class UnitBuilder:
             path, module = stack.pop()
             if is_wrapper(module):
                 continue
-            require_parameters_here(path, module)
+            require_shardable_parameters(path, module)
             yield path, module
             children = [(k, c) for k, c in module._modules.items() if c is not None]
             stack.extend((dotted(path, key), child) for key, child in reversed(children))
 
-    def _spots(self, module: nn.Module) -> Iterator[Spot]:
+    def _uses(self, module: nn.Module) -> Iterator[ParameterUse]:
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and note_of(parameter) is None:
+            if parameter is not None and ignored_mark_of(parameter) is None:
                 yield module, name, parameter
 
-    def _shard_each(self, spots: Iterator[Spot]) -> None:
-        for spot in spots:
-            module, name, parameter = spot
-            if home_of(parameter) is None:
+    def _shard_each(self, uses: Iterator[ParameterUse]) -> None:
+        for use in uses:
+            module, name, parameter = use
+            if sharded_tensor_of(parameter) is None:
                 rows = self.options.shard_param_on_dim_0 and parameter.dim() > 0
                 if rows:
                     layout = Layout.rows(parameter.shape, self.world.size)
@@ -138,15 +138,15 @@ class UnitBuilder:
                     layout = Layout.flat([parameter.shape], self.world.size)
                 key = dotted(self.paths[module][0], name)
                 self._shard([parameter], layout, key, module in self.wide)
-            self._put(spot)
+            self._put(use)
 
     def _flatten(self) -> None:
-        spots = [spot for module in self.paths for spot in self._spots(module)]
+        uses = [use for module in self.paths for use in self._uses(module)]
         # Trainable first, then frozen. A vector has one dtype. Each parameter counts once.
         groups: dict[tuple[bool, torch.dtype, bool], dict[nn.Parameter, None]] = {}
         taken: set[nn.Parameter] = set()
-        for module, _, parameter in sorted(spots, key=lambda spot: not spot[2].requires_grad):
-            if home_of(parameter) is None and parameter not in taken:
+        for module, _, parameter in sorted(uses, key=lambda use: not use[2].requires_grad):
+            if sharded_tensor_of(parameter) is None and parameter not in taken:
                 taken.add(parameter)
                 kind = parameter.requires_grad, parameter.dtype, module in self.wide
                 groups.setdefault(kind, {})[parameter] = None
@@ -155,8 +155,8 @@ class UnitBuilder:
             tensor = self._shard(list(parameters), layout, f"flat_param_{number}", wide)
             self.owner.register_parameter(tensor.key, tensor.shard)
             self.unit.flattened.append(tensor)
-        for spot in spots:
-            self._put(spot)
+        for use in uses:
+            self._put(use)
 
     def _shard(
         self, parameters: Sequence[nn.Parameter], layout: Layout, key: str, wide: bool
@@ -170,7 +170,7 @@ class UnitBuilder:
                 shard = nn.Parameter(cut.to(self.world.device), requires_grad=trained)
             else:
                 shard = HostShard(on_host(cut), requires_grad=trained)
-        late = [number for number, one in enumerate(parameters) if comes_later(one)]
+        late = [number for number, one in enumerate(parameters) if is_deferred(one)]
         if not self.options.flatten_parameters:
             # Python attributes that users set on a parameter ("no weight decay") move to the shard.
             shard.__dict__.update(parameters[0].__dict__)
@@ -179,25 +179,25 @@ class UnitBuilder:
         if flattened:
             tensor.attributes = [dict(vars(parameter)) for parameter in parameters]
         for number, parameter in enumerate(parameters):
-            set_home(parameter, tensor, number)
+            set_sharded_tensor(parameter, tensor, number)
             release_original_(parameter)
             mark_released(parameter)
-        set_home_of_shards([tensor])
+        mark_shards([tensor])
         if late:
             self.late[tensor] = late
         return tensor
 
     def _agreed(self, value: torch.Tensor) -> torch.Tensor:
-        return from_first(self.world, value) if self.options.sync_module_states else value
+        return broadcast_from_first(self.world, value) if self.options.sync_module_states else value
 
-    def _put(self, spot: Spot) -> None:
-        module, name, parameter = spot
-        tensor, number = home_of(parameter), number_at_home(parameter)
+    def _put(self, use: ParameterUse) -> None:
+        module, name, parameter = use
+        tensor, number = sharded_tensor_of(parameter), member_number_of(parameter)
         assert tensor is not None, "a parameter must be sharded before it is added to its unit"
-        first = self.unit.adopt(tensor)
-        resting = None if tensor.flattened else tensor.shard
+        first = self.unit.add_tensor(tensor)
+        sharded_value = None if tensor.flattened else tensor.shard
         called = dotted(self.paths[module][0], name)
-        self.unit.add_place(Place(module, name, first + number, resting), called)
+        self.unit.add_slot(ParameterSlot(module, name, first + number, sharded_value), called)
 
     def _move_buffers(self) -> None:
         """Moves buffers to the device and casts floating-point ones to ``buffer_dtype``. A shared
@@ -221,19 +221,21 @@ class UnitBuilder:
                     for path in self.paths[module]:
                         self.unit.buffer_dtypes[dotted(path, name)] = buffer.dtype
                 module._buffers[name] = moved[buffer]
-                if comes_later(buffer):
+                if is_deferred(buffer):
                     names = {(0, 0): dotted(self.paths[module][0], name)}
-                    self.unit.awaited.append(Awaited(moved[buffer], names, (module, name)))
+                    self.unit.uninitialized.append(
+                        UninitializedTensor(moved[buffer], names, (module, name))
+                    )
 
 
 def own_shard(layout: Layout, values: Sequence[torch.Tensor], world: World) -> torch.Tensor:
     """This rank's shard of the full ``values``; in a plan, without values if it is large."""
-    if is_pretending() and math.prod(layout.shard_shape) >= LARGE:
-        return unwritten(layout.shard_shape, values[0].dtype)
+    if is_simulated_rank() and math.prod(layout.shard_shape) >= LARGE:
+        return fake_cpu_tensor(layout.shard_shape, values[0].dtype)
     return layout.cut(values, world.rank)
 
 
-def _left_alone(module: nn.Module) -> bool:
+def _is_excluded(module: nn.Module) -> bool:
     return is_wrapper(module) or is_ignored(module)
 
 
@@ -245,7 +247,7 @@ def keeps_buffer_dtypes(module: nn.Module) -> bool:
 def checksum(values: torch.Tensor) -> int:
     """CRC-32 of up to twice ``SAMPLE`` evenly spaced elements of a CPU tensor. 0 for tensors
     on other devices, and for tensors without values."""
-    if values.device.type != "cpu" or is_pretending():
+    if values.device.type != "cpu" or is_simulated_rank():
         return 0
     flat = values.detach().reshape(-1)
     return zlib.crc32(

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..collectives.host_data import as_data
 from ..collectives.world import World, checked_groups
-from ..ranks.rank import is_pretending
+from ..ranks.rank import is_simulated_rank
 from .sharded_parameter import local
 from .sharded_tensor import require_reduced
 
@@ -21,7 +21,7 @@ from .sharded_tensor import require_reduced
 _SHAPE: dict[bool, tuple[int, ...]] = {False: (), True: (2,)}
 
 
-class Shares(Protocol):
+class ClippedUnit(Protocol):
     """The part of a unit that clipping needs."""
 
     @property
@@ -33,7 +33,7 @@ class Shares(Protocol):
         """This rank's shards."""
 
 
-class Shared(NamedTuple):
+class WorldShards(NamedTuple):
     """Parameters that share one world, possibly of several units."""
 
     world: World
@@ -42,7 +42,7 @@ class Shared(NamedTuple):
 
 @torch.no_grad()
 def clip_grad_norm_(
-    units: Sequence[Shares],
+    units: Sequence[ClippedUnit],
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     norm_type: float = 2.0,
@@ -100,7 +100,7 @@ def clip_grad_norm_(
     for world, grads in by_world.items():
         part = _local_power([g for g in grads if g.device == device], norm_type, zero)
         if on_host := [g for g in grads if g.device != device]:
-            on_host = [] if is_pretending() else on_host  # host sums are in no program
+            on_host = [] if is_simulated_rank() else on_host  # host sums are in no program
             power = _local_power(on_host, norm_type, torch.zeros_like(zero, device="cpu"))
             theirs = as_data(power, device)
             part = torch.maximum(part, theirs) if is_max else part + theirs
@@ -124,7 +124,7 @@ def clip_grad_norm_(
     for _, grad in clipped:
         factor = coefficient
         if grad.device != device:
-            if is_pretending():
+            if is_simulated_rank():
                 continue
             told = coefficient.cpu() if told is None else told
             factor = told

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .block_memory import BlockMemory
+from .block_state import BlockState
 from .comm_plan import Collective, Divisors, plan_reduction
-from .comms import Communicator, packed, shares, widened
+from .comms import Communicator, pack_gradients, split_shards, to_float32
 from .layout import Layout
 from .sharded_tensor import ShardedTensor
 from .unit import Unit
@@ -46,7 +46,7 @@ class GradBucket(abc.ABC):
     ) -> None:
         self.names = tuple(names)
         self.block_names: Sequence[tuple[str, ...]] | None = None
-        self.memory: BlockMemory | None = None
+        self.memory: BlockState | None = None
         self.owner = owner
         self._comms = comms
         self._planned = planned
@@ -131,7 +131,7 @@ class FullGradients(GradBucket):
         return self._planned.shape
 
     def buffer(self) -> torch.Tensor:
-        return packed(self._fulls, self._planned)
+        return pack_gradients(self._fulls, self._planned)
 
     def gradients(self) -> list[torch.Tensor]:
         return [
@@ -185,11 +185,11 @@ class ReplicatedShards(GradBucket):
         fulls: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(owner, names, comms, planned, tensors)
-        full = packed(fulls, planned)
+        full = pack_gradients(fulls, planned)
         if planned.divide_before != 1:
             full = full / planned.divide_before
         shard = comms.world.reduce_scatter(full, planned.name, route=planned.route)
-        self._shard = widened(shard)
+        self._shard = to_float32(shard)
 
     @property
     def ranks(self) -> int:
@@ -207,7 +207,7 @@ class ReplicatedShards(GradBucket):
         return self._shard
 
     def gradients(self) -> list[torch.Tensor]:
-        pieces = shares(self._shard, self._tensors)
+        pieces = split_shards(self._shard, self._tensors)
         return [
             piece.view(_shape_of_rows(tensor.layout))
             for tensor, piece in zip(self._tensors, pieces, strict=True)
@@ -215,7 +215,7 @@ class ReplicatedShards(GradBucket):
 
     def reduce(self, buffer: torch.Tensor | None = None, divided_by: float = 1.0) -> torch.Tensor:
         shard = self._shard if buffer is None else buffer
-        return widened(self.all_reduce(shard)) / (self.divisor / divided_by)
+        return to_float32(self.all_reduce(shard)) / (self.divisor / divided_by)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._comms.world.sum_over_replicas(tensor, self._planned.name)
@@ -229,10 +229,10 @@ def _shape_of_rows(layout: Layout) -> tuple[int, ...]:
     if layout.kind == "dim0":
         return layout.shard_shape
     shape = layout.members[0].shape
-    if len(layout.members) == 1 and len(shape) == 2 and layout.wire_shape[1] == shape[1]:
+    if len(layout.members) == 1 and len(shape) == 2 and layout.comm_shape[1] == shape[1]:
         # Vectors are sent in rows of 128 too, and so are matrices whose last rows are padded.
         if layout.numel == math.prod(layout.padded_shape):
-            return layout.wire_shape
+            return layout.comm_shape
     return (math.prod(layout.shard_shape),)
 
 

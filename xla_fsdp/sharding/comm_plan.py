@@ -233,7 +233,7 @@ def _name(label: str, specs: Sequence[TensorSpec]) -> str:
 def _joined_shape(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     """The shape in which a rank's parts of ``specs`` are sent."""
     if len(specs) == 1:
-        return specs[0].layout.wire_shape
+        return specs[0].layout.comm_shape
     return lanes(sum(math.prod(spec.layout.shard_shape) for spec in specs))
 
 

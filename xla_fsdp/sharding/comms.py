@@ -22,7 +22,7 @@ from .comm_plan import (
 )
 from .layout import Layout
 from .options import FSDPOptions
-from .secondary import Secondary
+from .secondary import SecondaryShards
 from .sharded_tensor import ShardedTensor
 from .trace_cache import Tensors, TraceCache
 
@@ -62,7 +62,7 @@ class Communicator:
         order: Order,
         events: Sequence[torch.Tensor],
         backward: bool,
-        secondary: Secondary | None = None,
+        secondary: SecondaryShards | None = None,
     ) -> Tensors:
         """Does :meth:`trace_gathers`, as one operator."""
         if not tensors:
@@ -83,9 +83,9 @@ class Communicator:
             pieces = {number: next(rest) for number, _ in stored}
             then = [next(rest) for _ in events]
             inside.last = next(rest, None)
-            held = None if secondary is None else replace(secondary, pieces=pieces)
-            full = self.trace_gathers(own, inside, then, backward, held)
-            made = list(held.pieces.values()) if held is not None and fills else []
+            inner = None if secondary is None else replace(secondary, pieces=pieces)
+            full = self.trace_gathers(own, inside, then, backward, inner)
+            made = list(inner.pieces.values()) if inner is not None and fills else []
             return [*full, *made, *([] if inside.last is None else [inside.last])]
 
         key = backward, len(events), bool(stored), fills
@@ -119,7 +119,7 @@ class Communicator:
         order: Order,
         events: Sequence[torch.Tensor],
         backward: bool,
-        secondary: Secondary | None = None,
+        secondary: SecondaryShards | None = None,
     ) -> Tensors:
         """Every full parameter of ``tensors`` in compute dtype, gathered after ``events`` exist.
 
@@ -174,49 +174,49 @@ class Communicator:
         self,
         tensors: Sequence[ShardedTensor],
         grads: Mapping[int, Sequence[torch.Tensor | None]],
-        held: Mapping[int, torch.Tensor],
+        accumulated: Mapping[int, torch.Tensor],
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
-        """Does :meth:`trace_reductions` of ``grads`` and ``held``, joined by :meth:`joined`, as
-        one operator."""
+        """Does :meth:`trace_reductions` of ``grads`` and ``accumulated``, joined by
+        :meth:`join_gradients`, as one operator."""
         # A user's hook may do something else at each step, so it is traced each time.
         if not self.world.as_on_tpu or self.hook is not None:
-            return self.trace_reductions(tensors, self.joined(tensors, grads, held))
+            return self.trace_reductions(tensors, self.join_gradients(tensors, grads, accumulated))
         there = {n: tuple(grad is not None for grad in one) for n, one in grads.items()}
 
         def reduced(given: Tensors) -> Tensors:
             rest = iter(given)
             own = {n: [next(rest) if yes else None for yes in one] for n, one in there.items()}
-            fulls = self.joined(tensors, own, {n: next(rest) for n in held})
+            fulls = self.join_gradients(tensors, own, {n: next(rest) for n in accumulated})
             shards, arrived = self.trace_reductions(tensors, fulls)
             return [*(shards[n] for n in there), *arrived]
 
         given = [grad for one in grads.values() for grad in one if grad is not None]
         # These can change after wrapping: a module may be cast, and divisors may be set.
         dtypes = tuple(tensor.shard.dtype for tensor in tensors)
-        key = tuple(there.items()), tuple(held), dtypes, self.divisors
-        found = self._traced("reduce", reduced, [*given, *held.values()], key)
+        key = tuple(there.items()), tuple(accumulated), dtypes, self.divisors
+        found = self._traced("reduce", reduced, [*given, *accumulated.values()], key)
         return dict(zip(there, found, strict=False)), found[len(there) :]
 
-    def joined(
+    def join_gradients(
         self,
         tensors: Sequence[ShardedTensor],
         grads: Mapping[int, Sequence[torch.Tensor | None]],
-        held: Mapping[int, torch.Tensor],
+        accumulated: Mapping[int, torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The full gradients of the members of each tensor, joined into one tensor in the shape and
-        dtype of the reduction and added to earlier gradients in ``held``; by number in
+        """The full gradients of the members of each tensor, joined into one tensor in the shape
+        and dtype of the reduction and added to earlier gradients in ``accumulated``; by number in
         ``tensors``."""
         fulls = {}
         for number, members in grads.items():
             full = tensors[number].layout.join(members)
             full = full.to(reduced_in(full.dtype, self.options))
-            fulls[number] = held[number] + full if number in held else full
+            fulls[number] = accumulated[number] + full if number in accumulated else full
         return fulls
 
     def trace_reductions(
         self, tensors: Sequence[ShardedTensor], fulls: Mapping[int, torch.Tensor]
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
-        """Gradient shards from the results of :meth:`joined`, by number in ``tensors``.
+        """Gradient shards from the results of :meth:`join_gradients`, by number in ``tensors``.
 
         Also returns the results of the collectives: once these exist, the reductions are done.
         """
@@ -229,7 +229,9 @@ class Communicator:
             sent = [fulls[number].to(one.dtype) for number in one.tensors]
             reduced = self.hook(one, own, sent) if self.hook else self.average(one, sent)
             arrived.append(reduced)
-            for number, tensor, piece in zip(one.tensors, own, shares(reduced, own), strict=True):
+            for number, tensor, piece in zip(
+                one.tensors, own, split_shards(reduced, own), strict=True
+            ):
                 # The host widens what it receives, so fewer bytes are copied to it.
                 stays = tensor.widens or piece.dtype == tensor.shard.dtype
                 shards[number] = piece if stays else piece.to(tensor.shard.dtype)
@@ -240,7 +242,7 @@ class Communicator:
 
     def average(self, one: Collective, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's rows of the mean over all ranks, as ``one`` plans it."""
-        return self.reduced(one, packed(fulls, one))
+        return self.reduced(one, pack_gradients(fulls, one))
 
     def reduced(self, one: Collective, full: torch.Tensor, narrow: bool = False) -> torch.Tensor:
         """This rank's rows of the sum of ``full`` over all ranks, divided as ``one`` plans it.
@@ -252,8 +254,8 @@ class Communicator:
         shard = self.world.reduce_scatter(full, one.name, one.scale, one.route)
         if one.divide_after is None:
             return shard
-        shard = self.world.sum_over_replicas(shard if narrow else widened(shard), one.name)
-        return widened(shard) / one.divide_after
+        shard = self.world.sum_over_replicas(shard if narrow else to_float32(shard), one.name)
+        return to_float32(shard) / one.divide_after
 
     @property
     def keeps_communication_dtype(self) -> bool:
@@ -261,7 +263,7 @@ class Communicator:
         return self.hook is None and scales_in_collective(self.divisors, self.world)
 
 
-def packed(fulls: Sequence[torch.Tensor], one: Collective) -> torch.Tensor:
+def pack_gradients(fulls: Sequence[torch.Tensor], one: Collective) -> torch.Tensor:
     """Full gradients that are reduced in one collective, joined rank by rank."""
     if len(fulls) == 1:
         return fulls[0]
@@ -269,7 +271,7 @@ def packed(fulls: Sequence[torch.Tensor], one: Collective) -> torch.Tensor:
     return full.reshape(one.ranks * one.shape[0], *one.shape[1:])
 
 
-def shares(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Tensors:
+def split_shards(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Tensors:
     """Splits the result of one reduction into the shard of every tensor."""
     # No views: torch_xla would keep the base of a view in memory as long as the view lives.
     if len(tensors) == 1:
@@ -283,7 +285,7 @@ def shares(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Tensors:
     return found
 
 
-def widened(shard: torch.Tensor) -> torch.Tensor:
+def to_float32(shard: torch.Tensor) -> torch.Tensor:
     """``shard`` in float32 if its dtype is narrower."""
     return shard.float() if shard.dtype in NARROW else shard
 
@@ -308,7 +310,7 @@ def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
     first, pieces = 0, []
     for layout in layouts:
         length = math.prod(layout.shard_shape)
-        rows, *rest = layout.wire_shape
+        rows, *rest = layout.comm_shape
         piece = torch.slice_copy(by_rank, 1, first, first + length)
         pieces.append(piece.view(size * rows, *rest))
         first += length

@@ -109,7 +109,7 @@ def on_host(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if shares else value
 
 
-def staying(
+def stay_on_host(
     fn: Callable[[torch.Tensor], torch.Tensor], shards: Iterable[torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """``fn``, which may move tensors, changed so that those of ``shards`` that are on the host stay

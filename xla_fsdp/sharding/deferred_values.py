@@ -18,11 +18,11 @@ from torch import nn
 
 from ..collectives.host_data import LARGE
 from ..names import dotted
-from ..ranks.rank import is_pretending
-from ..wording import some_of
+from ..ranks.rank import is_simulated_rank
+from ..wording import join_some
 from .freeing import Stamp, stamps
 
-# Set on a tensor that defer_init made: True. Set on a shard or a buffer: its Awaited.
+# Set on a tensor that defer_init made: True. Set on a shard or a buffer: its UninitializedTensor.
 _MARK = "_xla_fsdp_awaited"
 # The maximum number of names in a message.
 SHOWN = 20
@@ -60,96 +60,100 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
     )
 
 
-def comes_later(tensor: torch.Tensor) -> bool:
+def is_deferred(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` was made by :func:`defer_init`, in place of a tensor without values."""
     return getattr(tensor, _MARK, None) is True
 
 
-class Awaited:
+class UninitializedTensor:
     """A shard or buffer without values.
 
     Attributes:
         holder: the shard or buffer.
         names: the dotted names, in the wrapped module, of the members that have no values.
-        spot: for a buffer: its module and its name there.
+        use: for a buffer: its module and its name there.
     """
 
     def __init__(
-        self, holder: torch.Tensor, names: dict[Key, str], spot: tuple[nn.Module, str] | None = None
+        self, holder: torch.Tensor, names: dict[Key, str], use: tuple[nn.Module, str] | None = None
     ) -> None:
         self.names = names
-        self.spot = spot
+        self.use = use
         self.partly = False  # True: the next assignment does not give values to all of `names`
-        self.wait_for(holder)
+        self.watch_changes(holder)
 
-    def wait_for(self, holder: torch.Tensor) -> None:
+    def watch_changes(self, holder: torch.Tensor) -> None:
         """From now on, any change of the holder means that it has values."""
         self.holder = holder
         self.stamp: Stamp = stamps([holder])[0]
         setattr(holder, _MARK, self)
 
-    def wait_on(self) -> None:
-        """Does :meth:`wait_for` for the current tensor: changes so far gave it no values."""
-        there = None if self.spot is None else self.spot[0]._buffers.get(self.spot[1])
-        self.wait_for(self.holder if there is None else there)
+    def restart_watch(self) -> None:
+        """Does :meth:`watch_changes` for the current tensor: changes so far gave it no values."""
+        there = None if self.use is None else self.use[0]._buffers.get(self.use[1])
+        self.watch_changes(self.holder if there is None else there)
 
     @property
-    def has_come(self) -> bool:
-        there = self.holder if self.spot is None else self.spot[0]._buffers.get(self.spot[1])
+    def is_initialized(self) -> bool:
+        there = self.holder if self.use is None else self.use[0]._buffers.get(self.use[1])
         return there is not self.holder or stamps([self.holder])[0] != self.stamp
 
 
-def about_to_fill(holder: torch.Tensor, keys: Iterable[Key]) -> None:
+def begin_load(holder: torch.Tensor, keys: Iterable[Key]) -> None:
     """Announces that the next assignment to ``holder`` gives values only to ``keys``."""
-    awaited = getattr(holder, _MARK, None)
-    if isinstance(awaited, Awaited):
+    uninitialized = getattr(holder, _MARK, None)
+    if isinstance(uninitialized, UninitializedTensor):
         for key in keys:
-            awaited.names.pop(key, None)
-        awaited.partly = bool(awaited.names)
+            uninitialized.names.pop(key, None)
+        uninitialized.partly = bool(uninitialized.names)
 
 
-def was_filled(holder: torch.Tensor) -> None:
+def end_load(holder: torch.Tensor) -> None:
     """Reports that the announced assignment to ``holder`` was done."""
-    awaited = getattr(holder, _MARK, None)
-    if isinstance(awaited, Awaited) and awaited.partly:
-        awaited.partly = False
-        awaited.wait_for(holder)
+    uninitialized = getattr(holder, _MARK, None)
+    if isinstance(uninitialized, UninitializedTensor) and uninitialized.partly:
+        uninitialized.partly = False
+        uninitialized.watch_changes(holder)
 
 
-def still_awaited(awaited: list[Awaited]) -> list[Awaited]:
-    """Removes from ``awaited`` those that have values by now, and returns the rest."""
-    if awaited:
-        for one in awaited:
-            if one.has_come and getattr(one.holder, _MARK, None) is one:
+def remaining_uninitialized(uninitialized: list[UninitializedTensor]) -> list[UninitializedTensor]:
+    """Removes from ``uninitialized`` those that have values by now, and returns the rest."""
+    if uninitialized:
+        for one in uninitialized:
+            if one.is_initialized and getattr(one.holder, _MARK, None) is one:
                 delattr(one.holder, _MARK)
-        awaited[:] = [one for one in awaited if not one.has_come]
-    return awaited
+        uninitialized[:] = [one for one in uninitialized if not one.is_initialized]
+    return uninitialized
 
 
-def require_filled(holders: Iterable[torch.Tensor], doing: str) -> None:
+def require_initialized(holders: Iterable[torch.Tensor], doing: str) -> None:
     """Raises RuntimeError if one of ``holders``, which ``doing`` needs, has no values yet."""
     found = [getattr(holder, _MARK, None) for holder in holders]
-    require_come([("", [one for one in found if isinstance(one, Awaited)])], doing)
+    require_all_initialized(
+        [("", [one for one in found if isinstance(one, UninitializedTensor)])], doing
+    )
 
 
-def require_come(labelled: Sequence[tuple[str, list[Awaited]]], doing: str) -> None:
+def require_all_initialized(
+    labelled: Sequence[tuple[str, list[UninitializedTensor]]], doing: str
+) -> None:
     """Raises RuntimeError if a parameter or buffer of a model has no values yet.
 
     Args:
         labelled: for every FSDP unit the prefix of its names, and what waits for values.
         doing: the operation that needs the values, for the message.
     """
-    if is_pretending():
+    if is_simulated_rank():
         return
     names = [
         label + name
-        for label, awaited in labelled
-        for one in still_awaited(awaited)
+        for label, uninitialized in labelled
+        for one in remaining_uninitialized(uninitialized)
         for name in one.names.values()
     ]
     names = list(dict.fromkeys(names))
     if names:
-        some = some_of([repr(name) for name in names], SHOWN)
+        some = join_some([repr(name) for name in names], SHOWN)
         raise RuntimeError(
             f"{doing} before {some} had values: param_init_fn=defer_init and to_empty() do not "
             "initialize them. Load them (load_weights, load_checkpoint, load_full_state_dict, "
@@ -274,7 +278,7 @@ def _reset(module: nn.Module, name: str) -> list[_Allocated]:
             "a load or within `with FSDP.summon_full_params(model):`"
         )
     module.to_empty(device="cpu", recurse=False)
-    most = LARGE if is_pretending() else math.inf  # large tensors of a plan get no values
+    most = LARGE if is_simulated_rank() else math.inf  # large tensors of a plan get no values
     allocated = [
         _Allocated(module, _described(module, name), kind, key, tensor)
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))

@@ -31,7 +31,7 @@ def full_precision_modules(options: FSDPOptions, modules: Iterable[nn.Module]) -
     return found
 
 
-def compute_in_full(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
+def compute_in_float32(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
     """Makes every instance among ``modules`` of the classes that ``options`` name compute in
     float32.
 
@@ -44,18 +44,20 @@ def compute_in_full(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
     classes = tuple(policy._module_classes_to_ignore)
     for module in modules:
         if isinstance(module, classes) and not getattr(module, "fsdp_keeps_buffer_dtypes", False):
-            if not any(isinstance(hook, _Widen) for hook in module._forward_pre_hooks.values()):
-                widen = _Widen()
+            if not any(
+                isinstance(hook, _Float32Hooks) for hook in module._forward_pre_hooks.values()
+            ):
+                widen = _Float32Hooks()
                 module.register_forward_pre_hook(widen, with_kwargs=True)
                 module.register_forward_hook(widen.restore)
 
 
-def is_widening(hook: object) -> bool:
-    """Whether :func:`compute_in_full` has registered ``hook``."""
-    return isinstance(getattr(hook, "__self__", hook), _Widen)
+def is_float32_hook(hook: object) -> bool:
+    """Whether :func:`compute_in_float32` has registered ``hook``."""
+    return isinstance(getattr(hook, "__self__", hook), _Float32Hooks)
 
 
-class _Widen:
+class _Float32Hooks:
     """The forward hooks of one module."""
 
     def __init__(self) -> None:

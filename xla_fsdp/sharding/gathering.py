@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tree import map_tensors
 from .freeing import Stamp, fill_, free_, stamps
-from .secondary import Secondary
+from .secondary import SecondaryShards
 from .unsharded import Origin, UnshardedParameter, make_unsharded
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ class ParameterState(enum.Enum):
     """Which parameters of a unit a pass stores in device memory."""
 
     # Only the shards: the full tensors have one element each. With reshard_after_forward=<int>,
-    # the pieces of a `Secondary` are stored too until the backward is over.
+    # the pieces of a `SecondaryShards` are stored too until the backward is over.
     SHARDED = enum.auto()
     UNSHARDED = enum.auto()  # the full parameters, in compute dtype
 
 
-def refuse_change_in_forward(name: str) -> NoReturn:
+def raise_changed_in_forward(name: str) -> NoReturn:
     """Raises RuntimeError because a forward changed its parameter ``name``."""
     raise RuntimeError(
         f"the forward changed its parameter {name!r} (in place, through .data, or by an option "
@@ -53,7 +53,7 @@ def refuse_change_in_forward(name: str) -> NoReturn:
     )
 
 
-def refuse_change_before_backward(name: str) -> NoReturn:
+def raise_changed_before_backward(name: str) -> NoReturn:
     """Raises RuntimeError because parameter ``name`` changed between forward and backward."""
     raise RuntimeError(
         f"parameter {name!r} was changed between a forward and its backward (by an optimizer step, "
@@ -74,7 +74,7 @@ class Pass:
     everything is freed together with the graph, without the garbage collector.
     """
 
-    def __init__(self, unit: FSDPState, secondary: Secondary | None = None):
+    def __init__(self, unit: FSDPState, secondary: SecondaryShards | None = None):
         self.unit = unit
         self.secondary = secondary
         self.full: list[torch.Tensor] = []
@@ -109,7 +109,7 @@ class Pass:
             zip(stamps(self.full), self._full_stamps, strict=True)
         ):
             if now != before:
-                refuse_change_in_forward(self.unit.name_of(index))
+                raise_changed_in_forward(self.unit.name_of(index))
 
     def require_shards_unchanged(self, index: int | None = None) -> None:
         """Raises RuntimeError if the shard of parameter ``index`` (``None``: any) has changed since
@@ -121,7 +121,7 @@ class Pass:
             if found != self._shard_stamps[number]:
                 known = range(len(self.full)) if index is None else [index]
                 name = next(self.unit.name_of(i) for i in known if self.unit.shard_of(i) == number)
-                refuse_change_before_backward(name)
+                raise_changed_before_backward(name)
 
     def unshard(self, events: Sequence[torch.Tensor]) -> None:
         """Gathers (``UNSHARDED``), after ``events`` exist; does nothing if it is gathered."""

@@ -19,9 +19,10 @@ from torch import nn
 
 from ..names import dotted, is_wrapper
 from .shard_reductions import norm_of_replicated
-from .sharded_tensor import home_of
+from .sharded_tensor import sharded_tensor_of
 
-# Set on an ignored module: its id, which differs for a copy. Set on an ignored parameter: its Note.
+# Set on an ignored module: its id, which differs for a copy. Set on an ignored parameter: its
+# IgnoredMark.
 _MARK = "_xla_fsdp_ignored"
 
 
@@ -83,7 +84,7 @@ class IgnoredParameter(nn.Parameter):
 _GRAD: Any = torch.Tensor.grad
 
 
-class Note:
+class IgnoredMark:
     """The mark of an ignored parameter. ``averaged``: whether we ever averaged its gradient."""
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ def mark_ignored(
     inside = [one for root in modules for one in _outside_wrappers(root)]
     own = [(one, name, p) for one in inside for name, p in one._parameters.items() if p is not None]
     for one, name, parameter in own:
-        if home_of(parameter) is not None:
+        if sharded_tensor_of(parameter) is not None:
             raise ValueError(
                 f"parameter {name!r} of an ignored {type(one).__name__} is already sharded by "
                 "another wrapper. Pass ignored_modules or ignored_parameters to that wrapper too"
@@ -118,11 +119,11 @@ def mark_ignored(
     for one in inside:
         one.__dict__[_MARK] = id(one)
     for parameter in [*parameters, *(parameter for *_, parameter in own)]:
-        if note_of(parameter) is None:
+        if ignored_mark_of(parameter) is None:
             _mark(parameter)
     return Ignored(
         frozenset(one for one in module.modules() if is_ignored(one)),
-        frozenset(one for one in module.parameters() if note_of(one) is not None),
+        frozenset(one for one in module.parameters() if ignored_mark_of(one) is not None),
     )
 
 
@@ -131,25 +132,25 @@ def is_ignored(module: nn.Module) -> bool:
     return vars(module).get(_MARK) == id(module)
 
 
-def note_of(parameter: object) -> Note | None:
+def ignored_mark_of(parameter: object) -> IgnoredMark | None:
     """The mark of an ignored parameter; ``None`` for other parameters."""
     return getattr(parameter, _MARK, None)
 
 
-def note_again(parameters: Iterable[nn.Parameter]) -> None:
+def restore_ignored_marks(parameters: Iterable[nn.Parameter]) -> None:
     """Marks copies of ignored parameters, which have lost their marks."""
     for parameter in parameters:
-        if note_of(parameter) is None:
+        if ignored_mark_of(parameter) is None:
             _mark(parameter)
 
 
 def _mark(parameter: nn.Parameter) -> None:
-    setattr(parameter, _MARK, Note())
+    setattr(parameter, _MARK, IgnoredMark())
     if type(parameter) is nn.Parameter:
         parameter.__class__ = IgnoredParameter
 
 
-def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.Parameter]:
+def move_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.Parameter]:
     """Moves the ignored parameters that ``module`` itself has to ``device``; the objects stay.
 
     Raises:
@@ -157,7 +158,7 @@ def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[n
     """
     found = []
     for name, parameter in module._parameters.items():
-        note = note_of(parameter)
+        note = ignored_mark_of(parameter)
         if parameter is None or note is None:
             continue
         note.name = note.name or dotted(path, name)
@@ -178,7 +179,7 @@ def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[n
     return found
 
 
-def listed(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
+def as_list(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     """The values of the option ``name`` as a list, all of ``kinds``; empty for ``None``.
 
     Raises:
@@ -226,7 +227,7 @@ def _require_inside(
         for path, part in one.named_modules():
             own = [*part._parameters.items(), *part._buffers.items()]
             for name, tensor in () if is_wrapper(part) else own:
-                if tensor is not None and tensor.is_meta and home_of(tensor) is None:
+                if tensor is not None and tensor.is_meta and sharded_tensor_of(tensor) is None:
                     raise ValueError(
                         f"{dotted(path, name)!r} of an ignored {type(one).__name__} is on the meta "
                         "device, but ignored modules are not initialized. Give it values before "
@@ -234,7 +235,7 @@ def _require_inside(
                     )
     held = {id(parameter) for parameter in module.parameters()}
     for number, parameter in enumerate(parameters):
-        if home_of(parameter) is not None:
+        if sharded_tensor_of(parameter) is not None:
             raise ValueError(
                 f"parameter {number} of ignored_parameters is already sharded by an inner wrapper. "
                 "Pass ignored_parameters to that wrapper too"

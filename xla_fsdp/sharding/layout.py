@@ -80,7 +80,7 @@ class Layout:
         return (first // self.size, *rest)
 
     @cached_property
-    def wire_shape(self) -> tuple[int, ...]:
+    def comm_shape(self) -> tuple[int, ...]:
         """The shape in which a shard is gathered, and in which a gradient shard arrives."""
         if self.kind == "dim0":
             return self.shard_shape
@@ -129,7 +129,7 @@ class Layout:
         return held
 
     def split(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        """The full values of the members, from the shards of all ranks in ``wire_shape``.
+        """The full values of the members, from the shards of all ranks in ``comm_shape``.
 
         The results are not views: freeing one must free its memory even while another lives.
         """
@@ -152,7 +152,7 @@ class Layout:
     def join(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Full gradients (one for each member, ``None`` for zero) in the reduce-scatter's layout.
 
-        Returns ``(size * wire_shape[0], ...)``, zero in the padding. At least one gradient must be
+        Returns ``(size * comm_shape[0], ...)``, zero in the padding. At least one gradient must be
         given.
         """
         like = next(grad for grad in grads if grad is not None)
@@ -160,7 +160,7 @@ class Layout:
             missing = self.padded_shape[0] - like.shape[0]
             return torch.cat([like, like.new_zeros(missing, *like.shape[1:])]) if missing else like
         if len(self.members) == 1 and self.numel == self.padded_shape[0]:
-            return like.reshape(-1, self.wire_shape[1])
+            return like.reshape(-1, self.comm_shape[1])
         pieces = [
             grad.reshape(-1) if grad is not None else like.new_zeros(member.numel)
             for member, grad in zip(self.members, grads, strict=True)

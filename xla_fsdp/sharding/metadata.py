@@ -12,7 +12,7 @@ from ..names import WRAPPED_PREFIX, dotted, names_hook
 from .layout import Layout
 from .shard_spec import spec_of
 from .sharded_parameter import ShardedValue, as_sharded
-from .sharded_tensor import ShardedTensor, home_of
+from .sharded_tensor import ShardedTensor, sharded_tensor_of
 from .unit import NamedUnits
 
 # Set on a wrapper while it loads: the list of load errors.
@@ -62,8 +62,8 @@ def sharded_names(units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
     for path, unit in units:
         for tensor in unit.tensors:
             names.setdefault(tensor, [[] for _ in tensor.layout.members])
-        for place, inside in unit.named_places():
-            tensor, member = unit.member_of(place.index)
+        for slot, inside in unit.named_slots():
+            tensor, member = unit.member_of(slot.index)
             known = names[tensor][member]
             for own in inside:
                 name = dotted(path, own)
@@ -88,12 +88,12 @@ def clean_state_dict_keys(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """State-dict hook: ``prefix + "_fsdp_wrapped_module.x"`` becomes ``prefix + "x"``."""
-    hand_out_local(module, state_dict, prefix, local_metadata)
+    export_local_tensors(module, state_dict, prefix, local_metadata)
     _rename(state_dict, prefix + WRAPPED_PREFIX, prefix)
 
 
 @names_hook
-def hand_out_local(
+def export_local_tensors(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """State-dict hook: shards become plain tensors, but stay parameters with ``keep_vars``."""
@@ -103,7 +103,7 @@ def hand_out_local(
 
 
 @names_hook
-def take_local(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def import_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Load hook of each module with shards: accepts plain tensors of a shard's shape as shards."""
     for name, shard in module._parameters.items():
         value, spec = state_dict.get(prefix + name), spec_of(shard)
@@ -125,7 +125,7 @@ def restore_state_dict_keys(
     errors: list[str],
 ) -> None:
     """Load hook: the reverse, for our keys and for those of ``torch_xla.distributed.fsdp``."""
-    module._unit.rest()
+    module._unit.install_shards()
     _note_order(module, [key[len(prefix) :] for key in state_dict if key.startswith(prefix)])
     own = {tensor.key for tensor in module._unit.flattened}
     rename_loaded(
@@ -135,7 +135,7 @@ def restore_state_dict_keys(
         "the shards that the wrapper gathers",
         lambda name: name if name in own else WRAPPED_PREFIX + name,
     )
-    take_local(module, state_dict, prefix)  # flattened vectors
+    import_local_tensors(module, state_dict, prefix)  # flattened vectors
     module.__dict__[_ERRORS] = errors
 
 
@@ -152,9 +152,9 @@ def _note_order(module: nn.Module, keys: list[str]) -> None:
     if here == [name for name in theirs if name in known]:
         return
     for _, parameter in module.named_parameters():
-        home = home_of(parameter)
-        if home is not None:
-            home.reordered = True
+        sharded = sharded_tensor_of(parameter)
+        if sharded is not None:
+            sharded.reordered = True
 
 
 def require_copying(local_metadata: dict[str, Any], holders: str) -> None:

@@ -85,7 +85,7 @@ def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence
         )
 
 
-def meant_by_precision(policy: MixedPrecision) -> dict[str, Any]:
+def precision_options(policy: MixedPrecision) -> dict[str, Any]:
     """The options that ``mixed_precision`` sets, by name."""
     widened = policy.reduce_dtype is torch.float32 and policy.param_dtype is not torch.float32
     return {

@@ -3,14 +3,14 @@
 | problem | detected by | action |
 |---|---|---|
 | made before ``module.to(device)``, which replaces parameters | marks of ``moves.py`` | raises |
-| made before wrapping | the parameter is not the shard that its home has | raises |
-| state loaded by position, with weights of torch_xla's class | home has another order | raises |
+| made before wrapping | the parameter is not the shard of its sharded tensor | raises |
+| state loaded by position, weights of torch_xla's class | a mark on the sharded tensor | raises |
 | a step before a load has given values | ``deferred_values.py`` | raises |
-| gradients that ``no_sync`` stores | a counter at home | raises |
+| gradients that ``no_sync`` stores | a counter in the sharded tensor | raises |
 | gradients of this rank only | parameters outside of every FSDP unit | warns once |
 | plain local tensors in loaded state | they have the shape of the shard | get the shard's type |
 | a loop over parameters where lists give the same | ``foreach`` is None | set for this step |
-| shards on the host | home has a copy on the device | sent as soon as they are new |
+| shards on the host | the sharded tensor has a copy on the device | sent as soon as they are new |
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from torch.optim.optimizer import (
 )
 
 from .. import xlac
-from ..moves import was_left
-from ..ranks.rank import is_pretending
-from .deferred_values import require_filled
-from .ignored import note_of
+from ..moves import was_replaced
+from ..ranks.rank import is_simulated_rank
+from .deferred_values import require_initialized
+from .ignored import ignored_mark_of
 from .shard_spec import spec_of
 from .sharded_parameter import as_sharded, local
-from .sharded_tensor import home_of, homes_of, require_reduced
+from .sharded_tensor import require_reduced, sharded_tensor_of, sharded_tensors_of
 from .unsharded import UnshardedParameter
 from .user_checks import WARNED
 
@@ -59,24 +59,24 @@ def watch_optimizers() -> None:
     """Registers the hook, at the first call."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    refuse_shards()
+    forbid_shards_in_torch_xla()
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     every = [p for group in optimizer.param_groups for p in group["params"]]
     if optimizer.__dict__.get(_CHECKED) != len(every):
-        _require_not_left(optimizer, every)
+        _require_not_replaced(optimizer, every)
         _require_shards(optimizer)
         if _CHECKED not in optimizer.__dict__:
             _require_order(optimizer)
-            _hand_out_local_state(optimizer)
-        require_filled(every, f"{type(optimizer).__name__}.step() was called")
+            _export_local_state(optimizer)
+        require_initialized(every, f"{type(optimizer).__name__}.step() was called")
         _warn_of_unreduced(optimizer)
-        _take_local_state(optimizer)
+        _import_local_state(optimizer)
         optimizer.__dict__[_CHECKED] = len(every)
     require_reduced(every, f"{type(optimizer).__name__}.step()")
     if type(optimizer) in _SAME:  # subclasses may override step
-        chosen = [group for group in optimizer.param_groups if _may_go_by_lists(group)]
+        chosen = [group for group in optimizer.param_groups if _supports_foreach(group)]
         for group in chosen:
             group["foreach"] = True
         optimizer.__dict__.setdefault(_CHOSEN, []).append(chosen)
@@ -87,16 +87,16 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     begun = optimizer.__dict__.get(_CHOSEN)
     for group in begun.pop() if begun else ():
         group["foreach"] = None
-    if is_pretending():
+    if is_simulated_rank():
         return
     copies = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            home = home_of(parameter)
-            if home is not None and home.copy is not None and parameter.grad is not None:
+            sharded = sharded_tensor_of(parameter)
+            if sharded is not None and sharded.copy is not None and parameter.grad is not None:
                 # torch's fused kernels do not increase the version of what they change.
                 torch.autograd.graph.increment_version(parameter)
-                copies.append(home.copy)
+                copies.append(sharded.copy)
     for copy in copies:  # sent while the host makes the next batch and traces the next step
         if copy.held is not None:  # streamed copies are sent when their wrapper computes
             copy.send()
@@ -105,10 +105,10 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 # -- checks ------------------------------------------------------------------------------------
 
 
-def _require_not_left(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
+def _require_not_replaced(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
     """Raises RuntimeError if all parameters of the optimizer are without gradients and one of them
     was replaced when the model was moved."""
-    left = next(filter(was_left, every), None)
+    left = next(filter(was_replaced, every), None)
     # If other code still uses the old parameters, they have gradients.
     if left is not None and all(parameter.grad is None for parameter in every):
         raise RuntimeError(
@@ -128,12 +128,12 @@ def _require_shards(optimizer: Optimizer) -> None:
                     "a full parameter of a forward or of unshard(), which is freed afterwards. "
                     "Make the optimizer from model.parameters() outside of both"
                 )
-            home = home_of(parameter)
-            if home is not None and home.shard is not parameter:
+            sharded = sharded_tensor_of(parameter)
+            if sharded is not None and sharded.shard is not parameter:
                 raise RuntimeError(
                     f"parameter {place} of group {number} of this {type(optimizer).__name__} "
-                    f"({home.key!r} in its wrapper) was sharded after the optimizer was made, so "
-                    "the optimizer refers to an empty tensor and would train nothing. Make the "
+                    f"({sharded.key!r} in its wrapper) was sharded after the optimizer was made, "
+                    "so the optimizer refers to an empty tensor and would train nothing. Make the "
                     "optimizer after wrapping; parameters have the same names then"
                 )
 
@@ -150,13 +150,13 @@ def _require_order(optimizer: Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            home = home_of(parameter)
-            if home is not None and home.reordered and optimizer.state.get(parameter):
+            sharded = sharded_tensor_of(parameter)
+            if sharded is not None and sharded.reordered and optimizer.state.get(parameter):
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} has state of parameter {home.key!r} before "
-                    "its first step, and the weights came from torch_xla's class, which lists "
-                    "parameters in another order: load_state_dict, which goes by position, gave "
-                    "parameters the state of others. Join the files by python -m "
+                    f"this {type(optimizer).__name__} has state of parameter {sharded.key!r} "
+                    "before its first step, and the weights came from torch_xla's class, which "
+                    "lists parameters in another order: load_state_dict, which goes by position, "
+                    "gave parameters the state of others. Join the files by python -m "
                     "xla_fsdp.consolidate --optimizer, and load the result with "
                     "xla_fsdp.load_full_optim_state_dict: docs/how-to/migrate-from-torch-xla.md"
                 )
@@ -169,8 +169,8 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
     shards = has_shards(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            note = note_of(parameter)
-            if parameter.grad is None or home_of(parameter) is not None:
+            note = ignored_mark_of(parameter)
+            if parameter.grad is None or sharded_tensor_of(parameter) is not None:
                 continue
             if note is not None and not note.averaged:
                 warnings.warn(
@@ -197,13 +197,13 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
 def has_shards(optimizer: Optimizer) -> bool:
     """Whether one of the optimizer's parameters is a shard."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return next(homes_of(parameters), None) is not None
+    return next(sharded_tensors_of(parameters), None) is not None
 
 
 # -- state -------------------------------------------------------------------------------------
 
 
-def _hand_out_local_state(optimizer: Optimizer) -> None:
+def _export_local_state(optimizer: Optimizer) -> None:
     """Makes ``state_dict()`` of ``optimizer`` return plain tensors, as that of a wrapper does, and
     ``load_state_dict`` accept them."""
     if not has_shards(optimizer):
@@ -214,7 +214,7 @@ def _hand_out_local_state(optimizer: Optimizer) -> None:
         return {**state_dict, "state": state}
 
     optimizer.register_state_dict_post_hook(plain)
-    optimizer.register_load_state_dict_post_hook(_take_local_state)
+    optimizer.register_load_state_dict_post_hook(_import_local_state)
 
 
 def _localized(value: Any) -> Any:
@@ -223,7 +223,7 @@ def _localized(value: Any) -> Any:
     return local(value) if isinstance(value, Tensor) else value
 
 
-def _take_local_state(optimizer: Optimizer) -> None:
+def _import_local_state(optimizer: Optimizer) -> None:
     """Gives plain tensors in the state that have the shape of their shard the shard's type."""
     for parameter, state in optimizer.state.items():
         spec = spec_of(parameter)
@@ -244,7 +244,7 @@ def _tensors_in(state: Any) -> Iterable[Tensor]:
 # -- lists -------------------------------------------------------------------------------------
 
 
-def _may_go_by_lists(group: dict[str, Any]) -> bool:
+def _supports_foreach(group: dict[str, Any]) -> bool:
     """Whether torch's ``foreach`` step gives the same result; by default torch uses it on GPUs."""
     if group.get("foreach", False) is not None or group.get("fused"):
         return False
@@ -258,7 +258,7 @@ def _may_go_by_lists(group: dict[str, Any]) -> bool:
     # ``foreach`` operators raise for gradients in another dtype than their parameter.
     return all(
         p.device.type == "xla"
-        and home_of(p) is not None
+        and sharded_tensor_of(p) is not None
         and (p.grad is None or p.grad.dtype is p.dtype)
         for p in group["params"]
     )
@@ -269,7 +269,7 @@ _CHANGING = threading.Lock()
 _CHECKS = "_xla_fsdp_checks"
 
 
-def refuse_shards() -> None:
+def forbid_shards_in_torch_xla() -> None:
     """Replaces functions of torch_xla by functions that check, at the first call."""
     with _CHANGING:
         if not hasattr(xlac.gradients_to_average.value, _CHECKS):
@@ -294,23 +294,25 @@ def _checked(function: Callable[..., Any], check: Callable[[Any], None]) -> Call
 
 def _require_no_shards(optimizer: Optimizer) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    home = next(homes_of(parameters), None)
-    if home is not None:
+    sharded = next(sharded_tensors_of(parameters), None)
+    if sharded is not None:
         raise RuntimeError(
             "xm.reduce_gradients (part of xm.optimizer_step, and called by Accelerate's optimizer "
             "without xla_fsdp.integrations.accelerate) averages gradients over the ranks a second "
-            f"time, but they are of different shards, such as that of {home.key!r}. Leave it out: "
-            "call optimizer.step(), and torch_xla.sync() after it; with Accelerate, import "
+            f"time, but they are of different shards, such as that of {sharded.key!r}. Leave it "
+            "out: call optimizer.step(), and torch_xla.sync() after it; with Accelerate, import "
             "xla_fsdp.integrations.accelerate (with the Trainer "
             "xla_fsdp.integrations.transformers) at the top of the script"
         )
 
 
 def _require_not_divided(model: nn.Module) -> None:
-    home = next((home for home in homes_of(model.parameters()) if home.divided), None)
-    if home is not None:
+    sharded = next(
+        (sharded for sharded in sharded_tensors_of(model.parameters()) if sharded.divided), None
+    )
+    if sharded is not None:
         raise RuntimeError(
             "xm.broadcast_master_param would replace every rank's shards, such as that of "
-            f"{home.key!r}, by those of the first rank. Call it before wrapping, or wrap with "
+            f"{sharded.key!r}, by those of the first rank. Call it before wrapping, or wrap with "
             "sync_module_states=True"
         )

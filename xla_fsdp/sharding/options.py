@@ -19,12 +19,12 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.order import BackwardPrefetch
-from ..collectives.routes import require_how
+from ..collectives.routes import require_collective_routes
 from ..collectives.world import World
 from ..ranks.slices import slices_of_ranks
 from .cpu_offload import CPUOffload, require_streamable
-from .ignored import listed
-from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
+from .ignored import as_list
+from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, precision_options
 from .secondary import checked_reshard
 
 Groups = Sequence[Sequence[int]]
@@ -101,7 +101,7 @@ def mesh_of_slices(strategy: ShardingStrategy | None) -> list[list[int]] | None:
     return [list(one) for one in slices] or None
 
 
-def meant_by_strategy(
+def strategy_options(
     strategy: ShardingStrategy | None,
     mesh: list[int] | list[list[int]] | None,
     sharding_groups: Groups | None,
@@ -215,7 +215,7 @@ def _groups(name: str, value: Any) -> list[list[int]] | None:
 
 
 def _ignored(*kinds: type) -> Check:
-    return lambda name, value: tuple(listed(name, value, kinds))
+    return lambda name, value: tuple(as_list(name, value, kinds))
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -388,7 +388,7 @@ class FSDPOptions:
     ignored_states: Iterable[nn.Module | nn.Parameter] | None = option(
         None, _ignored(nn.Module, nn.Parameter), instead="ignored_params", **_ALONE
     )
-    collective_routes: str = option("auto", lambda _, value: require_how(value))
+    collective_routes: str = option("auto", lambda _, value: require_collective_routes(value))
     _: KW_ONLY
     ignore: Collection[str] = option((), _names, (SCAN,))
     offload: bool = option(False, flag, (SCAN,))
@@ -448,7 +448,7 @@ class FSDPOptions:
             self._set("ignored_states", ())
         precision = self.mixed_precision
         if precision is not None:
-            meant = self._agreed(f"mixed_precision={precision}", meant_by_precision(precision))
+            meant = self._agreed(f"mixed_precision={precision}", precision_options(precision))
             for name, value in meant.items():
                 self._set(name, value)
         offload = self.cpu_offload
@@ -497,7 +497,7 @@ class FSDPOptions:
             ranks = mesh_of_slices(self.sharding_strategy)
         meant = self._agreed(
             f"sharding_strategy={self.sharding_strategy}, device_mesh={ranks}",
-            meant_by_strategy(self.sharding_strategy, ranks, *groups),
+            strategy_options(self.sharding_strategy, ranks, *groups),
         )
         options = replace(self, **{"device_mesh": mesh, **meant})
         size = options.sharding_world_size or xr.world_size()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .sharded_tensor import home_of
+from .sharded_tensor import sharded_tensor_of
 
 # Operations that are allowed: those that need no values, and those that move modules.
 _HARMLESS = frozenset(
@@ -49,7 +49,7 @@ class ReleasedParameter(nn.Parameter):
             _require_no_change(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         if name not in _HARMLESS:
-            _refuse(name, [*args, *(kwargs or {}).values()])
+            _raise_unsupported(name, [*args, *(kwargs or {}).values()])
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             # Ours is empty, like this object; any other gradient was set by the user.
@@ -65,22 +65,23 @@ def mark_released(parameter: nn.Parameter) -> None:
 
 def _require_no_gradient(parameter: torch.Tensor) -> None:
     """Raises RuntimeError if ``.grad`` is read, but only the shard has a gradient."""
-    home = home_of(parameter)
-    if home is not None and home.shard.grad is not None:
+    sharded = sharded_tensor_of(parameter)
+    if sharded is not None and sharded.shard.grad is not None:
         raise RuntimeError(
             f".grad was read from a parameter object of before the wrapping; the parameter "
-            f"({home.key!r} in its wrapper) was sharded, and its gradient is at the shard. Read "
+            f"({sharded.key!r} in its wrapper) was sharded, and its gradient is at the shard. Read "
             "gradients from model.parameters() after wrapping"
         )
 
 
 def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:
     """Raises RuntimeError if ``requires_grad`` of ``parameter`` is changed, which has no effect."""
-    home = home_of(parameter)
-    # A parameter that was moved is another object, without a home; it gets the first one's value.
-    moved = home is None and requires_grad
+    sharded = sharded_tensor_of(parameter)
+    # A parameter that was moved is another object, without a sharded tensor; it gets the first
+    # one's value.
+    moved = sharded is None and requires_grad
     if parameter.requires_grad is not requires_grad and not moved:
-        which = "now in scanned blocks" if home is None else f"{home.key!r} in its wrapper"
+        which = "now in scanned blocks" if sharded is None else f"{sharded.key!r} in its wrapper"
         raise RuntimeError(
             f"requires_grad={requires_grad} was set on a parameter object of before the wrapping, "
             f"which has no effect: the parameter was sharded ({which}). Freeze and unfreeze "
@@ -89,10 +90,10 @@ def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> N
         )
 
 
-def _refuse(operation: str, given: list[Any]) -> None:
+def _raise_unsupported(operation: str, given: list[Any]) -> None:
     flat = [x for one in given for x in (one if isinstance(one, (list, tuple)) else [one])]
     mine = [one for one in flat if isinstance(one, ReleasedParameter)]
-    names = [repr(home.key) for home in map(home_of, mine) if home is not None]
+    names = [repr(sharded.key) for sharded in map(sharded_tensor_of, mine) if sharded is not None]
     which = f"{names[0]} in its wrapper" if names else "now in a wrapper or in scanned blocks"
     raise RuntimeError(
         f"{operation} needs the values of a parameter that was sharded ({which}), but was called "

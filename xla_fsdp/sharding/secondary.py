@@ -30,7 +30,7 @@ from .freeing import Stamp, stamps
 
 
 @dataclass(eq=False)
-class Secondary:
+class SecondaryShards:
     """The second shards that one pass stores.
 
     Attributes:
@@ -61,7 +61,7 @@ class Secondary:
         return gathered
 
 
-class Secondaries:
+class SecondaryShardCache:
     """The second shards of one unit.
 
     Args:
@@ -73,19 +73,19 @@ class Secondaries:
     """
 
     def __init__(self, world: World, size: int):
-        self.world = within(world, size)
-        self._known: list[weakref.ref[Secondary]] = []
+        self.world = subgroup(world, size)
+        self._known: list[weakref.ref[SecondaryShards]] = []
 
-    def fresh(self, shards: Sequence[torch.Tensor]) -> Secondary:
-        """An empty :class:`Secondary` for a forward that gathers ``shards``."""
-        made = Secondary(self.world, stamps(shards))
+    def fresh(self, shards: Sequence[torch.Tensor]) -> SecondaryShards:
+        """An empty :class:`SecondaryShards` for a forward that gathers ``shards``."""
+        made = SecondaryShards(self.world, stamps(shards))
         self._known = [one for one in self._known if one() is not None]
         self._known.append(weakref.ref(made))
         return made
 
-    def of(self, shards: Sequence[torch.Tensor]) -> Secondary | None:
-        """The :class:`Secondary` of ``shards`` with their current values, for a forward that the
-        backward recomputes; ``None`` if none exists any more."""
+    def of(self, shards: Sequence[torch.Tensor]) -> SecondaryShards | None:
+        """The :class:`SecondaryShards` of ``shards`` with their current values, for a forward that
+        the backward recomputes; ``None`` if none exists any more."""
         now = stamps(shards)
         for known in reversed(self._known):
             found = known()
@@ -94,7 +94,7 @@ class Secondaries:
         return None
 
 
-def within(world: World, size: int) -> World:
+def subgroup(world: World, size: int) -> World:
     """The world of this rank's group, if ``world`` is cut into groups of ``size`` consecutive
     ranks."""
     groups = tuple(

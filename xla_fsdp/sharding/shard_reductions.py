@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ..collectives.host_data import as_data
 from ..collectives.world import World
-from ..ranks.rank import is_pretending
+from ..ranks.rank import is_simulated_rank
 from .shard_spec import ShardSpec, spec_of, unsupported
 
 _LABEL = "reduction over shards"
@@ -102,7 +102,7 @@ def collective(
 ) -> torch.Tensor:
     """Applies ``reduce`` to ``value``, which may be on the host (``cpu_offload``)."""
     alone = world.size == world.replicas == 1
-    if alone or (is_pretending() and value.device != world.device):
+    if alone or (is_simulated_rank() and value.device != world.device):
         return value.clone()
     if value.device == world.device:
         return reduce(value, _LABEL)

@@ -80,62 +80,62 @@ class ShardedTensor:
 
 
 @dataclass(eq=False)
-class Place:
+class ParameterSlot:
     """A module attribute that must be full parameter ``index`` while the unit computes."""
 
     module: nn.Module
     name: str
     index: int
-    resting: nn.Parameter | None  # its value otherwise: the shard, or None if flattened
+    sharded_value: nn.Parameter | None  # its value otherwise: the shard, or None if flattened
     block: str = ""  # for scanned blocks: the number of the block; one module represents all
-    shown: FlattenedParameter | None = None  # a placeholder attribute, if `resting` is None
+    shown: FlattenedParameter | None = None  # a placeholder attribute, if `sharded_value` is None
 
     def put(self, full: Any) -> None:
         """Sets the attribute to ``full``, the full parameter."""
         vars(self.module).pop(self.name, None)
         self.module._parameters[self.name] = full
 
-    def rest(self) -> None:
+    def restore_sharded(self) -> None:
         """Sets the attribute back to its value outside of computations."""
-        self.module._parameters[self.name] = self.resting
+        self.module._parameters[self.name] = self.sharded_value
         if self.shown is not None:
             vars(self.module)[self.name] = self.shown
 
 
 # Set on a shard: the ShardedTensor it belongs to. Set on a parameter that has been sharded (other
 # modules may still refer to it, tied weights): the ShardedTensor and the parameter's number in it.
-_HOME = "_xla_fsdp_home"
+_SHARDED_TENSOR = "_xla_fsdp_sharded_tensor"
 
 
-def set_home(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) -> None:
+def set_sharded_tensor(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) -> None:
     """Marks ``parameter``: its values are those of member ``number`` of ``tensor``."""
-    setattr(parameter, _HOME, (tensor, number))
+    setattr(parameter, _SHARDED_TENSOR, (tensor, number))
 
 
-def set_home_of_shards(tensors: Iterable[ShardedTensor]) -> None:
+def mark_shards(tensors: Iterable[ShardedTensor]) -> None:
     """Marks the shards of ``tensors`` with their tensor, and gives them their type.
 
     Lifetime: the wrapper refers to ``tensors``, these to the shards, and shards only weakly back.
     So device memory is freed together with the model, without the garbage collector.
     """
     for tensor in tensors:
-        setattr(tensor.shard, _HOME, (weakref.ref(tensor), 0))
+        setattr(tensor.shard, _SHARDED_TENSOR, (weakref.ref(tensor), 0))
         spec = tensor.shard_spec()
         if spec is not None:
             make_sharded(tensor.shard, spec)
 
 
-def home_of(parameter: object) -> ShardedTensor | None:
+def sharded_tensor_of(parameter: object) -> ShardedTensor | None:
     """The sharded tensor with the values of ``parameter``, a shard or a parameter that was sharded;
     ``None`` for other objects.
 
     Raises:
         RuntimeError: it is a shard of a wrapper that no longer exists.
     """
-    home, _ = getattr(parameter, _HOME, (None, 0))
-    if not isinstance(home, weakref.ref):
-        return home
-    tensor = home()
+    sharded, _ = getattr(parameter, _SHARDED_TENSOR, (None, 0))
+    if not isinstance(sharded, weakref.ref):
+        return sharded
+    tensor = sharded()
     if tensor is None:
         shape = list(parameter.shape)  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -146,24 +146,24 @@ def home_of(parameter: object) -> ShardedTensor | None:
     return tensor
 
 
-def homes_of(parameters: Iterable[object]) -> Iterator[ShardedTensor]:
-    """:func:`home_of` of those ``parameters`` that have one."""
-    return filter(None, map(home_of, parameters))
+def sharded_tensors_of(parameters: Iterable[object]) -> Iterator[ShardedTensor]:
+    """:func:`sharded_tensor_of` of those ``parameters`` that have one."""
+    return filter(None, map(sharded_tensor_of, parameters))
 
 
-def number_at_home(parameter: nn.Parameter) -> int:
-    """The number of the member of its :func:`home_of` that ``parameter`` is."""
-    return getattr(parameter, _HOME)[1]
+def member_number_of(parameter: nn.Parameter) -> int:
+    """The number of the member of its :func:`sharded_tensor_of` that ``parameter`` is."""
+    return getattr(parameter, _SHARDED_TENSOR)[1]
 
 
 def require_reduced(parameters: Iterable[object], what: str) -> None:
     """Raises RuntimeError if ``no_sync`` stores gradients of one of ``parameters``, which ``what``
     would ignore."""
     for parameter in parameters:
-        home = home_of(parameter)
-        if home is not None and home.unreduced:
+        sharded = sharded_tensor_of(parameter)
+        if sharded is not None and sharded.unreduced:
             raise RuntimeError(
-                f"{what} was called while gradients of {home.key!r} are stored by no_sync and not "
-                "reduced yet, so they would be ignored. Run the last backward before it outside of "
-                "no_sync(), or drop them with model.zero_grad()"
+                f"{what} was called while gradients of {sharded.key!r} are stored by no_sync and "
+                "not reduced yet, so they would be ignored. Run the last backward before it "
+                "outside of no_sync(), or drop them with model.zero_grad()"
             )

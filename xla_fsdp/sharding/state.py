@@ -15,20 +15,20 @@ from ..collectives.world import World
 from ..layers import linear
 from ..names import is_wrapper
 from ..tree import cast_floats, map_tensors, tensors_in
-from .attributes import refuse_replacement
+from .attributes import raise_replaced
 from .freeing import Stamp, stamps
 from .gathering import Pass, computing, computing_passes, parameters_saved_as_recipes
 from .options import FSDPOptions
-from .secondary import Secondary
+from .secondary import SecondaryShards
 from .unit import NamedUnits, Unit
 from .user_checks import (
     compare_initial_weights,
-    raise_if_elsewhere,
+    log_slices,
+    raise_if_on_other_device,
     require_all_sharded,
     require_plain_call,
     require_uncompiled,
     require_values,
-    tell_of_slices,
 )
 
 
@@ -91,7 +91,7 @@ class FSDPState(Unit):
         self.release()
         if self.is_root is None:
             self._become_root()
-        self.settle()
+        self.reset_after_failure()
         if self.stream is not None:
             args, kwargs = self.stream.entering((args, kwargs))
         # In a recomputation, keep them: its backward follows immediately.
@@ -104,13 +104,13 @@ class FSDPState(Unit):
             self._require_unchanged(one)
             keep = stays
         except RuntimeError as error:
-            raise_if_elsewhere(called, (args, kwargs), self.world.device, error)
+            raise_if_on_other_device(called, (args, kwargs), self.world.device, error)
             raise
         finally:
             self._end(one, keep)
         if self.stream is not None:
             del args, kwargs  # tensors referenced at program start become results of the program
-            self.stream.forward_over()
+            self.stream.end_forward()
         if torch.is_grad_enabled():
             outputs = self._watch(one, outputs)
         return outputs if self.output_dtype is None else cast_floats(outputs, self.output_dtype)
@@ -133,7 +133,7 @@ class FSDPState(Unit):
         require_uncompiled(self.module)
         require_all_sharded(self.module, named)
         compare_initial_weights(self.world, named)
-        tell_of_slices(self.world)
+        log_slices(self.world)
 
     @property
     def _frees_after_forward(self) -> bool:
@@ -147,9 +147,9 @@ class FSDPState(Unit):
         ``keep``: these stay until the backward.
         """
         if self.active is None:
-            self.require_resting()
+            self.require_shards_installed()
         recomputes = _in_backward()
-        secondary: Secondary | None = None
+        secondary: SecondaryShards | None = None
         if self.secondaries is not None and torch.is_grad_enabled():
             if recomputes:
                 secondary = self.secondaries.of(self.shards)
@@ -171,12 +171,12 @@ class FSDPState(Unit):
         self._install(one)
         return one
 
-    def require_resting(self) -> None:
+    def require_shards_installed(self) -> None:
         """Raises RuntimeError if a module attribute is not the shard that was put there."""
         self.require_not_summoned()
-        for place in self.places:
-            if place.module._parameters.get(place.name) is not place.resting:
-                refuse_replacement(self.name_of(place.index))
+        for slot in self.slots:
+            if slot.module._parameters.get(slot.name) is not slot.sharded_value:
+                raise_replaced(self.name_of(slot.index))
 
     def require_not_summoned(self) -> None:
         """Raises RuntimeError if the modules have full parameters outside of a forward."""
@@ -189,10 +189,10 @@ class FSDPState(Unit):
     def _require_unchanged(self, one: Pass) -> None:
         """After the forward: raises RuntimeError if it changed or replaced its parameters."""
         one.require_full_unchanged()
-        for place in self.places:
-            if place.module._parameters.get(place.name) is not one.full[place.index]:
+        for slot in self.slots:
+            if slot.module._parameters.get(slot.name) is not one.full[slot.index]:
                 raise RuntimeError(
-                    f"the forward replaced its parameter {self.name_of(place.index)!r} by another "
+                    f"the forward replaced its parameter {self.name_of(slot.index)!r} by another "
                     "tensor, but a sharded parameter cannot be replaced. Replace it before wrapping"
                 )
 
@@ -221,9 +221,9 @@ class FSDPState(Unit):
     def _install(self, one: Pass) -> None:
         """Puts the pass's full parameters into the module attributes."""
         self.active = one
-        for place in self.places:
+        for slot in self.slots:
             # Not a Parameter, which would be a leaf of the graph, but it behaves like one.
-            place.put(one.full[place.index])
+            slot.put(one.full[slot.index])
         linear.replace_forwards(self.linears, self.world)
         self.refresh_rnns()
 
@@ -234,12 +234,12 @@ class FSDPState(Unit):
             self._install(enclosing[-1])
         elif self.active is not None:
             self.active = None
-            for place in self.places:
-                place.rest()
+            for slot in self.slots:
+                slot.restore_sharded()
             linear.restore_forwards(self.linears)
             self.refresh_rnns()
 
-    def settle(self) -> None:
+    def reset_after_failure(self) -> None:
         """Clears state that an exception in an earlier forward or backward left behind."""
         if not self.computing and not _in_backward():
             for task in list(self._backward):
@@ -329,7 +329,7 @@ class FSDPState(Unit):
     # -- communication --------------------------------------------------------------------------
 
     def gather(
-        self, events: Sequence[torch.Tensor], backward: bool, secondary: Secondary | None
+        self, events: Sequence[torch.Tensor], backward: bool, secondary: SecondaryShards | None
     ) -> list[torch.Tensor]:
         """Every full parameter in compute dtype, traced to run after ``events``.
 
@@ -377,7 +377,7 @@ class FSDPState(Unit):
             self._install(one)
             self.unsharded = one
 
-    def holds_full(self) -> bool:
+    def has_full_parameters(self) -> bool:
         """Whether modules have full parameters: in a forward or backward, or after ``unshard``.
 
         Raises:
@@ -386,7 +386,7 @@ class FSDPState(Unit):
         if self.computing:
             return True
         if self.unsharded is None:
-            self.settle()  # clear what an exception left behind
+            self.reset_after_failure()  # clear what an exception left behind
         elif self.active is not None and self._cache_is_stale():
             raise RuntimeError(
                 f"parameters of {self.title!r} were changed by an optimizer step or a load after "
@@ -409,7 +409,7 @@ class FSDPState(Unit):
         held, self.unsharded = self.unsharded, None
         if held is None:
             return
-        there = [place.module._parameters.get(place.name) for place in self.places]
+        there = [slot.module._parameters.get(slot.name) for slot in self.slots]
         try:
             held.require_full_unchanged()
         except RuntimeError as error:
@@ -420,15 +420,15 @@ class FSDPState(Unit):
                 "xla_fsdp.XlaFullyShardedDataParallel.summon_full_params(model)"
             ) from error
         finally:
-            self.settle()
-        for place, found in zip(self.places, there, strict=True):
-            if found is not held.full[place.index] and found is not place.resting:
-                refuse_replacement(self.name_of(place.index))
+            self.reset_after_failure()
+        for slot, found in zip(self.slots, there, strict=True):
+            if found is not held.full[slot.index] and found is not slot.sharded_value:
+                raise_replaced(self.name_of(slot.index))
 
-    def rest(self) -> None:
+    def install_shards(self) -> None:
         """Puts the shards into the module attributes."""
         self.release()
-        self.settle()
+        self.reset_after_failure()
 
     def set_sync(self, syncs: bool | None = None, all_reduces: bool | None = None) -> None:
         """Sets whether backwards reduce, and over replicas; ``None``: unchanged.
@@ -475,11 +475,11 @@ def _require_inner_first(named: NamedUnits) -> None:
     belong to two units."""
     owners: dict[tuple[nn.Module, str], str] = {}
     for path, unit in named:
-        for place in unit.places:
-            outer = owners.setdefault((place.module, place.name), path)
+        for slot in unit.slots:
+            outer = owners.setdefault((slot.module, slot.name), path)
             if outer != path and path.startswith(f"{outer}." if outer else ""):
                 raise RuntimeError(
-                    f"parameter {unit.name_of(place.index)!r} belongs to two FSDP units, that of "
+                    f"parameter {unit.name_of(slot.index)!r} belongs to two FSDP units, that of "
                     f"{path!r} and that of {outer or 'the model'!r} around it. Call fully_shard "
                     "from the inside out: for layers first and for the entire model last; for a "
                     "module that is used inside and outside of a layer, before both"

@@ -19,13 +19,13 @@ from torch import nn
 
 from ..collectives.host_data import as_data
 from ..collectives.order import Order
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..collectives.world import World
-from .around import name_held_outside
-from .attributes import refuse_replacement
+from .attributes import raise_replaced
 from .comms import Communicator
 from .freeing import stamps
 from .gathering import computing_passes
+from .outer_wrappers import find_sharded_outside
 from .sharded_parameter import is_users, local, on_local_parts
 from .sharded_tensor import ShardedTensor
 from .state import FSDPState, unit_of
@@ -83,7 +83,7 @@ def summon_full_params(
         return
     summoned = _Summoned(_Arguments(writeback, rank0_only, offload_to_cpu, with_grads))
     try:
-        with at_rest():
+        with synced_device():
             for wrapper, unit in wrappers:
                 summoned.add(wrapper, unit)
         yield
@@ -92,7 +92,7 @@ def summon_full_params(
     finally:
         summoned.restore()
     if writeback:
-        with at_rest():
+        with synced_device():
             summoned.write_back()
 
 
@@ -138,17 +138,17 @@ def _require_possible(
             "parameters itself. Summon them before or after it"
         )
     for unit in units:
-        unit.settle()
+        unit.reset_after_failure()
         if unit.summoned:
             raise RuntimeError(
                 f"parameters of {unit.title!r} are summoned already. Leave that context first"
             )
-        if with_grads and unit.gradients.are_held:
+        if with_grads and unit.gradients.has_unreduced:
             raise RuntimeError(
                 f"with_grads=True, but gradients of {unit.title!r} are not reduced yet. Run a "
                 "backward outside of no_sync first, or call zero_grad()"
             )
-    outside = name_held_outside(module, units) if recurse else None
+    outside = find_sharded_outside(module, units) if recurse else None
     if outside is not None:
         raise ValueError(
             f"parameters of {outside!r} belong to a wrapper around the given module. Summon "
@@ -195,8 +195,8 @@ class _Summoned:
             return
         for tensor in unit.flattened:
             del wrapper._parameters[tensor.key]
-        for place in unit.places:
-            place.put(_parameter(unit, place.index))
+        for slot in unit.slots:
+            slot.put(_parameter(unit, slot.index))
         unit.refresh_rnns()
 
     def _parameters(
@@ -224,12 +224,12 @@ class _Summoned:
     def require_writable(self) -> None:
         """Raises RuntimeError if changes cannot be copied into the shards."""
         for _, unit in self.entered:
-            for place in unit.places:
-                own = _parameter(unit, place.index)
-                name = unit.name_of(place.index)
-                if place.module._parameters.get(place.name) is not own:
-                    refuse_replacement(name)
-                tensor, member = unit.member_of(place.index)
+            for slot in unit.slots:
+                own = _parameter(unit, slot.index)
+                name = unit.name_of(slot.index)
+                if slot.module._parameters.get(slot.name) is not own:
+                    raise_replaced(name)
+                tensor, member = unit.member_of(slot.index)
                 expected = tensor.layout.members[member].shape, tensor.shard.dtype
                 if (tuple(own.shape), own.dtype) != expected:
                     raise RuntimeError(
@@ -251,8 +251,8 @@ class _Summoned:
             for tensor in unit.tensors:
                 if tensor in self.summoned:
                     tensor.summoned = None
-            for place in unit.places:
-                place.rest()
+            for slot in unit.slots:
+                slot.restore_sharded()
             for tensor in unit.flattened:
                 wrapper._parameters[tensor.key] = tensor.shard
             unit.refresh_rnns()

@@ -87,7 +87,9 @@ class TraceCache:
                 pairs = zip(arguments, tensors, strict=True)
                 if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
                     return _Computation(None, [])  # torch_xla changed a dtype (XLA_USE_32BIT_LONG)
-                traced = Traced(name, arguments, function([twin(one) for one in arguments]))
+                traced = Traced(
+                    name, arguments, function([separate_copy(one) for one in arguments])
+                )
         finally:
             xlac.set_default_device(default)
         operands = traced.argument_of | traced.hoisted
@@ -161,7 +163,7 @@ def _placeholder_of(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return xlac.placeholder(shape)
 
 
-def twin(tensor: torch.Tensor) -> torch.Tensor:
+def separate_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A separate tensor with the same value, for a function that may change it in place."""
     other = torch.empty_like(tensor)
     return other.copy_(tensor)  # no computation: it takes the same value

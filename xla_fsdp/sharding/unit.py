@@ -15,15 +15,15 @@ from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
 from .attributes import FlattenedParameter
-from .block_memory import BlockMemory
+from .block_state import BlockState
 from .comms import Communicator
-from .deferred_values import Awaited
+from .deferred_values import UninitializedTensor
 from .freeing import Stamp
-from .ignored import note_again
+from .ignored import restore_ignored_marks
 from .options import FSDPOptions
-from .secondary import Secondaries
+from .secondary import SecondaryShardCache
 from .sharded_parameter import accumulate
-from .sharded_tensor import Place, ShardedTensor, set_home_of_shards
+from .sharded_tensor import ParameterSlot, ShardedTensor, mark_shards
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostGradients
@@ -72,11 +72,13 @@ class UnitGradients:
             shards, arrived = self.comms.reduce(self._tensors, reached, {})
             return [shards.get(number) for number in range(len(self._tensors))], arrived
         if not self.require_sync:
-            self._hold(self.comms.joined(self._tensors, reached, {}))
+            self._store(self.comms.join_gradients(self._tensors, reached, {}))
             return [None] * len(self._tensors), ()
-        held = {number: self._unsynced[number] for number in reached if number in self._unsynced}
-        self._forget(held)
-        shards, arrived = self.comms.reduce(self._tensors, reached, held)
+        accumulated = {
+            number: self._unsynced[number] for number in reached if number in self._unsynced
+        }
+        self._forget(accumulated)
+        shards, arrived = self.comms.reduce(self._tensors, reached, accumulated)
         found = [shards.get(number) for number in range(len(self._tensors))]
         return self._given([tensor.shard for tensor in self._tensors], found), arrived
 
@@ -126,7 +128,7 @@ class UnitGradients:
         return handed_out, True
 
     @property
-    def are_held(self) -> bool:
+    def has_unreduced(self) -> bool:
         """Whether ``no_sync`` stored gradients that are not reduced yet."""
         return bool(self._unsynced)
 
@@ -145,7 +147,7 @@ class UnitGradients:
                 give(self._tensors[number].shard, grad)
             self.forget()
 
-    def _hold(self, fulls: dict[int, torch.Tensor]) -> None:
+    def _store(self, fulls: dict[int, torch.Tensor]) -> None:
         for number, full in fulls.items():
             if number in self._unsynced:
                 # In place, so that a program can reuse the memory of the previous sum.
@@ -192,11 +194,11 @@ class Unit:
         self.stored = self.tensors
         # Those of them that are registered on this unit's wrapper.
         self.flattened: list[ShardedTensor] = []
-        self.places: list[Place] = []
+        self.slots: list[ParameterSlot] = []
         # Parameters in the module that are replicated: see ignored.py.
         self.ignored: list[nn.Parameter] = []
         # Tensors that a load must give values before the first forward.
-        self.awaited: list[Awaited] = []
+        self.uninitialized: list[UninitializedTensor] = []
         # The checksum of the full parameters that this rank built, and of the shards cut from them.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
@@ -212,16 +214,16 @@ class Unit:
         self.gradients = UnitGradients(self.tensors, self.comms)
         # Only with reshard_after_forward=<int>.
         size = options.reshard_after_forward
-        self.secondaries = None if isinstance(size, bool) else Secondaries(world, size)
+        self.secondaries = None if isinstance(size, bool) else SecondaryShardCache(world, size)
         # Set if shards are on the device only while the unit computes.
         self.stream: Stream | None = None
         # Set while one trace serves several equal blocks: the state of communication hooks.
-        self.memory: BlockMemory | None = None
+        self.memory: BlockState | None = None
         self._rnns: list[nn.RNNBase] = []
         # Linear layers that compute with full parameters in our implementation.
         self.linears: linear.Layers = {}
 
-    def adopt(self, tensor: ShardedTensor) -> int:
+    def add_tensor(self, tensor: ShardedTensor) -> int:
         """Adds a sharded tensor; returns the number of its first full parameter."""
         if tensor not in self.tensors:
             self.tensors.append(tensor)
@@ -238,35 +240,37 @@ class Unit:
         number = self.shard_of(index)
         return self.tensors[number], index - self._first[number]
 
-    def wait_for_values(self) -> None:
+    def mark_uninitialized(self) -> None:
         """Marks the shards as without values, until they are given some."""
         names: dict[ShardedTensor, dict[tuple[int, int], str]] = {}
-        for place in self.places:
-            tensor, member = self.member_of(place.index)
-            names.setdefault(tensor, {}).setdefault((0, member), self._own_name(place.index))
-        self.awaited[:] = [Awaited(tensor.shard, members) for tensor, members in names.items()]
+        for slot in self.slots:
+            tensor, member = self.member_of(slot.index)
+            names.setdefault(tensor, {}).setdefault((0, member), self._own_name(slot.index))
+        self.uninitialized[:] = [
+            UninitializedTensor(tensor.shard, members) for tensor, members in names.items()
+        ]
 
     def name_of(self, index: int) -> str:
         """The dotted name of full parameter ``index``, from the root if that is known."""
         return self.comms.label + self._own_name(index)
 
     def _own_name(self, index: int) -> str:
-        names = (found for place, found in self.named_places() if place.index == index and found)
+        names = (found for slot, found in self.named_slots() if slot.index == index and found)
         first = next(names, None)
         if first is not None:
             return first[0]
-        place = next(place for place in self.places if place.index == index)
-        return f"{place.name} of a {type(place.module).__name__} that was removed from the module"
+        slot = next(slot for slot in self.slots if slot.index == index)
+        return f"{slot.name} of a {type(slot.module).__name__} that was removed from the module"
 
-    def named_places(self) -> Iterator[tuple[Place, list[str]]]:
-        """Every place with the current dotted names of its parameter in the unit's module; no name
-        if the place has been removed from the module."""
+    def named_slots(self) -> Iterator[tuple[ParameterSlot, list[str]]]:
+        """Every slot with the current dotted names of its parameter in the unit's module; no name
+        if the slot has been removed from the module."""
         paths: dict[nn.Module, list[str]] = {}
         for path, module in self.module.named_modules(remove_duplicate=False):
             paths.setdefault(module, []).append(path)
-        for place in self.places:
-            own = paths.get(place.module, ())
-            yield place, [dotted(place.block, dotted(path, place.name)) for path in own]
+        for slot in self.slots:
+            own = paths.get(slot.module, ())
+            yield slot, [dotted(slot.block, dotted(path, slot.name)) for path in own]
 
     def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
         """The names of the first ``members`` full parameters of a sharded tensor.
@@ -274,9 +278,9 @@ class Unit:
         ``block``: for a tensor of several equal blocks, the block whose names are returned.
         """
         assert block is None  # a unit of one module
-        first, names = self.adopt(tensor), []
+        first, names = self.add_tensor(tensor), []
         for member in range(members):
-            used = any(place.index == first + member for place in self.places)
+            used = any(slot.index == first + member for slot in self.slots)
             name = f"{self.comms.label}{tensor.key}[{member}]"  # of a shared flat vector
             names.append(self.name_of(first + member) if used else name)
         return names
@@ -286,20 +290,20 @@ class Unit:
         """The name of the wrapper for messages, from the root if that is known."""
         return self.comms.label.rstrip(".") or "the wrapper"
 
-    def add_place(self, place: Place, name: str) -> None:
+    def add_slot(self, slot: ParameterSlot, name: str) -> None:
         """Registers a module attribute that uses a full parameter, and puts its shard there.
 
         ``name``: the dotted name of the parameter in the unit's module.
         """
-        self.places.append(place)
-        if place.resting is None:
-            tensor, member = self.member_of(place.index)
+        self.slots.append(slot)
+        if slot.sharded_value is None:
+            tensor, member = self.member_of(slot.index)
             shape = torch.Size(tensor.layout.members[member].shape)
-            place.shown = FlattenedParameter(shape, tensor.shard, self.comms, name)
-        place.rest()
-        if isinstance(place.module, nn.RNNBase):
-            if place.module not in self._rnns:
-                self._rnns.append(place.module)
+            slot.shown = FlattenedParameter(shape, tensor.shard, self.comms, name)
+        slot.restore_sharded()
+        if isinstance(slot.module, nn.RNNBase):
+            if slot.module not in self._rnns:
+                self._rnns.append(slot.module)
             self.refresh_rnns()
 
     @property
@@ -310,18 +314,18 @@ class Unit:
     def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
         """For every sharded tensor, the parameter that an optimizer sees, and the offset of the
         tensor's elements in that flattened parameter."""
-        shards, held = self.shards, []
+        shards, found = self.shards, []
         for number, tensor in enumerate(self.tensors):
             block, index = divmod(number, len(shards))
-            held.append((tensor, shards[index], block * math.prod(tensor.layout.shard_shape)))
-        return held
+            found.append((tensor, shards[index], block * math.prod(tensor.layout.shard_shape)))
+        return found
 
-    def note_homes(self) -> None:
+    def mark_shards(self) -> None:
         """Marks every parameter that an optimizer sees with the tensor that it is a shard of."""
-        set_home_of_shards(self.stored)
-        note_again(self.ignored)
-        for one in self.awaited:
-            one.wait_on()
+        mark_shards(self.stored)
+        restore_ignored_marks(self.ignored)
+        for one in self.uninitialized:
+            one.restart_watch()
 
     def refresh_rnns(self) -> None:
         """Updates the lists of parameters that recurrent modules compute with."""

@@ -12,19 +12,19 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 
-from ..collectives.agreement import tell_all
+from ..collectives.agreement import all_gather_object
 from ..collectives.world import World
 from ..names import dotted
-from ..ranks.rank import is_pretending
+from ..ranks.rank import is_simulated_rank
 from ..ranks.slices import slices_of_ranks
 from ..ranks.watchdog.settings import say
 from ..tree import has_own_operators, tensors_in
 from .attributes import flattened_in
-from .deferred_values import require_come
+from .deferred_values import require_all_initialized
 from .freeing import stamps
-from .ignored import is_ignored, note_of
+from .ignored import ignored_mark_of, is_ignored
 from .released import ReleasedParameter
-from .sharded_tensor import home_of
+from .sharded_tensor import sharded_tensor_of
 from .unit import NamedUnits
 
 # Set on a parameter that no wrapper shards, once a warning has named it.
@@ -33,8 +33,10 @@ WARNED = "_xla_fsdp_warned_unsharded"
 
 def require_values(units: NamedUnits, doing: str) -> None:
     """Raises RuntimeError if ``doing`` happens before parameters of ``units`` have values."""
-    if any(unit.awaited for _, unit in units):
-        require_come([(f"{path}." if path else "", unit.awaited) for path, unit in units], doing)
+    if any(unit.uninitialized for _, unit in units):
+        require_all_initialized(
+            [(f"{path}." if path else "", unit.uninitialized) for path, unit in units], doing
+        )
 
 
 def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
@@ -43,7 +45,9 @@ def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
     found = {
         name: parameter
         for name, parameter in root.named_parameters()
-        if parameter.requires_grad and parameter not in sharded and note_of(parameter) is None
+        if parameter.requires_grad
+        and parameter not in sharded
+        and ignored_mark_of(parameter) is None
     }
     names = list(found)
     for parameter in found.values():
@@ -66,14 +70,14 @@ def compare_initial_weights(world: World, units: NamedUnits) -> None:
     with independent copies are not compared with each other.
     """
     holders = world.size * world.replicas
-    if holders == 1 or holders != xr.world_size() or is_pretending():
+    if holders == 1 or holders != xr.world_size() or is_simulated_rank():
         return
     own = {
         path: unit.initial_checksum
         for path, unit in units
         if unit.initial_stamps == stamps(unit.shards)
     }
-    everyone = tell_all(world, "xla_fsdp initial weights", own)
+    everyone = all_gather_object(world, "xla_fsdp initial weights", own)
     if everyone is None:  # another rank gets the values and warns
         return
     differing = [path for path in own if len({each[path] for each in everyone if path in each}) > 1]
@@ -88,10 +92,10 @@ def compare_initial_weights(world: World, units: NamedUnits) -> None:
         )
 
 
-def tell_of_slices(world: World) -> None:
+def log_slices(world: World) -> None:
     """Rank 0 logs once how a model is sharded if there are several slices."""
     slices = slices_of_ranks()
-    if not slices or xr.global_ordinal() != 0 or is_pretending():
+    if not slices or xr.global_ordinal() != 0 or is_simulated_rank():
         return
     where = f"{len(slices)} slices of {len(slices[0])} ranks"
     if world.replicas > 1 and set(world.groups) == set(slices):
@@ -115,7 +119,7 @@ _REMEDY = (
 def require_plain_call(name: str) -> None:
     """Raises RuntimeError inside torch.compile and torch.func; ``name``: of the module."""
     if torch.compiler.is_compiling():
-        _refuse_compilation(name)
+        _raise_compiled(name)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             f"the forward of {name}, which is wrapped, was called inside a transformation of "
@@ -139,7 +143,7 @@ def require_uncompiled(root: nn.Module) -> None:
 
 
 @torch.compiler.disable
-def _refuse_compilation(name: str) -> NoReturn:
+def _raise_compiled(name: str) -> NoReturn:
     raise RuntimeError(
         f"the forward of {name}, which is wrapped, was called inside torch.compile: {_REMEDY}"
     )
@@ -150,7 +154,9 @@ class InputDeviceError(RuntimeError):
     parameters. ``__cause__`` is the original error."""
 
 
-def raise_if_elsewhere(module: str, inputs: Any, device: torch.device, error: RuntimeError) -> None:
+def raise_if_on_other_device(
+    module: str, inputs: Any, device: torch.device, error: RuntimeError
+) -> None:
     """Raises InputDeviceError from ``error`` if ``inputs`` were not all on ``device``.
 
     ``error`` is the error of the forward of a ``module`` (the name of its class). That forward may
@@ -167,7 +173,7 @@ def raise_if_elsewhere(module: str, inputs: Any, device: torch.device, error: Ru
         ) from error
 
 
-def require_parameters_here(path: str, module: nn.Module) -> None:
+def require_shardable_parameters(path: str, module: nn.Module) -> None:
     """Raises ValueError, TypeError or RuntimeError if parameters of ``module``, called ``path``,
     cannot be sharded, or would give other results when sharded."""
     name = path or type(module).__name__
@@ -192,7 +198,7 @@ def require_parameters_here(path: str, module: nn.Module) -> None:
             "not wrapper.module), or wrap it without flatten_parameters"
         )
     for key, parameter in module._parameters.items():
-        if isinstance(parameter, ReleasedParameter) and home_of(parameter) is None:
+        if isinstance(parameter, ReleasedParameter) and sharded_tensor_of(parameter) is None:
             raise RuntimeError(
                 f"parameter {dotted(path, key)!r} of {type(module).__name__} is tied either to a "
                 "parameter of scanned blocks, which cannot share parameters, or to one of another "
@@ -200,7 +206,11 @@ def require_parameters_here(path: str, module: nn.Module) -> None:
                 "wrap each block separately; in the second case move the model before wrapping the "
                 "first of its modules"
             )
-        if parameter is not None and home_of(parameter) is None and note_of(parameter) is None:
+        if (
+            parameter is not None
+            and sharded_tensor_of(parameter) is None
+            and ignored_mark_of(parameter) is None
+        ):
             _require_plain(dotted(path, key), parameter)
         if isinstance(parameter, UninitializedParameter):
             raise RuntimeError(

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from ..checkpoint.meeting import Meeting
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import plain
 from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
-from ..wording import some_of
+from ..wording import join_some
 
 _SEEN = "_xla_fsdp_divergence"  # the attribute of a tensor that is checked
 
@@ -155,8 +155,8 @@ class detect_divergence:
         events = self._events(loss)
         bad, values = self._fetch(events, agreeing)
         first = next((number for number, flag in enumerate(bad) if flag), None)
-        told = [first, *events[first][:2]] if first is not None else None
-        everybody = Meeting().gather("detect divergence", [told, values])
+        reports = [first, *events[first][:2]] if first is not None else None
+        everybody = Meeting().gather("detect divergence", [reports, values])
         self._judge_finite(step, [each[0] for each in everybody])
         for name in agreeing:
             self._judge_agreement(step, name, [each[1][name] for each in everybody])
@@ -181,7 +181,7 @@ class detect_divergence:
         tensors = [value for value in agreeing.values() if isinstance(value, torch.Tensor)]
         numbers = [value.detach().reshape(()).float() for value in tensors]
         flags = torch.stack([flag for _, _, flag in events]) if events else None
-        with at_rest():  # runs the entire step as one program, before values are read
+        with synced_device():  # runs the entire step as one program, before values are read
             bad = [] if flags is None else flags.cpu().tolist()
         read = iter([number.item() for number in numbers])
         values = {
@@ -190,15 +190,15 @@ class detect_divergence:
         }
         return bad, values
 
-    def _judge_finite(self, step: int, told: list[list | None]) -> None:
-        found = [each for each in told if each is not None]
+    def _judge_finite(self, step: int, reports: list[list | None]) -> None:
+        found = [each for each in reports if each is not None]
         if not found:
             return
         first = min(each[0] for each in found)
-        ranks = [rank for rank, each in enumerate(told) if each is not None and each[0] == first]
+        ranks = [rank for rank, each in enumerate(reports) if each is not None and each[0] == first]
         what, module = next(each[1:] for each in found if each[0] == first)
         others = len(found) - len(ranks)
-        message = f"step {step}: {what} is not finite on {_named(ranks, len(told))}"
+        message = f"step {step}: {what} is not finite on {_named(ranks, len(reports))}"
         if others:
             message += f"; on further ranks ({others}) a later value is not finite"
         raise DivergenceError(message, step, ranks, module)
@@ -214,7 +214,7 @@ class detect_divergence:
         usual = max(values, key=lambda one: sum(same(one, other) for other in values))
         odd = [rank for rank, value in enumerate(values) if not same(value, usual)]
         if odd:
-            listed = some_of([f"rank {rank}: {values[rank]!r}" for rank in odd], 8)
+            listed = join_some([f"rank {rank}: {values[rank]!r}" for rank in odd], 8)
             raise DivergenceError(
                 f"step {step}: {name} must be the same on all ranks, but it is {usual!r} except on "
                 f"{listed}. These ranks have different weights, or ran a different program",

@@ -74,13 +74,13 @@ class Preemption:
         self.reason: str | None = None
         self._grace = float(grace)
         self._over = threading.Event()
-        self._heard_at = 0.0
+        self._noticed_at = 0.0
         channel = open_channel("preemption")
         self._rank = channel.rank
-        self._agreement = _Agreement(channel, self._heard)
+        self._agreement = _Agreement(channel, self._on_notice)
         host = metadata_host() if metadata_server is None else metadata_server or None
         self._end_listening = of_this_process.listen(
-            self._agreement.say, tuple(signal.Signals(number) for number in signals), host
+            self._agreement.request_stop, tuple(signal.Signals(number) for number in signals), host
         )
 
     def __call__(self) -> bool:
@@ -99,9 +99,9 @@ class Preemption:
                 "Preemption.exit() was called without a notice of preemption. Call it only after "
                 "preempted() has returned True"
             )
-        seconds = time.monotonic() - self._heard_at
+        seconds = time.monotonic() - self._noticed_at
         if self._rank == 0:
-            _say(f"{self.reason}: saved and ended after {seconds:.1f} of {self._grace:g} s")
+            _print_line(f"{self.reason}: saved and ended after {seconds:.1f} of {self._grace:g} s")
         self.close()
         raise Preempted(self.reason or "")
 
@@ -122,19 +122,19 @@ class Preemption:
     ) -> None:
         self.close()
 
-    def _heard(self, word: str) -> None:
-        if self._heard_at:
+    def _on_notice(self, notice: str) -> None:
+        if self._noticed_at:
             return
-        self._heard_at, self.reason = time.monotonic(), word
+        self._noticed_at, self.reason = time.monotonic(), notice
         if self._rank == 0:
-            _say(f"{word}: saving at the next step, within {self._grace:g} s")
+            _print_line(f"{notice}: saving at the next step, within {self._grace:g} s")
         name = f"xla_fsdp-grace-{self._rank}"
         threading.Thread(target=self._end_in_time, name=name, daemon=True).start()
 
     def _end_in_time(self) -> None:
         if self._over.wait(self._grace):
             return
-        _say(
+        _print_line(
             f"{self.reason}: rank {self._rank} has not ended within {self._grace:g} s, so its "
             "process is ended now. An incomplete checkpoint is ignored. Its threads:"
         )
@@ -142,7 +142,7 @@ class Preemption:
         leave(self.reason or "")
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     # In one write, because several ranks write to the same terminal.
     os.write(2, f"xla_fsdp.Preemption: {text}\n".encode())
 
@@ -164,30 +164,30 @@ class _Agreement:
 
     Args:
         channel: a channel between all ranks, only for this purpose.
-        heard: called with the notice, on a thread of this object.
+        on_notice: called with the notice, on a thread of this object.
 
     Attributes:
-        word: the notice for which the ranks stop; ``None`` if there is none.
+        notice: the notice for which the ranks stop; ``None`` if there is none.
     """
 
-    def __init__(self, channel: Channel, heard: Callable[[str], None]) -> None:
-        self.word: str | None = None
-        self._channel, self._heard = channel, heard
+    def __init__(self, channel: Channel, on_notice: Callable[[str], None]) -> None:
+        self.notice: str | None = None
+        self._channel, self._on_notice = channel, on_notice
         self._seconds = 1.0 if channel.distant else 0.05
-        self._said: str | None = None
+        self._requested: str | None = None
         self._wake, self._over = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._passed = 0  # steps
-        self._promised = False
+        self._stopped = False
         self._last: int | None = None  # the step at which all stop
         self._decided = threading.Event()
         name = f"xla_fsdp-agreement-{channel.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def say(self, word: str) -> None:
+    def request_stop(self, notice: str) -> None:
         """Requests that all ranks stop. Can be called on any thread; does not wait."""
-        self._said = self._said or word
+        self._requested = self._requested or notice
         self._wake.set()
 
     def reached(self) -> bool:
@@ -196,7 +196,7 @@ class _Agreement:
         It waits only if there is a notice and the step is not decided yet.
         """
         with self._lock:
-            if not self._promised:
+            if not self._stopped:
                 self._passed += 1
                 return False
         # Wakes regularly: a rank that must end because another one failed gets that exception only
@@ -214,30 +214,30 @@ class _Agreement:
 
     def _run(self) -> None:
         try:
-            self._wait_for_a_word()
-            if self.word is not None:
-                self._heard(self.word)
-                self._settle()
+            self._wait_for_notice()
+            if self.notice is not None:
+                self._on_notice(self.notice)
+                self._agree_on_step()
         except RuntimeError as error:
             # The store is lost with the process that served it, so use the notice of this rank.
-            if not self._over.is_set() and self.word is not None:
-                self._heard(f"{self.word}; then the ranks' store was lost ({error!s:.100})")
+            if not self._over.is_set() and self.notice is not None:
+                self._on_notice(f"{self.notice}; then the ranks' store was lost ({error!s:.100})")
 
-    def _wait_for_a_word(self) -> None:
+    def _wait_for_notice(self) -> None:
         store = self._channel.store
         while not self._over.is_set():
-            if self._said is not None:
-                store.compare_set("word", "", f"{self._said} on rank {self._channel.rank}")
-            if store.check(["word"]):
-                self.word = store.get("word").decode()
+            if self._requested is not None:
+                store.compare_set("notice", "", f"{self._requested} on rank {self._channel.rank}")
+            if store.check(["notice"]):
+                self.notice = store.get("notice").decode()
                 return
             self._wake.wait(self._seconds)
             self._wake.clear()
 
-    def _settle(self) -> None:
+    def _agree_on_step(self) -> None:
         store, size = self._channel.store, self._channel.size
         with self._lock:
-            self._promised = True
+            self._stopped = True
             own = self._passed + 1
         store.set(f"step/{self._channel.rank}", str(own))
         if self._channel.rank == 0:
@@ -257,7 +257,7 @@ class _Agreement:
 
 
 class _Watch(NamedTuple):
-    told: Callable[[str], None]
+    callback: Callable[[str], None]
     signals: tuple[signal.Signals, ...]
     host: str | None
 
@@ -282,25 +282,25 @@ class _Notices:
 
     def listen(
         self,
-        told: Callable[[str], None],
+        callback: Callable[[str], None],
         signals: tuple[signal.Signals, ...],
         host: str | None,
     ) -> Callable[[], None]:
-        """Calls ``told(word)`` on a separate thread; returns a function that stops listening.
+        """Calls ``callback(notice)`` on a separate thread; returns a function that stops listening.
 
         Args:
-            told: may be called more than once.
+            callback: may be called more than once.
             signals: the signals that count as a notice.
             host: the metadata server to query; ``None`` for none.
         """
-        watch = _Watch(told, signals, host)
+        watch = _Watch(callback, signals, host)
         with self._lock:
             self._listeners.append(watch)
             for number in signals:
                 if number not in self._signals:
-                    self._signals[number] = _SignalPipe(number, self._tell_signal)
+                    self._signals[number] = _SignalPipe(number, self._notify_signal)
             if host is not None and host not in self._hosts:
-                self._hosts[host] = _Poller(host, self._tell_host)
+                self._hosts[host] = _Poller(host, self._notify_host)
 
         def end() -> None:
             with self._lock:
@@ -316,24 +316,24 @@ class _Notices:
 
         return end
 
-    def _tell_signal(self, number: signal.Signals) -> None:
-        self._tell(number.name, lambda watch: number in watch.signals)
+    def _notify_signal(self, number: signal.Signals) -> None:
+        self._notify(number.name, lambda watch: number in watch.signals)
 
-    def _tell_host(self, host: str, word: str) -> None:
-        self._tell(word, lambda watch: watch.host == host)
+    def _notify_host(self, host: str, notice: str) -> None:
+        self._notify(notice, lambda watch: watch.host == host)
 
-    def _tell(self, word: str, concerns: Callable[[_Watch], bool]) -> None:
+    def _notify(self, notice: str, concerns: Callable[[_Watch], bool]) -> None:
         with self._lock:
             listeners = [watch for watch in self._listeners if concerns(watch)]
         for watch in listeners:
-            watch.told(word)
+            watch.callback(notice)
 
 
 class _SignalPipe:
     """Reads the output of ``faulthandler`` when the signal ``number`` arrives."""
 
-    def __init__(self, number: signal.Signals, told: Callable[[signal.Signals], None]) -> None:
-        self._number, self._told = number, told
+    def __init__(self, number: signal.Signals, callback: Callable[[signal.Signals], None]) -> None:
+        self._number, self._callback = number, callback
         self._read, self._write = os.pipe()
         # Output that does not fit is dropped: a handler must not wait for the reader.
         os.set_blocking(self._write, False)
@@ -355,7 +355,7 @@ class _SignalPipe:
         try:
             while os.read(self._read, 65536):
                 if self._open:
-                    self._told(self._number)
+                    self._callback(self._number)
         finally:
             os.close(self._read)
 
@@ -366,8 +366,8 @@ class _Poller:
     An earlier announcement does not count, because the job was started in spite of it.
     """
 
-    def __init__(self, host: str, told: Callable[[str, str], None]) -> None:
-        self._host, self._told = host, told
+    def __init__(self, host: str, callback: Callable[[str, str], None]) -> None:
+        self._host, self._callback = host, callback
         self._over = threading.Event()
         threading.Thread(target=self._run, name="xla_fsdp-metadata", daemon=True).start()
 
@@ -387,7 +387,7 @@ class _Poller:
                     pause = _SECONDS_AFTER_NO_ANSWER
                     continue
                 if value is not None and value != known.get(key, value):
-                    self._told(self._host, f"{key} {value}")
+                    self._callback(self._host, f"{key} {value}")
                 known[key] = value
 
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from .. import xlac
-from ..collectives.random_state import at_rest
+from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import Naming
 
 
@@ -263,7 +263,7 @@ def _checked(steps: Any) -> tuple[int, int]:
 
 
 def _wait_for_device() -> None:
-    with at_rest():
+    with synced_device():
         xm.wait_device_ops()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from ..tpu.topology import Slice, resolve
 from .parity import CASES
 from .privacy import scrubbed
-from .records import Finding, Status, Where
+from .records import Finding, Machine, Status
 from .report import Verification
 from .stages import NOTES, STAGES, Job
 from .steps import ON_CPU, ON_TPU
@@ -150,7 +150,7 @@ class _Children:
         if problem:
             self.failures.append(Finding(Status.FAILED, "second start", problem, "it ends well"))
 
-    def plan(self, job: Job, where: Where, slice: Slice | None) -> None:
+    def plan(self, job: Job, where: Machine, slice: Slice | None) -> None:
         if slice is None and where.topology:
             slice = resolve(where.topology)
         if slice is None:
@@ -200,8 +200,8 @@ class _Children:
         if code == 0:
             return None
         end = "was still running at the time limit" if code is None else f"ended with {code}"
-        said = _reason(log.read_text(errors="replace").splitlines())
-        return scrubbed(f"{end}: {said or 'it printed nothing'}")[:900]
+        reason = _reason(log.read_text(errors="replace").splitlines())
+        return scrubbed(f"{end}: {reason or 'it printed nothing'}")[:900]
 
 
 def _reason(lines: Sequence[str]) -> str:

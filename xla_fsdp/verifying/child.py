@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from ..wording import first_line, in_a_line
+from ..wording import first_line, to_one_line
 from .stages import Job, Notes, run
 
 _DYING = "the last rank ends here, on purpose"
@@ -36,7 +36,7 @@ def main(what: str, path: str) -> None:
         Notes(Path(job.folder), True).add("uncached", error=str(error))
     launch(run, (path,), job.num_devices)
     if what == "again":
-        _let_one_die(job)
+        _end_one_rank(job)
 
 
 def _end_with(parent: int) -> None:
@@ -46,19 +46,19 @@ def _end_with(parent: int) -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _let_one_die(job: Job) -> None:
+def _end_one_rank(job: Job) -> None:
     from ..ranks.launch import RankError, launch
 
     notes = Notes(Path(job.folder), True)
     ways = ["raises"] if os.environ.get("PJRT_DEVICE", "").startswith("CPU") else ["raises", "dies"]
     for way in ways:
-        began, said, named = time.monotonic(), "", None
+        began, message, named = time.monotonic(), "", None
         try:
             launch(partial(_end, way=way), (), job.num_devices)
         except RankError as error:
-            said, named = first_line(error), error.rank
+            message, named = first_line(error), error.rank
         seconds = time.monotonic() - began
-        notes.add("death", way=way, error=said, rank=named, seconds=seconds)
+        notes.add("death", way=way, error=message, rank=named, seconds=seconds)
 
 
 def _end(rank: int, way: str) -> None:
@@ -88,7 +88,7 @@ def _plan(job: Job) -> None:
             report = plan(steps.planned(size), job.topology, progress=False, ranks=(0,))
         except Exception as error:  # the compiler fails, the slice is wrong, an extra is missing
             out.add(
-                "unplanned", name=name, error=f"{type(error).__name__}: {in_a_line(error, 500)}"
+                "unplanned", name=name, error=f"{type(error).__name__}: {to_one_line(error, 500)}"
             )
             continue
         saved = Path(job.folder) / f"plan-{len(list(Path(job.folder).glob('plan-*')))}.json"

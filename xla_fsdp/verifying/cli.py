@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     flags = _parser().parse_args(argv)
     for path in flags.report:
         if not path.endswith((".json", ".html")):
-            return _refuse(f"--report={path} must end in .json or .html")
+            return _exit_with_error(f"--report={path} must end in .json or .html")
     try:
         found = verify(
             num_devices=flags.num_devices,
@@ -37,14 +37,14 @@ def main(argv: Sequence[str]) -> int:
         if flags.calibration:
             found.calibration.save(flags.calibration)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        return _refuse(str(error))
+        return _exit_with_error(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0 if found.ok else 1
 
 
-def _refuse(text: str) -> int:
+def _exit_with_error(text: str) -> int:
     print(f"preflight: {text}", file=sys.stderr)
     return 2
 

@@ -180,12 +180,12 @@ def modelled(time: CollectiveTime, slice: Slice | None) -> float | None:
 
 
 def measure_collectives(
-    watch: Stopwatch, world: World, slice: Slice | None, sizes: tuple[int, ...], go_on: Callable
+    watch: Stopwatch, world: World, slice: Slice | None, sizes: tuple[int, ...], has_time: Callable
 ) -> Iterator[CollectiveTime]:
     """Measures each kind of collective on each axis at each size; call on every rank.
 
-    ``world``: all ranks. ``go_on()``: called before each measurement, on every rank; if it returns
-    false, the measurements end.
+    ``world``: all ranks. ``has_time()``: called before each measurement, on every rank; if it
+    returns false, the measurements end.
     """
     for axis in axes(world.size, slice):
         group = next(group for group in axis.groups if world.rank in group)
@@ -198,7 +198,7 @@ def measure_collectives(
             # Each loop runs one collective, except that of the second kind, which also gathers.
             gather = 0.0
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "collective-permute"):
-                if not go_on():
+                if not has_time():
                     return
                 groups = axis.around if kind == "collective-permute" else axis.groups
                 time = CollectiveTime(kind, axis.name, groups, size, 0.0)

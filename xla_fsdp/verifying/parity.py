@@ -86,18 +86,18 @@ def _compared(
     name = f"parity: {case.name}"
     worst, where = 0.0, "nowhere"
     for key, value in reference.items():
-        apart = _apart(ours[key], value) if key in ours else float("inf")
+        apart = _relative_difference(ours[key], value) if key in ours else float("inf")
         if not apart <= worst:  # also if it is NaN
             worst, where = apart, key
     found = f"largest relative difference {worst:.1e} ({where}) after {STEPS} steps"
-    promised = f"equal to unsharded training, to {case.tolerance:.0e}"
+    expected = f"equal to unsharded training, to {case.tolerance:.0e}"
     if worst <= case.tolerance:
-        return Finding(Status.OK, name, found, promised)
+        return Finding(Status.OK, name, found, expected)
     remedy = "do not train on this machine; report it with this file"
-    return Finding(Status.FAILED, name, found, promised, remedy)
+    return Finding(Status.FAILED, name, found, expected, remedy)
 
 
-def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest difference, relative to the largest value."""
     ours, theirs = ours.double(), theirs.double()
     if not bool(torch.isfinite(ours).all()):
@@ -209,9 +209,9 @@ def save_and_load(folder: str) -> Finding:
     before = full_state_dict(model), full_optim_state_dict(model, optimizer)
     after = full_state_dict(other), full_optim_state_dict(other, other_optimizer)
     found = f"saved by {ranks} ranks, loaded into shards of {ranks // 2}"
-    promised = "the same weights and optimizer state, bit for bit"
+    expected = "the same weights and optimizer state, bit for bit"
     if loaded is None or loaded.step != _SAVED_STEP:
-        return Finding(Status.FAILED, name, f"{found}: loaded step {loaded}", promised)
+        return Finding(Status.FAILED, name, f"{found}: loaded step {loaded}", expected)
     if xr.global_ordinal() == 0:
         differ = [key for key, value in before[0].items() if not _same(value, after[0][key])]
         for key, state in before[1]["state"].items():
@@ -223,8 +223,8 @@ def save_and_load(folder: str) -> Finding:
             ]
         if differ:
             remedy = "do not rely on checkpoints from this machine; report it with this file"
-            return Finding(Status.FAILED, name, f"{found}: {differ[0]} differs", promised, remedy)
-    return Finding(Status.OK, name, found, promised)
+            return Finding(Status.FAILED, name, f"{found}: {differ[0]} differs", expected, remedy)
+    return Finding(Status.OK, name, found, expected)
 
 
 def _same(one: torch.Tensor | float, other: torch.Tensor | float) -> bool:

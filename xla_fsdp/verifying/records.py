@@ -22,19 +22,19 @@ class Status(enum.Enum):
 class Finding:
     """The result of one test or measurement.
 
-    ``name``: its subject; ``promised``: the expected result, and ``found``: the actual one, as
+    ``name``: its subject; ``expected``: the expected result, and ``found``: the actual one, as
     clauses; ``remedy``: what the user can do, or "".
     """
 
     status: Status
     name: str
     found: str
-    promised: str = ""
+    expected: str = ""
     remedy: str = ""
 
     def line(self) -> str:
         parts = [f"{self.status.value:<9} {self.name:<26} {self.found}"]
-        parts += [f"expected: {self.promised}"] if self.promised else []
+        parts += [f"expected: {self.expected}"] if self.expected else []
         parts += [f"remedy: {self.remedy}"] if self.remedy else []
         return " | ".join(parts)
 
@@ -104,7 +104,7 @@ class StepRun:
 
 
 @dataclass(frozen=True)
-class Where:
+class Machine:
     """The machine and software of a verification."""
 
     device: str  # its name in the runtime

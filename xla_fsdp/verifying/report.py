@@ -18,7 +18,7 @@ from ..planning.reporting.page import STYLE, table
 from ..planning.reporting.storage import target, target_of_page
 from ..planning.reporting.tables import Section, aligned
 from ..tpu.calibration import Calibration
-from .records import CollectiveTime, Finding, Rate, Status, StepRun, Where
+from .records import CollectiveTime, Finding, Machine, Rate, Status, StepRun
 
 _FORMAT, _VERSION = "xla_fsdp verification", 1
 _CPU_NOTE = (
@@ -40,7 +40,7 @@ class Verification:
     ``planned_for``: the slice for which the steps were planned, "" if they were not.
     """
 
-    where: Where
+    where: Machine
     findings: tuple[Finding, ...]
     rates: tuple[Rate, ...]
     collectives: tuple[CollectiveTime, ...]
@@ -85,7 +85,7 @@ class Verification:
             "version": _VERSION,
             "ok": self.ok,
             "where": asdict(self.where),
-            "findings": [{**asdict(f), "status": f.status.value} for f in self.findings],
+            "findings": [_finding(f) for f in self.findings],
             "rates": [asdict(rate) | {"value": rate.value} for rate in self.rates],
             "collectives": [asdict(time) for time in self.collectives],
             "steps": [asdict(run) for run in self.steps],
@@ -119,6 +119,11 @@ class Verification:
     def failures(self) -> list[str]:
         """The names of the tests that failed."""
         return [found.name for found in self.findings if found.status is Status.FAILED]
+
+
+def _finding(found: Finding) -> dict[str, str]:
+    data = {**asdict(found), "status": found.status.value}
+    return {"promised" if key == "expected" else key: text for key, text in data.items()}
 
 
 def _sections(found: Verification) -> list[Section]:
@@ -263,11 +268,11 @@ def _page(found: Verification) -> str:
     parts.append("<h2>Findings</h2>")
     rows = "".join(
         f'<tr><td class="{f.status.name.lower()}">{escape(f.status.value)}</td>'
-        + "".join(f"<td>{escape(text)}</td>" for text in (f.name, f.found, f.promised, f.remedy))
+        + "".join(f"<td>{escape(text)}</td>" for text in (f.name, f.found, f.expected, f.remedy))
         + "</tr>"
         for f in found.findings
     )
-    head = "<tr><th></th><th></th><th>found</th><th>promised</th><th>remedy</th></tr>"
+    head = "<tr><th></th><th></th><th>found</th><th>expected</th><th>remedy</th></tr>"
     parts.append(f'<div class="scroll"><table>{head}{rows}</table></div>')
     if found.collectives:
         note = "Lines: measured; dashed: modelled from published figures."

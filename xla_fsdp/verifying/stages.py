@@ -159,11 +159,11 @@ def _rates(job: Job, out: Notes) -> None:
 def _collectives(job: Job, out: Notes) -> None:
     sizes = SIZES_ON_CPU if _chip() is None else SIZES_ON_TPU
     watch, world = Stopwatch(torch_xla.device()), World.current()
-    for time_ in measure_collectives(watch, world, _slice(), sizes, _asking(job)):
+    for time_ in measure_collectives(watch, world, _slice(), sizes, _time_check(job)):
         out.add("collective", **asdict(time_))
 
 
-def _asking(job: Job) -> Callable[[], bool]:
+def _time_check(job: Job) -> Callable[[], bool]:
     """Returns a function that checks whether there is time left; rank 0 decides for all ranks."""
     meeting = Meeting()
     return lambda: bool(meeting.first("continue measuring", lambda: time.time() < job.until))
@@ -174,7 +174,7 @@ def _steps(job: Job, out: Notes) -> None:
     sizes = {name: size for name, size in known.items() if not job.sizes or name in job.sizes}
     peaks = {} if _chip() is None else steps.peaks(sizes)
     for name, size in sizes.items():
-        if not _asking(job)():
+        if not _time_check(job)():
             return
         for found in steps.run(name, size, peaks.get(name)):
             out.add("step", **asdict(found))

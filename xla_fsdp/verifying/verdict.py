@@ -25,7 +25,7 @@ from ..tpu.calibration import Calibration
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from .microbenchmarks import modelled
 from .privacy import scrubbed, shown_environment
-from .records import CollectiveTime, Finding, Rate, Status, StepRun, Where
+from .records import CollectiveTime, Finding, Machine, Rate, Status, StepRun
 from .report import Verification
 from .steps import OURS
 
@@ -44,7 +44,7 @@ _PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy
 Notes = Callable[[str], list[dict[str, Any]]]
 
 
-def describe_machine(notes: Sequence[Mapping[str, Any]]) -> Where:
+def describe_machine(notes: Sequence[Mapping[str, Any]]) -> Machine:
     """The machine and software, from the first note about them."""
     found = notes[0] if notes else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
     versions = {}
@@ -52,7 +52,7 @@ def describe_machine(notes: Sequence[Mapping[str, Any]]) -> Where:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     versions["python"] = sys.version.split()[0]
-    return Where(
+    return Machine(
         device=str(found["device"]),
         family=str(found["family"]),
         ranks=int(found["ranks"]),
@@ -66,7 +66,7 @@ def describe_machine(notes: Sequence[Mapping[str, Any]]) -> Where:
 def judge(
     notes: Notes,
     failures: Sequence[Finding],
-    where: Where,
+    where: Machine,
     asked: Slice | None,
     stages: Sequence[str],
 ) -> Verification:
@@ -156,35 +156,35 @@ def programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
         f"first start: {first['compiled']} compiled; second: {second['compiled']} compiled, "
         f"{second['cached']} found"
     )
-    promised = "a second start compiles nothing, and its losses are bitwise equal"
+    expected = "a second start compiles nothing, and its losses are bitwise equal"
     if first["losses"] != second["losses"]:
         remedy = "do not use enable_compilation_cache here; report it with this file"
-        return Finding(Status.FAILED, name, f"{found}; the losses differ", promised, remedy)
+        return Finding(Status.FAILED, name, f"{found}; the losses differ", expected, remedy)
     if second["compiled"]:
-        return Finding(Status.DIFFERENT, name, found, promised)
-    return Finding(Status.OK, name, found, promised)
+        return Finding(Status.DIFFERENT, name, found, expected)
+    return Finding(Status.OK, name, found, expected)
 
 
 def death(note: Mapping[str, Any], ranks: int) -> Finding:
     """The finding about a launch in which the last rank failed."""
     name = f"a rank that {note['way']}"
-    promised = f"the launch raises RankError within {_DEATH:.0f} s, on all hosts"
+    expected = f"the launch raises RankError within {_DEATH:.0f} s, on all hosts"
     found = f"{note['error'] or 'no error'} after {note['seconds']:.1f} s"
     right = note["error"] and (note["way"] != "raises" or note["rank"] == ranks - 1)
     if right and note["seconds"] < _DEATH:
-        return Finding(Status.OK, name, found, promised)
+        return Finding(Status.OK, name, found, expected)
     remedy = "monitor jobs on this machine externally; report it with this file"
-    return Finding(Status.FAILED, name, found, promised, remedy)
+    return Finding(Status.FAILED, name, found, expected, remedy)
 
 
 def of_rate(rate: Rate) -> Iterator[Finding]:
     if rate.published is None:
         return
     share = rate.value / rate.published
-    held = _FIGURE[0] <= share <= _FIGURE[1]
+    is_close = _FIGURE[0] <= share <= _FIGURE[1]
     small = rate.unit == "FLOP" and rate.amount < 1e11  # too small for full use of the unit
     yield Finding(
-        Status.OK if held or small else Status.DIFFERENT,
+        Status.OK if is_close or small else Status.DIFFERENT,
         rate.name,
         f"{rate.value / 1e9:,.0f} G{rate.unit}/s, {share:.0%} of the published figure",
         f"{rate.published / 1e9:,.0f} G{rate.unit}/s at most",
@@ -201,9 +201,9 @@ def of_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
         if largest.modelled is None:
             continue
         share = largest.modelled / largest.seconds
-        held = _FIGURE[0] <= share <= _FIGURE[1]
+        is_close = _FIGURE[0] <= share <= _FIGURE[1]
         yield Finding(
-            Status.OK if held else Status.DIFFERENT,
+            Status.OK if is_close else Status.DIFFERENT,
             f"{kind}, {axis}",
             f"{largest.bytes / 1e6:.0f} MB in {milliseconds(largest.seconds, 3)}, "
             f"{share:.0%} of the modelled speed",
@@ -223,39 +223,39 @@ def of_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
         ours = by_lane.get("xla_fsdp")
         other = by_lane.get("in-tree")
         if ours is not None and other is not None:
-            yield _beside(name, ours, other)
+            yield _compare_with_intree(name, ours, other)
         if ours is not None and ours.planned is not None and not on_tpu:
             found = f"{milliseconds(ours.seconds)} on CPU ranks, {milliseconds(ours.planned)} in"
             yield Finding(Status.SKIPPED, f"plan of {name}", f"{found} a plan for another device")
         elif ours is not None and ours.planned is not None:
-            yield _beside_plan(name, ours)
+            yield _compare_with_plan(name, ours)
         if on_tpu and ours and ours.hbm is not None and ours.planned_hbm is not None:
             yield _memory(name, ours.hbm, ours.planned_hbm)
 
 
-def _beside(name: str, ours: StepRun, other: StepRun) -> Finding:
+def _compare_with_intree(name: str, ours: StepRun, other: StepRun) -> Finding:
     apart = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, other.losses, strict=True))
     found = (
         f"{milliseconds(ours.seconds)}, in-tree {milliseconds(other.seconds)} "
         f"({other.seconds / ours.seconds:.2f} x); losses differ by {apart:.1e}"
     )
-    title, promised = f"step {name}", "not slower than in-tree; the same losses"
+    title, expected = f"step {name}", "not slower than in-tree; the same losses"
     if not apart <= _LOSSES:
         remedy = "one of the two computes wrong losses here; report it with this file"
-        return Finding(Status.FAILED, title, found, promised, remedy)
+        return Finding(Status.FAILED, title, found, expected, remedy)
     slower = ours.seconds > 1.05 * other.seconds
-    return Finding(Status.DIFFERENT if slower else Status.OK, title, found, promised)
+    return Finding(Status.DIFFERENT if slower else Status.OK, title, found, expected)
 
 
-def _beside_plan(name: str, ours: StepRun) -> Finding:
+def _compare_with_plan(name: str, ours: StepRun) -> Finding:
     assert ours.planned is not None
     share = ours.seconds / ours.planned
     found = f"{milliseconds(ours.seconds)}, {share:.2f} x of the plan"
     if ours.host > 0.9 * ours.seconds:
         found += f"; tracing on the host takes {milliseconds(ours.host)}, which limits the step"
-    held = _STEP[0] <= share <= _STEP[1]
-    promised = f"{milliseconds(ours.planned)} by the plan"
-    return Finding(Status.OK if held else Status.DIFFERENT, f"plan of {name}", found, promised)
+    is_close = _STEP[0] <= share <= _STEP[1]
+    expected = f"{milliseconds(ours.planned)} by the plan"
+    return Finding(Status.OK if is_close else Status.DIFFERENT, f"plan of {name}", found, expected)
 
 
 def _memory(name: str, peak: int, planned: int) -> Finding:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...collectives.random_state import at_rest
+from ...collectives.random_state import synced_device
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
@@ -102,7 +102,7 @@ class TieredCheckpointer:
         self._tier = HostTier(store, root, os.fsdecode(path).rstrip("/"))
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
-        with at_rest():
+        with synced_device():
             self._meeting = Meeting()
             self._meeting.together("open the fast tier", lambda: store.make_folder(root))
             self._hosts = Hosts.meet(self._meeting, self._tier, host, address)
@@ -137,7 +137,7 @@ class TieredCheckpointer:
             CheckpointError: the previous save failed, and this one was not started; or this one
                 cannot start, see :func:`save_checkpoint`. If one rank raises, all ranks do.
         """
-        with at_rest() as random:
+        with synced_device() as random:
             meeting = self._meeting
             self._settle()
             request = meeting_request(meeting, self.path, step, self.keep_last)
@@ -182,7 +182,7 @@ class TieredCheckpointer:
             reader = Reader(checkpoint, meeting)
             return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
 
-        with at_rest():
+        with synced_device():
             self._settle()
             prepared = _read_newest(
                 self._tier, self._hosts, meeting, self.path, step, missing_ok, read
@@ -199,7 +199,7 @@ class TieredCheckpointer:
         Raises:
             CheckpointError: a save failed. Earlier saves are unchanged.
         """
-        with at_rest():
+        with synced_device():
             self._settle()
             self._finish_draining()
 
@@ -207,7 +207,7 @@ class TieredCheckpointer:
         """Calls :meth:`wait`, then ends the service from which other hosts read files."""
         try:
             self.wait()
-            with at_rest():
+            with synced_device():
                 self._meeting.gather("close the fast tier", None)
         finally:
             self._hosts.close()

@@ -37,7 +37,7 @@ from ...consolidate.format.digests import ChunkDigests, digest
 from ...consolidate.format.store import Output, join
 from ...ranks.slices import slices_of_ranks
 from ...tpu.slices import Groups
-from ...wording import in_a_line
+from ...wording import to_one_line
 from ..meeting import Meeting
 from .holding import Card, HostTier, own_card
 
@@ -193,7 +193,9 @@ def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandl
                     else:
                         _send(tier, request, self.wfile)
                 except (CheckpointError, KeyError, ValueError, TypeError) as error:
-                    _say(self.wfile, {"error": f"{type(error).__name__}: {in_a_line(error, 500)}"})
+                    _say(
+                        self.wfile, {"error": f"{type(error).__name__}: {to_one_line(error, 500)}"}
+                    )
                     return  # close the connection: the rest of the request was not read
 
     return Handler

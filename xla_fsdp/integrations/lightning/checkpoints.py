@@ -19,7 +19,7 @@ from ...checkpoint.full_state import full_state_dict, load_full_state_dict
 from ...checkpoint.loading import load_checkpoint
 from ...checkpoint.meeting import Meeting
 from ...checkpoint.saving import save_checkpoint
-from ...collectives.random_state import at_rest
+from ...collectives.random_state import synced_device
 from ...consolidate.format import folders, values
 from ...consolidate.format.manifest import NAME
 from ...consolidate.format.reader import ShardedCheckpoint
@@ -40,7 +40,7 @@ def state_of_optimizer(strategy: Any, optimizer: torch.optim.Optimizer) -> dict[
     return {} if _is_sharded(strategy) else full_optim_state_dict(strategy.model, optimizer)
 
 
-@at_rest()
+@synced_device()
 def save(strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     """Saves ``checkpoint``, which the Trainer has collected; every rank calls it.
 

@@ -29,7 +29,7 @@ _REDUCTIONS = {
 }
 
 
-class Talking:
+class CollectivesMixin:
     """Collectives, each of which must be called on every rank.
 
     Their results are computed when they return, so that a single rank can read them (a progress
@@ -48,7 +48,7 @@ class Talking:
         finally:
             self._computing = False
 
-    def _settle(self) -> None:
+    def _run_pending(self) -> None:
         if not self._computing:
             with preserve_random_state():
                 torch_xla.sync()
@@ -90,7 +90,7 @@ class Talking:
             gathered = _Gather.apply(value)
         else:
             gathered = xm.all_gather(value.detach()[None], dim=0)
-        self._settle()
+        self._run_pending()
         return gathered.to(tensor.device)
 
     def _reduced(self, value: Any, group: Any, reduce_op: Any) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Talking:
             total = xm.all_reduce(_REDUCTIONS[name], total)
         if name in ("mean", "avg"):
             total = total / xr.world_size()
-        self._settle()
+        self._run_pending()
         return total.to(given.device) if isinstance(value, torch.Tensor) else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

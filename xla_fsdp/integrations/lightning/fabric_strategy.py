@@ -29,14 +29,14 @@ from ...checkpoint.full_state import full_state_dict, load_full_state_dict
 from ...checkpoint.loading import load_checkpoint
 from ...checkpoint.meeting import Meeting
 from ...checkpoint.saving import save_checkpoint
-from ...collectives.random_state import at_rest
+from ...collectives.random_state import synced_device
 from ...names import is_wrapper
-from ...sharding.around import is_sharded
+from ...sharding.outer_wrappers import is_sharded
 from ..held_shards import joined
 from ..saving import outermost
 from .adoption import adopt, require_no_forks
 from .checkpoints import extra_of, give_back, packed, require_kind, unpacked
-from .collectives import Talking, on_host
+from .collectives import CollectivesMixin, on_host
 from .launcher import FabricLauncher
 from .metrics import sync_metrics
 from .precision import ShardedFabricPrecision, checked_precision
@@ -46,7 +46,7 @@ from .settings import Policy, Settings
 _Filters = dict[str, Callable[[str, Any], bool]]
 
 
-class FabricStrategy(Talking, ParallelStrategy, _Sharded):
+class FabricStrategy(CollectivesMixin, ParallelStrategy, _Sharded):
     """Shards the modules of ``fabric.setup``; ``Fabric(strategy="xla_fully_sharded")``.
 
     It has the arguments of Lightning's ``XLAFSDPStrategy``. Inside a launch Fabric uses its ranks;
@@ -243,7 +243,7 @@ def _require_finite(norm: torch.Tensor) -> None:
         )
 
 
-@at_rest()
+@synced_device()
 def _save(
     strategy: Any, path: Any, state: dict[str, Any], storage_options: Any, filters: _Filters
 ) -> None:

@@ -33,16 +33,16 @@ from lightning.pytorch.utilities import model_summary
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
 
-from ...sharding.around import is_sharded
-from ..saving import count_whole
+from ...sharding.outer_wrappers import is_sharded
+from ..saving import count_full_parameters
 from .changed import changes, drop_in
 from .fabric_strategy import FabricStrategy
-from .ranks import RanksAccelerator, let_first_rank_speak, on_cpu
+from .ranks import RanksAccelerator, on_cpu, patch_rank_zero_only
 from .trainer_strategy import TrainerStrategy
 
 NAME = TrainerStrategy.strategy_name
 DROP_IN_NAME = "xla_fsdp"
-_undo_speaking: list[Callable[[], None]] = []
+_undo_patches: list[Callable[[], None]] = []
 _installing = threading.Lock()
 
 
@@ -50,8 +50,8 @@ def install() -> None:
     """Registers the strategies and makes the changes, unless this was done already."""
     with _installing:
         changes.apply()
-        if not _undo_speaking:
-            _undo_speaking.append(let_first_rank_speak())
+        if not _undo_patches:
+            _undo_patches.append(patch_rank_zero_only())
             _register(NAME)
 
 
@@ -68,8 +68,8 @@ def uninstall() -> None:
     with _installing:
         changes.undo()
         drop_in.undo()
-        while _undo_speaking:
-            _undo_speaking.pop()()
+        while _undo_patches:
+            _undo_patches.pop()()
         for registry in (STRATEGY_REGISTRY, StrategyRegistry):
             registry.pop(NAME, None)
             registry.pop(DROP_IN_NAME, None)
@@ -179,7 +179,7 @@ def _rank_zero_first(original: Any, self: Fabric, local: bool = False) -> Iterat
         self.barrier("rank_zero_first")
 
 
-def _refuse(callback: type, stages: Collection[str], why: str) -> None:
+def _forbid_callback(callback: type, stages: Collection[str], why: str) -> None:
     @changes.around(callback, "setup")
     def set_up(original: Any, self: Any, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if stage in stages and _is_ours(trainer.strategy):
@@ -188,7 +188,7 @@ def _refuse(callback: type, stages: Collection[str], why: str) -> None:
 
 
 for _averaging in (StochasticWeightAveraging, WeightAveraging):
-    _refuse(
+    _forbid_callback(
         _averaging,
         ["fit"],
         "copies the model before it is sharded, and would average full parameters with "
@@ -198,7 +198,7 @@ for _averaging in (StochasticWeightAveraging, WeightAveraging):
         "on_train_batch_end, call its update_parameters(self.net)",
     )
 
-_refuse(
+_forbid_callback(
     ModelPruning,
     list(TrainerFn),
     "would prune each rank's shards separately, and save them. Leave the callback out and "
@@ -238,7 +238,7 @@ def _record_mean_loss(
 class _FullLayer(LayerSummary):
     @property
     def num_parameters(self) -> int:
-        return count_whole(self._module)
+        return count_full_parameters(self._module)
 
 
 class _FullSummary(model_summary.ModelSummary):
@@ -262,11 +262,11 @@ class _FullSummary(model_summary.ModelSummary):
 
     @property
     def total_parameters(self) -> int:
-        return count_whole(self._model)
+        return count_full_parameters(self._model)
 
     @property
     def trainable_parameters(self) -> int:
-        return count_whole(self._model, only_trainable=True)
+        return count_full_parameters(self._model, only_trainable=True)
 
 
 @changes.around(ModelSummary, "_summary")

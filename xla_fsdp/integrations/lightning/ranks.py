@@ -160,7 +160,7 @@ def root_device() -> torch.device:
     return torch_xla.device()
 
 
-class SpeakingRank:
+class CurrentRankNumber:
     """The value of ``rank_zero_only.rank``: the number of the rank that reads it.
 
     In Lightning it is one number for a process, but here ranks may be threads. It behaves like an
@@ -192,24 +192,24 @@ class SpeakingRank:
 
 def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Any, Any], Any]:
     def call(self: Any, other: Any) -> Any:
-        own, other = int(self), int(other) if isinstance(other, SpeakingRank) else other
+        own, other = int(self), int(other) if isinstance(other, CurrentRankNumber) else other
         return function(other, own) if swapped else function(own, other)
 
     return call
 
 
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(SpeakingRank, f"__{_name}__", _binary(getattr(operator, _name), False))
+    setattr(CurrentRankNumber, f"__{_name}__", _binary(getattr(operator, _name), False))
 for _name in ("add", "sub", "mul", "mod", "floordiv", "and_", "or_", "xor", "lshift", "rshift"):
     _plain = _name.rstrip("_")
-    setattr(SpeakingRank, f"__{_plain}__", _binary(getattr(operator, _name), False))
-    setattr(SpeakingRank, f"__r{_plain}__", _binary(getattr(operator, _name), True))
+    setattr(CurrentRankNumber, f"__{_plain}__", _binary(getattr(operator, _name), False))
+    setattr(CurrentRankNumber, f"__r{_plain}__", _binary(getattr(operator, _name), True))
 
 
-def let_first_rank_speak() -> Callable[[], None]:
+def patch_rank_zero_only() -> Callable[[], None]:
     """Makes ``rank_zero_only`` work with ranks; returns a function that undoes it."""
     before: Any = vars(rank_zero_only).get("rank", 0)
-    vars(rank_zero_only)["rank"] = SpeakingRank(int(before or 0))
+    vars(rank_zero_only)["rank"] = CurrentRankNumber(int(before or 0))
 
     def undo() -> None:
         vars(rank_zero_only)["rank"] = before

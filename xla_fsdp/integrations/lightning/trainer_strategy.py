@@ -15,11 +15,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 
 from ...layers.batch_norm import SyncBatchNorm
-from ...sharding.around import is_sharded
+from ...sharding.outer_wrappers import is_sharded
 from ..saving import outermost
 from . import checkpoints
 from .adoption import adopt, require_no_forks
-from .collectives import Talking
+from .collectives import CollectivesMixin
 from .launcher import TrainerLauncher
 from .metrics import sync_metrics
 from .precision import ShardedTrainerPrecision, checked_precision
@@ -27,7 +27,7 @@ from .ranks import RanksEnvironment, in_rank
 from .settings import Policy, Settings
 
 
-class TrainerStrategy(Talking, ParallelStrategy):
+class TrainerStrategy(CollectivesMixin, ParallelStrategy):
     """Shards a ``LightningModule`` over the ranks; ``Trainer(strategy="xla_fully_sharded")``.
 
     Inside a launch the Trainer uses its ranks. Outside of a launch, ``fit``, ``test`` and the like

@@ -28,7 +28,7 @@ from ...plan_compiler import (
     refusal_of,
 )
 from ...tpu.topology import Slice
-from ...wording import in_a_line
+from ...wording import to_one_line
 from ..program.assignment import LIVE_RANGES
 from ..program.flops import model_flops
 from ..records import CompilerMemory
@@ -171,7 +171,7 @@ def _require_usable(compiler: Compiler, folder: Path, where: Slice) -> None:
     if result.get("kind") == "names":
         raise UnusableCompilerError(
             f"jax {compiler.versions['jax']} of {compiler.python} has no "
-            f"{in_a_line(result['error'], 200)}: install a tested release: {COMMAND}"
+            f"{to_one_line(result['error'], 200)}: install a tested release: {COMMAND}"
         )
 
 

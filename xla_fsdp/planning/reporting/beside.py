@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from ...wording import some_of
+from ...wording import join_some
 from ..compiling.cache import write_whole
 from ..recorded.trace import RecordedStep, Share
 from ..records import KINDS, PHASES, Slot
@@ -217,7 +217,7 @@ def _ratio(modelled: float | None, measured: float | None) -> str:
 
 def _some(names: Iterable[str]) -> str:
     """The first names, and the number of the others."""
-    return some_of([short(name, 40) for name in sorted(names)], _SHOWN)
+    return join_some([short(name, 40) for name in sorted(names)], _SHOWN)
 
 
 def _page(both: Beside) -> str:

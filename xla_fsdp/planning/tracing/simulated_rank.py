@@ -24,19 +24,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ... import xlac
-from ...collectives.host_data import as_data, unwritten
+from ...collectives.host_data import as_data, fake_cpu_tensor
 from ...collectives.routes import attributes_of
 from ...ranks.autograd_thread import run_there
 from ...ranks.cpu import call_site
 from ...ranks.cpu.mode import READS, reads_to_host, xla_tensors
 from ...ranks.cpu.patches import Patches
-from ...ranks.rank import pretend, pretending
+from ...ranks.rank import set_simulated_rank, simulated_rank
 from ...sharding.freeing import fill_
 from ...sharding.sharded_parameter import local
 from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
+from .fake_cpu_tensor import HostTensors
 from .live import assign, is_pending
-from .unwritten import HostTensors
 
 # More reads than in any step. A loop that waits for a value soon reaches it.
 _MANY_READS = 2000
@@ -81,9 +81,11 @@ class SimulatedRank:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> SimulatedRank:
-        self._stack.enter_context(pretending())
-        run_there(torch_xla.device(), functools.partial(pretend, True))
-        self._stack.callback(run_there, torch_xla.device(), functools.partial(pretend, False))
+        self._stack.enter_context(simulated_rank())
+        run_there(torch_xla.device(), functools.partial(set_simulated_rank, True))
+        self._stack.callback(
+            run_there, torch_xla.device(), functools.partial(set_simulated_rank, False)
+        )
         patches = Patches()
         self._stack.callback(patches.undo)
         if self.arguments is not None:
@@ -147,7 +149,7 @@ def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
             if value:
                 filled = torch.full(shape, value, dtype=tensor.dtype)
             else:
-                filled = unwritten(shape, tensor.dtype)
+                filled = fake_cpu_tensor(shape, tensor.dtype)
             placeholder = as_data(filled, tensor.device)
             assign(tensor, placeholder)
             if is_pending(tensor):  # a view remains a computation on its base

@@ -72,5 +72,5 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
 
 
 def _on_wire(layout: Layout, dtype: torch.dtype) -> OnWire:
-    rows = layout.size * layout.wire_shape[0]
+    rows = layout.size * layout.comm_shape[0]
     return OnWire(math.prod(layout.padded_shape) * dtype.itemsize, rows)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...collectives.host_data import LARGE, share, unwritten
+from ...collectives.host_data import LARGE, fake_cpu_tensor, share
 
 
 class HostTensors:
@@ -73,7 +73,7 @@ class HostTensors:
         """A copy of a tensor without values; ``None`` if ``tensor`` may have some."""
         if dtype is tensor.dtype or _storage(tensor) not in self._unwritten:
             return None
-        made = unwritten(tensor.shape, dtype or tensor.dtype)
+        made = fake_cpu_tensor(tensor.shape, dtype or tensor.dtype)
         self._of_parameters.add(_storage(made))
         self._unwritten.add(_storage(made))
         return made

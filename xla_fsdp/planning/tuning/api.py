@@ -14,7 +14,7 @@ from ...compiled.host_options import HostOptions, host_options
 from ...plan_compiler import Compiler, find_compiler
 from ...tpu.calibration import Calibration, calibrated, read
 from ...tpu.topology import Slice, resolve
-from ...wording import in_a_line
+from ...wording import to_one_line
 from ..compiling.cache import PlanCache
 from ..compiling.compiler import CompileError, compile_step, require_extra
 from ..compiling.progress import Progress
@@ -219,7 +219,7 @@ class _Asking:
         try:
             return self._compiled(traced, host), ""
         except CompileError as error:
-            return None, f"Your own step was not compiled: {in_a_line(error, 200)}"
+            return None, f"Your own step was not compiled: {to_one_line(error, 200)}"
 
     def _compiled(self, traced: TracedStep, host: HostOptions) -> Measured:
         compiled = compile_step(
@@ -265,7 +265,7 @@ def _scans(
     try:
         asking.trace(ShardingSettings(batch=batch, scan=True, recompute="all"))
     except (ValueError, TypeError, RuntimeError) as error:
-        return False, f"Blocks cannot be scanned: {in_a_line(error, 200)}"
+        return False, f"Blocks cannot be scanned: {to_one_line(error, 200)}"
     if len(facts.blocks) > MANY_BLOCKS and "scan" not in wanted:
         return True, (
             f"{len(facts.blocks)} blocks were tried only with scan=True, which compiles in a "

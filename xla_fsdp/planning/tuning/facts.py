@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...layers.keeping import ATTENTION
+from ...layers.saved_activations import ATTENTION
 from ...tpu.chips import Chip
 from ..program.flops import flops_of
 from ..program.hlo import Instruction, Module, parse_module

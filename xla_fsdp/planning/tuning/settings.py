@@ -16,7 +16,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ...collectives.order import BackwardPrefetch
-from ...collectives.routes import require_how
+from ...collectives.routes import require_collective_routes
 from ...deprecated import accept_old_names, rename_keys
 from ...ranks.slices import slices_of_ranks
 from ...remat import checkpoint_module
@@ -136,7 +136,7 @@ class ShardingSettings:
         _require(named, "keep", self.keep, "a tuple of names")
         prefetch = self.backward_prefetch
         _require(prefetch in PREFETCHES, "backward_prefetch", prefetch, _either(PREFETCHES))
-        require_how(self.collective_routes)
+        require_collective_routes(self.collective_routes)
         self._require_possible()
 
     def _require_possible(self) -> None:

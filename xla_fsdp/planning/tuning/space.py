@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from ...collectives.routes import HOWS
+from ...collectives.routes import COLLECTIVE_ROUTES
 from ...deprecated import rename_keys
 from ...tpu.topology import Slice
 from .estimate import Estimates
@@ -112,7 +112,7 @@ class Space:
             "forward_prefetch": (True, False),
             "backward_prefetch": PREFETCHES[:2],
             "limit_all_gathers": (True, False),
-            "collective_routes": HOWS,
+            "collective_routes": COLLECTIVE_ROUTES,
             "scoped_vmem_kib": (None, *([vmem] if vmem else [])),
         }
         return cls({**values, **search}, frozenset({"kept_blocks", "keep"} - set(search)))

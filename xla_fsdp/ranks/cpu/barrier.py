@@ -38,7 +38,7 @@ class Arrival:
 
 
 @dataclass
-class _Meeting:
+class _Round:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     payloads: list | None = None  # set once complete, by rank
 
@@ -58,7 +58,7 @@ class Barrier:
         self._timeout = timeout
         self._locate = locate
         self._changed = threading.Condition()
-        self._meeting = _Meeting()
+        self._meeting = _Round()
         self._first_wait: float | None = None
         self._disagreed: float | None = None
 
@@ -79,7 +79,7 @@ class Barrier:
             if self._agreed(meeting):
                 if len(meeting.arrivals) == self.size:
                     meeting.payloads = [meeting.arrivals[r].payload for r in range(self.size)]
-                    self._meeting = _Meeting()
+                    self._meeting = _Round()
                     self._changed.notify_all()
             elif len(meeting.arrivals) == self.size:
                 self._stop(self._mismatch())
@@ -100,7 +100,7 @@ class Barrier:
         with self._changed:
             return self._stop(failure)
 
-    def stop_different(self, elsewhere: dict[int, str]) -> None:
+    def stop_mismatched(self, elsewhere: dict[int, str]) -> None:
         """Makes every rank stop, because ranks wait for each other at different places.
 
         Args:
@@ -145,7 +145,7 @@ class Barrier:
             raise RankStopped
 
     @staticmethod
-    def _agreed(meeting: _Meeting) -> bool:
+    def _agreed(meeting: _Round) -> bool:
         arrivals = iter(meeting.arrivals.values())
         first = next(arrivals).key
         return all(other.key == first for other in arrivals)

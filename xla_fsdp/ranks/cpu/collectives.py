@@ -300,7 +300,7 @@ class Collectives:
 
 
 def _ordered(context: RankContext, operand: torch.Tensor) -> torch.Tensor:
-    return operand if context.order is None else context.order.after_the_last(operand)
+    return operand if context.order is None else context.order.depend_on_last(operand)
 
 
 def _added(context: RankContext | None, result: _Tensors) -> _Tensors:

@@ -220,7 +220,7 @@ def _clean_up(
         _skip_destructors()
         return
     wait_for_programs(failed)
-    runtime.settle_autograd_threads()
+    runtime.wait_for_autograd_threads()
     drop_pending(session.contexts)
 
 

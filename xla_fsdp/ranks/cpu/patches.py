@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...xlac import Place
+from ...xlac import PrivateAttribute
 
 _MISSING = object()
 
@@ -21,9 +21,9 @@ class Patches:
         self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
-    def replace(self, place: Place, value: Any) -> None:
+    def replace(self, attribute: PrivateAttribute, value: Any) -> None:
         """Replaces a private attribute of torch_xla."""
-        self.set(place.owner, place.name, value)
+        self.set(attribute.owner, attribute.name, value)
 
     def set_everywhere(self, replacements: dict[Callable, Callable]) -> None:
         """Replaces functions in every module that imported them by name."""

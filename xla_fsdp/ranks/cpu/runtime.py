@@ -108,7 +108,7 @@ class CpuRuntime:
                     f"XLA device, or start the process with {text}"
                 )
         try:
-            self.settle_autograd_threads()
+            self.wait_for_autograd_threads()
         except RuntimeError as error:
             raise RuntimeError(
                 "autograd has no threads for the devices of ranks: this process ran a backward "
@@ -118,7 +118,7 @@ class CpuRuntime:
                 "no ranks (a reference in plain torch) after launch or in a separate process"
             ) from error
 
-    def settle_autograd_threads(self) -> None:
+    def wait_for_autograd_threads(self) -> None:
         """Waits until autograd's threads hold no Python object.
 
         ``backward`` returns before its thread releases its Python objects. A process that ends

@@ -70,7 +70,7 @@ class Session:
         self._reading = threading.RLock()
         if size > 1:
             for context in self.contexts:
-                context.keep_order(_start_of_program(gate, context))
+                context.chain_collectives(_start_of_program(gate, context))
 
     def rank_of(self, device: Any = None) -> RankContext | None:
         """The rank of this thread, else of ``device``; ``None`` if neither belongs to a rank."""
@@ -208,7 +208,7 @@ class Session:
             elif rank not in waiting or started < expected:
                 return
         if unseen:
-            self.barrier.stop_different(
+            self.barrier.stop_mismatched(
                 dict.fromkeys(unseen, "an operator that reads pending collectives")
             )
 

@@ -49,11 +49,11 @@ def settings(timeout: float) -> WatchSettings | None:
         ValueError: the variable has no valid value.
     """
     given = os.environ.get(VARIABLE, "")
-    said = given.replace(" ", "").lower()
-    if said == "off":
+    text = given.replace(" ", "").lower()
+    if text == "off":
         return None
-    end = said == "end" or said.endswith(",end")
-    seconds = said.removesuffix("end").removesuffix(",") if end else said
+    end = text == "end" or text.endswith(",end")
+    seconds = text.removesuffix("end").removesuffix(",") if end else text
     with contextlib.suppress(ValueError):
         value = float(seconds) if seconds else timeout
         if 0 < value < math.inf or not seconds:

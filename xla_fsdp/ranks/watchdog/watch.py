@@ -134,11 +134,11 @@ class _Watch:
         expected, own = self._watcher.lease()
         if not expected and now - self._lease_since > 2 * self._settings.to_answer:
             expected = self._lease  # the rank on duty gives no sign of life: take its place
-        said = self._store.compare_set("watcher", expected, own).decode()
-        if said != self._lease:
-            self._lease, self._lease_since = said, now
-        lease = json.loads(said)
-        self._watcher.on_duty(own if said == own else "", lease["ask"])
+        current = self._store.compare_set("watcher", expected, own).decode()
+        if current != self._lease:
+            self._lease, self._lease_since = current, now
+        lease = json.loads(current)
+        self._watcher.on_duty(own if current == own else "", lease["ask"])
         if lease["ask"] > self._answered:
             self._answered = lease["ask"]
             self._helped.clear()
@@ -152,7 +152,7 @@ class _Watch:
             # Wait until every rank has read it: the store may end with the first process.
             time.sleep(self._settings.to_answer)
             spawned.fail(self._rank, RankTimeoutError(lease["end"], lease["named"]))
-        if said == own:
+        if current == own:
             self._watcher.look()
 
     def _answer(self, ask: int, rank: int, what: str, where: str, stack: str) -> None:

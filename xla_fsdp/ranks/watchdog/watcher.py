@@ -15,7 +15,7 @@ from ..channel import Channel
 from .settings import WatchSettings, say
 from .waits import DEVICE
 
-_SILENT_RANKS_ASKED_FOR = 32
+_STACKS_OF_SILENT_RANKS = 32
 
 _CHARACTERS = 200_000
 
@@ -31,7 +31,7 @@ class Watcher:
     def __init__(self, channel: Channel, chosen: WatchSettings, slices: Groups = ()) -> None:
         self._rank, self._settings, self._slices = channel.rank, chosen, slices
         self._store: Any = channel.store  # torch's annotations lack half of its methods
-        self._said = ""  # the lease in the store, while on duty
+        self._own_lease = ""  # the lease in the store, while on duty
         self._ask, self._number = 0, 0
         self._silent: dict[int, dict[str, Any]] = {}
         self._end: str = ""
@@ -43,19 +43,19 @@ class Watcher:
     def lease(self) -> tuple[str, str]:
         """Returns its lease in the store, ``""`` if it is not on duty, and its next lease."""
         self._number += 1
-        return self._said, json.dumps({
+        return self._own_lease, json.dumps({
             "by": self._rank, "number": self._number, "ask": self._ask, "silent": self._silent,
             "end": self._end, "named": self._named,
         })  # fmt: skip
 
-    def on_duty(self, said: str, ask: int) -> None:
+    def on_duty(self, own_lease: str, ask: int) -> None:
         """Sets whether it is on duty.
 
-        ``said``: its lease in the store, or ``""`` if another watcher is on duty. ``ask``: the
+        ``own_lease``: its lease in the store, or ``""`` if another watcher is on duty. ``ask``: the
         number of the last request for stacks.
         """
-        self._said = said
-        if not said:
+        self._own_lease = own_lease
+        if not own_lease:
             self._ask, self._silent = ask, {}
             self._asked_at = self._reported_at = None
 
@@ -103,7 +103,7 @@ class Watcher:
         if missing and now - self._asked_at < self._settings.to_answer:
             return
         if missing and not self._silent:
-            self._silent = {r: signs[r]["process"] for r in missing[:_SILENT_RANKS_ASKED_FOR]}
+            self._silent = {r: signs[r]["process"] for r in missing[:_STACKS_OF_SILENT_RANKS]}
             self._asked_at = now
             return
         ranks = sorted(answered & signs.keys())
@@ -117,8 +117,8 @@ class Watcher:
             silent = not sign["ended"] and not what  # another process may have answered for it
             places.append(RankPlace(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
-                sign["ended"] or _told(what, sign["work"]), where, stack, bool(sign["ended"]),
-                sign["name"],
+                sign["ended"] or _describe_wait(what, sign["work"]), where, stack,
+                bool(sign["ended"]), sign["name"],
             ))  # fmt: skip
         head, text, named = report(places, idle, self._settings.timeout, self._slices)
         say(f"{head}\n{text}")
@@ -128,7 +128,7 @@ class Watcher:
             self._named = named[0].rank if len(named) == 1 else None
 
 
-def _told(what: str, work: str) -> str:
+def _describe_wait(what: str, work: str) -> str:
     if work == "compiling":
         return "compiling"
     return f"{what}, and its process computes" if work and what else what
@@ -217,10 +217,10 @@ def report(
         head += f"{why}: {_ranks(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
     else:
         head += "all have made the same progress, and no rank differs from the others"
-    told: dict[str, list[RankPlace]] = {}
+    by_line: dict[str, list[RankPlace]] = {}
     for place in places:
-        told.setdefault(place.line(), []).append(place)
-    text = "".join(f"  {_ranks(group)}: {line}\n" for line, group in told.items())
+        by_line.setdefault(place.line(), []).append(place)
+    text = "".join(f"  {_ranks(group)}: {line}\n" for line, group in by_line.items())
     stacks: dict[str, list[RankPlace]] = {}
     for place in sorted(places, key=lambda place: place.rank not in chosen):  # chosen ranks first
         if place.stack:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 ATTENTION = "attention"
 
 
-class Keeping:
+class SavedActivations:
     """One pass over a block: the forward, which records values, or the recomputation, which reuses
     them in the order in which they were recorded.
 
@@ -52,7 +52,7 @@ class Keeping:
             for handle in handles:
                 handle.remove()
 
-    def require_met(self) -> None:
+    def require_all_called(self) -> None:
         """Raises for a name that did not occur: without an error it would silently be recomputed.
 
         Raises:
@@ -94,10 +94,12 @@ class Keeping:
         return self.of_tensor(name, output)
 
 
-_current: ContextVar[Keeping | None] = ContextVar("xla_fsdp_keeping", default=None)
+_current: ContextVar[SavedActivations | None] = ContextVar(
+    "xla_fsdp_saved_activations", default=None
+)
 
 
-def keeping(name: str) -> Keeping | None:
+def current_saved_activations(name: str) -> SavedActivations | None:
     """The current pass of this thread, if it saves ``name``."""
     current = _current.get()
     return current if current is not None and name in current.names else None

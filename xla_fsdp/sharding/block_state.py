@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from .. import xlac
 from ..tree import tensors_in
 from .freeing import fill_
-from .trace_cache import placeholder, twin
+from .trace_cache import placeholder, separate_copy
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Row:
     written: bool = False
 
 
-class BlockMemory:
+class BlockState:
     """Hook state during the trace of one loop.
 
     Args:
@@ -49,7 +49,7 @@ class BlockMemory:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._rows: dict[int, Row] = {}  # by the id of the state tensor, which the row keeps alive
-        self._seen = _Seen()
+        self._seen = _TensorRecorder()
 
     @property
     def rows(self) -> list[Row]:
@@ -81,7 +81,7 @@ class BlockMemory:
                     f"shape ({self.depth}, ...); len(bucket.block_names) is the number of blocks"
                 )
             argument = placeholder(kept.shape[1:], kept.dtype)
-            row = self._rows[id(kept)] = Row(kept, argument, twin(argument))
+            row = self._rows[id(kept)] = Row(kept, argument, separate_copy(argument))
         return row
 
     def clear(self) -> None:
@@ -94,7 +94,7 @@ class BlockMemory:
         with self._seen:
             yield
 
-    def require_nothing_left(self, arguments: Sequence[torch.Tensor]) -> None:
+    def require_no_leaked_tensors(self, arguments: Sequence[torch.Tensor]) -> None:
         """After the trace: raises RuntimeError if a hook stored a tensor made from ``arguments``.
 
         Such a tensor has no value, and torch_xla would end the process when it is read. So it is
@@ -102,9 +102,9 @@ class BlockMemory:
         """
         for row in self._rows.values():
             row.value = row.argument
-        if self._seen.made_of(arguments):
+        if self._seen.computed_from(arguments):
             gc.collect()  # perhaps only reference cycles keep them alive
-        left = self._seen.made_of(arguments)
+        left = self._seen.computed_from(arguments)
         if not left:
             return
         shapes = [tuple(tensor.shape) for tensor in left]
@@ -122,7 +122,7 @@ class BlockMemory:
         )
 
 
-class _Seen(TorchFunctionMode):
+class _TensorRecorder(TorchFunctionMode):
     """Records the tensors that a function makes and uses."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class _Seen(TorchFunctionMode):
             self._tensors[id(tensor)] = weakref.ref(tensor)
         return made
 
-    def made_of(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def computed_from(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The recorded tensors that are still alive and are computed from ``arguments``."""
         data, own = set(_data_of(arguments)), {id(argument) for argument in arguments}
         found = []

@@ -34,25 +34,25 @@ class WrapperReference:
         return WrapperReference(memo.get(id(self.wrapper)))
 
 
-def refer_to(wrapper: nn.Module, unit: Unit) -> None:
+def register_outer_wrapper(wrapper: nn.Module, unit: Unit) -> None:
     """Stores a reference to ``wrapper``, which owns ``unit``, on the modules that it shards."""
     reference = WrapperReference(wrapper)
-    for module in {place.module: None for place in unit.places}:
-        note_sharded(module)
+    for module in {slot.module: None for slot in unit.slots}:
+        mark_sharded(module)
         vars(module)[_WRAPPERS].append(reference)
 
 
-def note_sharded(module: nn.Module) -> None:
+def mark_sharded(module: nn.Module) -> None:
     """Marks ``module``: an FSDP unit shards parameters of it."""
     vars(module).setdefault(_WRAPPERS, [])
 
 
-def has_shards(module: nn.Module) -> bool:
+def has_sharded_parameters(module: nn.Module) -> bool:
     """Whether an FSDP unit shards parameters of ``module`` itself (not of its children)."""
     return _WRAPPERS in vars(module)
 
 
-def holders_outside(module: nn.Module) -> list[nn.Module]:
+def find_outer_wrappers(module: nn.Module) -> list[nn.Module]:
     """The wrappers around ``module`` that shard parameters in it, the outermost first. ``module``
     itself is included if it shards some."""
     inside = set(module.modules()) - {module}
@@ -66,16 +66,16 @@ def holders_outside(module: nn.Module) -> list[nn.Module]:
     return sorted(found, key=lambda wrapper: -sum(1 for _ in wrapper.modules()))
 
 
-def name_held_outside(module: nn.Module, units: Iterable[Unit]) -> str | None:
+def find_sharded_outside(module: nn.Module, units: Iterable[Unit]) -> str | None:
     """The name of a submodule of ``module`` whose parameters belong to a wrapper around ``module``,
     that is to none of ``units`` (the FSDP units inside). ``None`` if there is none."""
-    held = {place.module for unit in units for place in unit.places}
+    held = {slot.module for unit in units for slot in unit.slots}
     for name, inner in module.named_modules():
-        if has_shards(inner) and inner not in held:
+        if has_sharded_parameters(inner) and inner not in held:
             return name or type(inner).__name__
     return None
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` contains wrappers, or a wrapper around it shards its parameters."""
-    return any(is_wrapper(inner) or has_shards(inner) for inner in module.modules())
+    return any(is_wrapper(inner) or has_sharded_parameters(inner) for inner in module.modules())
