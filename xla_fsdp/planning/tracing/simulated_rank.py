@@ -35,7 +35,7 @@ from ...sharding.freeing import fill_
 from ...sharding.sharded_parameter import local
 from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
-from .fake_cpu_tensor import HostTensors
+from .host_tensors import HostTensors
 from .live import assign, is_pending
 
 # More reads than in any step. A loop that waits for a value soon reaches it.
