@@ -1,10 +1,10 @@
 """Costs that grow with the number of ranks: ``python -m benchmarks.scale``.
 
-The ranks are simulated, without devices. Plain functions write and read real checkpoints through a
-store that counts requests, exchange payloads as at a real barrier, and compute routes over real
-slices. A fake model of ``--parameters`` parameters is sharded as by the wrapper. Prints a table
-with a column for each number of ranks and the exponent with which each row grows, and plots the
-curves to ``--out``.
+Stand-in ranks, without devices: plain functions that write and read real checkpoints through a
+store that counts its requests, exchange the payloads of real exchanges, and look for the ways over
+real slices. A stand-in model of ``--parameters`` parameters is cut as the wrapper cuts it. Prints a
+table, a column for each number of ranks and the power of it that each row grows with, and draws the
+curves into ``--out``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
         Group,
         Manifest,
         Optimizer,
-        Span,
+        ShardingRule,
         State,
         Tensor,
         parameter_key,
@@ -79,7 +79,7 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
     names = [f"blocks.{number}.weight" for number in range(parameters)]
     shape = (ROWS * 4096,)
     chunk = shape[0] // cut
-    span = Span(0, 1, chunk, 0)
+    rule = ShardingRule(0, 1, chunk, 0)
     manifest = Manifest(
         save_id="0" * 16,
         step=1,
@@ -92,7 +92,7 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
             (Group(tuple(names), {"lr": 0.1}),),
             {name: State({"exp_avg": "F32"}, {"step": {"value": 1}}) for name in names},
         ),
-        spans=dict.fromkeys(names, span),
+        sharding_rules=dict.fromkeys(names, rule),
     )
     value = torch.zeros(chunk)
     keys = [key for n in names for key in (parameter_key(n), state_key("exp_avg", n))]
@@ -103,27 +103,27 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
 
 
 def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tuple[str, dict]:
-    """Save a checkpoint with ``world`` simulated ranks; return its path and the costs."""
-    from xla_fsdp.checkpoint import draft as drafts
-    from xla_fsdp.consolidate.format.folders import Place
+    """A checkpoint by ``world`` stand-in ranks, and what it took."""
+    from xla_fsdp.checkpoint import incomplete_save
+    from xla_fsdp.consolidate.format.folders import CheckpointFolder
     from xla_fsdp.consolidate.format.store import open_store
 
     inner, folder = open_store(str(root))
     store = Counted(inner)
-    save_id, version = drafts._prepare(store, folder, 1)
-    place = Place(1, version)
+    save_id, version = incomplete_save._prepare(store, folder, 1)
+    place = CheckpointFolder(1, version)
     records, one, first = [], 0, None
     for rank in range(world):
         own = contents(rank, world, parameters, halves)
         own = replace(own, manifest=replace(own.manifest, save_id=save_id))
-        draft = drafts.Draft(
+        incomplete = incomplete_save.IncompleteSave(
             store=store, root=folder, place=place, folder=f"{folder}/{place.name}",
             partial=f"{folder}/{place.partial_name(save_id)}", shown=f"{folder}/{place.name}",
             contents=own, rank=rank, keep_last=None,
         )  # fmt: skip
         before = store.total
-        records.append(draft.write())
-        one, first = store.total - before, first or draft
+        records.append(incomplete.write())
+        one, first = store.total - before, first or incomplete
     before, began = store.total, time.perf_counter()
     path = first.commit(records)
     found = {
@@ -132,11 +132,11 @@ def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tupl
         "save: seconds of rank 0 to complete it (local disk)": time.perf_counter() - began,
         "manifest: bytes": Path(path, "manifest.json").stat().st_size,
     }
-    return path, found | meeting(records)
+    return path, found | measure_exchange(records)
 
 
-def meeting(records: list) -> dict:
-    """The costs of exchanging these records at a barrier, for each rank."""
+def measure_exchange(records: list) -> dict:
+    """What the exchange of these records is, as each rank has it to send and to read."""
     from dataclasses import asdict
 
     payloads = [
@@ -172,7 +172,7 @@ def read(
     began = time.perf_counter()
     checkpoint = ShardedCheckpoint(path, store)
     if not stated:
-        checkpoint.manifest = replace(checkpoint.manifest, spans=None)
+        checkpoint.manifest = replace(checkpoint.manifest, sharding_rules=None)
     for name, tensor in checkpoint.manifest.parameters.items():
         begin, end = (tensor.numel * r // loading for r in (rank, rank + 1))
         checkpoint.read_parameter(name, begin, end)
@@ -225,8 +225,8 @@ def consolidating(path: str, parameters: int) -> dict:
 
 
 def launching(world: int) -> dict:
-    """Costs of the data on all other ranks that a rank needs before its first step."""
-    from xla_fsdp.checkpoint.tiers.checkpointer import choose
+    """What a rank has to know of all others before its first step."""
+    from xla_fsdp.checkpoint.tiers.checkpointer import choose_save
     from xla_fsdp.collectives.routes import attributes_of, routes_for
     from xla_fsdp.tpu.topology import resolve
 
@@ -240,12 +240,12 @@ def launching(world: int) -> dict:
         before = range(HOSTS_HAVE * host - HOSTS_HAVE, HOSTS_HAVE * host)
         ranks = [rank % world for rank in (*before, *here)]
         listed.append([(step, f"{step:016x}", world, ranks) for step in (10, 20)])
-    assert choose(listed).save.step == 20
+    assert choose_save(listed).save.step == 20
     return {
         "launch: seconds of wrapping a unit that the slice takes": best(
             lambda: routes_for(slice.chip.device_kind, attributes)
         ),
-        "fast tier: seconds to choose a step": best(lambda: choose(listed)),
+        "fast tier: seconds to choose a step": best(lambda: choose_save(listed)),
         "fast tier: bytes that tell what a host has": len(json.dumps(listed[0])),
     }
 

@@ -14,9 +14,9 @@ from .legacy.ranks import rank_from_state_dict
 from .legacy.source import LegacySource, open_legacy
 from .stream.disk import Disk
 from .stream.options import PTH, Options
-from .stream.plan import make_plan
-from .stream.run import put
+from .stream.run import write_result
 from .stream.target import Target, check_target
+from .stream.write_plan import make_write_plan
 
 
 def consolidate_sharded_state_dicts(
@@ -94,6 +94,6 @@ def consolidate_sharded_model_checkpoints(
     # Check the target before reading the tensors.
     check_target(target.path, target.is_folder, source.inputs, disk)
     state_dict = source.state_dict()
-    plan = make_plan(source, Options(PTH, tied=dict(tied or {})), target.name, state_dict)
-    put(plan, target, source.inputs, disk)
+    plan = make_write_plan(source, Options(PTH, tied=dict(tied or {})), target.name, state_dict)
+    write_result(plan, target, source.inputs, disk)
     return state_dict, target.path

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from xla_fsdp.checkpoint import draft as drafts
+from xla_fsdp.checkpoint import incomplete_save
 from xla_fsdp.checkpoint.contents import Contents
 from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.digests import chunk_bytes, digest
-from xla_fsdp.consolidate.format.folders import Place
+from xla_fsdp.consolidate.format.folders import CheckpointFolder
 from xla_fsdp.consolidate.format.manifest import (
     NAME,
     Group,
@@ -94,16 +94,18 @@ def _item(key, dtype, shape, value) -> Item:
     return Item(key, dtype, shape, lambda: torch.full(shape, value, dtype=DTYPES[dtype]))
 
 
-def begin(root, step: int, value: float, world: int = 3, keep_last=None) -> list[drafts.Draft]:
-    """What ``save_checkpoint`` does on ``world`` ranks before they write: a draft for each."""
-    store, folder = drafts.open_store(str(root))
-    save_id, version = drafts._prepare(store, folder, step)
-    place = Place(step, version)
+def begin(
+    root, step: int, value: float, world: int = 3, keep_last=None
+) -> list[incomplete_save.IncompleteSave]:
+    """What ``save_checkpoint`` does on ``world`` ranks before they write: one object per rank."""
+    store, folder = incomplete_save.open_store(str(root))
+    save_id, version = incomplete_save._prepare(store, folder, step)
+    place = CheckpointFolder(step, version)
     made = []
     for rank in range(world):
         own = contents(rank, world, step, value)
         made.append(
-            drafts.Draft(
+            incomplete_save.IncompleteSave(
                 store=store,
                 root=folder,
                 place=place,
@@ -128,11 +130,11 @@ def save(root, step: int, value: float, world: int = 3, keep_last=None) -> str:
     """``save_checkpoint`` of a model in which every number is ``value``, without ranks."""
     made = begin(root, step, value, world, keep_last)
     try:
-        path = made[0].commit([draft.write() for draft in made])
+        path = made[0].commit([incomplete.write() for incomplete in made])
     except Exception:
-        made[0].abandon()
+        made[0].remove_files()
         raise
-    made[0].tidy()
+    made[0].remove_old_checkpoints()
     return path
 
 

@@ -117,7 +117,7 @@ def assert_whole(root, allowed) -> float:
     assert value in allowed, (value, allowed)
     assert read_value(latest_checkpoint(root)) == value
     store = LocalStore()
-    for place in folders.places(store, root):
+    for place in folders.list_folders(store, root):
         if folders.has_manifest(store, f"{root}/{place.name}"):
             read_value(f"{root}/{place.name}")
     return value
@@ -172,13 +172,13 @@ def _stop_one_rank(root, victim):
         def stop(_name):
             raise Stopped
 
-        for draft in files.begin(root, 2, 2.0):
-            if draft.rank != victim:
-                draft.write()
+        for incomplete in files.begin(root, 2, 2.0):
+            if incomplete.rank != victim:
+                incomplete.write()
                 continue
             try:
                 with Boundaries(root, at, stop):
-                    draft.write()
+                    incomplete.write()
             except Stopped:
                 stopped = True
         # The others wait for it; then all are killed. Nobody said that all is written.
@@ -353,7 +353,7 @@ def test_latest_while_a_newer_one_takes_its_place(tmp_path, monkeypatch):
     """It must not say that there is none: a run would start from the beginning."""
     root = str(tmp_path)
     save(root, 1, 1.0)
-    real, calls = folders.newest, []
+    real, calls = folders.find_newest, []
 
     def newest(store, path, step=None):
         place = real(store, path, step)
@@ -361,7 +361,7 @@ def test_latest_while_a_newer_one_takes_its_place(tmp_path, monkeypatch):
             calls.append(save(root, 2, 2.0, keep_last=1))
         return place
 
-    monkeypatch.setattr(folders, "newest", newest)
+    monkeypatch.setattr(folders, "find_newest", newest)
     assert latest_checkpoint(root) == f"{root}/step-00000002"
 
 
@@ -390,7 +390,7 @@ def test_two_jobs_in_one_folder(tmp_path):
     one, two = files.begin(tmp_path, 1, 1.0), files.begin(tmp_path, 1, 2.0)
     with pytest.raises(OutputError):
         one[0].write()
-    two[0].commit([draft.write() for draft in two])
+    two[0].commit([incomplete.write() for incomplete in two])
     assert read_value(tmp_path) == 2.0
 
 
@@ -430,7 +430,7 @@ def _interrupted(monkeypatch, at, error):
         if len(count) == at:
             raise error(f"injected at {name}")
 
-    real_open, real_rm = files.drafts.open_store, MemoryFileSystem.rm_file
+    real_open, real_rm = files.incomplete_save.open_store, MemoryFileSystem.rm_file
 
     def opened(path, *args):
         store, folder = real_open(path, *args)
@@ -441,7 +441,7 @@ def _interrupted(monkeypatch, at, error):
         return real_rm(self, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.drafts, "open_store", opened)
+        patch.setattr(files.incomplete_save, "open_store", opened)
         patch.setattr(MemoryFileSystem, "rm_file", rm_file)
         yield count
 
@@ -481,7 +481,7 @@ def test_a_warning_that_is_an_error_does_not_cost_the_checkpoint(monkeypatch):
         raise OutputError(f"{folder}: cannot be written")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "discard", fail)
+        patch.setattr(folders, "remove_checkpoint", fail)
         save(root, 2, 2.0, keep_last=1)  # pytest makes errors of warnings
     assert read_value(root) == 2.0
 

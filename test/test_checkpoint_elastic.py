@@ -5,7 +5,7 @@ import torch
 from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
 from zoo import Zoo
 
-from xla_fsdp.checkpoint.inventory import take_inventory
+from xla_fsdp.checkpoint.inventory import make_inventory
 from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
 from xla_fsdp.consolidate.format.manifest import State
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
@@ -20,15 +20,15 @@ BY_COUNT = dict(zip(COUNTS, WRAPPINGS, strict=True))
 def _held(run: Run) -> dict[str, tuple[int, torch.Tensor]]:
     """Every run of elements that this rank holds, of parameters and optimizer state."""
     found = {}
-    for held in take_inventory(run.model).parameters:
-        state = run.optimizer.state.get(held.holder, {})
-        for key, tensor in {"": local(held.holder), **state}.items():
+    for shard in make_inventory(run.model).parameters:
+        state = run.optimizer.state.get(shard.holder, {})
+        for key, tensor in {"": local(shard.holder), **state}.items():
             tensor = local(tensor)
-            if tensor.shape == local(held.holder).shape and (held.shape or key != "step"):
+            if tensor.shape == local(shard.holder).shape and (shard.shape or key != "step"):
                 flat = tensor.detach().cpu().reshape(-1)
-                found[f"{held.name} {key}"] = held.begin, flat[held.at : held.at + held.length]
+                found[f"{shard.name} {key}"] = shard.begin, flat[shard.at : shard.at + shard.length]
             else:
-                found[f"{held.name} {key}"] = 0, tensor.detach().cpu().reshape(1).clone()
+                found[f"{shard.name} {key}"] = 0, tensor.detach().cpu().reshape(1).clone()
     return found
 
 

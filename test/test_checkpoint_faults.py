@@ -135,9 +135,9 @@ class Plan:
 _plans = {}  # by thread: a rank opens its stores on its own
 
 
-def _failing_stores(meeting):
+def _failing_stores(exchange):
     """``use(plan)``: stores that this rank opens from now on follow it; ``...`` ends that."""
-    from xla_fsdp.checkpoint import draft
+    from xla_fsdp.checkpoint import incomplete_save
 
     def opened(path, *args):
         store, folder = open_store(path, *args)
@@ -147,20 +147,20 @@ def _failing_stores(meeting):
     def use(plan):
         _plans[threading.get_ident()] = None if plan is ... else plan
         if plan is ...:
-            draft.open_store = open_store
+            incomplete_save.open_store = open_store
 
-    draft.open_store = opened
-    meeting.gather("patched", None)
+    incomplete_save.open_store = opened
+    exchange.gather_values("patched", None)
     return use
 
 
 def _fail_everywhere(rank, root, asynchronous, victims):
     """At every operation of the victims, in turn. Returns how many there were."""
     import xla_fsdp
-    from xla_fsdp.checkpoint.meeting import Meeting
+    from xla_fsdp.checkpoint.rank_exchange import RankExchange
 
-    meeting, run = Meeting(), Uniform()
-    use = _failing_stores(meeting)
+    exchange, run = RankExchange(), Uniform()
+    use = _failing_stores(exchange)
     checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
     run.save(root, 1, 1.0)
     good, at, hits = 1.0, 0, []
@@ -180,7 +180,9 @@ def _fail_everywhere(rank, root, asynchronous, victims):
             except Exception as raised:
                 error = raised
             use(None)
-            everybody = meeting.gather("outcome", [plan.hit, error and type(error).__name__])
+            everybody = exchange.gather_values(
+                "outcome", [plan.hit, error and type(error).__name__]
+            )
             outcomes = {kind for _, kind in everybody}
             hit = [name for name, _ in everybody if name]
             assert (None not in outcomes) or outcomes == {None}, (at, everybody)
@@ -194,13 +196,13 @@ def _fail_everywhere(rank, root, asynchronous, victims):
                 allowed = {value} if error is None else {good, value}
                 assert now in allowed, (at, now, allowed, everybody)
                 good = now
-            meeting.gather("looked", None)
+            exchange.gather_values("looked", None)
             hits.append(hit)
             if not hit:
                 break
             good = run.save(root, step, value + 0.5, keep_last=1) and value + 0.5
         assert run.load(root) == value
-        assert meeting.rank or os.listdir(root) == [f"step-{step:08d}"]
+        assert exchange.rank or os.listdir(root) == [f"step-{step:08d}"]
         return len(hits)
     finally:
         use(...)
@@ -218,9 +220,9 @@ def test_an_error_at_every_operation(run_ranks, tmp_path, asynchronous, victims)
 
 def _async_rules(rank, root):
     import xla_fsdp
-    from xla_fsdp.checkpoint.meeting import Meeting
+    from xla_fsdp.checkpoint.rank_exchange import RankExchange
 
-    meeting, run = Meeting(), Uniform()
+    exchange, run = RankExchange(), Uniform()
     checkpointer = xla_fsdp.AsyncCheckpointer(root)
     for step in range(1, 6):  # each begins while the one before may still be written
         run.start(checkpointer, step, float(step))
@@ -232,7 +234,7 @@ def _async_rules(rank, root):
     assert checkpointer.wait() is None  # nothing is left to wait for
     assert [value_of(f"{root}/step-0000000{step}") for step in range(1, 6)] == [1, 2, 3, 4, 5]
 
-    use = _failing_stores(meeting)
+    use = _failing_stores(exchange)
     try:
         # The error of a save comes with the next call, which does not begin another one.
         for call in ("save", "wait", "close"):
@@ -245,7 +247,7 @@ def _async_rules(rank, root):
                     run.start(checkpointer, 7, 7.0)
                 else:
                     getattr(checkpointer, call)()
-            meeting.gather("all raised", None)
+            exchange.gather_values("all raised", None)
             assert value_of(latest_checkpoint(root)) == 5.0
             assert not [name for name in os.listdir(root) if "partial" in name]
         # So does leaving a `with` block, but not in place of another error.
@@ -330,16 +332,16 @@ _disks = {}
 def _without_shared_storage(rank, root):
     """Every rank sees a disk of its own, as on hosts of a pod."""
     import xla_fsdp
-    from xla_fsdp.checkpoint import draft
-    from xla_fsdp.checkpoint.meeting import Meeting
+    from xla_fsdp.checkpoint import incomplete_save
+    from xla_fsdp.checkpoint.rank_exchange import RankExchange
 
     def opened(path, *args):
         return open_store(f"{path}/disk {_disks[threading.get_ident()]}", *args)
 
-    meeting, run, errors = Meeting(), Uniform(), xla_fsdp.consolidate.errors
+    exchange, run, errors = RankExchange(), Uniform(), xla_fsdp.consolidate.errors
     _disks[threading.get_ident()] = rank
-    draft.open_store, draft._VISIBLE_SECONDS = opened, 0.1
-    meeting.gather("patched", None)
+    incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS = opened, 0.1
+    exchange.gather_values("patched", None)
     try:
         kind = errors.SharedStorageError if rank else errors.OtherRankError
         with pytest.raises(kind, match="share"):
@@ -347,8 +349,8 @@ def _without_shared_storage(rank, root):
         with pytest.raises(kind, match="share"):
             run.start(xla_fsdp.AsyncCheckpointer(root), 1, 1.0)
     finally:
-        meeting.gather("done", None)
-        draft.open_store, draft._VISIBLE_SECONDS = open_store, 30.0
+        exchange.gather_values("done", None)
+        incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS = open_store, 30.0
     assert latest_checkpoint(root) is None and latest_checkpoint(f"{root}/disk 0") is None
 
 
@@ -415,11 +417,11 @@ def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
 
 def _hang_one(rank, root, victim):
     import xla_fsdp
-    from xla_fsdp.checkpoint import draft
+    from xla_fsdp.checkpoint import incomplete_save
 
     run = Uniform()
     run.save(root, 1, 1.0)
-    real = draft.Draft.write
+    real = incomplete_save.IncompleteSave.write
     waiting = threading.Event()
 
     def write(self):
@@ -427,7 +429,7 @@ def _hang_one(rank, root, victim):
             waiting.wait()  # for ever
         return real(self)
 
-    draft.Draft.write = write
+    incomplete_save.IncompleteSave.write = write
     run.start(xla_fsdp.AsyncCheckpointer(root), 2, 2.0)
     others = [r for r in range(SIZE) if r != victim]
     while rank == 0 and not all(_is_written(root, r) for r in others):

@@ -25,7 +25,7 @@ from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.container import layout, read_container
 from xla_fsdp.consolidate.format.digests import ChunkDigests, chunk_bytes, digest
 from xla_fsdp.consolidate.format.dtypes import DTYPES, tensor_bytes
-from xla_fsdp.consolidate.format.folders import place_of
+from xla_fsdp.consolidate.format.folders import parse_folder_name
 from xla_fsdp.consolidate.format.manifest import (
     NOT_OPTIONS,
     Group,
@@ -448,5 +448,5 @@ def test_digests_do_not_depend_on_how_bytes_come(data, chunk, cuts):
 @example("step-٠٠٠٠٠٠٠١")
 @given(st.from_regex(r"step-\d{7,19}(\.\d{1,3})?", fullmatch=True) | st.text(max_size=10))
 def test_a_name_is_of_the_place_that_it_means(name):
-    place = place_of(name)
+    place = parse_folder_name(name)
     assert place is None or place.name == name

@@ -7,7 +7,7 @@ from checkpoint_runs import WRAPPINGS, Run
 from zoo import Zoo
 
 from xla_fsdp.consolidate.errors import CoverageError, InvalidMetadataError
-from xla_fsdp.consolidate.format.manifest import Span
+from xla_fsdp.consolidate.format.manifest import ShardingRule
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
 
@@ -19,7 +19,7 @@ def _replicas(rank, size, folder):
     """Two replicas of two shards: which files a rank opens to load what it saved."""
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import save_checkpoint
-    from xla_fsdp.checkpoint.meeting import Meeting
+    from xla_fsdp.checkpoint.rank_exchange import RankExchange
     from xla_fsdp.checkpoint.reading import Reader, prepare
 
     torch.manual_seed(0)
@@ -31,7 +31,7 @@ def _replicas(rank, size, folder):
         replication_groups=[[0, 2], [1, 3]],
     )
     checkpoint = ShardedCheckpoint(save_checkpoint(folder, model, step=1))
-    prepare(Reader(checkpoint, Meeting()), model, None, None, True, False)
+    prepare(Reader(checkpoint, RankExchange()), model, None, None, True, False)
     return sorted(checkpoint._files)
 
 
@@ -39,8 +39,8 @@ def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
     for path in run_ranks(_save_all, 3, 3, str(tmp_path))[0].values():
         checkpoint, once = ShardedCheckpoint(path), ShardedCheckpoint(path)
         for name, tensor in checkpoint.manifest.parameters.items():
-            span = checkpoint.manifest.spans[name]
-            by_rule = list(span.held(tensor.numel, 0, tensor.numel))
+            rule = checkpoint.manifest.sharding_rules[name]
+            by_rule = list(rule.pieces(tensor.numel, 0, tensor.numel))
             assert by_rule == checkpoint.pieces(name), (path, name)
             if tensor.numel:
                 whole = checkpoint.read_parameter(name, 0, tensor.numel)
@@ -81,10 +81,10 @@ def test_a_replica_opens_its_own_file_and_that_with_its_shard(run_ranks, tmp_pat
 
 def test_spans():
     # A vector of 100 and 60 elements in shards of 64, of ranks 1, 3, 5.
-    first, second = Span(1, 2, 64, 0), Span(1, 2, 64, 100)
-    assert list(first.held(100, 0, 100)) == [(0, 64, 1), (64, 100, 3)]
-    assert list(second.held(60, 0, 60)) == [(0, 28, 3), (28, 60, 5)]
-    assert list(second.held(60, 28, 29)) == [(28, 60, 5)] and not list(second.held(60, 5, 5))
-    assert [second.of(rank, 60) for rank in range(7)] == [
+    first, second = ShardingRule(1, 2, 64, 0), ShardingRule(1, 2, 64, 100)
+    assert list(first.pieces(100, 0, 100)) == [(0, 64, 1), (64, 100, 3)]
+    assert list(second.pieces(60, 0, 60)) == [(0, 28, 3), (28, 60, 5)]
+    assert list(second.pieces(60, 28, 29)) == [(28, 60, 5)] and not list(second.pieces(60, 5, 5))
+    assert [second.range_of_rank(rank, 60) for rank in range(7)] == [
         (0, 0), (0, 0), (0, 0), (0, 28), (0, 0), (28, 60), (0, 0)
     ]  # fmt: skip

@@ -14,9 +14,9 @@ from checkpoint_runs import Run
 from rank_warnings import warnings_of_ranks
 
 import xla_fsdp
-from xla_fsdp.checkpoint.tiers.checkpointer import choose, listed
-from xla_fsdp.checkpoint.tiers.holding import Card, HostTier, Save, manifest_of
-from xla_fsdp.checkpoint.tiers.hosts import Peer, SpreadStore, TierServer
+from xla_fsdp.checkpoint.tiers.checkpointer import choose_save, describe_save
+from xla_fsdp.checkpoint.tiers.host_tier import Card, HostTier, Save, manifest_of
+from xla_fsdp.checkpoint.tiers.hosts import MultiHostStore, Peer, TierServer
 from xla_fsdp.consolidate.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -103,8 +103,8 @@ class Host:
         card = self.tier.write(save, held, self.number)
         partner.peer.put(self.tier, card)
 
-    def listed(self):
-        found = (listed(self.tier.cards(save)) for save in self.tier.saves())
+    def describe_save(self):
+        found = (describe_save(self.tier.cards(save)) for save in self.tier.saves())
         return [each for each in found if each is not None]
 
     def close(self):
@@ -127,17 +127,17 @@ def two_hosts(root, store=None):
 
 def opened(hosts, reader=0):
     """What ``hosts`` have whole, as host ``reader`` reads it."""
-    choice = choose([host.listed() for host in hosts])
-    assert choice.save is not None, choice.passed
+    choice = choose_save([host.listed() for host in hosts])
+    assert choice.save is not None, choice.skipped
     cards = {
         card.rank: card for host in hosts for card in host.tier.cards(choice.save)
     }  # fmt: skip
 
     def copies_of(rank):
-        holders = sorted(choice.holders[rank], key=lambda host: host != reader)
-        return [None if holder == reader else hosts[holder].peer for holder in holders]
+        hosts_by_rank = sorted(choice.hosts_by_rank[rank], key=lambda host: host != reader)
+        return [None if holder == reader else hosts[holder].peer for holder in hosts_by_rank]
 
-    store = SpreadStore(hosts[reader].tier, cards, manifest_of(cards), copies_of)
+    store = MultiHostStore(hosts[reader].tier, cards, manifest_of(cards), copies_of)
     return ShardedCheckpoint(store.folder, store)
 
 
@@ -203,23 +203,24 @@ def test_a_process_that_is_killed_at_every_operation_and_then_its_host_is_lost(s
 def test_any_mix_of_ages_resolves_to_what_all_have():
     one, two = "1" * 16, "2" * 16
     both = [(10, one, 2, [0, 1])]
-    assert choose([both, both]).holders == {0: [0, 1], 1: [0, 1]}
+    assert choose_save([both, both]).hosts_by_rank == {0: [0, 1], 1: [0, 1]}
     # The later of two saves of one step; the whole of two steps; the parts of three hosts.
-    assert choose([[*both, (10, two, 2, [0])], [(10, two, 2, [1])]]).save == Save(10, two)
-    found = choose([[*both, (20, one, 2, [1])], [(30, one, 4, [0, 1, 3])]])
+    assert choose_save([[*both, (10, two, 2, [0])], [(10, two, 2, [1])]]).save == Save(10, two)
+    found = choose_save([[*both, (20, one, 2, [1])], [(30, one, 4, [0, 1, 3])]])
     assert found.save == Save(10, one) and found.world_size == 2
-    assert found.passed == {
+    assert found.skipped == {
         20: "step 20: no host has the files of ranks 0 (of 2)",
         30: "step 30: no host has the files of ranks 2 (of 4)",
     }
-    assert choose([[(5, one, 3, [2])], [(5, one, 3, [0])], [(5, one, 3, [1])]]).holders == {
+    apart = choose_save([[(5, one, 3, [2])], [(5, one, 3, [0])], [(5, one, 3, [1])]])
+    assert apart.hosts_by_rank == {
         0: [1], 1: [2], 2: [0]
     }  # fmt: skip
     # Files of one step from different saves are no save.
-    mixed = choose([[(5, one, 2, [0])], [(5, two, 2, [1])]])
-    assert mixed.save is None and list(mixed.passed) == [5]
-    assert choose([both], step=11).save is None and choose([]).save is None
-    many = choose([[(7, one, 4096, [1])]]).passed[7]
+    mixed = choose_save([[(5, one, 2, [0])], [(5, two, 2, [1])]])
+    assert mixed.save is None and list(mixed.skipped) == [5]
+    assert choose_save([both], step=11).save is None and choose_save([]).save is None
+    many = choose_save([[(7, one, 4096, [1])]]).skipped[7]
     assert many.endswith("ranks 0, 2, 3, 4, 5, 6, 7, 8, ... (of 4096)")
 
 
@@ -321,10 +322,10 @@ def test_only_the_job_is_served(started):
         out = memoryview(bytearray(8))
         hosts[0].peer.read_into(card, 0, out)
         assert bytes(out) != bytes(8)
-        assert hosts[0].peer.manifest(card.bare()) == card and card.manifest
+        assert hosts[0].peer.manifest(card.without_manifest()) == card and card.manifest
         with pytest.raises(UnreadableFileError, match="is not on this host"):
             other = replace(card.record, digests=("0" * 16,))
-            hosts[0].peer.manifest(replace(card.bare(), record=other))
+            hosts[0].peer.manifest(replace(card.without_manifest(), record=other))
         with contextlib.closing(Peer(hosts[0].server.address, b"x" * 32, "me")) as stranger:
             with pytest.raises(UnreadableFileError, match="me .127.0.0.1"):
                 stranger.read_into(card, 0, out)

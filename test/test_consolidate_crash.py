@@ -11,7 +11,7 @@ from test_consolidate_support import run_cli
 
 from xla_fsdp.consolidate import OutputError, consolidate_checkpoint, reshard_checkpoint
 from xla_fsdp.consolidate.stream.disk import Disk
-from xla_fsdp.consolidate.stream.plan import RECORD
+from xla_fsdp.consolidate.stream.write_plan import RECORD
 
 HERE = Path(__file__).parent
 

@@ -20,7 +20,7 @@ from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.consolidate.format.strict import read_json
 from xla_fsdp.consolidate.stream import tensors
 from xla_fsdp.consolidate.stream.pump import AHEAD, pump
-from xla_fsdp.consolidate.stream.tensors import Ring, Stored
+from xla_fsdp.consolidate.stream.tensors import ResultTensor, Ring
 
 
 def test_pump_keeps_the_order():
@@ -70,7 +70,7 @@ def test_pieces_stay_right_while_they_wait(monkeypatch):
         if len(held) > 1:
             found.append(bytes(held.pop(0)))
 
-    pump(Stored("x", torch.int64, (5000,), read).pieces(Ring()), consume)
+    pump(ResultTensor("x", torch.int64, (5000,), read).pieces(Ring()), consume)
     found.append(bytes(held.pop()))
     assert b"".join(found) == values.numpy().tobytes()
     assert AHEAD + 3 == len(Ring()._buffers)

@@ -47,13 +47,13 @@ def by_name(model, optimizer):
 
 
 def test_boxes_are_every_run_of_elements():
-    from xla_fsdp.checkpoint.boxes import boxes
+    from xla_fsdp.checkpoint.index_ranges import split_index_range
 
     for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 2, 3)]:
         count = torch.Size(shape).numel()
         whole = torch.arange(count).reshape(shape)
         for begin, end in itertools.combinations_with_replacement(range(count + 1), 2):
-            found = boxes(shape, begin, end)
+            found = split_index_range(shape, begin, end)
             assert len(found) <= max(2 * len(shape) - 1, 1)
             elements = []
             for box in found:

@@ -277,7 +277,7 @@ def test_nothing_outside_is_removed(monkeypatch):
 
 
 def test_a_load_waits_for_listings_that_are_late(store):
-    from xla_fsdp.checkpoint.loading import patiently
+    from xla_fsdp.checkpoint.loading import retry_while_missing
     from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
     late = [RANK_1, RANK_1, ("rank", "manifest.json")]
@@ -287,7 +287,7 @@ def test_a_load_waits_for_listings_that_are_late(store):
         return [one for one in found if not one.rpartition("/")[2].startswith(gone)]
 
     store(ls=lie)
-    found = patiently(lambda: ShardedCheckpoint(f"{store.root}/step-00000002"))
+    found = retry_while_missing(lambda: ShardedCheckpoint(f"{store.root}/step-00000002"))
     assert not late and files.value_in(found) == 2.0
 
 

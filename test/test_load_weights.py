@@ -86,16 +86,16 @@ def load_all(rank, paths):
             counted.append(len(out))
             super().read_into(path, begin, out)
 
-    from xla_fsdp.checkpoint.filling import fill_model
-    from xla_fsdp.checkpoint.inventory import take_inventory
+    from xla_fsdp.checkpoint.inventory import make_inventory
     from xla_fsdp.checkpoint.matching import match_model
+    from xla_fsdp.checkpoint.value_loading import load_model_values
     from xla_fsdp.checkpoint.weights import _open_file
 
-    inventory = take_inventory(zoo("flat"))
+    inventory = make_inventory(zoo("flat"))
     tensors = _open_file(Counting(), str(paths[0]))
     match = match_model(inventory, tensors, "counted")
     counted.clear()
-    fill_model(inventory, match)
+    load_model_values(inventory, match)
     assert sum(counted) == 4 * sum(held.length for held in inventory.parameters)
 
 

@@ -4,31 +4,33 @@ import pytest
 import torch
 from torch import nn
 
-from xla_fsdp.checkpoint.filling import fill_model, fill_optimizer, read_ahead
-from xla_fsdp.checkpoint.inventory import Held, HeldBuffer, Inventory
+from xla_fsdp.checkpoint.inventory import Inventory, ParameterShard, ReplicatedBuffer
 from xla_fsdp.checkpoint.matching import LoadedKeys, match_model
 from xla_fsdp.checkpoint.optimizer_matching import Number, OptimizerState, match_optimizer
 from xla_fsdp.checkpoint.optimizers import elementwise_keys, members_of_groups
-from xla_fsdp.checkpoint.stored import Stored
+from xla_fsdp.checkpoint.readable_tensor import ReadableTensor
+from xla_fsdp.checkpoint.value_loading import load_model_values, load_optimizer_values, read_to_host
 from xla_fsdp.consolidate.errors import ModelMismatchError
 
 
-def stored(*values, kind=None, dtype=torch.float32) -> Stored:
+def stored(*values, kind=None, dtype=torch.float32) -> ReadableTensor:
     tensor = torch.tensor(values, dtype=dtype)
-    of = Stored.of(tensor)
-    return Stored(of.shape, of.dtype, of.read, kind=kind)
+    of = ReadableTensor.from_tensor(tensor)
+    return ReadableTensor(of.shape, of.dtype, of.read, kind=kind)
 
 
-def whole(holder: nn.Parameter, *names: str) -> Held:
+def whole(holder: nn.Parameter, *names: str) -> ParameterShard:
     """A parameter that nothing shards."""
-    return Held(names, tuple(holder.shape), holder.dtype, 0, holder.numel(), 0, holder, writes=True)
+    return ParameterShard(
+        names, tuple(holder.shape), holder.dtype, 0, holder.numel(), 0, holder, writes=True
+    )
 
 
-def vector(*names: str) -> tuple[nn.Parameter, list[Held]]:
+def vector(*names: str) -> tuple[nn.Parameter, list[ParameterShard]]:
     """Parameters of two elements each that are one vector, and an element of padding."""
     holder = nn.Parameter(torch.full((2 * len(names) + 1,), 7.0))
     return holder, [
-        Held((name,), (2,), holder.dtype, 0, 2, 2 * number, holder, writes=True)
+        ParameterShard((name,), (2,), holder.dtype, 0, 2, 2 * number, holder, writes=True)
         for number, name in enumerate(names)
     ]
 
@@ -79,7 +81,7 @@ def test_tied_names(same_run):
 
 def test_dtypes_and_kinds():
     parameter = whole(nn.Parameter(torch.ones(2)), "p")
-    buffer = HeldBuffer(("b",), torch.zeros(2, dtype=torch.bfloat16), restore=torch.float32)
+    buffer = ReplicatedBuffer(("b",), torch.zeros(2, dtype=torch.bfloat16), restore=torch.float32)
     model = inventory([parameter], [buffer])
     half = {
         "p": stored(1.0, 2.0, kind="parameter", dtype=torch.bfloat16),
@@ -106,10 +108,10 @@ def test_what_a_vector_lacks_stays_and_loading_is_a_change_to_autograd():
     holder, members = vector("a", "b")
     before = holder._version
     match = match_model(inventory(members), {"b": stored(1.0, 2.0)}, "f", strict=False)
-    fill_model(inventory(members), match)
+    load_model_values(inventory(members), match)
     assert holder.tolist() == [7.0, 7.0, 1.0, 2.0, 7.0] and holder._version > before
     match = match_model(inventory(members), {"a": stored(3.0, 4.0), "b": stored(5.0, 6.0)}, "f")
-    fill_model(inventory(members), match)
+    load_model_values(inventory(members), match)
     assert holder.tolist() == [3.0, 4.0, 5.0, 6.0, 0.0]  # padding
 
 
@@ -157,7 +159,7 @@ def fitted(optimizer, model, state):
 def test_an_optimizer_goes_on_and_only_its_own_kind_takes_how_it_computed(kind):
     holder, members = vector("a", "b")
     model, optimizer = inventory(members), sgd([holder])
-    fill_optimizer(read_ahead(fitted(optimizer, model, saved(kind))))
+    load_optimizer_values(read_to_host(fitted(optimizer, model, saved(kind))))
     state = optimizer.state[holder]
     assert state["momentum_buffer"].tolist() == [1.0, 2.0, 3.0, 4.0, 0.0]
     assert state["step"].shape == () and state["step"] == 1.0
@@ -213,5 +215,5 @@ def test_parameters_in_one_vector_must_have_one_state(kind):
     # One that never had a gradient has no state, and gets zeros.
     own = saved(kind)
     del own.state["b"]
-    fill_optimizer(fitted(optimizer, model, own))
+    load_optimizer_values(fitted(optimizer, model, own))
     assert optimizer.state[holder]["momentum_buffer"].tolist() == [1.0, 2.0, 0.0, 0.0, 0.0]

@@ -153,7 +153,7 @@ class TpuApi:
 
 def write_credentials(path, token_url):
     """The key file of a service account whose tokens come from ``token_url``."""
-    # Made anew: a key in a repository, even a useless one, alarms whoever searches for keys.
+    # LazyState anew: a key in a repository, even a useless one, alarms whoever searches for keys.
     _, key = rsa.newkeys(1024)
     path.write_text(
         json.dumps(

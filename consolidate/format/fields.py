@@ -62,7 +62,7 @@ class Fields:
     def text(self, name: str) -> str:
         return self._of(name, (str,), "a string")
 
-    def whole(self, name: str, least: int = 0) -> int:
+    def integer(self, name: str, least: int = 0) -> int:
         value = self._of(name, (int,), f"an integer of at least {least}")
         if not least <= value < 1 << 63:
             self.fail(f"{name!r:.80} is {value!r:.40}, expected an integer of at least {least}")

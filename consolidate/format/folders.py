@@ -29,7 +29,7 @@ _RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class CheckpointFolder:
     """The folder of one save. ``version`` counts the saves of the same step, from 1."""
 
     step: int
@@ -44,25 +44,28 @@ class Place:
         return f".{self.name}.{save_id}.partial"
 
 
-def places(store: Store, root: str) -> list[Place]:
+def list_folders(store: Store, root: str) -> list[CheckpointFolder]:
     """The folders in ``root`` with the name of a checkpoint, in order of step. Some may be
     incomplete."""
-    return sorted(place for place in map(place_of, store.list(root)) if place is not None)
+    return sorted(place for place in map(parse_folder_name, store.list(root)) if place is not None)
 
 
-def place_of(name: str) -> Place | None:
+def parse_folder_name(name: str) -> CheckpointFolder | None:
     """Parses the name of a checkpoint folder. ``None`` for other names."""
     match = _STEP.fullmatch(name)
-    place = match and Place(int(match[1]), int(match[2] or 1))
+    place = match and CheckpointFolder(int(match[1]), int(match[2] or 1))
     return place if place and place.name == name else None  # not step-000000001, not step-X.1
 
 
-def next_place(store: Store, root: str, step: int) -> Place:
+def next_folder(store: Store, root: str, step: int) -> CheckpointFolder:
     """The folder for a new save of ``step``, after all complete or running saves of that step."""
     begun = filter(None, map(_PARTIAL.fullmatch, store.list(root)))
-    there = [*places(store, root), *filter(None, (place_of(match[1]) for match in begun))]
+    there = [
+        *list_folders(store, root),
+        *filter(None, (parse_folder_name(match[1]) for match in begun)),
+    ]
     versions = [place.version for place in there if place.step == step]
-    return Place(step, max(versions, default=0) + 1)
+    return CheckpointFolder(step, max(versions, default=0) + 1)
 
 
 def has_manifest(store: Store, folder: str) -> bool:
@@ -75,15 +78,15 @@ def has_manifest(store: Store, folder: str) -> bool:
         return False
 
 
-def newest(store: Store, root: str, step: int | None = None) -> Place | None:
+def find_newest(store: Store, root: str, step: int | None = None) -> CheckpointFolder | None:
     """The last save of ``step``, or of the highest step if ``step`` is ``None``."""
-    for place in reversed(places(store, root)):
+    for place in reversed(list_folders(store, root)):
         if step in (None, place.step) and has_manifest(store, join(root, place.name)):
             return place
     return None
 
 
-def resolve(path: Any, step: int | None = None) -> tuple[Store, str]:
+def resolve_checkpoint(path: Any, step: int | None = None) -> tuple[Store, str]:
     """The store and folder of the checkpoint at ``path``, or of the newest in the folder ``path``.
 
     With ``step``, it is the last save of that step in the folder ``path``.
@@ -95,13 +98,13 @@ def resolve(path: Any, step: int | None = None) -> tuple[Store, str]:
     store, folder = open_store(path)
     names = store.list(folder)
     if step is not None:
-        place = newest(store, folder, step)
+        place = find_newest(store, folder, step)
         if place is None:
             raise CheckpointNotFoundError(f"{folder}: has no complete checkpoint of step {step}")
         return store, join(folder, place.name)
     if manifest.NAME in names:
         return store, folder
-    place = newest(store, folder)
+    place = find_newest(store, folder)
     if place is not None:
         return store, join(folder, place.name)
     if not store.is_folder(folder):
@@ -112,7 +115,7 @@ def resolve(path: Any, step: int | None = None) -> tuple[Store, str]:
     )
 
 
-def leftovers(store: Store, root: str) -> list[str]:
+def find_leftovers(store: Store, root: str) -> list[str]:
     """Paths of the files and folders in ``root`` that interrupted saves have left.
 
     Those of running saves are not included.
@@ -120,24 +123,26 @@ def leftovers(store: Store, root: str) -> list[str]:
     partial = [
         name
         for name in store.list(root)
-        if _PARTIAL.fullmatch(name) and not store.is_held(join(root, name))
+        if _PARTIAL.fullmatch(name) and not store.is_locked(join(root, name))
     ]
     if not store.renames:
         partial += [
             place.name
-            for place in places(store, root)
-            if _is_cut_short(store, join(root, place.name))
+            for place in list_folders(store, root)
+            if _is_interrupted(store, join(root, place.name))
         ]
     return [join(root, name) for name in partial]
 
 
-def _is_cut_short(store: Store, folder: str) -> bool:
+def _is_interrupted(store: Store, folder: str) -> bool:
     """Whether ``folder`` is left from an interrupted save or removal: it has rank files only."""
     names = [name for name in store.list(folder) if name != manifest.NAME]
     return not has_manifest(store, folder) and all(map(_RANK_FILE.fullmatch, names))
 
 
-def superseded(store: Store, root: str, saved: Place, keep_last: int | None) -> list[str]:
+def find_superseded(
+    store: Store, root: str, saved: CheckpointFolder, keep_last: int | None
+) -> list[str]:
     """Paths of the checkpoints to remove after the save of ``saved``, oldest first.
 
     These are earlier saves of the same steps, and all steps except the ``keep_last`` newest. Steps
@@ -145,7 +150,7 @@ def superseded(store: Store, root: str, saved: Place, keep_last: int | None) -> 
     """
     complete = [
         place
-        for place in places(store, root)
+        for place in list_folders(store, root)
         if place.step <= saved.step and has_manifest(store, join(root, place.name))
     ]
     newest_of = {place.step: place for place in complete}
@@ -154,7 +159,7 @@ def superseded(store: Store, root: str, saved: Place, keep_last: int | None) -> 
     return [join(root, place.name) for place in complete if place not in wanted]
 
 
-def discard(store: Store, folder: str) -> None:
+def remove_checkpoint(store: Store, folder: str) -> None:
     """Removes a checkpoint. If this is interrupted, the next save removes the rest."""
     if store.renames:
         # If the folder is a symbolic link, only the link is renamed and removed.

@@ -111,15 +111,15 @@ class LocalStore:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 unwritable(path, error)
 
-    def hold(self, path: str) -> object:
+    def hold_lock(self, path: str) -> object:
         try:
-            return Hold(path)
+            return FolderLock(path)
         except OSError:
             return None
 
-    def is_held(self, path: str) -> bool:
+    def is_locked(self, path: str) -> bool:
         try:
-            Hold(path)
+            FolderLock(path)
         except BlockingIOError:
             return True
         except OSError:
@@ -146,7 +146,7 @@ def lock_folder(path: str) -> int:
     return descriptor
 
 
-class Hold:
+class FolderLock:
     """The lock of a folder. It is released when this object is deleted."""
 
     def __init__(self, path: str):

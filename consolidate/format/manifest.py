@@ -84,7 +84,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Span:
+class ShardingRule:
     """A rule that says which rank stores which elements of a parameter.
 
     With this rule, a reader of some elements does not open the files of all ranks. The ``i``-th of
@@ -99,7 +99,7 @@ class Span:
     chunk: int
     offset: int
 
-    def held(self, numel: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def pieces(self, numel: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yields ``(begin, end, rank)`` of each piece that overlaps the range ``begin .. end``.
 
         ``numel``: number of elements of the parameter.
@@ -112,7 +112,7 @@ class Span:
             low, high = i * self.chunk - self.offset, (i + 1) * self.chunk - self.offset
             yield max(low, 0), min(high, numel), self.first + i * self.step
 
-    def of(self, rank: int, numel: int) -> tuple[int, int]:
+    def range_of_rank(self, rank: int, numel: int) -> tuple[int, int]:
         """The range of elements that ``rank`` stores of a parameter with ``numel`` elements.
 
         ``(0, 0)`` if it stores none.
@@ -135,8 +135,8 @@ class Manifest:
         files: the file of each rank, in rank order.
         scheduler, extra: encoded by ``values``.
         extra_state: what ``get_extra_state`` of modules returned, encoded, by key.
-        spans: for each parameter, which rank stores which elements. ``None`` if there is no rule;
-            then only the headers of the files say it.
+        sharding_rules: for each parameter, which rank stores which elements. ``None`` if there is
+            no rule; then only the headers of the files say it.
     """
 
     save_id: str
@@ -149,7 +149,7 @@ class Manifest:
     scheduler: Any = None
     extra: Any = None
     extra_state: Mapping[str, Any] | None = None
-    spans: Mapping[str, Span] | None = None
+    sharding_rules: Mapping[str, ShardingRule] | None = None
 
     def identity(self, rank: int) -> dict[str, str]:
         """The values in the header of the file of ``rank`` that identify the save and the rank."""
@@ -183,7 +183,7 @@ def state_key(key: str, name: str) -> str:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """The bytes of the manifest file."""
-    spans = manifest.spans
+    sharding_rules = manifest.sharding_rules
     body = write_json(
         {
             "format": FORMAT,
@@ -204,7 +204,11 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "scheduler": manifest.scheduler,
             "extra": manifest.extra,
             "extra_state": manifest.extra_state,
-            **({} if spans is None else {"spans": {n: _numbers(s) for n, s in spans.items()}}),
+            **(
+                {}
+                if sharding_rules is None
+                else {"spans": {n: _rule_to_numbers(s) for n, s in sharding_rules.items()}}
+            ),
             "files": dump_files(manifest.files),
         }
     )
@@ -265,7 +269,7 @@ def _body(data: bytes, label: str) -> bytes:
 
 def _manifest(found: fields.Fields) -> Manifest:
     save_id = found.text("save_id")
-    world_size = found.whole("world_size", least=1)
+    world_size = found.integer("world_size", least=1)
     parameters = {t.name: t for t in map(_tensor, found.objects("parameters"))}
     buffers = {t.name: t for t in map(_tensor, found.objects("buffers"))}
     names = [n for t in [*parameters.values(), *buffers.values()] for n in t.names]
@@ -281,7 +285,7 @@ def _manifest(found: fields.Fields) -> Manifest:
         found.fail("extra_state must be an object")
     return Manifest(
         save_id=save_id,
-        step=found.whole("step"),
+        step=found.integer("step"),
         world_size=world_size,
         parameters=parameters,
         buffers=buffers,
@@ -290,16 +294,18 @@ def _manifest(found: fields.Fields) -> Manifest:
         scheduler=found.json("scheduler"),
         extra=found.json("extra"),
         extra_state=extra_state,
-        spans=_spans(found, parameters) if "spans" in found else None,
+        sharding_rules=_sharding_rules(found, parameters) if "spans" in found else None,
     )
 
 
-def _numbers(span: Span) -> list[int]:
-    return [span.first, span.step, span.chunk, span.offset]
+def _rule_to_numbers(rule: ShardingRule) -> list[int]:
+    return [rule.first, rule.step, rule.chunk, rule.offset]
 
 
-def _spans(found: fields.Fields, parameters: Mapping[str, Tensor]) -> dict[str, Span]:
-    spans = {}
+def _sharding_rules(
+    found: fields.Fields, parameters: Mapping[str, Tensor]
+) -> dict[str, ShardingRule]:
+    sharding_rules = {}
     stated = found.mapping("spans")
     for name in parameters:
         numbers = stated.get(name)
@@ -310,8 +316,8 @@ def _spans(found: fields.Fields, parameters: Mapping[str, Tensor]) -> dict[str, 
                 f"the span of {name!r:.120} is {numbers!r:.80}, expected numbers from 0, and step "
                 "and chunk from 1"
             )
-        spans[name] = Span(*numbers)
-    return spans
+        sharding_rules[name] = ShardingRule(*numbers)
+    return sharding_rules
 
 
 def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
@@ -341,13 +347,13 @@ def load_files(found: fields.Fields, world_size: int) -> tuple[FileRecord, ...]:
 
 def load_file(found: fields.Fields, rank: int, world_size: int) -> FileRecord:
     """Reads the file record of ``rank``, one element of :func:`dump_files`."""
-    name, size, digests = found.text("name"), found.whole("size"), found.text("digests")
+    name, size, digests = found.text("name"), found.integer("size"), found.text("digests")
     if name != file_name(rank, world_size):
         found.fail(
             f"the file of rank {rank} is called {name!r:.80}, expected "
             f"{file_name(rank, world_size)}"
         )
-    chunk = found.whole("chunk", least=1)
+    chunk = found.integer("chunk", least=1)
     if chunk != chunk_bytes(size):
         found.fail(f"{name}: chunk is {chunk}, expected {chunk_bytes(size)} for {size} bytes")
     if len(digests) != _DIGEST * math.ceil(size / chunk):

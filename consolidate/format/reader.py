@@ -70,7 +70,9 @@ class ShardedCheckpoint:
 
     def __init__(self, path: Any, store: Store | None = None):
         """``store``: if given, ``path`` is the folder of a checkpoint in this store."""
-        found: tuple[Store, str] = folders.resolve(path) if store is None else (store, path)
+        found: tuple[Store, str] = (
+            folders.resolve_checkpoint(path) if store is None else (store, path)
+        )
         self.store, self.folder = found
         label = join(self.folder, manifest.NAME)
         size = self.store.size(label)
@@ -86,7 +88,7 @@ class ShardedCheckpoint:
         self._cache = ChunkCache(_cached_bytes(self.manifest.files))
         self._pieces: dict[str, list[Piece]] | None = None
         self._as_stated: set[int] = set()
-        place = folders.place_of(self.folder.rpartition("/")[2])
+        place = folders.parse_folder_name(self.folder.rpartition("/")[2])
         if place is not None and place.step != self.manifest.step:
             raise MixedSaveError(
                 f"{label}: is of step {self.manifest.step}, but its folder is named after step "
@@ -157,26 +159,28 @@ class ShardedCheckpoint:
             pieces[name].sort()
         self._require_state(pieces)
         self._require_buffers(self.files())
-        if self.manifest.spans is not None:
+        if self.manifest.sharding_rules is not None:
             for rank in range(self.manifest.world_size):
-                self._stated(rank)
+                self._checked_file(rank)
         return pieces
 
-    def _holders(self, name: str, begin: int, end: int) -> Iterator[tuple[int, int, RankFile]]:
+    def _files_with_elements(
+        self, name: str, begin: int, end: int
+    ) -> Iterator[tuple[int, int, RankFile]]:
         """The files that have elements in the range ``begin .. end`` of a parameter.
 
         Yields the range of the piece in each file, which may be larger, and the file.
         """
-        spans, numel = self.manifest.spans, self.manifest.parameters[name].numel
-        if spans is not None and self._pieces is None:
-            for low, high, rank in spans[name].held(numel, begin, end):
+        sharding_rules, numel = self.manifest.sharding_rules, self.manifest.parameters[name].numel
+        if sharding_rules is not None and self._pieces is None:
+            for low, high, rank in sharding_rules[name].pieces(numel, begin, end):
                 if rank >= self.manifest.world_size:
                     raise CoverageError(
                         f"{join(self.folder, manifest.NAME)}: says that rank {rank} has elements "
                         f"{low} to {high} of {name!r}, but there are {self.manifest.world_size} "
                         "ranks. Use another checkpoint."
                     )
-                yield low, high, self._stated(rank)
+                yield low, high, self._checked_file(rank)
             return
         pieces = self.pieces(name)
         # Start at the piece that has the element `begin`.
@@ -186,13 +190,13 @@ class ShardedCheckpoint:
                 break
             yield low, high, self.file(rank)
 
-    def _stated(self, rank: int) -> RankFile:
+    def _checked_file(self, rank: int) -> RankFile:
         """The file of a rank, after a check that it has the elements that the spans say."""
         file = self.file(rank)
         if rank not in self._as_stated:
-            assert self.manifest.spans is not None
-            for name, span in self.manifest.spans.items():
-                begin, end = span.of(rank, self.manifest.parameters[name].numel)
+            assert self.manifest.sharding_rules is not None
+            for name, rule in self.manifest.sharding_rules.items():
+                begin, end = rule.range_of_rank(rank, self.manifest.parameters[name].numel)
                 found = file.begins.get(name, 0), file.length(name)
                 if found != (begin, end - begin):
                     raise CoverageError(
@@ -268,7 +272,7 @@ class ShardedCheckpoint:
         """
         key = parameter_key(name) if state is None else state_key(state, name)
         end = begin + out.numel()
-        for low, high, file in self._holders(name, begin, end):
+        for low, high, file in self._files_with_elements(name, begin, end):
             start, stop = max(low, begin), min(high, end)
             if start < stop:
                 file.read_to(out[start - begin : stop - begin], key, start - low)
@@ -309,7 +313,7 @@ def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
     """
     store, root = open_store(path)
     while True:
-        place = folders.newest(store, root, step)
+        place = folders.find_newest(store, root, step)
         if place is None:
             return None
         # Extend the path of the caller: the path inside the store has no protocol.
@@ -320,7 +324,7 @@ def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
                 CheckedFile(store, join(checkpoint.folder, record.name), record)
             return found
         except CheckpointError:
-            if folders.newest(store, root, step) == place:
+            if folders.find_newest(store, root, step) == place:
                 raise
 
 
@@ -332,11 +336,16 @@ class RankFile(CheckedFile):
     """
 
     def __init__(
-        self, store: Store, folder: str, whole: Manifest, rank: int, cache: ChunkCache | None = None
+        self,
+        store: Store,
+        folder: str,
+        manifest: Manifest,
+        rank: int,
+        cache: ChunkCache | None = None,
     ):
-        path = join(folder, file_name(rank, whole.world_size))
-        super().__init__(store, path, whole.files[rank], cache)
-        identity = whole.identity(rank)
+        path = join(folder, file_name(rank, manifest.world_size))
+        super().__init__(store, path, manifest.files[rank], cache)
+        identity = manifest.identity(rank)
         for key, expected in identity.items():
             found = self.container.metadata.get(key)
             if found != expected:
@@ -344,18 +353,18 @@ class RankFile(CheckedFile):
                     f"{self.path}: its header has {key} {found!r:.60}, but the manifest in the "
                     f"same folder has {key} {expected!r}. The file belongs to another save."
                 )
-        self.begins: dict[str, int] = self._read_begins(whole)
+        self.begins: dict[str, int] = self._read_begins(manifest)
         for key, entry in self.container.entries.items():
             kind, _, rest = key.partition("/")
             if kind == "parameter":
-                tensor = whole.parameters.get(rest)
+                tensor = manifest.parameters.get(rest)
                 self._require(key, entry, tensor, None if tensor is None else tensor.dtype)
             elif kind == "state":
                 state, _, name = rest.partition("/")
-                dtype = self._dtype(whole, name, state)
-                self._require(key, entry, whole.parameters.get(name), dtype)
+                dtype = self._dtype(manifest, name, state)
+                self._require(key, entry, manifest.parameters.get(name), dtype)
             elif kind == "buffer":
-                self._require_buffer(key, entry, whole.buffers.get(rest))
+                self._require_buffer(key, entry, manifest.buffers.get(rest))
             elif kind != "rank":
                 raise InvalidMetadataError(
                     f"{self.path}: has {key!r:.120}, expected parameter/, state/, buffer/ or rank/"
@@ -370,20 +379,20 @@ class RankFile(CheckedFile):
         entry = self.container.entries.get(parameter_key(name))
         return 0 if entry is None else entry.numel
 
-    def _read_begins(self, whole: Manifest) -> dict[str, int]:
+    def _read_begins(self, manifest: Manifest) -> dict[str, int]:
         begins = read_json(self.container.metadata.get("begins", "").encode(), self.path)
         if not isinstance(begins, dict) or not all(
-            type(n) is int and n >= 0 and name in whole.parameters for name, n in begins.items()
+            type(n) is int and n >= 0 and name in manifest.parameters for name, n in begins.items()
         ):
             raise InvalidMetadataError(
                 f"{self.path}: its header has no valid 'begins', the first element of each piece"
             )
         return begins
 
-    def _dtype(self, whole: Manifest, name: str, state: str) -> str | None:
-        if whole.optimizer is None or name not in whole.optimizer.state:
+    def _dtype(self, manifest: Manifest, name: str, state: str) -> str | None:
+        if manifest.optimizer is None or name not in manifest.optimizer.state:
             return None
-        return whole.optimizer.state[name].sharded.get(state)
+        return manifest.optimizer.state[name].sharded.get(state)
 
     def _require(self, key: str, entry: Entry, tensor: Tensor | None, dtype: str | None) -> None:
         if tensor is None or dtype is None:

@@ -49,10 +49,10 @@ class RemoteStore:
             # No cache of listings, because other ranks write too.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError, TypeError) as error:
-            raise ValueError(f"{label} {_shown(url)!r} cannot be opened: {error}") from error
+            raise ValueError(f"{label} {_redact(url)!r} cannot be opened: {error}") from error
         except Exception as error:  # from the client library: no credentials, no network
             raise UnreadableFileError(
-                f"{_shown(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"
+                f"{_redact(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"
             ) from error
         return cls(files, url.partition("://")[0]), path
 
@@ -63,7 +63,7 @@ class RemoteStore:
             return RemoteOutput(self, path, self.files.open(path, "wb"))
 
     def size(self, path: str) -> int:
-        def ask() -> int:
+        def query() -> int:
             self.files.invalidate_cache()
             about = self.files.info(path)
             if about["type"] != "file":
@@ -72,13 +72,13 @@ class RemoteStore:
                 raise TypeError(f"the store reports a size of {about['size']!r:.40}")
             return int(about["size"])
 
-        return self._asked(path, ask)
+        return self._call_store(path, query)
 
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
         if not out:
             return
         end = begin + len(out)
-        data = self._asked(path, lambda: self._bytes(path, begin, end), len(out) / _SLOWEST)
+        data = self._call_store(path, lambda: self._bytes(path, begin, end), len(out) / _SLOWEST)
         if len(data) > len(out):
             raise UnreadableFileError(
                 f"{self.url(path)}: the store sent {len(data)} bytes, but {len(out)} were "
@@ -98,30 +98,30 @@ class RemoteStore:
         return bytes(data)
 
     def list(self, path: str) -> list[str]:
-        def ask() -> list[str]:
+        def query() -> list[str]:
             self.files.invalidate_cache()
             found = self.files.ls(path, detail=False)
             # Use only the last part: a path outside this folder becomes a name inside it.
             return [name.rstrip("/").rpartition("/")[2] for name in found]
 
         try:
-            return self._asked(path, ask)
+            return self._call_store(path, query)
         except CheckpointNotFoundError:
             return []
 
     def is_folder(self, path: str) -> bool:
-        def ask() -> bool:
+        def query() -> bool:
             self.files.invalidate_cache()
             return bool(self.files.isdir(path))
 
-        return self._asked(path, ask)
+        return self._call_store(path, query)
 
-    def _asked(self, path: str, ask: Callable[[], T], more: float = 0.0) -> T:
-        """Calls ``ask()`` with a time limit, because a store may hang. Errors name the file."""
+    def _call_store(self, path: str, query: Callable[[], T], more: float = 0.0) -> T:
+        """Calls ``query()`` with a time limit, because a store may hang. Errors name the file."""
         with _reading(path, self):
             seconds = _seconds() + more
             try:
-                return _within(seconds, ask)
+                return _call_with_timeout(seconds, query)
             except TimeoutError as error:
                 raise TimeoutError(f"{error} ({_SECONDS_VARIABLE} sets another limit)") from error
 
@@ -149,14 +149,14 @@ class RemoteStore:
     def sync_folder(self, path: str) -> None:
         """Does nothing: objects are durable when they appear."""
 
-    def hold(self, path: str) -> object:
+    def hold_lock(self, path: str) -> object:
         """Does nothing: object stores have no locks."""
 
-    def is_held(self, path: str) -> bool:
+    def is_locked(self, path: str) -> bool:
         return False
 
     def url(self, path: str) -> str:
-        return _shown(f"{self.protocol}://{path.lstrip('/')}")
+        return _redact(f"{self.protocol}://{path.lstrip('/')}")
 
 
 class RemoteOutput:
@@ -206,7 +206,7 @@ def _raise(kind: type, path: str, store: RemoteStore, what: str, error: Exceptio
 
 
 def _reason(error: Exception) -> str:
-    return _shown(first_line(error))[:200]
+    return _redact(first_line(error))[:200]
 
 
 def _seconds() -> float:
@@ -220,12 +220,12 @@ def _seconds() -> float:
     return seconds
 
 
-def _shown(text: str) -> str:
+def _redact(text: str) -> str:
     """Removes users, passwords and queries of URLs from ``text``: they may have secrets."""
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
+def _call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
     """Calls ``call()`` in a separate thread, and waits at most ``seconds`` for its result.
 
     Raises:

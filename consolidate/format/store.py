@@ -64,14 +64,14 @@ class Store(Protocol):
     def sync_folder(self, path: str) -> None:
         """Makes the names in a folder durable."""
 
-    def hold(self, path: str) -> object:
+    def hold_lock(self, path: str) -> object:
         """Locks a folder as long as the returned object and this process exist.
 
         Does nothing in a store without locks.
         """
 
-    def is_held(self, path: str) -> bool:
-        """Whether a running save has locked a folder with :meth:`hold`."""
+    def is_locked(self, path: str) -> bool:
+        """Whether a running save has locked a folder with :meth:`hold_lock`."""
 
 
 def read(store: Store, path: str, begin: int, end: int) -> bytes:
@@ -87,7 +87,7 @@ def read(store: Store, path: str, begin: int, end: int) -> bytes:
     return bytes(data)
 
 
-def holds(store: Store, path: str, data: bytes) -> bool:
+def content_equals(store: Store, path: str, data: bytes) -> bool:
     """Whether the content of a file is exactly ``data``."""
     return store.size(path) == len(data) and read(store, path, 0, len(data)) == data
 

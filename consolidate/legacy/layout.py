@@ -53,7 +53,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class ShardedParameter:
+class LegacyParameter:
     """One tensor that every rank stores a part of.
 
     layout ``"flat"``: each rank stores a 1-D chunk; joined, the first `numel` elements are the
@@ -111,7 +111,7 @@ class RankLayout:
 
     world_size: int
     rank: int
-    parameters: Mapping[str, ShardedParameter]
+    parameters: Mapping[str, LegacyParameter]
     buffers: Mapping[str, Buffer]
     aliases: Mapping[str, str]
 
@@ -201,11 +201,11 @@ def read_native(found: Fields, state_dict: Mapping[str, Any], label: str) -> Ran
             aliases[key] = tied_to
         else:
             buffers[key] = Buffer(key, _read_native_dtype(dtypes, key) if key in dtypes else None)
-    world_size, rank = found.whole("world_size", 1), found.whole("rank")
+    world_size, rank = found.integer("world_size", 1), found.integer("rank")
     return RankLayout(world_size, rank, parameters, buffers, aliases).validate(label)
 
 
-def _same_flat_parameter(key: str, parameters: Mapping[str, ShardedParameter]) -> str | None:
+def _same_flat_parameter(key: str, parameters: Mapping[str, LegacyParameter]) -> str | None:
     """Key of the flat parameter that is the same as `key`, because its module has two names.
 
     Example: ``b.flat_param_0`` is ``a.flat_param_0`` if each of its members has a name in ``b.``.
@@ -220,12 +220,12 @@ def _same_flat_parameter(key: str, parameters: Mapping[str, ShardedParameter]) -
     return None
 
 
-def _read_native_parameter(found: Fields) -> ShardedParameter:
+def _read_native_parameter(found: Fields) -> LegacyParameter:
     members = tuple(
-        Member(each.names("names"), each.shape("shape"), each.whole("offset"))
+        Member(each.names("names"), each.shape("shape"), each.integer("offset"))
         for each in found.objects("members")
     )
-    return ShardedParameter(found.text("layout"), found.whole("numel"), members)
+    return LegacyParameter(found.text("layout"), found.integer("numel"), members)
 
 
 def _read_native_dtype(found: Fields, key: str) -> torch.dtype:
@@ -292,13 +292,13 @@ def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Ran
         name = _clean_name(key)
         dtype = _read_intree_dtype(cast.child(described[name])) if name in described else None
         buffers[key] = Buffer(name, dtype)
-    world_size, rank = found.whole("world_size", 1), found.whole("rank")
+    world_size, rank = found.integer("world_size", 1), found.integer("rank")
     return RankLayout(world_size, rank, parameters, buffers, aliases={}).validate(label)
 
 
 def _read_intree_parameter(
     module: str, info: Fields, flattened: Fields, shard: torch.Tensor
-) -> ShardedParameter:
+) -> LegacyParameter:
     name, shape = info.text("_orig_name"), info.shape("_orig_size")
     # A flat parameter belongs to the wrapper, and a parameter of the model has one more prefix. So
     # a parameter that the model itself calls flat_param_0 is not confused with a flat parameter.
@@ -309,7 +309,7 @@ def _read_intree_parameter(
     else:
         members = (Member((_clean_name(name),), shape, 0),)
     by_rows = shard.dim() > 1
-    return ShardedParameter(DIM0 if by_rows else FLAT, math.prod(shape), members)
+    return LegacyParameter(DIM0 if by_rows else FLAT, math.prod(shape), members)
 
 
 def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
@@ -328,10 +328,10 @@ def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
         each = Fields(dict(zip(("name", "shape", "numel"), row, strict=True)), flattened.label)
         full = _clean_name(_join(owner, each.text("name")))
         member = Member((full,), each.shape("shape"), offset)
-        if member.numel != each.whole("numel"):
+        if member.numel != each.integer("numel"):
             each.fail(
                 f"{full!r} of shape {member.shape} has {member.numel} elements, but its numel is "
-                f"{each.whole('numel')}"
+                f"{each.integer('numel')}"
             )
         members.append(member)
         offset += member.numel

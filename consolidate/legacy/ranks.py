@@ -20,7 +20,7 @@ from ..errors import (
     WorldSizeError,
 )
 from ..format.fields import Fields
-from .layout import FLAT, RankLayout, ShardedParameter, read_intree, read_native
+from .layout import FLAT, LegacyParameter, RankLayout, read_intree, read_native
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _signature(value: Any) -> str:
     return type(value).__name__
 
 
-def _check_shard(key: str, parameter: ShardedParameter, rank: Rank) -> None:
+def _check_shard(key: str, parameter: LegacyParameter, rank: Rank) -> None:
     """Check the shape of one shard, and that the shards of all ranks cover the parameter."""
     shard, world_size = rank.state_dict[key], rank.layout.world_size
     shape = (parameter.numel,) if parameter.layout == FLAT else parameter.members[0].shape

@@ -184,10 +184,10 @@ class LegacySource:
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """A copy of the full (unsharded) model. All names of a tied weight share one tensor."""
-        full = {name: self._whole(name) for name in dict.fromkeys(n for _, n in self.order)}
+        full = {name: self._read_full(name) for name in dict.fromkeys(n for _, n in self.order)}
         return OrderedDict((name, full[first]) for name, first in self.order)
 
-    def _whole(self, name: str) -> Any:
+    def _read_full(self, name: str) -> Any:
         first = self.ranks[0]
         if name in self._places:
             place = self._places[name]

@@ -22,17 +22,17 @@ from ..format.fields import Fields
 from ..format.manifest import Manifest, buffer_key, file_name, parameter_key, state_key
 from ..format.rank_file import CheckedFile, FileRecord, widest_first, write_pieces
 from ..format.reader import ShardedCheckpoint
-from ..format.store import holds, read
+from ..format.store import content_equals, read
 from ..format.strict import read_json, write_json
 from ..source import Source
 from .disk import Disk
-from .plan import RECORD
 from .pump import pump
 from .run import Progress, Result, open_source, silent
 from .sharded import ShardedSource
 from .stage import Stage
-from .target import beside
-from .tensors import Stored, all_of, part, pieces
+from .target import default_path
+from .tensors import ResultTensor, all_of, part, pieces
+from .write_plan import RECORD
 
 LANES = 128
 _DONE = "progress.json"
@@ -71,19 +71,19 @@ def reshard_checkpoint(
     origin = source.origin
     say(f"found {origin.world_size} ranks in {source.label}")
     prefix = os.fspath(path).rstrip("/")
-    target = os.fspath(save_path).rstrip("/") or beside(prefix, f"_of_{world_size}")
+    target = os.fspath(save_path).rstrip("/") or default_path(prefix, f"_of_{world_size}")
     about = {"save_id": origin.save_id, "reshard": world_size, "tied": dict(tied or {})}
     identity = digest(write_json(about))
-    whole = _describe(source, world_size, identity)
+    new_manifest = _describe(source, world_size, identity)
     stage = Stage(disk, target, identity)
     listed = [file_name(rank, world_size) for rank in range(world_size)] + [manifest.NAME]
     record = write_json({**about, "files": listed}) + b"\n"
 
     def is_there() -> bool:
-        return _is_there(target, whole, record, disk, progress)
+        return _is_there(target, new_manifest, record, disk, progress)
 
     def build() -> int:
-        written, kept = _write(source, whole, stage, progress)
+        written, kept = _write(source, new_manifest, stage, progress)
         stage.write_text(RECORD, record)
         disk.remove(stage.path(_DONE))
         stage.write_text(manifest.NAME, manifest.dump_manifest(written))
@@ -106,7 +106,7 @@ def _describe(source: Source, world_size: int, identity: str) -> Manifest:
     """The manifest of the result, without file records."""
     if isinstance(source, ShardedSource):
         return replace(
-            source.manifest, save_id=identity, world_size=world_size, files=(), spans=None
+            source.manifest, save_id=identity, world_size=world_size, files=(), sharding_rules=None
         )
     extra_state = values.encode(dict(source.extra_state), f"{source.label}: extra state")
     return Manifest(
@@ -121,12 +121,12 @@ def _describe(source: Source, world_size: int, identity: str) -> Manifest:
 
 
 def _tensors(
-    source: Source, whole: Manifest, rank: int, begins: dict[str, int]
-) -> Iterator[Stored]:
+    source: Source, new_manifest: Manifest, rank: int, begins: dict[str, int]
+) -> Iterator[ResultTensor]:
     """The tensors of one rank's file. Adds the first element of each parameter to ``begins``."""
-    state = whole.optimizer.state if whole.optimizer is not None else {}
-    for name, tensor in whole.parameters.items():
-        count = -(-tensor.numel // (whole.world_size * LANES)) * LANES
+    state = new_manifest.optimizer.state if new_manifest.optimizer is not None else {}
+    for name, tensor in new_manifest.parameters.items():
+        count = -(-tensor.numel // (new_manifest.world_size * LANES)) * LANES
         begin, end = (min(n * count, tensor.numel) for n in (rank, rank + 1))
         if begin == end:
             continue
@@ -137,39 +137,39 @@ def _tensors(
             for key, dtype in state[name].sharded.items():
                 take = partial(source.read_state, key, name)
                 yield part(state_key(key, name), DTYPES[dtype], begin, end, take)
-    for name, tensor in whole.buffers.items():
+    for name, tensor in new_manifest.buffers.items():
         take = partial(source.read_buffer, name, rank)
         yield all_of(buffer_key(name), DTYPES[tensor.dtype], tensor.shape, take)
 
 
 def _write(
-    source: Source, whole: Manifest, stage: Stage, progress: Callable[[str, int], Progress]
+    source: Source, new_manifest: Manifest, stage: Stage, progress: Callable[[str, int], Progress]
 ) -> tuple[Manifest, int]:
     """Writes the rank files into the stage.
 
     Returns the complete manifest, and the number of files that an earlier run had finished.
     """
-    records = _kept(stage, whole)
+    records = _read_finished_records(stage, new_manifest)
     stage.keep_only([_DONE, *(record.name for record in records)])
     kept = len(records)
     stage.finished.update(record.name for record in records)
-    total = _bytes(whole) - sum(record.size for record in records)
+    total = _bytes(new_manifest) - sum(record.size for record in records)
     stage.require_space(total)
     with progress("write", total) as bar:
-        for rank in range(kept, whole.world_size):
+        for rank in range(kept, new_manifest.world_size):
             begins: dict[str, int] = {}
-            tensors = list(_tensors(source, whole, rank, begins))
-            metadata = {**whole.identity(rank), "begins": write_json(begins).decode()}
-            with stage.writing(file_name(rank, whole.world_size)) as path:
+            tensors = list(_tensors(source, new_manifest, rank, begins))
+            metadata = {**new_manifest.identity(rank), "begins": write_json(begins).decode()}
+            with stage.writing(file_name(rank, new_manifest.world_size)) as path:
                 records.append(_write_file(stage.disk, path, tensors, metadata, bar))
             stage.write_text(_DONE, write_json({"files": manifest.dump_files(records)}))
-    return replace(whole, files=tuple(records)), kept
+    return replace(new_manifest, files=tuple(records)), kept
 
 
 def _write_file(
     disk: Disk,
     path: str,
-    tensors: Iterable[Stored],
+    tensors: Iterable[ResultTensor],
     metadata: Mapping[str, str],
     progress: Callable[[int], None],
 ) -> FileRecord:
@@ -186,23 +186,23 @@ def _write_file(
     return write_pieces(disk, path, [tensor.described for tensor in tensors], metadata, feed)
 
 
-def _bytes(whole: Manifest) -> int:
+def _bytes(new_manifest: Manifest) -> int:
     """Approximate size in bytes of all files."""
-    state = whole.optimizer.state if whole.optimizer is not None else {}
+    state = new_manifest.optimizer.state if new_manifest.optimizer is not None else {}
     size = 0
-    for name, tensor in whole.parameters.items():
+    for name, tensor in new_manifest.parameters.items():
         dtypes = [tensor.dtype, *(state[name].sharded.values() if name in state else ())]
         size += tensor.numel * sum(DTYPES[dtype].itemsize for dtype in dtypes)
-    buffers = [t.numel * DTYPES[t.dtype].itemsize for t in whole.buffers.values()]
-    return size + whole.world_size * sum(buffers)
+    buffers = [t.numel * DTYPES[t.dtype].itemsize for t in new_manifest.buffers.values()]
+    return size + new_manifest.world_size * sum(buffers)
 
 
-def _kept(stage: Stage, whole: Manifest) -> list[FileRecord]:
+def _read_finished_records(stage: Stage, new_manifest: Manifest) -> list[FileRecord]:
     """The records of the first files, which an earlier run finished, after a check of all bytes."""
     path, records = stage.path(_DONE), list[FileRecord]()
     try:
         described = read_json(read(stage.disk, path, 0, stage.disk.size(path)), path)
-        for record in manifest.load_files(Fields(described, path), whole.world_size):
+        for record in manifest.load_files(Fields(described, path), new_manifest.world_size):
             CheckedFile(stage.disk, stage.path(record.name), record).verify()
             records.append(record)
     except CheckpointError:
@@ -212,7 +212,7 @@ def _kept(stage: Stage, whole: Manifest) -> list[FileRecord]:
 
 def _is_there(
     target: str,
-    whole: Manifest,
+    new_manifest: Manifest,
     record: bytes,
     disk: Disk,
     progress: Callable[[str, int], Progress],
@@ -221,12 +221,12 @@ def _is_there(
     if not os.path.lexists(target):
         return False
     try:
-        if not holds(disk, os.path.join(target, RECORD), record):
+        if not content_equals(disk, os.path.join(target, RECORD), record):
             return False
         checkpoint = ShardedCheckpoint(target)
-        if checkpoint.folder != target or replace(checkpoint.manifest, files=()) != whole:
+        if checkpoint.folder != target or replace(checkpoint.manifest, files=()) != new_manifest:
             return False
-        if len(disk.list(target)) != whole.world_size + 2:
+        if len(disk.list(target)) != new_manifest.world_size + 2:
             return False
         with progress("check", sum(file.size for file in checkpoint.manifest.files)) as bar:
             checkpoint.verify(bar)

@@ -27,7 +27,7 @@ from ..format.container import layout
 from ..format.rank_file import widest_first
 from .disk import Disk, DiskOutput
 from .pump import pump
-from .tensors import PIECE_BYTES, Ring, Stored, pieces
+from .tensors import PIECE_BYTES, ResultTensor, Ring, pieces
 
 _ALIGNMENT = 64
 _ZIP64_BYTES = 1 << 30
@@ -40,10 +40,10 @@ _UNKNOWN = "0" * 16  # has the length of a digest
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A safetensors file to be written; see :class:`~.plan.Plan`."""
+    """A safetensors file to be written; see :class:`~.write_plan.WritePlan`."""
 
     name: str
-    tensors: tuple[Stored, ...]
+    tensors: tuple[ResultTensor, ...]
     metadata: Mapping[str, str]
 
     @property
@@ -99,8 +99,8 @@ class TorchFile:
     """A torch file to be written.
 
     Attributes:
-        content: the content, with a ``Stored`` for every tensor. If a ``Stored`` occurs under
-            several names, the file has one tensor under these names.
+        content: the content, with a ``ResultTensor`` for every tensor. If one occurs under several
+            names, the file has one tensor under these names.
         identity: identifies the save and the options.
     """
 
@@ -167,7 +167,7 @@ class TorchFile:
             _IDENTITY: self.identity.encode(),
         }
 
-    def _pickled(self) -> tuple[bytes, list[Stored]]:
+    def _pickled(self) -> tuple[bytes, list[ResultTensor]]:
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(self.content)
@@ -175,11 +175,11 @@ class TorchFile:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a ``Stored`` as torch pickles a tensor, and collects it in ``storages``."""
+    """Pickles a ``ResultTensor`` as torch pickles a tensor, and collects it in ``storages``."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
-        self.storages: list[Stored] = []
+        self.storages: list[ResultTensor] = []
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Storage):
@@ -190,7 +190,7 @@ class _Pickler(pickle.Pickler):
         # Tensors in memory: 'step', extra state, or a model. Sparse tensors consist of dense ones.
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             value = constant(value)
-        if not isinstance(value, Stored):
+        if not isinstance(value, ResultTensor):
             return NotImplemented
         dtype, key = value.dtype, str(len(self.storages))
         self.storages.append(value)
@@ -214,15 +214,15 @@ class _Storage:
     count: int
 
 
-def constant(tensor: torch.Tensor) -> Stored:
-    """Makes a ``Stored`` of a tensor in memory."""
+def constant(tensor: torch.Tensor) -> ResultTensor:
+    """Makes a ``ResultTensor`` of a tensor in memory."""
     if tensor.is_quantized:
         raise UnsupportedValueError(
             f"a quantized tensor of shape {list(tensor.shape)} cannot be written. Dequantize it."
         )
     values = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
     shape = tuple(tensor.shape)
-    return Stored("", tensor.dtype, shape, lambda begin, end, out: values[begin:end])
+    return ResultTensor("", tensor.dtype, shape, lambda begin, end, out: values[begin:end])
 
 
 def _storage_name(number: int) -> str:
@@ -241,7 +241,9 @@ def _open(archive: zipfile.ZipFile, file: _Seekable, record: str, size: int) -> 
     return archive.open(entry, "w", force_zip64=wide)
 
 
-def _pump(storage: Stored, ring: Ring, entry: IO[bytes], progress: Callable[[int], None]) -> None:
+def _pump(
+    storage: ResultTensor, ring: Ring, entry: IO[bytes], progress: Callable[[int], None]
+) -> None:
     def take(piece: memoryview) -> None:
         entry.write(piece)
         progress(len(piece))

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, OptionsError
-from ..format.store import holds, join
+from ..format.store import content_equals, join
 from ..legacy.source import open_legacy
 from ..source import Source
 from .disk import Disk
 from .options import DTYPES, Options, parse_size
-from .plan import Plan, make_plan
 from .sharded import ShardedSource, is_sharded
 from .stage import Stage
 from .target import Target, choose_target
+from .write_plan import WritePlan, make_write_plan
 
 LEGACY_SUFFIX = "*.pth"
 # Called with the number of bytes since the last call.
@@ -137,8 +137,8 @@ def consolidate_checkpoint(
         dtype=None if dtype is None else DTYPES[dtype],
         tied=dict(tied or {}),
     )
-    plan = make_plan(source, options, target.name)
-    up_to_date, kept = put(plan, target, source.inputs, disk, progress)
+    plan = make_write_plan(source, options, target.name)
+    up_to_date, kept = write_result(plan, target, source.inputs, disk, progress)
     count = len(source.parameters)
     say(f"assembled {count} parameters")
     names = [file.name for file in plan.files] + list(plan.texts)
@@ -154,8 +154,8 @@ def consolidate_checkpoint(
     )
 
 
-def put(
-    plan: Plan,
+def write_result(
+    plan: WritePlan,
     target: Target,
     inputs: list[str],
     disk: Disk,
@@ -210,7 +210,7 @@ def verify_checkpoint(
     return f"verified {source.label}: {what}, {counted}"
 
 
-def _write(plan: Plan, stage: Stage, progress: Callable[[str, int], Progress]) -> int:
+def _write(plan: WritePlan, stage: Stage, progress: Callable[[str, int], Progress]) -> int:
     """Writes all files of the plan into the stage. Returns the number of files that existed."""
     stage.keep_only(file.name for file in plan.files)
     present = set(stage.disk.list(stage.folder))
@@ -233,7 +233,7 @@ def _write(plan: Plan, stage: Stage, progress: Callable[[str, int], Progress]) -
 
 
 def _is_there(
-    plan: Plan, target: Target, disk: Disk, progress: Callable[[str, int], Progress]
+    plan: WritePlan, target: Target, disk: Disk, progress: Callable[[str, int], Progress]
 ) -> bool:
     """Whether the target already has this result. Checks every byte."""
     if not os.path.lexists(target.path):
@@ -246,7 +246,7 @@ def _is_there(
         return False
     try:
         for name, data in plan.texts.items():
-            if not holds(disk, join(target.path, name), data):
+            if not content_equals(disk, join(target.path, name), data):
                 return False
     except CheckpointError:
         return False

@@ -24,7 +24,7 @@ def is_sharded(path: str) -> bool:
     if not os.path.isdir(path):
         return False
     store, root = open_store(path)
-    return folders.has_manifest(store, root) or bool(folders.places(store, root))
+    return folders.has_manifest(store, root) or bool(folders.list_folders(store, root))
 
 
 class ShardedSource:

@@ -11,7 +11,7 @@ from ..format.store import join, read
 from ..format.strict import read_json
 from .disk import Disk
 from .options import PTH, SAFETENSORS
-from .plan import RECORD
+from .write_plan import RECORD
 
 _EXTENSIONS = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".bin": PTH}
 
@@ -49,7 +49,7 @@ def choose_target(
     extension = _EXTENSIONS.get(os.path.splitext(path)[1].lower())
     chosen = format or extension or (SAFETENSORS if sharded else PTH)
     if not path:
-        path = beside(prefix.rstrip("/") if sharded else prefix, "_consolidated")
+        path = default_path(prefix.rstrip("/") if sharded else prefix, "_consolidated")
         return Target(path if several else f"{path}.{chosen}", bool(several), chosen)
     if extension is not None:
         if extension != chosen:
@@ -67,7 +67,7 @@ def choose_target(
     return Target(path, not is_file, chosen)
 
 
-def beside(prefix: str, ending: str) -> str:
+def default_path(prefix: str, ending: str) -> str:
     """The default path of the result: ``prefix`` followed by ``ending``.
 
     Raises:

@@ -43,7 +43,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Stored:
+class ResultTensor:
     """One tensor of a file. ``origin``: its dtype in the source, None if it is not cast."""
 
     name: str
@@ -83,7 +83,7 @@ class Stored:
             yield tensor_bytes(out.detach().reshape(-1))
 
 
-def pieces(tensors: Iterable[Stored]) -> Iterator[memoryview]:
+def pieces(tensors: Iterable[ResultTensor]) -> Iterator[memoryview]:
     """The bytes of the tensors in pieces, one tensor after the other."""
     ring = Ring()
     for tensor in tensors:
@@ -103,7 +103,7 @@ def all_of(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     read: Callable[[], torch.Tensor],
-) -> Stored:
+) -> ResultTensor:
     """A tensor that is read completely, and cast if necessary: a buffer of the model."""
     kept: list[torch.Tensor] = []
 
@@ -116,13 +116,13 @@ def all_of(
             kept.clear()
         return out
 
-    return Stored(name, dtype, shape, some)
+    return ResultTensor(name, dtype, shape, some)
 
 
-def part(name: str, dtype: torch.dtype, begin: int, end: int, read: Read) -> Stored:
+def part(name: str, dtype: torch.dtype, begin: int, end: int, read: Read) -> ResultTensor:
     """The elements ``begin .. end`` of a larger tensor, as a one-dimensional tensor."""
 
     def some(low: int, high: int, out: torch.Tensor) -> torch.Tensor:
         return read(begin + low, begin + high, out)
 
-    return Stored(name, dtype, (end - begin,), some)
+    return ResultTensor(name, dtype, (end - begin,), some)

@@ -17,16 +17,16 @@ from ..consolidate.errors import CheckpointError, OtherRankError, SharedStorageE
 from ..consolidate.format.rank_file import FileRecord
 from ..consolidate.format.store import Store, join, read, write
 from ..consolidate.format.strict import read_json, write_json
-from .draft import AT_ONCE, Draft, begin
-from .meeting import Meeting, describe
-from .saving import meeting_request, records
+from .incomplete_save import MAX_CONCURRENT_REQUESTS, IncompleteSave, begin_save
+from .rank_exchange import RankExchange, describe
+from .saving import records, validate_request
 
 # Longest time, in seconds, between two checks for the files of other ranks.
 _LONGEST_WAIT = 0.5
 # Seconds after which rank 0 must see the files that the other ranks have written.
-_PATIENCE_ONCE_WRITTEN = 30.0
+_SECONDS_AFTER_WRITTEN = 30.0
 # Seconds that rank 0 waits for the other ranks' files after its main thread has ended.
-_PATIENCE_AT_EXIT = 120.0
+_SECONDS_AFTER_EXIT = 120.0
 
 
 class AsyncCheckpointer:
@@ -75,15 +75,17 @@ class AsyncCheckpointer:
         """
         with synced_device() as random:
             self.wait()
-            meeting = Meeting()
-            request = meeting_request(meeting, self.path, step, self.keep_last)
-            draft = begin(meeting, request, model, optimizer, scheduler, extra, random)
+            exchange = RankExchange()
+            request = validate_request(exchange, self.path, step, self.keep_last)
+            incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
             try:
-                contents = meeting.each("copy to the host", draft.contents.on_host)
+                contents = exchange.run_on_each_rank(
+                    "copy to the host", incomplete.contents.on_host
+                )
             except Exception:
-                draft.give_up(meeting)
+                incomplete.remove_on_failure(exchange)
                 raise
-        self._running = RunningSave(replace(draft, contents=contents), meeting)
+        self._running = RunningSave(replace(incomplete, contents=contents), exchange)
 
     def wait(self) -> str | None:
         """Waits until the running save is complete and returns the path of its checkpoint.
@@ -98,7 +100,7 @@ class AsyncCheckpointer:
         with synced_device():
             path = None if running is None else running.finish()
         if running is not None:
-            running.tidied()  # rank 0 waits here, the other ranks do not
+            running.wait_for_removal()  # rank 0 waits here, the other ranks do not
         return path
 
     def close(self) -> None:
@@ -120,19 +122,19 @@ class RunningSave:
     Its thread is not a daemon thread: a process that ends without waiting still finishes its file.
     """
 
-    def __init__(self, draft: Draft, meeting: Meeting) -> None:
-        self.draft = draft
-        self.meeting = meeting
+    def __init__(self, incomplete: IncompleteSave, exchange: RankExchange) -> None:
+        self.incomplete = incomplete
+        self.exchange = exchange
         self._error: Exception | None = None
         self._path: str | None = None
         self._written = threading.Event()
-        self._given_up = threading.Event()
+        self._cancelled = threading.Event()
         self._all_wrote = threading.Event()
         # Set when the save is complete or has failed. Rank 0 may still be removing old checkpoints.
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
-            name=f"xla_fsdp checkpoint, rank {draft.rank}",
+            name=f"xla_fsdp checkpoint, rank {incomplete.rank}",
             daemon=False,  # the default is that of the current thread, which may be a daemon
         )
         self._thread.start()
@@ -141,15 +143,15 @@ class RunningSave:
         """Waits for all ranks and returns the path; raises on every rank if one of them failed."""
         self._written.wait()
         try:
-            self.meeting.together("write its file", self._raise)
+            self.exchange.run_and_gather("write its file", self._raise)
             self._all_wrote.set()
-            self._over.wait()
-            self._path = self.meeting.first("complete the checkpoint", self._result)
+            self._finished.wait()
+            self._path = self.exchange.run_on_first_rank("complete the checkpoint", self._result)
         except Exception:
-            self._given_up.set()
+            self._cancelled.set()
             self._thread.join()
-            self.meeting.gather("stop writing", None)
-            self.draft.give_up(self.meeting)
+            self.exchange.gather_values("stop writing", None)
+            self.incomplete.remove_on_failure(self.exchange)
             raise
         return self._path
 
@@ -161,31 +163,33 @@ class RunningSave:
         if self._error is not None:
             raise self._error
 
-    def tidied(self) -> None:
+    def wait_for_removal(self) -> None:
         """Waits until the checkpoints that this one replaces are removed."""
         self._thread.join()
 
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether this rank has finished, so that :meth:`finish` does not wait for it."""
-        return self._over.is_set()
+        return self._finished.is_set()
 
     def _run(self) -> None:
         try:
             record = self._write()
-            if self.draft.rank == 0:
+            if self.incomplete.rank == 0:
                 self._path = self._complete(record)
         except Exception as error:
             self._fail(error)
         finally:
-            self._over.set()
-        if self.draft.rank == 0 and self._error is None and self._path is not None:
-            self.draft.tidy()
+            self._finished.set()
+        if self.incomplete.rank == 0 and self._error is None and self._path is not None:
+            self.incomplete.remove_old_checkpoints()
         # Frees the copies on the host.
-        self.draft = replace(self.draft, contents=replace(self.draft.contents, items=[]))
+        self.incomplete = replace(
+            self.incomplete, contents=replace(self.incomplete.contents, items=[])
+        )
 
     def _write(self) -> FileRecord:
         try:
-            record = self.draft.write()
+            record = self.incomplete.write()
             self._announce("record", asdict(record))
         except Exception as error:
             self._error = error  # set before `_written`, which other threads wait for
@@ -204,55 +208,55 @@ class RunningSave:
         """On rank 0: waits for the files of all ranks, then completes the checkpoint."""
         found: dict[int, dict[str, Any]] = {0: asdict(own)}
         wait, alone_since, wrote_since = 0.01, None, None
-        while len(found) < self.meeting.size:
-            if self._given_up.wait(wait):
+        while len(found) < self.exchange.size:
+            if self._cancelled.wait(wait):
                 return None
             wait = min(2 * wait, _LONGEST_WAIT)
             self._collect(found)
             if self._all_wrote.is_set():  # all files exist, and should become visible soon
                 wrote_since = wrote_since or time.monotonic()
-                late = time.monotonic() > wrote_since + _PATIENCE_ONCE_WRITTEN
-                if len(found) < self.meeting.size and late:
+                late = time.monotonic() > wrote_since + _SECONDS_AFTER_WRITTEN
+                if len(found) < self.exchange.size and late:
                     raise SharedStorageError(
-                        f"{self.draft.partial}: other ranks wrote files there that rank 0 does not "
-                        "see. Save to a file system or object store that all hosts share."
+                        f"{self.incomplete.partial}: other ranks wrote files there that rank 0 "
+                        "does not see. Save to a file system or object store that all hosts share."
                     )
             if not threading.main_thread().is_alive():  # `finish` will not be called any more
                 alone_since = alone_since or time.monotonic()
-                if time.monotonic() > alone_since + _PATIENCE_AT_EXIT:
+                if time.monotonic() > alone_since + _SECONDS_AFTER_EXIT:
                     raise OtherRankError(
                         "the program ended before all ranks wrote their files. Call wait() or "
                         "close() before the program ends."
                     )
         self._remove_announcements()
-        return self.draft.commit(records([found[rank] for rank in range(self.meeting.size)]))
+        return self.incomplete.commit(records([found[rank] for rank in range(self.exchange.size)]))
 
     def _collect(self, found: dict[int, dict[str, Any]]) -> None:
-        store, folder = self.draft.store, self.draft.partial
+        store, folder = self.incomplete.store, self.incomplete.partial
         names = set(store.list(folder))
-        new = [rank for rank in range(self.meeting.size) if rank not in found]
+        new = [rank for rank in range(self.exchange.size) if rank not in found]
         for rank in new:
             name = _announcement(rank, "failed")
             if name in names:
-                reason = _read_when_whole(store, join(folder, name))
+                reason = _read_when_complete(store, join(folder, name))
                 raise OtherRankError(f"rank {rank} could not write its file: {reason}")
         there = [rank for rank in new if _announcement(rank, "record") in names]
         paths = [join(folder, _announcement(rank, "record")) for rank in there]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            read_records = pool.map(lambda path: _read_when_whole(store, path), paths)
+        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
+            read_records = pool.map(lambda path: _read_when_complete(store, path), paths)
             found.update(zip(there, read_records, strict=True))
 
     def _announce(self, kind: str, value: Any) -> None:
-        if self.draft.rank == 0 or self.meeting.size == 1:
+        if self.incomplete.rank == 0 or self.exchange.size == 1:
             return
-        path = join(self.draft.partial, _announcement(self.draft.rank, kind))
-        write(self.draft.store, path, write_json([value]))
+        path = join(self.incomplete.partial, _announcement(self.incomplete.rank, kind))
+        write(self.incomplete.store, path, write_json([value]))
 
     def _remove_announcements(self) -> None:
-        store = self.draft.store
-        ranks = range(1, self.meeting.size)
-        paths = [join(self.draft.partial, _announcement(rank, "record")) for rank in ranks]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        store = self.incomplete.store
+        ranks = range(1, self.exchange.size)
+        paths = [join(self.incomplete.partial, _announcement(rank, "record")) for rank in ranks]
+        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
             list(pool.map(store.remove, paths))
 
 
@@ -260,7 +264,7 @@ def _announcement(rank: int, kind: str) -> str:
     return f"rank-{rank:05d}.{kind}"
 
 
-def _read_when_whole(store: Store, path: str) -> Any:
+def _read_when_complete(store: Store, path: str) -> Any:
     """The content of an announcement file. The file may be visible before its content is."""
     for _ in range(100):
         data = read(store, path, 0, store.size(path))

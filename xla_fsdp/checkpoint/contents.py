@@ -16,7 +16,7 @@ from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import (
     Manifest,
     Optimizer,
-    Span,
+    ShardingRule,
     Tensor,
     buffer_key,
     dump_manifest,
@@ -28,9 +28,9 @@ from ..consolidate.format.strict import write_json
 from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
-from .inventory import Held, HeldBuffer, Inventory, take_inventory
+from .inventory import Inventory, ParameterShard, ReplicatedBuffer, make_inventory
 from .optimizer_forms import LazyState
-from .optimizers import HeldState, describe_optimizer
+from .optimizers import OptimizerStateShard, describe_optimizer
 
 RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
 
@@ -76,7 +76,7 @@ class Contents:
         return replace(self, items=[_copied(item) for item in self.items])
 
 
-def take_contents(
+def list_contents(
     model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any, random: DeviceRandomState
 ) -> Contents:
     """Lists what this rank has to save. Copies only small values, and only on rank 0.
@@ -84,11 +84,11 @@ def take_contents(
     Raises:
         TypeError, ValueError, CheckpointError: something cannot be saved.
     """
-    inventory = take_inventory(model)
+    inventory = make_inventory(model)
     require_values(units_in(model), "saving was called")
     first = inventory.rank == 0
     described: Optimizer | None = None
-    states: list[HeldState] = []
+    states: list[OptimizerStateShard] = []
     if optimizer is not None:
         described, states = describe_optimizer(optimizer, inventory)
     manifest = Manifest(
@@ -96,8 +96,8 @@ def take_contents(
         step=step,
         world_size=inventory.world_size,
         parameters={
-            held.name: Tensor(held.names, dtype_name(held.dtype, held.name), held.shape)
-            for held in inventory.parameters
+            shard.name: Tensor(shard.names, dtype_name(shard.dtype, shard.name), shard.shape)
+            for shard in inventory.parameters
         },
         buffers={buffer.name: _described(buffer) for buffer in inventory.buffers},
         files=(),
@@ -110,22 +110,27 @@ def take_contents(
         }
         if first
         else None,
-        spans=_spans(inventory),
+        sharding_rules=_sharding_rules(inventory),
     )
-    begins = {held.name: held.begin for held in inventory.parameters if held.writes and held.length}
+    begins = {
+        shard.name: shard.begin for shard in inventory.parameters if shard.writes and shard.length
+    }
     return Contents(manifest, list(_items(inventory, states, random)), begins)
 
 
-def _spans(inventory: Inventory) -> dict[str, Span] | None:
+def _sharding_rules(inventory: Inventory) -> dict[str, ShardingRule] | None:
     """Which rank saves which elements of each parameter, or ``None`` if one has no such rule."""
-    spans = {}
-    for held in inventory.parameters:
-        if held.span is None:
+    sharding_rules = {}
+    for shard in inventory.parameters:
+        if shard.sharding_rule is None:
             return None
-        if held.writes:
-            assert held.span.of(inventory.rank, held.numel) == (held.begin, held.end), held.name
-        spans[held.name] = held.span
-    return spans
+        if shard.writes:
+            assert shard.sharding_rule.range_of_rank(inventory.rank, shard.numel) == (
+                shard.begin,
+                shard.end,
+            ), shard.name
+        sharding_rules[shard.name] = shard.sharding_rule
+    return sharding_rules
 
 
 def _scheduler_state(scheduler: Any) -> Any:
@@ -139,7 +144,7 @@ def _scheduler_state(scheduler: Any) -> Any:
     return values.encode(scheduler.state_dict(), "scheduler.state_dict()")
 
 
-def _described(buffer: HeldBuffer) -> Tensor:
+def _described(buffer: ReplicatedBuffer) -> Tensor:
     restore = None if buffer.restore is None else dtype_name(buffer.restore, buffer.name)
     return Tensor(buffer.names, dtype_name(buffer.tensor.dtype, buffer.name), buffer.shape, restore)
 
@@ -162,16 +167,16 @@ class _HostCopies:
 
 
 def _items(
-    inventory: Inventory, states: Iterable[HeldState], random: DeviceRandomState
+    inventory: Inventory, states: Iterable[OptimizerStateShard], random: DeviceRandomState
 ) -> Iterable[Item]:
     host = _HostCopies()
-    for held in chain.from_iterable(inventory.by_holder().values()):
-        if held.writes and held.length:
-            yield _piece(parameter_key(held.name), held.holder, held, host)
+    for shard in chain.from_iterable(inventory.by_holder().values()):
+        if shard.writes and shard.length:
+            yield _piece(parameter_key(shard.name), shard.holder, shard, host)
     for state in states:
-        for held in state.parameters:
-            if held.writes and held.length:
-                yield _piece(state_key(state.key, held.name), state.tensor, held, host)
+        for shard in state.parameters:
+            if shard.writes and shard.length:
+                yield _piece(state_key(state.key, shard.name), state.tensor, shard, host)
     for buffer in inventory.buffers:
         name = dtype_name(buffer.tensor.dtype, buffer.name)
         yield Item(buffer_key(buffer.name), name, buffer.shape, _buffer_value(buffer, host))
@@ -181,14 +186,16 @@ def _items(
     yield Item(RNG_XLA, "U8", tuple(on_device.shape), lambda: on_device)
 
 
-def _piece(key: str, tensor: torch.Tensor | LazyState, held: Held, host: _HostCopies) -> Item:
+def _piece(
+    key: str, tensor: torch.Tensor | LazyState, shard: ParameterShard, host: _HostCopies
+) -> Item:
     dtype = dtype_name(tensor.dtype, key)
     return Item(
-        key, dtype, (held.length,), lambda: host.flat(tensor)[held.at : held.at + held.length]
+        key, dtype, (shard.length,), lambda: host.flat(tensor)[shard.at : shard.at + shard.length]
     )
 
 
-def _buffer_value(buffer: HeldBuffer, host: _HostCopies) -> Callable[[], torch.Tensor]:
+def _buffer_value(buffer: ReplicatedBuffer, host: _HostCopies) -> Callable[[], torch.Tensor]:
     def value() -> torch.Tensor:
         flat = host.flat(buffer.tensor)
         if buffer.row is None:

@@ -34,18 +34,18 @@ from ..consolidate.errors import (
     UnsafeFileError,
 )
 from ..wording import first_line
-from .boxes import boxes
-from .filling import fill_model, fill_optimizer
+from .index_ranges import split_index_range
 from .inventory import Inventory
-from .matching import LoadedKeys, Match, listed, match_model
-from .meeting import Meeting
-from .optimizer_forms import into_words, state_converter_of
+from .matching import LoadedKeys, Match, format_names, match_model
+from .optimizer_forms import convert_state_to_load, state_converter_of
 from .optimizer_matching import OptimizerMatch, match_optimizer
-from .optimizer_names import named
+from .optimizer_names import convert_numbers_to_names
 from .optimizers import members_of_groups
-from .parts import agreed_inventory
-from .protocol import entries_of, offered_by_load, unread_state_dict
-from .stored import Stored
+from .parts import agree_on_inventory
+from .protocol import capture_loaded_values, entries_of, placeholder_state_dict
+from .rank_exchange import RankExchange
+from .readable_tensor import ReadableTensor
+from .value_loading import load_model_values, load_optimizer_values
 
 # Usual names of the model and the optimizer in the saved dict. torch's tutorials add "app" on top.
 _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
@@ -88,8 +88,8 @@ def from_dcp(
         ModelMismatchError: names, shapes, dtypes or parameter groups do not match.
         OtherRankError: another rank raised one of these.
     """
-    meeting = Meeting()
-    inventory = agreed_inventory(meeting, model)
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
 
     directories: list[_Directory] = []
 
@@ -103,8 +103,8 @@ def from_dcp(
         directories.append(_Directory(os.fspath(path)))
         return _model_in(directories[0], inventory, _keys(model, inventory))
 
-    offered = offered_by_load(
-        meeting, model, inventory, os.fspath(path), "open the checkpoint", opened
+    offered = capture_loaded_values(
+        exchange, model, inventory, os.fspath(path), "open the checkpoint", opened
     )
 
     def match() -> tuple[Match, OptimizerMatch | None]:
@@ -117,21 +117,21 @@ def from_dcp(
         label = f"{directory.path}: optim"
         groups = members_of_groups(inventory, optimizer)
         given = _optimizer_in(directory)
-        saved = named(given, inventory, groups, label)
+        saved = convert_numbers_to_names(given, inventory, groups, label)
         saved = replace(saved, lists_all_groups=given["lists_all_groups"])
         saver = state_converter_of(optimizer)
         if saver is not None:
-            state = into_words(saver, saved.state, inventory, label)
-            saved = replace(saved, state=state, said=True)
+            state = convert_state_to_load(saver, saved.state, inventory, label)
+            saved = replace(saved, state=state, is_converted=True)
         return matched, match_optimizer(inventory, optimizer, groups, saved, label)
 
     def fill() -> None:
-        fill_model(inventory, matched)
+        load_model_values(inventory, matched)
         if state is not None:
-            fill_optimizer(state)
+            load_optimizer_values(state)
 
-    matched, state = meeting.each("match the checkpoint", match)
-    meeting.together("load the checkpoint", fill)
+    matched, state = exchange.run_on_each_rank("match the checkpoint", match)
+    exchange.run_and_gather("load the checkpoint", fill)
     return matched.keys
 
 
@@ -140,7 +140,7 @@ def _keys(model: nn.Module, inventory: Inventory) -> list[str]:
 
     If ``state_dict()`` computes with values, these are the names of parameters and buffers.
     """
-    state = unread_state_dict(model, inventory)
+    state = placeholder_state_dict(model, inventory)
     if state is not None:
         return list(state)
     return [name for entry in entries_of(inventory) for name in entry.names]
@@ -154,7 +154,7 @@ def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str])
     if names and not fitting(prefix):
         raise ModelMismatchError(
             f"{directory.path}: has no tensor of the model, such as 'model.{names[0]}'. It has "
-            f"{listed(directory.tensors)}. Pass the directory of this model."
+            f"{format_names(directory.tensors)}. Pass the directory of this model."
         )
     # Without a prefix, the tensors of the model and of the optimizer are at the same level.
     others = _OPTIMIZER if not prefix else ()
@@ -189,7 +189,7 @@ def _optimizer_in(directory: _Directory) -> dict[str, Any]:
     if prefix is None:
         raise ModelMismatchError(
             f"{directory.path}: has no optimizer ('param_groups' under one of "
-            f"{listed(p.rstrip('.') for p in _OPTIMIZER)}). Load the model alone."
+            f"{format_names(p.rstrip('.') for p in _OPTIMIZER)}). Load the model alone."
         )
     own = [key for key in keys if key.startswith(prefix)]
     small = directory.objects_at(key for key in own if key not in directory.tensors)
@@ -227,7 +227,7 @@ def _optimizer_in(directory: _Directory) -> dict[str, Any]:
 
 
 class _Directory:
-    """A directory, with each of its tensors as a :class:`Stored`. Opening it loads a pickle.
+    """A directory, with its tensors as :class:`ReadableTensor`. Opening it loads a pickle.
 
     Raises:
         CheckpointNotFoundError: there is no metadata file.
@@ -251,7 +251,7 @@ class _Directory:
                 "that dcp.save or to_dcp wrote."
             )
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, ReadableTensor] = {}
         self.objects: list[str] = []
         for key, about in self.metadata.state_dict_metadata.items():
             if isinstance(about, BytesStorageMetadata):
@@ -277,7 +277,7 @@ class _Directory:
         values = self.objects_at(key for key in keys if key not in self.tensors)
         for key in keys:
             if key in self.tensors:
-                values[key] = self.tensors[key].whole()
+                values[key] = self.tensors[key].read_full()
         if top in values:
             return values[top]
         paths = self.metadata.planner_data or {}
@@ -290,12 +290,12 @@ class _Directory:
             inner[path[-1]] = value
         return _with_lists(found)
 
-    def _stored(self, key: str, about: TensorStorageMetadata) -> Stored:
+    def _stored(self, key: str, about: TensorStorageMetadata) -> ReadableTensor:
         shape, dtype = tuple(about.size), about.properties.dtype
 
         def read(begin: int, end: int) -> torch.Tensor:
             out = torch.empty(end - begin, dtype=dtype)
-            targets = boxes(shape, begin, end)
+            targets = split_index_range(shape, begin, end)
             views = [out[b.begin - begin : b.end - begin].view(b.sizes) for b in targets]
             wanted = [ChunkStorageMetadata(box.offsets, box.sizes) for box in targets]
             items = create_read_items_for_chunk_list(key, about, wanted)
@@ -308,7 +308,7 @@ class _Directory:
             self._guarded(repr(key), lambda: self._read(items, _Planner(views, {})))
             return out
 
-        return Stored(shape, dtype, read)
+        return ReadableTensor(shape, dtype, read)
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         self.reader.read_data(LoadPlan(items), planner).wait()

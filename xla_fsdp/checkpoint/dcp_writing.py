@@ -2,8 +2,8 @@
 
 The keys are those that ``dcp.save({"model": ..., "optim": ...})`` writes for the state dicts of
 ``torch.distributed.checkpoint.state_dict``: ``model.<name>``, ``optim.state.<name>.<key>`` and
-``optim.param_groups.<i>.<option>``. Every rank writes its elements, split into boxes. Rank 0 writes
-the metadata last. Without metadata, the directory is not a checkpoint.
+``optim.param_groups.<i>.<option>``. Every rank writes its elements, split into index ranges.
+Rank 0 writes the metadata last. Without metadata, the directory is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..collectives.random_state import synced_device
 from ..consolidate.errors import OutputError, SharedStorageError
 from ..sharding.sharded_parameter import local
-from .boxes import Box, boxes
-from .draft import eventually
 from .full_optimizer import state_kinds
-from .inventory import Held, Inventory
-from .meeting import Meeting
+from .incomplete_save import wait_until
+from .index_ranges import IndexRange, split_index_range
+from .inventory import Inventory, ParameterShard
 from .optimizer_forms import state_converter_of
 from .optimizers import local_state, members_of_groups, options
-from .parts import agreed_inventory
-from .protocol import unread_state_dict
-from .unread import UnreadTensor
+from .parts import agree_on_inventory
+from .placeholder_tensor import PlaceholderTensor
+from .protocol import placeholder_state_dict
+from .rank_exchange import RankExchange
 
 # Files that a directory has before its metadata is written.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
@@ -84,26 +84,26 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
             :func:`full_optim_state_dict`.
         OtherRankError: another rank raised one of these.
     """
-    meeting = Meeting()
-    inventory = agreed_inventory(meeting, model)
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
     contents = _DcpContents()
-    meeting.together("describe the model", lambda: _add_model(contents, model, inventory))
+    exchange.run_and_gather("describe the model", lambda: _add_model(contents, model, inventory))
     if optimizer is not None:
-        state_kinds(meeting, inventory, optimizer)
-        meeting.together(
+        state_kinds(exchange, inventory, optimizer)
+        exchange.run_and_gather(
             "describe the optimizer", lambda: _add_optimizer(contents, inventory, optimizer)
         )
-    folder = meeting.together("name the directory", lambda: _local(path))[0]
-    meeting.first(f"make {folder}", lambda: _make(folder))
-    meeting.together(f"see {folder}", lambda: _require_seen(folder))
-    results = meeting.together(
+    folder = exchange.run_and_gather("name the directory", lambda: _local(path))[0]
+    exchange.run_on_first_rank(f"make {folder}", lambda: _make(folder))
+    exchange.run_and_gather(f"see {folder}", lambda: _require_seen(folder))
+    results = exchange.run_and_gather(
         f"write to {folder}", lambda: _write_part(folder, contents, inventory)
     )
-    meeting.first(f"finish {folder}", lambda: _finish(folder, contents, results))
+    exchange.run_on_first_rank(f"finish {folder}", lambda: _finish(folder, contents, results))
 
 
 def _add_model(contents: _DcpContents, model: nn.Module, inventory: Inventory) -> None:
-    state = unread_state_dict(model, inventory)
+    state = placeholder_state_dict(model, inventory)
     if state is None:
         raise ValueError(
             "state_dict() of the model, or one of its hooks, computes with parameters. to_dcp "
@@ -113,13 +113,13 @@ def _add_model(contents: _DcpContents, model: nn.Module, inventory: Inventory) -
         )
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
-        if isinstance(value, UnreadTensor):
+        if isinstance(value, PlaceholderTensor):
             names.setdefault(value.source, []).append(name)
         else:
             contents.add(("model", name), value)
     for source, own in names.items():
-        if isinstance(source, Held):
-            contents.add_run(("model", own[0]), source, source.holder)
+        if isinstance(source, ParameterShard):
+            contents.add_shard(("model", own[0]), source, source.holder)
         else:
             contents.add(("model", own[0]), source.value())
         contents.alias("model", own)
@@ -134,18 +134,18 @@ def _add_optimizer(
             "which torch.distributed.checkpoint requires. Use save_checkpoint or "
             "full_optim_state_dict for this optimizer."
         )
-    for held in inventory.parameters:
-        for key, value in local_state(optimizer, held.holder).items():
-            path = ("optim", "state", held.name, key)
-            if isinstance(value, torch.Tensor) and value.shape == local(held.holder).shape:
-                contents.add_run(path, held, value)
+    for shard in inventory.parameters:
+        for key, value in local_state(optimizer, shard.holder).items():
+            path = ("optim", "state", shard.name, key)
+            if isinstance(value, torch.Tensor) and value.shape == local(shard.holder).shape:
+                contents.add_shard(path, shard, value)
             else:
                 contents.add(path, value)
     groups = zip(optimizer.param_groups, members_of_groups(inventory, optimizer), strict=True)
     for number, (group, members) in enumerate(groups):
         for name, value in options(group).items():
             contents.add(("optim", "param_groups", number, name), copy.deepcopy(value))
-        names = [held.name for held in members]
+        names = [shard.name for shard in members]
         contents.add(("optim", "param_groups", number, "params"), names)
 
 
@@ -172,7 +172,7 @@ def _make(folder: str) -> None:
 
 
 def _require_seen(folder: str) -> None:
-    if not eventually(lambda: os.path.isdir(folder)):
+    if not wait_until(lambda: os.path.isdir(folder)):
         raise SharedStorageError(
             f"{folder}: rank 0 made it, but this rank does not see it. Write to a file system that "
             "all hosts share."
@@ -182,18 +182,18 @@ def _require_seen(folder: str) -> None:
 def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> None:
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in contents.shapes}
     found: list[WriteResult] = []
-    for key, box, size, place in (one for each in results for one in each):
+    for key, index_range, size, place in (one for each in results for one in each):
         path = os.path.join(folder, place[0])
-        if not eventually(partial(os.path.isfile, path)):
+        if not wait_until(partial(os.path.isfile, path)):
             raise SharedStorageError(
                 f"{path}: another rank wrote it, but rank 0 does not see it. Write to a file "
                 "system that all hosts share."
             )
         info = filesystem._StorageInfo(*place)  # what FileSystemReader expects there
-        if box is None:
+        if index_range is None:
             found.append(WriteResult(MetadataIndex(key), size, info))
             continue
-        offsets, sizes = map(torch.Size, box)
+        offsets, sizes = map(torch.Size, index_range)
         for name in (key, *contents.aliases.get(key, ())):
             found.append(WriteResult(MetadataIndex(name, offsets), size, info))
         chunks[key].append(ChunkStorageMetadata(offsets, sizes))
@@ -224,9 +224,9 @@ class _DcpContents:
         aliases: for each key, other keys of the same tensor.
     """
 
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    full_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    runs: dict[str, tuple[Held, torch.Tensor]] = field(default_factory=dict)
+    shards: dict[str, tuple[ParameterShard, torch.Tensor]] = field(default_factory=dict)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     paths: dict[str, _Path] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
@@ -250,16 +250,16 @@ class _DcpContents:
             return
         key = self.key(*path)
         if isinstance(value, torch.Tensor):
-            self.whole[key] = value
+            self.full_tensors[key] = value
             self.shapes[key] = tuple(value.shape), value.dtype
         else:
             self.objects[key] = value
 
-    def add_run(self, path: _Path, held: Held, value: torch.Tensor) -> None:
+    def add_shard(self, path: _Path, shard: ParameterShard, value: torch.Tensor) -> None:
         """Adds this rank's part of a parameter, or of an optimizer state of the same shape."""
         key = self.key(*path)
-        self.runs[key] = held, value
-        self.shapes[key] = held.shape, value.dtype
+        self.shards[key] = shard, value
+        self.shapes[key] = shard.shape, value.dtype
 
 
 def _is_taken_apart(value: Any) -> bool:
@@ -284,14 +284,14 @@ class _Planner(DefaultSavePlanner):
         if inventory.rank == 0:
             for key in contents.objects:
                 yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-            for key, value in contents.whole.items():
+            for key, value in contents.full_tensors.items():
                 yield self._item(key, _all(value.shape))
-        for key, (held, _) in contents.runs.items():
-            if held.writes:
-                for box in boxes(held.shape, held.begin, held.end):
-                    yield self._item(key, box)
-            if held.numel == 0 and inventory.rank == 0:
-                yield self._item(key, _all(held.shape))
+        for key, (shard, _) in contents.shards.items():
+            if shard.writes:
+                for index_range in split_index_range(shard.shape, shard.begin, shard.end):
+                    yield self._item(key, index_range)
+            if shard.numel == 0 and inventory.rank == 0:
+                yield self._item(key, _all(shard.shape))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         key, contents = write_item.index.fqn, self.contents
@@ -299,31 +299,33 @@ class _Planner(DefaultSavePlanner):
             data = io.BytesIO()
             torch.save(contents.objects[key], data)
             return data
-        if key in contents.whole:
-            return contents.whole[key].detach().cpu()
-        held, value = contents.runs[key]
-        # Boxes of a shard are written one after the other: copy the shard from the device once.
+        if key in contents.full_tensors:
+            return contents.full_tensors[key].detach().cpu()
+        shard, value = contents.shards[key]
+        # All index ranges of a shard are written in turn: copy the shard from the device once.
         if self._last is None or self._last[0] is not value:
             self._last = value, local(value.detach()).cpu().reshape(-1)
         assert write_item.tensor_data is not None  # it is None only for BYTE_IO items
         chunk = write_item.tensor_data.chunk
-        first = held.at + _first_element(held.shape, chunk.offsets) - held.begin
+        first = shard.at + _first_element(shard.shape, chunk.offsets) - shard.begin
         if not chunk.sizes.numel():
             first = 0
         return self._last[1][first : first + chunk.sizes.numel()].view(chunk.sizes)
 
-    def _item(self, key: str, box: Box) -> WriteItem:
+    def _item(self, key: str, index_range: IndexRange) -> WriteItem:
         shape, dtype = self.contents.shapes[key]
         data = TensorWriteData(
-            ChunkStorageMetadata(box.offsets, box.sizes),
+            ChunkStorageMetadata(index_range.offsets, index_range.sizes),
             TensorProperties(dtype=dtype),
             torch.Size(shape),
         )
-        return WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data)
+        return WriteItem(
+            MetadataIndex(key, index_range.offsets), WriteItemType.SHARD, tensor_data=data
+        )
 
 
-def _all(shape: tuple[int, ...]) -> Box:
-    return Box(torch.Size([0] * len(shape)), torch.Size(shape), 0)
+def _all(shape: tuple[int, ...]) -> IndexRange:
+    return IndexRange(torch.Size([0] * len(shape)), torch.Size(shape), 0)
 
 
 def _first_element(shape: tuple[int, ...], offsets: torch.Size) -> int:
@@ -360,7 +362,7 @@ def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> li
             raise OutputError(f"{folder}: cannot be written: {error}") from error
         for result in results:
             index, where = result.index, result.storage_data
-            box = None if index.offset is None else [list(index.offset), list(sizes[index])]
+            index_range = None if index.offset is None else [list(index.offset), list(sizes[index])]
             place = [where.relative_path, where.offset, where.length]
-            written.append([index.fqn, box, result.size_in_bytes, place])
+            written.append([index.fqn, index_range, result.size_in_bytes, place])
     return written

@@ -13,23 +13,23 @@ from torch import nn
 
 from ..collectives.random_state import synced_device
 from ..sharding.sharded_parameter import local
-from .filling import fill_optimizer
 from .full_state import match_given
-from .inventory import Held, Inventory
-from .meeting import Meeting
+from .inventory import Inventory, ParameterShard
 from .optimizer_forms import (
     LazyState,
     StateConverter,
-    into_words,
-    own_words,
+    convert_state_to_load,
+    convert_state_to_save,
     state_converter_of,
-    unsharded,
+    unsharded_placeholder,
 )
 from .optimizer_matching import OptimizerMatch, OptimizerState, match_optimizer
-from .optimizer_names import named
+from .optimizer_names import convert_numbers_to_names
 from .optimizers import Groups, local_state, members_of_groups, options
-from .parts import CPU, Part, agreed_inventory, gather_members, parts_of
-from .stored import Stored
+from .parts import CPU, Part, agree_on_inventory, gather_members, parts_of
+from .rank_exchange import RankExchange
+from .readable_tensor import ReadableTensor
+from .value_loading import load_optimizer_values
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 
@@ -65,34 +65,34 @@ def full_optim_state_dict(
         MetadataMismatchError: the optimizers of two ranks have different state.
         OtherRankError: another rank raised one of these.
     """
-    meeting = Meeting()
-    inventory = agreed_inventory(meeting, model)
-    groups = state_kinds(meeting, inventory, optimizer)
-    wanted = meeting.rank == 0 or not rank0_only
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
+    groups = state_kinds(exchange, inventory, optimizer)
+    wanted = exchange.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
     found: dict[str, dict[str, Any]] = {}
     saver = state_converter_of(optimizer)
     options_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for part in parts_of(inventory):
         if saver is not None:
-            found |= _gathered_words(part, optimizer, saver, options_of.get(part.holder, {}), to)
+            found |= _gather_converted(part, optimizer, saver, options_of.get(part.holder, {}), to)
             continue
         for key, value in local_state(optimizer, part.holder).items():
             full = _gathered(part, value, to)
-            for held, each in zip(part.members, full or (), strict=full is not None):
-                found.setdefault(held.name, {})[key] = each
+            for shard, each in zip(part.members, full or (), strict=full is not None):
+                found.setdefault(shard.name, {})[key] = each
 
     def describe_groups() -> list[dict[str, Any]]:
         return [
             {key: _detached(value) for key, value in options(group).items()}
-            | {"params": [held.name for held in members]}
+            | {"params": [shard.name for shard in members]}
             for group, members in zip(optimizer.param_groups, groups, strict=True)
         ]
 
-    described = meeting.each("gather the optimizer state", describe_groups)
+    described = exchange.run_on_each_rank("gather the optimizer state", describe_groups)
     if not wanted:
         return {}
-    order = [held.name for held in inventory.parameters if held.name in found]
+    order = [shard.name for shard in inventory.parameters if shard.name in found]
     return {"state": {name: found[name] for name in order}, "param_groups": described}
 
 
@@ -124,35 +124,39 @@ def load_full_optim_state_dict(
         UnsupportedValueError: rank 0 cannot send an option or state.
         OtherRankError: another rank raised one of these.
     """
-    meeting = Meeting()
-    inventory = agreed_inventory(meeting, model)
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
     label = "optim_state_dict"
     saver = state_converter_of(optimizer)
 
     def look(given: Any) -> dict[str, Any]:
-        saved = named(given, inventory, members_of_groups(inventory, optimizer), label)
+        saved = convert_numbers_to_names(
+            given, inventory, members_of_groups(inventory, optimizer), label
+        )
         if saver is None:
             state = {name: _with_stored(own) for name, own in saved.state.items()}
         else:
-            state = into_words(saver, saved.state, inventory, label)
-        return {"state": state, "groups": saved.groups, "said": saver is not None}
+            state = convert_state_to_load(saver, saved.state, inventory, label)
+        return {"state": state, "groups": saved.groups, "is_converted": saver is not None}
 
     def match(found: dict[str, Any]) -> OptimizerMatch:
         groups, saved = members_of_groups(inventory, optimizer), OptimizerState(**found)
         return match_optimizer(inventory, optimizer, groups, saved, label)
 
-    matched = match_given(meeting, label, optim_state_dict, look, match)
-    meeting.together(f"load {label}", lambda: fill_optimizer(matched))
+    matched = match_given(exchange, label, optim_state_dict, look, match)
+    exchange.run_and_gather(f"load {label}", lambda: load_optimizer_values(matched))
 
 
 def _with_stored(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: Stored.of(value) if isinstance(value, torch.Tensor) and value.dim() else value
+        key: ReadableTensor.from_tensor(value)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else value
         for key, value in state.items()
     }
 
 
-def _gathered_words(
+def _gather_converted(
     part: Part,
     optimizer: torch.optim.Optimizer,
     saver: StateConverter,
@@ -161,61 +165,65 @@ def _gathered_words(
 ) -> dict[str, dict[str, Any]]:
     """The state of the parameters in ``part`` by name, in the form that ``saver`` uses for full
     (unsharded) parameters."""
-    own = own_words(optimizer, part.holder, list(part.members)) or []
+    own = convert_state_to_save(optimizer, part.holder, list(part.members)) or []
     saved = {
-        held: {
+        shard: {
             key: [value] if key in saver.member_state else value
-            for key, value in words.items()
+            for key, value in converted.items()
             if not isinstance(value, LazyState)
         }
-        for held, words in own
+        for shard, converted in own
     }
-    made: dict[LazyState, tuple[str, list[Held]]] = {}
-    for held, words in own:
-        for key, value in words.items():
+    made: dict[LazyState, tuple[str, list[ParameterShard]]] = {}
+    for shard, converted in own:
+        for key, value in converted.items():
             if isinstance(value, LazyState):
-                made.setdefault(value, (key, []))[1].append(held)
+                made.setdefault(value, (key, []))[1].append(shard)
     layout, holder_shape = part.layout, local(part.holder).shape
     count = holder_shape.numel() if layout is None else math.prod(layout.shard_shape)
     first = part.members[0].first
-    for value, (key, helds) in made.items():
-        shard = value.make().reshape(-1)[first : first + count]  # one of the stacked blocks
+    for value, (key, shards) in made.items():
+        values = value.make().reshape(-1)[first : first + count]  # one of the stacked blocks
         shape = holder_shape if layout is None else layout.shard_shape
-        full = gather_members(part, shard.view(shape), None if to is None else CPU)
-        for held, each in zip(part.members, full or (), strict=full is not None):
-            if held in helds:
-                saved[held][key] = each
+        full = gather_members(part, values.view(shape), None if to is None else CPU)
+        for shard, each in zip(part.members, full or (), strict=full is not None):
+            if shard in shards:
+                saved[shard][key] = each
     if to is None:
         return {}
     return {
-        held.name: {
+        shard.name: {
             key: value.to(to) if isinstance(value, torch.Tensor) else value
-            for key, value in saver.load_saved_state(unsharded(held), words, group).items()
+            for key, value in saver.load_saved_state(
+                unsharded_placeholder(shard), converted, group
+            ).items()
         }
-        for held, words in saved.items()
+        for shard, converted in saved.items()
     }
 
 
-def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
+def state_kinds(
+    exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
+) -> Groups:
     """Checks that all state can be unsharded and has the same keys and dtypes on every rank.
 
     Returns the parameters in each of the optimizer's groups. Raises the errors of
     :func:`full_optim_state_dict`.
     """
     groups: Groups = []
-    kind_of = _kind if state_converter_of(optimizer) is None else _kind_of_own
+    kind_of = _kind if state_converter_of(optimizer) is None else _kind_of_converted
 
     def look() -> list[Any]:
         groups.extend(members_of_groups(inventory, optimizer))
         return [
             # A list of pairs keeps the order of the keys, which is the order of the collectives.
-            [held.name, [[key, kind_of(held, key, value)] for key, value in state.items()]]
-            for held in inventory.parameters
-            if held.holder in optimizer.state
-            for state in [local_state(optimizer, held.holder)]
+            [shard.name, [[key, kind_of(shard, key, value)] for key, value in state.items()]]
+            for shard in inventory.parameters
+            if shard.holder in optimizer.state
+            for state in [local_state(optimizer, shard.holder)]
         ]
 
-    meeting.alike(
+    exchange.require_equal(
         "inspect the optimizer",
         look,
         "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
@@ -224,16 +232,16 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.O
     return groups
 
 
-def _kind_of_own(held: Held, key: str, value: Any) -> str:
+def _kind_of_converted(shard: ParameterShard, key: str, value: Any) -> str:
     """The same as :func:`_kind`, for an optimizer that converts its own state."""
     is_tensor = isinstance(value, torch.Tensor)
     return f"{value.dim()} {value.dtype}" if is_tensor else type(value).__name__
 
 
-def _kind(held: Held, key: str, value: Any) -> str:
+def _kind(shard: ParameterShard, key: str, value: Any) -> str:
     """Describes a state, for comparison between ranks. TypeError if it cannot be unsharded."""
     if isinstance(value, torch.Tensor):
-        if value.shape == local(held.holder).shape:
+        if value.shape == local(shard.holder).shape:
             return f"sharded {value.dtype}"
         if value.dim() == 0:
             return f"0-d {value.dtype}"
@@ -243,8 +251,8 @@ def _kind(held: Held, key: str, value: Any) -> str:
     else:
         what = f"of type {type(value).__name__}"
     raise TypeError(
-        f"optimizer state {key!r} of parameter {held.name!r} is {what}. Expected a tensor of the "
-        f"shard's shape {list(local(held.holder).shape)}, a 0-d tensor or a number. Use an "
+        f"optimizer state {key!r} of parameter {shard.name!r} is {what}. Expected a tensor of the "
+        f"shard's shape {list(local(shard.holder).shape)}, a 0-d tensor or a number. Use an "
         "optimizer of torch.optim or xla_fsdp.optim."
     )
 

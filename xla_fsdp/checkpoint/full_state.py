@@ -15,20 +15,20 @@ from ..collectives.world import World
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from ..tree import map_tensors, tensors_in
-from .filling import fill_model
-from .inventory import Held
+from .inventory import ParameterShard
 from .matching import LoadedKeys, Match, match_model
-from .meeting import Meeting
-from .parts import CPU, agreed_inventory, gather_members, parts_of
+from .parts import CPU, agree_on_inventory, gather_members, parts_of
+from .placeholder_tensor import PlaceholderTensor
 from .protocol import (
+    capture_loaded_values,
     copied_buffer,
     full_values,
-    offered_by_load,
+    placeholder_state_dict,
     state_dict_of,
-    unread_state_dict,
 )
-from .stored import describe, sent_by_first_rank
-from .unread import UnreadTensor
+from .rank_exchange import RankExchange
+from .readable_tensor import describe, sent_by_first_rank
+from .value_loading import load_model_values
 
 T = TypeVar("T")
 
@@ -75,13 +75,13 @@ def gather_state(
     names are relative to it. Parameters with other names are not gathered, unless a hook computes
     with values.
     """
-    meeting = Meeting()
-    inventory = agreed_inventory(meeting, model)
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
     require_values(units_in(model), "full_state_dict was called")
-    getting = meeting.rank == 0 or not rank0_only
+    getting = exchange.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if getting else None
     parts = parts_of(inventory)
-    number_of = {held: number for number, part in enumerate(parts) for held in part.members}
+    number_of = {shard: number for number, part in enumerate(parts) for shard in part.members}
     states: list[dict[str, Any]] = []
 
     def keep(state: Mapping[str, Any]) -> None:
@@ -91,36 +91,36 @@ def gather_state(
                 del mine[name]
         states[:] = [mine]
 
-    def call_unread() -> list[int] | None:
+    def call_with_placeholders() -> list[int] | None:
         """Calls ``state_dict()`` without values. Returns the numbers of the parts to gather, or
         ``None`` if ``state_dict()`` needs values."""
         if to is None:
             return []
-        state = unread_state_dict(model, inventory, path)
+        state = placeholder_state_dict(model, inventory, path)
         if state is None:
             return None
         keep(state)
-        sources = (one.source for one in tensors_in(states) if isinstance(one, UnreadTensor))
-        return sorted({number_of[one] for one in sources if isinstance(one, Held)})
+        sources = (one.source for one in tensors_in(states) if isinstance(one, PlaceholderTensor))
+        return sorted({number_of[one] for one in sources if isinstance(one, ParameterShard)})
 
     what = "call state_dict() of the unwrapped module"
-    needed = meeting.together(what, call_unread)
+    needed = exchange.run_and_gather(what, call_with_placeholders)
     values: dict[Any, torch.Tensor] = {}
     if None in needed:
         values = full_values(inventory, to)
-        meeting.together(
+        exchange.run_and_gather(
             what, lambda: None if to is None else keep(state_dict_of(model, values, path))
         )
     else:
         for number in sorted(set().union(*needed)):
-            part, mine = parts[number], number in needed[meeting.rank]
+            part, mine = parts[number], number in needed[exchange.rank]
             full = gather_members(part, part.holder, to if mine else None)
             values.update(zip(part.members, full or (), strict=full is not None))
             del full
 
     def resolved(tensor: torch.Tensor) -> torch.Tensor:
         assert to is not None
-        if not isinstance(tensor, UnreadTensor):
+        if not isinstance(tensor, PlaceholderTensor):
             return tensor.to(to)
         if tensor.source not in values:
             values[tensor.source] = copied_buffer(tensor.source, to)
@@ -133,7 +133,7 @@ def gather_state(
             states[0][name] = map_tensors(resolved, value)
         return states[0]
 
-    return meeting.each("gather the model state", resolve)
+    return exchange.run_on_each_rank("gather the model state", resolve)
 
 
 @synced_device()
@@ -168,25 +168,25 @@ def load_full_state_dict(
         UnsupportedValueError: rank 0 cannot send an extra state.
         OtherRankError: another rank raised one of these.
     """
-    meeting = Meeting()
-    inventory = agreed_inventory(meeting, model)
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
     label = "state_dict"
 
-    offered = offered_by_load(
-        meeting, model, inventory, label, f"match {label}", lambda: state_dict
+    offered = capture_loaded_values(
+        exchange, model, inventory, label, f"match {label}", lambda: state_dict
     )
 
     def match(found: dict[str, Any]) -> Match:
         reported = LoadedKeys(found["missing"], found["unexpected"])
         return match_model(inventory, found["values"], label, strict, reported=reported)
 
-    matched = match_given(meeting, label, offered, vars, match)
-    meeting.together(f"load {label}", lambda: fill_model(inventory, matched))
+    matched = match_given(exchange, label, offered, vars, match)
+    exchange.run_and_gather(f"load {label}", lambda: load_model_values(inventory, matched))
     return matched.keys
 
 
 def match_given(
-    meeting: Meeting,
+    exchange: RankExchange,
     label: str,
     given: Any,
     look: Callable[[Any], dict[str, Any]],
@@ -195,20 +195,20 @@ def match_given(
     """Matches ``given`` if every rank has it, or else the values that rank 0 sends.
 
     ``look`` converts ``given`` into the argument of ``match``, with tensors as
-    :class:`~.stored.Stored`. ``label`` names ``given`` in messages.
+    :class:`~.readable_tensor.ReadableTensor`. ``label`` names ``given`` in messages.
 
     Raises:
         ValueError: ``given`` is ``None`` on rank 0.
         Exception: any exception of the functions; :class:`OtherRankError` on the other ranks.
     """
-    having = meeting.gather(f"who has {label}", given is not None)
+    having = exchange.gather_values(f"who has {label}", given is not None)
     if not having[0]:
         raise ValueError(f"{label} is None on rank 0. Pass it on rank 0 or on every rank.")
     looked: dict[str, Any] = {}
     matched: list[T] = []
 
     def match_own() -> Any:
-        if meeting.rank and not all(having):
+        if exchange.rank and not all(having):
             return None
         looked.update(look(given))
         matched.append(match(looked))
@@ -217,5 +217,9 @@ def match_given(
     def match_sent() -> T:
         return match(sent_by_first_rank(World.current(), described, looked or None, label))
 
-    described = meeting.together(f"match {label}", match_own)[0]
-    return matched[0] if all(having) else meeting.each(f"match rank 0's {label}", match_sent)
+    described = exchange.run_and_gather(f"match {label}", match_own)[0]
+    return (
+        matched[0]
+        if all(having)
+        else exchange.run_on_each_rank(f"match rank 0's {label}", match_sent)
+    )

@@ -15,7 +15,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.world import World
-from ..consolidate.format.manifest import Span
+from ..consolidate.format.manifest import ShardingRule
 from ..names import dotted
 from ..sharding.layout import Layout
 from ..sharding.metadata import sharded_names
@@ -25,7 +25,7 @@ from ..sharding.unit import NamedUnits
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ParameterShard:
     """One parameter of the unsharded model, and the part of it that this rank stores.
 
     Attributes:
@@ -39,7 +39,7 @@ class Held:
         layout, member, world: how the holder is sharded, and which member of the layout this
             parameter is; ``layout`` and ``world`` are ``None`` if it is not sharded.
         first: index in the flattened ``holder`` at which its layout begins.
-        span: rule that says which rank saves which elements, ``None`` if there is no such rule.
+        sharding_rule: says which rank saves which elements, ``None`` if there is no such rule.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Held:
     member: int = 0
     first: int = 0
     world: World | None = None
-    span: Span | None = None
+    sharding_rule: ShardingRule | None = None
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class HeldBuffer:
+class ReplicatedBuffer:
     """One persistent buffer, replicated on every rank.
 
     Attributes:
@@ -115,21 +115,21 @@ class Inventory:
     ``extra_state``: the modules that implement ``get_extra_state``, by key of the state dict.
     """
 
-    parameters: tuple[Held, ...]
-    buffers: tuple[HeldBuffer, ...]
+    parameters: tuple[ParameterShard, ...]
+    buffers: tuple[ReplicatedBuffer, ...]
     extra_state: dict[str, nn.Module]
     rank: int
     world_size: int
 
-    def by_holder(self) -> dict[nn.Parameter, list[Held]]:
+    def by_holder(self) -> dict[nn.Parameter, list[ParameterShard]]:
         """The parameters in each tensor that an optimizer sees."""
-        found: dict[nn.Parameter, list[Held]] = {}
-        for held in self.parameters:
-            found.setdefault(held.holder, []).append(held)
+        found: dict[nn.Parameter, list[ParameterShard]] = {}
+        for shard in self.parameters:
+            found.setdefault(shard.holder, []).append(shard)
         return found
 
 
-def take_inventory(model: nn.Module) -> Inventory:
+def make_inventory(model: nn.Module) -> Inventory:
     """Lists the parameters, buffers and extra state of ``model`` that this rank stores.
 
     Raises:
@@ -152,19 +152,19 @@ def take_inventory(model: nn.Module) -> Inventory:
         )
     rank, size = xr.global_ordinal(), xr.world_size()
     sharded = list(_sharded(units, rank, size))
-    holders = {held.holder for held in sharded}
+    holders = {shard.holder for shard in sharded}
     # With any wrapping, names and parameters have the order of the unsharded model.
     order = {name: i for i, name in enumerate(dict.fromkeys(_all_names(model)))}
     parameters = []
-    for held in [*sharded, *_whole(model, holders, rank, size)]:
-        if held.holder.is_meta:
+    for shard in [*sharded, *_unsharded_parameters(model, holders, rank, size)]:
+        if shard.holder.is_meta:
             raise ValueError(
-                f"parameter {held.name!r} is on the meta device, so it has no values. Move it to "
+                f"parameter {shard.name!r} is on the meta device, so it has no values. Move it to "
                 "a device and initialize it first."
             )
-        names = sorted(held.names, key=lambda name: order.get(name, len(order)))
-        parameters.append(replace(held, names=tuple(names)))
-    parameters.sort(key=lambda held: order.get(held.name, len(order)))
+        names = sorted(shard.names, key=lambda name: order.get(name, len(order)))
+        parameters.append(replace(shard, names=tuple(names)))
+    parameters.sort(key=lambda shard: order.get(shard.name, len(order)))
     return Inventory(
         tuple(parameters),
         tuple(_buffers(model, units)),
@@ -174,7 +174,7 @@ def take_inventory(model: nn.Module) -> Inventory:
     )
 
 
-def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[Held]:
+def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard]:
     names = sharded_names(units)
     seen = set()
     for _, unit in units:
@@ -187,7 +187,7 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[Held]:
             for member, (begin, end, at) in enumerate(pieces):
                 if not names[tensor][member]:  # its module was removed after wrapping
                     continue
-                yield Held(
+                yield ParameterShard(
                     names=tuple(names[tensor][member]),
                     shape=tensor.layout.members[member].shape,
                     dtype=holder.dtype,
@@ -200,7 +200,9 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[Held]:
                     member=member,
                     first=first,
                     world=unit.world,
-                    span=_span(unit.world, chunk, tensor.layout.members[member].offset),
+                    sharding_rule=_sharding_rule(
+                        unit.world, chunk, tensor.layout.members[member].offset
+                    ),
                 )
 
 
@@ -217,15 +219,17 @@ def _writes(world: World, rank: int, size: int) -> bool:
     return rank in world.groups[0]
 
 
-def _span(world: World, chunk: int, offset: int) -> Span | None:
+def _sharding_rule(world: World, chunk: int, offset: int) -> ShardingRule | None:
     writers = world.groups[0]
     step = writers[1] - writers[0] if len(writers) > 1 else 1
     if step < 1 or list(writers) != list(range(writers[0], writers[-1] + 1, step)):
         return None
-    return Span(writers[0], step, max(chunk, 1), offset)
+    return ShardingRule(writers[0], step, max(chunk, 1), offset)
 
 
-def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Held]:
+def _unsharded_parameters(
+    model: nn.Module, holders: set, rank: int, size: int
+) -> Iterator[ParameterShard]:
     """Parameters that are not sharded. The ranks save them in turn."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -234,7 +238,7 @@ def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Hel
                 names.setdefault(parameter, []).append(dotted(path, name))
     for number, (parameter, own) in enumerate(names.items()):
         length = parameter.numel()
-        yield Held(
+        yield ParameterShard(
             names=tuple(dict.fromkeys(own)),
             shape=tuple(parameter.shape),
             dtype=parameter.dtype,
@@ -243,11 +247,11 @@ def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Hel
             at=0,
             holder=parameter,
             writes=number % size == rank,
-            span=Span(number % size, 1, max(length, 1), 0),
+            sharding_rule=ShardingRule(number % size, 1, max(length, 1), 0),
         )
 
 
-def _buffers(model: nn.Module, units: NamedUnits) -> Iterator[HeldBuffer]:
+def _buffers(model: nn.Module, units: NamedUnits) -> Iterator[ReplicatedBuffer]:
     casts = {
         dotted(path, name): dtype
         for path, unit in units
@@ -266,7 +270,7 @@ def _buffers(model: nn.Module, units: NamedUnits) -> Iterator[HeldBuffer]:
     for identity, (buffer, own) in found.items():
         if identity not in stacks:
             names = tuple(dict.fromkeys(own))
-            yield HeldBuffer(names, buffer, casts.get(names[0]))
+            yield ReplicatedBuffer(names, buffer, casts.get(names[0]))
             continue
         path, depth, stack = stacks[identity]
         blocks = [
@@ -275,10 +279,10 @@ def _buffers(model: nn.Module, units: NamedUnits) -> Iterator[HeldBuffer]:
         ]
         if stack.shared:
             names = tuple(name for each in blocks for name in each)
-            yield HeldBuffer(names, buffer, casts.get(names[0]))
+            yield ReplicatedBuffer(names, buffer, casts.get(names[0]))
         else:
             for row, names in enumerate(blocks):
-                yield HeldBuffer(names, buffer, casts.get(names[0]), row)
+                yield ReplicatedBuffer(names, buffer, casts.get(names[0]), row)
 
 
 def _with_extra_state(model: nn.Module, units: NamedUnits) -> dict[str, nn.Module]:

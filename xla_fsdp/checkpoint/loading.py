@@ -18,8 +18,8 @@ from ..consolidate.errors import (
 )
 from ..consolidate.format import folders
 from ..consolidate.format.reader import ShardedCheckpoint
-from .draft import eventually
-from .meeting import Meeting
+from .incomplete_save import wait_until
+from .rank_exchange import RankExchange
 from .reading import LoadedCheckpoint, Prepared, Reader, prepare
 
 
@@ -65,38 +65,40 @@ def load_checkpoint(
         ModelMismatchError: the checkpoint does not match the model or the optimizer.
         OtherRankError: another rank failed. If one rank raises, all ranks do.
     """
-    meeting = Meeting()
+    exchange = RankExchange()
     with synced_device():
-        found = meeting.first("find the checkpoint", lambda: find(path, missing_ok, step))
+        found = exchange.run_on_first_rank(
+            "find the checkpoint", lambda: find_checkpoint(path, missing_ok, step)
+        )
         if found is None:
             return None
 
         def read() -> Prepared:
-            reader = Reader(open_found(found), meeting)
+            reader = Reader(open_checkpoint(found), exchange)
             return prepare(reader, model, optimizer, scheduler, strict, restore_rng, weights)
 
-        prepared = take_effect(meeting, meeting.each("read the checkpoint", read))
+        prepared = apply_prepared(exchange, exchange.run_on_each_rank("read the checkpoint", read))
     prepared.restore_rng()
     return prepared.result
 
 
-def take_effect(meeting: Meeting, prepared: Prepared) -> Prepared:
+def apply_prepared(exchange: RankExchange, prepared: Prepared) -> Prepared:
     """Loads the prepared values on all ranks, except random states."""
     # The scheduler first: its load_state_dict is the user's code and may raise.
-    meeting.together("load the scheduler", prepared.apply_scheduler)
+    exchange.run_and_gather("load the scheduler", prepared.apply_scheduler)
     # This is also a barrier: no rank continues training before all have loaded.
-    meeting.together("load the checkpoint", prepared.apply)
+    exchange.run_and_gather("load the checkpoint", prepared.apply)
     return prepared
 
 
-def open_found(found: list[Any]) -> ShardedCheckpoint:
-    """Opens on this rank the checkpoint that rank 0 found with :func:`find`.
+def open_checkpoint(found: list[Any]) -> ShardedCheckpoint:
+    """Opens on this rank the checkpoint that rank 0 found with :func:`find_checkpoint`.
 
     Raises:
         MixedSaveError: the folder has been replaced by another save.
     """
     # Rank 0 has seen all files. The listing of this rank's host may be older.
-    checkpoint = patiently(lambda: ShardedCheckpoint(found[0]))
+    checkpoint = retry_while_missing(lambda: ShardedCheckpoint(found[0]))
     if checkpoint.manifest.save_id != found[1]:
         raise MixedSaveError(
             f"{found[0]}: another save replaced it while it was loaded. Load again when no process "
@@ -105,7 +107,7 @@ def open_found(found: list[Any]) -> ShardedCheckpoint:
     return checkpoint
 
 
-def patiently(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheckpoint:
+def retry_while_missing(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheckpoint:
     """Calls ``opened()``, and repeats it for up to 30 s while files are missing.
 
     Another rank has seen these files. Network file systems and cached listings show them later.
@@ -120,16 +122,18 @@ def patiently(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheckpoint:
             missing.append(error)
         return bool(found)
 
-    if not eventually(there):
+    if not wait_until(there):
         raise missing[-1]
     return found[0]
 
 
-def find(path: str | os.PathLike, missing_ok: bool, step: int | None) -> list[Any] | None:
+def find_checkpoint(
+    path: str | os.PathLike, missing_ok: bool, step: int | None
+) -> list[Any] | None:
     """The folder, save id and step of the checkpoint at ``path``; ``None`` if there is none."""
     text = os.fsdecode(path)
     try:
-        _, folder = folders.resolve(text, step)
+        _, folder = folders.resolve_checkpoint(text, step)
     except CheckpointNotFoundError:
         if missing_ok:
             return None

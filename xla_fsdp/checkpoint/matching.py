@@ -11,8 +11,8 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
 from ..wording import join_some
-from .inventory import Held, HeldBuffer, Inventory
-from .stored import Stored, same_bits
+from .inventory import Inventory, ParameterShard, ReplicatedBuffer
+from .readable_tensor import ReadableTensor, same_bits
 
 
 class LoadedKeys(NamedTuple):
@@ -31,8 +31,8 @@ class LoadedKeys(NamedTuple):
 class Match:
     """The stored value for each parameter, buffer and module. All of it is checked."""
 
-    parameters: dict[Held, Stored]
-    buffers: dict[HeldBuffer, Stored]
+    parameters: dict[ParameterShard, ReadableTensor]
+    buffers: dict[ReplicatedBuffer, ReadableTensor]
     extra_state: dict[nn.Module, Any]
     keys: LoadedKeys
 
@@ -49,8 +49,8 @@ def match_model(
     """Finds a tensor for every parameter and buffer of the model.
 
     Args:
-        offered: the available values by name: tensors as :class:`Stored` (the same object for all
-            names of a tied tensor), and extra state.
+        offered: the available values by name: tensors as :class:`ReadableTensor` (the same object
+            for all names of a tied tensor), and extra state.
         label: where the values come from, for messages.
         strict: every name of the model must be available, and no other. For a tied parameter, one
             of its names is enough.
@@ -71,17 +71,17 @@ def match_model(
     problems: list[str] = []
     missing: list[str] = []
     used: set[str] = set()
-    tensors = {name: each for name, each in offered.items() if isinstance(each, Stored)}
+    tensors = {name: each for name, each in offered.items() if isinstance(each, ReadableTensor)}
     remedy = "consolidate it and load_weights converts it" if same_run else "cast=True converts it"
 
     def find(
-        held: Held | HeldBuffer,
+        shard: ParameterShard | ReplicatedBuffer,
         kind: str,
         dtype: torch.dtype,
         cast: bool,
-    ) -> Stored | None:
-        found: dict[Stored, str] = {}
-        for name in held.names:
+    ) -> ReadableTensor | None:
+        found: dict[ReadableTensor, str] = {}
+        for name in shard.names:
             if name not in tensors:
                 continue
             if tensors[name].kind in (None, kind):
@@ -94,18 +94,18 @@ def match_model(
                 )
                 return None
         misfits = [
-            _misfit(name, each, held.shape, dtype, cast, remedy) for each, name in found.items()
+            _misfit(name, each, shard.shape, dtype, cast, remedy) for each, name in found.items()
         ]
         problems.extend(filter(None, misfits))
         if not any(misfits):
-            problems.extend(_untied(found, held, same_run))
+            problems.extend(_untied(found, shard, same_run))
         if not found:
-            missing.append(held.name)
+            missing.append(shard.name)
         return next(iter(found), None)
 
     parameters = {
-        held: find(held, "parameter", held.dtype, cast and not same_run)
-        for held in inventory.parameters
+        shard: find(shard, "parameter", shard.dtype, cast and not same_run)
+        for shard in inventory.parameters
     }
     buffers = {buffer: find(buffer, "buffer", buffer.dtype, cast) for buffer in inventory.buffers}
     extra: dict[nn.Module, Any] = {}
@@ -114,19 +114,19 @@ def match_model(
             missing.append(name)
             continue
         used.add(name)  # an extra state may be a tensor
-        extra[module] = tensors[name].whole() if name in tensors else offered[name]
+        extra[module] = tensors[name].read_full() if name in tensors else offered[name]
     unexpected = [name for name in offered if name not in used]
     if reported is not None:
         missing, unexpected = reported
     if strict:
-        odd = [f"lacks {listed(missing)}"] if missing else []
-        odd += [f"has {listed(unexpected)}, unknown to the model"] if unexpected else []
+        odd = [f"lacks {format_names(missing)}"] if missing else []
+        odd += [f"has {format_names(unexpected)}, unknown to the model"] if unexpected else []
         if odd and not problems:
             odd[-1] += "; strict=False takes what fits"
         problems += odd
     raise_if_any(problems, label)
     return Match(
-        {held: stored for held, stored in parameters.items() if stored is not None},
+        {shard: stored for shard, stored in parameters.items() if stored is not None},
         {buffer: stored for buffer, stored in buffers.items() if stored is not None},
         extra,
         LoadedKeys(missing, unexpected),
@@ -139,14 +139,14 @@ def raise_if_any(problems: Sequence[str], label: str) -> None:
         raise ModelMismatchError(f"{label}: {join_some(problems, 5, '; ')}")
 
 
-def listed(names: Iterable[Any]) -> str:
+def format_names(names: Iterable[Any]) -> str:
     """The first six of ``names`` and the number of the others, for messages."""
     return join_some([repr(name) for name in names], 6)
 
 
 def _misfit(
     name: str,
-    stored: Stored,
+    stored: ReadableTensor,
     shape: Sequence[int],
     dtype: torch.dtype,
     cast: bool,
@@ -161,7 +161,9 @@ def _misfit(
     return f"{name!r} is {stored.dtype}, but {dtype} in the model{more}"
 
 
-def _untied(found: Mapping[Stored, str], held: Held | HeldBuffer, same_run: bool) -> Iterable[str]:
+def _untied(
+    found: Mapping[ReadableTensor, str], shard: ParameterShard | ReplicatedBuffer, same_run: bool
+) -> Iterable[str]:
     """Problems if the tensors for one parameter have different bits.
 
     If they are in files, each rank compares only its part.
@@ -175,7 +177,7 @@ def _untied(found: Mapping[Stored, str], held: Held | HeldBuffer, same_run: bool
             yield f"{names} were saved as two parameters, but are one in the model"
         elif not first.collective:  # rank 0 has compared values that it sends
             begin, end = 0, first.numel
-            if isinstance(held, Held) and not first.here:
-                begin, end = held.begin, held.end
+            if isinstance(shard, ParameterShard) and not first.in_memory:
+                begin, end = shard.begin, shard.end
             if not same_bits(first.read(begin, end), other.read(begin, end)):
                 yield f"{names} have different values, but are one parameter in the model"

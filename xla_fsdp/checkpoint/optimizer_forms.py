@@ -17,8 +17,8 @@ from torch import nn
 from ..consolidate.errors import ModelMismatchError
 from ..optim.saved import LazyState, StateConverter, state_converter_of
 from ..sharding.sharded_parameter import on_local_parts
-from .inventory import Held, Inventory
-from .stored import Stored
+from .inventory import Inventory, ParameterShard
+from .readable_tensor import ReadableTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +28,10 @@ class MemberValues:
     values: tuple[Any, ...]
 
 
-def own_words(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, helds: list[Held]
-) -> list[tuple[Held, Mapping[str, Any]]] | None:
-    """The converted state of each of ``helds``, the parameters of the unsharded model in
+def convert_state_to_save(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, shards: list[ParameterShard]
+) -> list[tuple[ParameterShard, Mapping[str, Any]]] | None:
+    """The converted state of each of ``shards``, the parameters of the unsharded model in
     ``parameter``. ``None`` if the optimizer does not convert its state."""
     saver = state_converter_of(optimizer)
     if saver is None:
@@ -41,16 +41,16 @@ def own_words(
         return []
     with on_local_parts():
         members = saver.saved_state(parameter, state)
-    return [(held, members[number_in_holder(held)]) for held in helds]
+    return [(shard, members[number_in_holder(shard)]) for shard in shards]
 
 
-def unsharded(held: Held) -> nn.Parameter:
+def unsharded_placeholder(shard: ParameterShard) -> nn.Parameter:
     """A placeholder for the parameter of the unsharded model: it has the shape, on the CPU, and
     stores one element only."""
-    return nn.Parameter(torch.zeros((), dtype=held.dtype).expand(held.shape), requires_grad=False)
+    return nn.Parameter(torch.zeros((), dtype=shard.dtype).expand(shard.shape), requires_grad=False)
 
 
-def into_words(
+def convert_state_to_load(
     saver: StateConverter, state: Mapping[str, Mapping[str, Any]], inventory: Inventory, label: str
 ) -> dict[str, dict[str, Any]]:
     """Converts the ``state`` of an unsharded optimizer, by name. Elements are read on request.
@@ -58,15 +58,18 @@ def into_words(
     Raises:
         ModelMismatchError: the state of a parameter is not that of this kind of optimizer.
     """
-    known = {name: held for held in inventory.parameters for name in held.names}
+    known = {name: shard for shard in inventory.parameters for name in shard.names}
     found: dict[str, dict[str, Any]] = {}
     for name, own in state.items():
         if name not in known:
             found[name] = {}  # match_optimizer raises an error for unknown names
             continue
-        full = {k: v.whole() if isinstance(v, Stored) and v.shape else v for k, v in own.items()}
+        full = {
+            k: v.read_full() if isinstance(v, ReadableTensor) and v.shape else v
+            for k, v in own.items()
+        }
         try:
-            (converted,) = saver.saved_state(unsharded(known[name]), full)
+            (converted,) = saver.saved_state(unsharded_placeholder(known[name]), full)
         except ValueError as error:
             raise ModelMismatchError(
                 f"{label}: the state of {name!r} is not as this optimizer has it: {error}. Load "
@@ -79,24 +82,24 @@ def into_words(
     return found
 
 
-def _stored(made: LazyState, shape: tuple[int, ...]) -> Stored:
+def _stored(made: LazyState, shape: tuple[int, ...]) -> ReadableTensor:
     def read(begin: int, end: int) -> torch.Tensor:
         return made.make().reshape(-1)[begin:end]
 
-    return Stored(shape, made.dtype, read, here=True)
+    return ReadableTensor(shape, made.dtype, read, in_memory=True)
 
 
-def number_in_holder(held: Held) -> int:
+def number_in_holder(shard: ParameterShard) -> int:
     """The index of the parameter among those of its holder. A stack is counted block by block."""
-    if held.layout is None:
+    if shard.layout is None:
         return 0
-    block = held.first // math.prod(held.layout.shard_shape) if held.first else 0
-    return block * len(held.layout.members) + held.member
+    block = shard.first // math.prod(shard.layout.shard_shape) if shard.first else 0
+    return block * len(shard.layout.members) + shard.member
 
 
-def by_number(members: list[Held], values: Mapping[Held, Any]) -> MemberValues:
+def by_number(members: list[ParameterShard], values: Mapping[ParameterShard, Any]) -> MemberValues:
     """``values`` in the order of :func:`number_in_holder`."""
-    numbers = {number_in_holder(held): values.get(held) for held in members}
+    numbers = {number_in_holder(shard): values.get(shard) for shard in members}
     return MemberValues(tuple(numbers.get(i) for i in range(max(numbers) + 1)))
 
 
@@ -105,9 +108,9 @@ __all__ = [
     "MemberValues",
     "StateConverter",
     "by_number",
-    "into_words",
+    "convert_state_to_load",
     "number_in_holder",
-    "own_words",
+    "convert_state_to_save",
     "state_converter_of",
-    "unsharded",
+    "unsharded_placeholder",
 ]

@@ -11,11 +11,11 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
 from ..sharding.sharded_parameter import local
-from .inventory import Held, Inventory
-from .matching import listed, raise_if_any
+from .inventory import Inventory, ParameterShard
+from .matching import format_names, raise_if_any
 from .optimizer_forms import MemberValues, by_number, state_converter_of
 from .optimizers import Groups, elementwise_keys, options
-from .stored import Stored, same_bits
+from .readable_tensor import ReadableTensor, same_bits
 
 # Options that select an implementation. The optimizer's own values are kept, not the saved ones.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
@@ -41,20 +41,20 @@ class OptimizerState:
 
     Attributes:
         state: values by parameter name and key. If ``kind`` is not ``None``, each is a
-            :class:`~.stored.Stored` or a :class:`Number`; otherwise it may also be a tensor or a
-            plain value.
+            :class:`~.readable_tensor.ReadableTensor` or a :class:`Number`; otherwise it may also
+            be a tensor or a plain value.
         groups: for each parameter group, the options and the names of its parameters.
         lists_all_groups: ``False`` if options are stored by parameter. Then groups without
             parameters are not recorded.
         kind: class name of the optimizer if it was saved in a checkpoint to resume training. Then
             the groups must be the same, and options that select an implementation are loaded too.
-        said: whether the optimizer has converted ``state``, see ``optimizer_forms``.
+        is_converted: whether the optimizer has converted ``state``, see ``optimizer_forms``.
     """
 
     state: Mapping[str, Mapping[str, Any]]
     groups: list[tuple[dict[str, Any], list[str]]]
     kind: str | None = None
-    said: bool = False
+    is_converted: bool = False
     lists_all_groups: bool = True
 
 
@@ -64,7 +64,7 @@ class Elements:
 
     shape: torch.Size
     dtype: torch.dtype
-    members: Mapping[Held, Stored | None]
+    members: Mapping[ParameterShard, ReadableTensor | None]
     ready: torch.Tensor | None = None  # this rank's part, after it is read
 
 
@@ -108,14 +108,14 @@ def match_optimizer(
             f"{label}: was saved with optimizer {saved.kind}, but this optimizer is {own_kind}. "
             "Use the same class, or load without the optimizer."
         )
-    known = {name: held for own in groups for held in own for name in held.names}
+    known = {name: shard for own in groups for shard in own for name in shard.names}
     strangers = [name for name in saved.state if name not in known]
     if strangers:
         raise ModelMismatchError(
-            f"{label}: has state of {listed(strangers)}, which the optimizer does not have. Make "
-            "the optimizer with the parameters that it was saved with."
+            f"{label}: has state of {format_names(strangers)}, which the optimizer does not have. "
+            "Make the optimizer with the parameters that it was saved with."
         )
-    state: dict[Held, Mapping[str, Any]]
+    state: dict[ParameterShard, Mapping[str, Any]]
     state = {known[name]: values for name, values in saved.state.items()}
     if len(state) != len(saved.state):
         raise ModelMismatchError(
@@ -125,15 +125,18 @@ def match_optimizer(
     new_groups = _match_groups(optimizer, groups, known, saved, label)
     problems: list[str] = []
     saver = state_converter_of(optimizer)
-    words = None if saver is None else saver.member_state
+    member_state = None if saver is None else saver.member_state
     if saved.kind is None:
-        assert saved.said is (words is not None)  # the caller has converted the state
-        state = {**(_said(state) if saved.said else _told_apart(state, problems))}
+        # The caller has converted the state.
+        assert saved.is_converted is (member_state is not None)
+        state = {
+            **(_wrap_numbers(state) if saved.is_converted else _classify_values(state, problems))
+        }
     found = {}
     for holder, members in inventory.by_holder().items():
-        own = {held: state[held] for held in members if held in state}
+        own = {shard: state[shard] for shard in members if shard in state}
         if own:
-            found[holder] = _match_holder(holder, members, own, words, problems)
+            found[holder] = _match_holder(holder, members, own, member_state, problems)
     raise_if_any(problems, label)
     return OptimizerMatch(optimizer, new_groups, found)
 
@@ -141,7 +144,7 @@ def match_optimizer(
 def _match_groups(
     optimizer: torch.optim.Optimizer,
     groups: Groups,
-    known: Mapping[str, Held],
+    known: Mapping[str, ParameterShard],
     saved: OptimizerState,
     label: str,
 ) -> list[dict[str, Any] | None]:
@@ -152,12 +155,12 @@ def _match_groups(
     the result only if it was saved.
     """
     problems: list[str] = []
-    home: dict[Held, int] = {}
+    home: dict[ParameterShard, int] = {}
     for number, (_, names) in enumerate(saved.groups):
         strangers = [name for name in names if name not in known]
         if strangers:
             problems.append(
-                f"group {number} has {listed(strangers)}, which the optimizer does not have"
+                f"group {number} has {format_names(strangers)}, which the optimizer does not have"
             )
         for name in names:
             if name in known and home.setdefault(known[name], number) != number:
@@ -173,11 +176,11 @@ def _match_groups(
     same_empty = dict(zip(own_empty, empty, strict=False))
     found: list[dict[str, Any] | None] = []
     for number, (group, own) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        homeless = [held.name for held in own if held not in home]
+        homeless = [shard.name for shard in own if shard not in home]
         if homeless:
-            problems.append(f"no group of it has {listed(homeless)}")
+            problems.append(f"no group of it has {format_names(homeless)}")
             continue
-        sources = sorted({home[held] for held in own})
+        sources = sorted({home[shard] for shard in own})
         if number in same_empty:
             sources = [same_empty[number]]
         if not sources:  # its parameters were not saved (strict=False)
@@ -189,7 +192,7 @@ def _match_groups(
             if len(each) != 1 or {known[name] for name in each[0][1]} != set(own):
                 problems.append(
                     f"parameter group {number} of the optimizer ({len(own)} parameters: "
-                    f"{listed(held.name for held in own)}) is not a group of the checkpoint"
+                    f"{format_names(shard.name for shard in own)}) is not a group of the checkpoint"
                 )
         elif any(not _equal(other, new) for other, _ in each):
             problems.append(
@@ -202,7 +205,7 @@ def _match_groups(
             )
         elif lacking := sorted(optimizer.defaults.keys() - new.keys() - _LATE):
             problems.append(
-                f"its groups lack {listed(lacking)}: it is of another kind of optimizer, not "
+                f"its groups lack {format_names(lacking)}: it is of another kind of optimizer, not "
                 f"{type(optimizer).__name__}"
             )
         else:
@@ -213,93 +216,101 @@ def _match_groups(
     return found
 
 
-def _told_apart(
-    state: Mapping[Held, Mapping[str, Any]], problems: list[str]
-) -> dict[Held, dict[str, Stored | Number]]:
-    """Converts each value: elementwise state to :class:`Stored`, other values to :class:`Number`.
+def _classify_values(
+    state: Mapping[ParameterShard, Mapping[str, Any]], problems: list[str]
+) -> dict[ParameterShard, dict[str, ReadableTensor | Number]]:
+    """Converts elementwise state to :class:`ReadableTensor`, other values to :class:`Number`.
 
     Elementwise state has one element for each element of the parameter.
     """
     elementwise = elementwise_keys(
-        (key, value, held.shape) for held, own in state.items() for key, value in own.items()
+        (key, value, shard.shape) for shard, own in state.items() for key, value in own.items()
     )
-    found: dict[Held, dict[str, Stored | Number]] = {held: {} for held in state}
-    for held, own in state.items():
+    found: dict[ParameterShard, dict[str, ReadableTensor | Number]] = {shard: {} for shard in state}
+    for shard, own in state.items():
         for key, value in own.items():
-            is_tensor = isinstance(value, (torch.Tensor, Stored))
-            if is_tensor and key in elementwise and tuple(value.shape) == held.shape:
-                found[held][key] = value if isinstance(value, Stored) else Stored.of(value)
+            is_tensor = isinstance(value, (torch.Tensor, ReadableTensor))
+            if is_tensor and key in elementwise and tuple(value.shape) == shard.shape:
+                found[shard][key] = (
+                    value
+                    if isinstance(value, ReadableTensor)
+                    else ReadableTensor.from_tensor(value)
+                )
                 continue
-            if is_tensor and (key in elementwise or tuple(value.shape) not in ((), held.shape)):
+            if is_tensor and (key in elementwise or tuple(value.shape) not in ((), shard.shape)):
                 problems.append(
-                    f"{key!r} of {held.name!r} has shape {list(value.shape)}, but the parameter "
-                    f"has {list(held.shape)}"
+                    f"{key!r} of {shard.name!r} has shape {list(value.shape)}, but the parameter "
+                    f"has {list(shard.shape)}"
                 )
             # The value of this key may be None (no momentum yet), and a tensor elsewhere.
-            found[held][key] = Number(value)
+            found[shard][key] = Number(value)
     return found
 
 
-def _said(state: Mapping[Held, Mapping[str, Any]]) -> dict[Held, dict[str, Stored | Number]]:
+def _wrap_numbers(
+    state: Mapping[ParameterShard, Mapping[str, Any]],
+) -> dict[ParameterShard, dict[str, ReadableTensor | Number]]:
     """Wraps the values of converted state, except elementwise ones, as :class:`Number`."""
     return {
-        held: {k: v if isinstance(v, Stored) else Number(v) for k, v in own.items()}
-        for held, own in state.items()
+        shard: {k: v if isinstance(v, ReadableTensor) else Number(v) for k, v in own.items()}
+        for shard, own in state.items()
     }
 
 
 def _match_holder(
     holder: nn.Parameter,
-    members: list[Held],
-    own: Mapping[Held, Mapping[str, Stored | Number]],
-    words: frozenset[str] | None,
+    members: list[ParameterShard],
+    own: Mapping[ParameterShard, Mapping[str, ReadableTensor | Number]],
+    member_state: frozenset[str] | None,
     problems: list[str],
 ) -> dict[str, Elements | Number | MemberValues]:
     """The state of one holder, a tensor that the optimizer sees.
 
-    ``words``: for an optimizer that converts its state, the keys of values that differ between
-    parameters. Then parameters may also have different keys.
+    ``member_state``: for an optimizer that converts its state, the keys of values that differ
+    between parameters. Then parameters may also have different keys.
     """
     first, reference = next(iter(own.items()))
-    if words is not None:
+    if member_state is not None:
         reference = {key: value for state in own.values() for key, value in state.items()}
-    for held, state in own.items() if words is None else ():
+    for shard, state in own.items() if member_state is None else ():
         if state.keys() != reference.keys():
             problems.append(
-                f"{first.name!r} and {held.name!r} are stored as one tensor in the model, but have "
-                f"state {sorted(reference)} and {sorted(state)}"
+                f"{first.name!r} and {shard.name!r} are stored as one tensor in the model, but "
+                f"have state {sorted(reference)} and {sorted(state)}"
             )
             return {}
     found: dict[str, Elements | Number | MemberValues] = {}
     for key, one in reference.items():
-        each = {held: state[key] for held, state in own.items() if key in state}
-        stored = {held: value for held, value in each.items() if isinstance(value, Stored)}
-        numbers = {held: value for held, value in each.items() if isinstance(value, Number)}
+        each = {shard: state[key] for shard, state in own.items() if key in state}
+        stored = {
+            shard: value for shard, value in each.items() if isinstance(value, ReadableTensor)
+        }
+        numbers = {shard: value for shard, value in each.items() if isinstance(value, Number)}
         dtypes = {str(value.dtype): value.dtype for value in stored.values()}
-        if not stored and words is not None and key in words:
-            found[key] = by_number(members, {held: n.value for held, n in numbers.items()})
+        if not stored and member_state is not None and key in member_state:
+            found[key] = by_number(members, {shard: n.value for shard, n in numbers.items()})
         elif not stored:
             found[key] = one if isinstance(one, Number) else numbers[first]
             problems += [
-                f"{first.name!r} and {held.name!r} are stored as one tensor in the model, but "
+                f"{first.name!r} and {shard.name!r} are stored as one tensor in the model, but "
                 f"{key!r} differs"
-                for held, value in numbers.items()
+                for shard, value in numbers.items()
                 if not _equal(value, one)
             ]
         elif numbers:
-            held = next(iter(numbers))
+            shard = next(iter(numbers))
             problems.append(
-                f"{key!r} of {held.name!r} must be a tensor of shape {list(held.shape)}, as for "
+                f"{key!r} of {shard.name!r} must be a tensor of shape {list(shard.shape)}, as for "
                 "the other parameters of its tensor"
             )
         elif len(dtypes) > 1:
             problems.append(
-                f"{key!r} of {listed(held.name for held in each)} has the dtypes {sorted(dtypes)}, "
-                "but the model stores these parameters as one tensor"
+                f"{key!r} of {format_names(shard.name for shard in each)} has the dtypes "
+                f"{sorted(dtypes)}, but the model stores these parameters as one tensor"
             )
         else:
             dtype = next(iter(dtypes.values()))
-            parts = {held: stored.get(held) for held in members}
+            parts = {shard: stored.get(shard) for shard in members}
             found[key] = Elements(local(holder).shape, dtype, parts)
     return found
 

@@ -7,13 +7,15 @@ from typing import Any
 
 from ..consolidate.errors import ModelMismatchError
 from ..names import dotted
-from .inventory import Held, Inventory
-from .matching import listed
+from .inventory import Inventory, ParameterShard
+from .matching import format_names
 from .optimizer_matching import OptimizerState
 from .optimizers import Groups, options
 
 
-def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> OptimizerState:
+def convert_numbers_to_names(
+    saved: Any, inventory: Inventory, groups: Groups, label: str
+) -> OptimizerState:
     """Converts an optimizer's state dict to names. ``groups``: those of the optimizer to load into.
 
     Raises:
@@ -51,7 +53,7 @@ def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> Optim
     unknown = [number for number in state if number not in names]
     if unknown:
         raise ModelMismatchError(
-            f"{label}: has state of {listed(unknown)}, which no group has. Pass an unchanged "
+            f"{label}: has state of {format_names(unknown)}, which no group has. Pass an unchanged "
             "state_dict() of an optimizer."
         )
     return OptimizerState(
@@ -72,13 +74,13 @@ def _names_of_numbers(
             for group in saved_groups
             for number, name in zip(group["params"], group["param_names"], strict=True)
         }
-    place = {held: number for number, held in enumerate(inventory.parameters)}
+    place = {shard: number for number, shard in enumerate(inventory.parameters)}
     if [len(group["params"]) for group in saved_groups] == [len(own) for own in groups]:
         ordered = [sorted(own, key=place.__getitem__) for own in groups]
         for number, own in enumerate(groups):
             # The order inside flattened vectors and stacks is fixed. Only parameters that are
             # sharded separately show in which order the user put them into the group.
-            single = [place[held] for held in own if held.numel == _whole(held)]
+            single = [place[shard] for shard in own if shard.numel == _numel_of_holder(shard)]
             if single != sorted(single):
                 raise ModelMismatchError(
                     f"{label}: has numbered parameters, but those of group {number} of the "
@@ -94,12 +96,12 @@ def _names_of_numbers(
             "optimizer with the same groups, or use a state dict with names."
         )
     return {
-        number: held.name
+        number: shard.name
         for group, own in zip(saved_groups, ordered, strict=True)
-        for number, held in zip(group["params"], own, strict=True)
+        for number, shard in zip(group["params"], own, strict=True)
     }
 
 
-def _whole(held: Held) -> int:
+def _numel_of_holder(shard: ParameterShard) -> int:
     """Number of elements of all parameters that share the holder, without padding or stacking."""
-    return held.numel if held.layout is None else held.layout.numel
+    return shard.numel if shard.layout is None else shard.layout.numel

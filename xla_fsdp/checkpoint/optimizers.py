@@ -17,28 +17,28 @@ from ..consolidate.format import values
 from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import NOT_OPTIONS, Group, Optimizer, State
 from ..sharding.sharded_parameter import local
-from .inventory import Held, Inventory
-from .optimizer_forms import LazyState, own_words
+from .inventory import Inventory, ParameterShard
+from .optimizer_forms import LazyState, convert_state_to_save
 
 # For each group of the optimizer, the parameters of the unsharded model.
-Groups = list[list[Held]]
+Groups = list[list[ParameterShard]]
 
 # Keys whose state is one number for a parameter in all optimizers of torch.
 _NUMBERS = {"step", "mu", "eta", "mu_product"}
 
 
 @dataclass(frozen=True, eq=False)
-class HeldState:
+class OptimizerStateShard:
     """One tensor of optimizer state, and the parameters whose elements it belongs to."""
 
     key: str
     tensor: torch.Tensor | LazyState
-    parameters: Sequence[Held]
+    parameters: Sequence[ParameterShard]
 
 
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, inventory: Inventory
-) -> tuple[Optimizer, list[HeldState]]:
+) -> tuple[Optimizer, list[OptimizerStateShard]]:
     """Describes the optimizer for the manifest, and lists the state tensors of this rank.
 
     Raises:
@@ -55,7 +55,7 @@ def describe_optimizer(
     )
     groups = tuple(
         Group(
-            tuple(held.name for held in own),
+            tuple(shard.name for shard in own),
             {
                 name: values.encode(value, f"option {name!r} of parameter group {number}")
                 for name, value in options(group).items()
@@ -64,16 +64,16 @@ def describe_optimizer(
         for number, (group, own) in enumerate(zip(optimizer.param_groups, members, strict=True))
     )
     state: dict[str, State] = {}
-    tensors: list[HeldState] = []
-    for parameter, helds in inventory.by_holder().items():
-        words = own_words(optimizer, parameter, helds)
-        if words is not None:
-            tensors += _describe_words(words, state)
+    tensors: list[OptimizerStateShard] = []
+    for parameter, shards in inventory.by_holder().items():
+        converted = convert_state_to_save(optimizer, parameter, shards)
+        if converted is not None:
+            tensors += _describe_converted(converted, state)
             continue
         sharded: dict[str, str] = {}
         single: dict[str, Any] = {}
         for key, value in local_state(optimizer, parameter).items():
-            where = f"optimizer state {key!r} of {helds[0].name!r}"
+            where = f"optimizer state {key!r} of {shards[0].name!r}"
             if not isinstance(key, str) or not key or "/" in key:
                 raise UnsupportedValueError(
                     f"{where}: keys of state must be non-empty strings without a slash"
@@ -81,7 +81,7 @@ def describe_optimizer(
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and value.shape == local(parameter).shape and key in elementwise:
                 sharded[key] = dtype_name(value.dtype, where)
-                tensors.append(HeldState(key, value, helds))
+                tensors.append(OptimizerStateShard(key, value, shards))
             elif is_tensor and value.numel() != 1:
                 shape = list(local(parameter).shape)
                 raise UnsupportedValueError(
@@ -93,28 +93,28 @@ def describe_optimizer(
                 _refuse_tensors_in(value, where)
                 single[key] = _encode_single(value, where)
         if sharded or single:
-            for held in helds:
-                state[held.name] = State(sharded, single)
+            for shard in shards:
+                state[shard.name] = State(sharded, single)
     return Optimizer(type(optimizer).__name__, groups, state), tensors
 
 
-def _describe_words(
-    words: Sequence[tuple[Held, Mapping[str, Any]]], state: dict[str, State]
-) -> list[HeldState]:
-    """Adds the converted state ``words`` to ``state``, and returns the tensors of this rank."""
-    made: dict[LazyState, tuple[str, list[Held]]] = {}
-    for held, own in words:
+def _describe_converted(
+    converted: Sequence[tuple[ParameterShard, Mapping[str, Any]]], state: dict[str, State]
+) -> list[OptimizerStateShard]:
+    """Adds the converted state ``converted`` to ``state``, and returns the tensors of this rank."""
+    made: dict[LazyState, tuple[str, list[ParameterShard]]] = {}
+    for shard, own in converted:
         sharded: dict[str, str] = {}
         single: dict[str, Any] = {}
         for key, value in own.items():
-            where = f"optimizer state {key!r} of {held.name!r}"
+            where = f"optimizer state {key!r} of {shard.name!r}"
             if isinstance(value, LazyState):
                 sharded[key] = dtype_name(value.dtype, where)
-                made.setdefault(value, (key, []))[1].append(held)
+                made.setdefault(value, (key, []))[1].append(shard)
             else:
                 single[key] = _encode_single(value, where)
-        state[held.name] = State(sharded, single)
-    return [HeldState(key, value, helds) for value, (key, helds) in made.items()]
+        state[shard.name] = State(sharded, single)
+    return [OptimizerStateShard(key, value, shards) for value, (key, shards) in made.items()]
 
 
 def local_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) ->
                 f"the first of shape {list(local(strangers[0]).shape)}. Create "
                 "the optimizer after wrapping, from model.parameters()."
             )
-        groups.append([held for holder in group["params"] for held in by_holder[holder]])
+        groups.append([shard for holder in group["params"] for shard in by_holder[holder]])
     return groups
 
 

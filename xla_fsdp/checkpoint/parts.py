@@ -12,8 +12,8 @@ from torch import nn
 from ..collectives.world import World
 from ..sharding.layout import Layout
 from ..sharding.sharded_parameter import local
-from .inventory import Held, Inventory, take_inventory
-from .meeting import Meeting
+from .inventory import Inventory, ParameterShard, make_inventory
+from .rank_exchange import RankExchange
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ class Part:
     """The parameters that one collective gathers: those in one sharded tensor, or one unsharded."""
 
     holder: nn.Parameter
-    members: tuple[Held, ...]
+    members: tuple[ParameterShard, ...]
 
     @property
     def layout(self) -> Layout | None:
@@ -36,30 +36,30 @@ class Part:
 
 def parts_of(inventory: Inventory) -> list[Part]:
     """Groups all parameters by the tensor they are in, in the order of the unsharded model."""
-    found: dict[tuple, list[Held]] = {}
-    for held in inventory.parameters:
-        found.setdefault((held.holder, held.first), []).append(held)
+    found: dict[tuple, list[ParameterShard]] = {}
+    for shard in inventory.parameters:
+        found.setdefault((shard.holder, shard.first), []).append(shard)
     return [Part(holder, tuple(members)) for (holder, _), members in found.items()]
 
 
-def agreed_inventory(meeting: Meeting, model: nn.Module) -> Inventory:
+def agree_on_inventory(exchange: RankExchange, model: nn.Module) -> Inventory:
     """The inventory of ``model``. Raises on every rank if the models of two ranks differ.
 
     Raises:
-        TypeError, ValueError: see :func:`take_inventory`.
+        TypeError, ValueError: see :func:`make_inventory`.
         MetadataMismatchError: the models of two ranks differ.
     """
     taken: list[Inventory] = []
 
     def take() -> str:
-        taken.append(take_inventory(model))
+        taken.append(make_inventory(model))
         described: list[tuple] = [
             (h.names, h.shape, str(h.dtype), h.layout, h.first) for h in taken[0].parameters
         ]
         described += [(b.names, b.shape, str(b.tensor.dtype), b.row) for b in taken[0].buffers]
         return hashlib.sha256(repr([described, list(taken[0].extra_state)]).encode()).hexdigest()
 
-    meeting.alike(
+    exchange.require_equal(
         "inspect its model",
         take,
         "rank {rank} has another model than rank 0. Names, shapes, dtypes and wrapping of all "
@@ -85,14 +85,14 @@ def gather_members(
     if to != CPU:
         members = part.layout.split(full)
         torch_xla.sync(wait=True)
-        return [members[held.member] for held in part.members]
+        return [members[shard.member] for shard in part.members]
     # Padding is at the end in both layouts, so each member is a range of the flattened tensor.
     flat = full.cpu().view(-1)
     tensors = []
-    for held in part.members:
-        offset = part.layout.members[held.member].offset
-        piece = flat[offset : offset + held.numel].view(held.shape)
-        tensors.append(piece if held.numel == flat.numel() else piece.clone())
+    for shard in part.members:
+        offset = part.layout.members[shard.member].offset
+        piece = flat[offset : offset + shard.numel].view(shard.shape)
+        tensors.append(piece if shard.numel == flat.numel() else piece.clone())
     return tensors
 
 

@@ -1,9 +1,9 @@
 """Calls torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module.
 
 So overridden methods, hooks, and renamed or omitted keys have their usual effect. The calls use a
-tree of modules without wrappers, in which an :class:`~.unread.UnreadTensor` replaces each parameter
-and persistent buffer; therefore nothing is gathered or read. If the module computes with values,
-the call is repeated with full (unsharded) values.
+tree of modules without wrappers, in which a :class:`~.placeholder_tensor.PlaceholderTensor`
+replaces each parameter and persistent buffer; therefore nothing is gathered or read.
+If the module computes with values, the call is repeated with full (unsharded) values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
 from ..sharding.attributes import flattened_in
 from ..sharding.state import unit_of, units_in
 from ..sharding.user_checks import require_values
-from .inventory import Held, HeldBuffer, Inventory
-from .meeting import Meeting
+from .inventory import Inventory, ParameterShard, ReplicatedBuffer
 from .parts import CPU, gather_members, parts_of
-from .stored import Stored, is_dense
-from .unread import UnreadTensor, Uses, ValuesNeededError
+from .placeholder_tensor import PlaceholderTensor, Uses, ValuesNeededError
+from .rank_exchange import RankExchange
+from .readable_tensor import ReadableTensor, is_dense
 
 _HOOKS = (
     "_state_dict_pre_hooks",
@@ -38,15 +38,15 @@ _HOOKS = (
 )
 
 # A parameter or buffer, each of which has an entry in a state dict.
-Entry = Held | HeldBuffer
+Entry = ParameterShard | ReplicatedBuffer
 
 
 @dataclass(frozen=True)
-class Offered:
+class CapturedLoad:
     """The values that ``load_state_dict`` of the unwrapped module took from a state dict.
 
     Attributes:
-        values: tensors as :class:`Stored` and extra states of modules, by the names of the model.
+        values: tensors as :class:`ReadableTensor` and extra states of modules, by name.
         missing, unexpected: the names that ``load_state_dict`` reported.
     """
 
@@ -66,31 +66,31 @@ def state_dict_of(
         return root.get_submodule(path).state_dict()
 
 
-def unread_state_dict(
+def placeholder_state_dict(
     model: nn.Module, inventory: Inventory, path: str = ""
 ) -> Mapping[str, Any] | None:
-    """:func:`state_dict_of` with an :class:`UnreadTensor` for each value.
+    """:func:`state_dict_of` with a :class:`PlaceholderTensor` for each value.
 
-    The source of each is a :class:`Held` or :class:`HeldBuffer`. Returns ``None`` if the module
-    computes with values.
+    The source of each is a :class:`ParameterShard` or :class:`ReplicatedBuffer`. Returns ``None``
+    if the module computes with values.
     """
     uses = Uses()
     try:
-        state = state_dict_of(model, _unread(inventory, uses), path)
+        state = state_dict_of(model, _make_placeholders(inventory, uses), path)
     except Exception:
         if not uses.values_needed:
             raise
     return None if uses.values_needed else state
 
 
-def offered_by_load(
-    meeting: Meeting,
+def capture_loaded_values(
+    exchange: RankExchange,
     model: nn.Module,
     inventory: Inventory,
     label: str,
     doing: str,
     given: Callable[[], Mapping[str, Any] | None],
-) -> Offered | None:
+) -> CapturedLoad | None:
     """The values that ``load_state_dict`` of the unwrapped module takes from ``given()``.
 
     Call it on every rank. Parameters and persistent buffers keep their values. The module's own
@@ -100,8 +100,8 @@ def offered_by_load(
     Args:
         label: names the values in messages.
         doing: says what is done, for messages. It must be the same on every rank.
-        given: returns the state dict of this rank, with tensors or :class:`Stored`. If it returns
-            ``None``, this function returns ``None`` too.
+        given: returns the state dict of this rank, with tensors or :class:`ReadableTensor`. If it
+            returns ``None``, this function returns ``None`` too.
 
     Raises:
         ModelMismatchError: ``load_state_dict`` raised an error, such as a size mismatch.
@@ -109,39 +109,42 @@ def offered_by_load(
             the other ranks.
     """
     found: list[Mapping[str, Any] | None] = []
-    offered: list[Offered] = []
+    offered: list[CapturedLoad] = []
 
-    def try_unread() -> bool:
+    def try_with_placeholders() -> bool:
         found.append(given())
         if found[0] is None:
             return False
         uses = Uses()
         inputs = _inputs(
-            _checked(found[0], label), lambda one: UnreadTensor(one, uses, one.shape, one.dtype)
+            _checked(found[0], label),
+            lambda one: PlaceholderTensor(one, uses, one.shape, one.dtype),
         )
         try:
-            offered.append(_load(model, inventory, _unread(inventory, uses), inputs, uses, label))
+            offered.append(
+                _load(model, inventory, _make_placeholders(inventory, uses), inputs, uses, label)
+            )
         except Exception:
             if not uses.values_needed:
                 raise
         return uses.values_needed
 
-    needing = meeting.together(doing, try_unread)
+    needing = exchange.run_and_gather(doing, try_with_placeholders)
     if not any(needing):
         return offered[0] if offered else None
     require_values(
         units_in(model), f"a hook that computes with parameters, while loading {label}, was called"
     )
-    values = full_values(inventory, CPU if needing[meeting.rank] else None)
+    values = full_values(inventory, CPU if needing[exchange.rank] else None)
 
-    def load_full() -> Offered | None:
-        if not needing[meeting.rank]:
+    def load_full() -> CapturedLoad | None:
+        if not needing[exchange.rank]:
             return offered[0] if offered else None
         assert found[0] is not None
-        inputs = _inputs(found[0], Stored.whole)
+        inputs = _inputs(found[0], ReadableTensor.read_full)
         return _load(model, inventory, values, inputs, Uses(), label)
 
-    return meeting.each(doing, load_full)
+    return exchange.run_on_each_rank(doing, load_full)
 
 
 def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, torch.Tensor]:
@@ -158,16 +161,16 @@ def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, to
     return values
 
 
-def copied_buffer(buffer: HeldBuffer, to: torch.device) -> torch.Tensor:
+def copied_buffer(buffer: ReplicatedBuffer, to: torch.device) -> torch.Tensor:
     """A copy of the buffer's value on the device ``to``."""
     value = buffer.value()
     return value.clone() if to == CPU else value.to(to)
 
 
-def _unread(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Tensor]:
-    """An :class:`UnreadTensor` for each parameter and persistent buffer."""
+def _make_placeholders(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Tensor]:
+    """A :class:`PlaceholderTensor` for each parameter and persistent buffer."""
     return {
-        entry: UnreadTensor(entry, uses, entry.shape, entry.dtype)
+        entry: PlaceholderTensor(entry, uses, entry.shape, entry.dtype)
         for entry in entries_of(inventory)
     }
 
@@ -187,11 +190,11 @@ def _checked(given: Any, label: str) -> Mapping[str, Any]:
 
 
 def _inputs(
-    given: Mapping[str, Any], convert: Callable[[Stored], torch.Tensor]
+    given: Mapping[str, Any], convert: Callable[[ReadableTensor], torch.Tensor]
 ) -> Mapping[str, Any]:
     """``given`` with converted tensors, and with torch's ``_metadata`` (the module versions)."""
     inputs: Any = OrderedDict(
-        (name, convert(value) if isinstance(value, Stored) else value)
+        (name, convert(value) if isinstance(value, ReadableTensor) else value)
         for name, value in given.items()
     )
     if hasattr(given, "_metadata"):
@@ -206,7 +209,7 @@ def _load(
     given: Mapping[str, Any],
     uses: Uses,
     label: str,
-) -> Offered:
+) -> CapturedLoad:
     extra: dict[str, Any] = {}
     with _unwrapped(model, values) as root, _set_extra_state_into(extra, root):
         before = _identities(root)
@@ -223,10 +226,10 @@ def _load(
         copies.setdefault(target.source, []).append(value)
     found: dict[str, Any] = {}
     untouched: set[str] = set()
-    seen: dict[int, Stored] = {}
+    seen: dict[int, ReadableTensor] = {}
     for entry in entries_of(inventory):
         offered = {name: held[name] for name in entry.names if name in held}
-        if all(isinstance(value, UnreadTensor) for value in offered.values()):
+        if all(isinstance(value, PlaceholderTensor) for value in offered.values()):
             # A tied parameter was overwritten once for each of its names in the state dict.
             offered = dict(zip(entry.names, copies.get(entry, ()), strict=False))
             if not offered:
@@ -234,18 +237,18 @@ def _load(
         elif all(before.get(name) == after[name] for name in offered):
             untouched.update(entry.names)
         for name, value in offered.items():
-            if isinstance(value, UnreadTensor) and value.source is entry:
+            if isinstance(value, PlaceholderTensor) and value.source is entry:
                 continue  # unchanged
-            # The same object under several names becomes one Stored, and is not compared.
+            # The same object under several names becomes one ReadableTensor, and is not compared.
             found[name] = seen.setdefault(id(value), _stored(name, value, label))
     for name, state in extra.items():
-        found[name] = state.source if isinstance(state, UnreadTensor) else state
-    return Offered(found, *_reported(reported, inventory, untouched))
+        found[name] = state.source if isinstance(state, PlaceholderTensor) else state
+    return CapturedLoad(found, *_reported(reported, inventory, untouched))
 
 
-def _stored(name: str, value: torch.Tensor, label: str) -> Stored:
-    if isinstance(value, UnreadTensor):
-        if isinstance(value.source, Stored):
+def _stored(name: str, value: torch.Tensor, label: str) -> ReadableTensor:
+    if isinstance(value, PlaceholderTensor):
+        if isinstance(value.source, ReadableTensor):
             return value.source
         value.uses.values_needed = True
         raise ValuesNeededError(f"{label}: {name!r} gets the values of another parameter")
@@ -254,7 +257,7 @@ def _stored(name: str, value: torch.Tensor, label: str) -> Stored:
             f"{label}: {name!r:.120} is not a dense tensor with values (it is sparse, quantized, "
             "or on the meta device)"
         )
-    return Stored.of(value)
+    return ReadableTensor.from_tensor(value)
 
 
 def _reported(
@@ -279,7 +282,7 @@ def _unwrapped(model: nn.Module, values: Mapping[Entry, torch.Tensor]) -> Iterat
     """A context in which ``model`` has no wrappers, and its modules have ``values``."""
     by_name: dict[str, torch.Tensor] = {}
     for entry, value in values.items():
-        if isinstance(entry, Held):
+        if isinstance(entry, ParameterShard):
             value = nn.Parameter(value, requires_grad=entry.holder.requires_grad)
         by_name.update(dict.fromkeys(entry.names, value))
     with contextlib.ExitStack() as undo:

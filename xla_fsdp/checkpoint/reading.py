@@ -18,13 +18,19 @@ from ..consolidate.format.manifest import NAME, Optimizer, Tensor, parameter_key
 from ..consolidate.format.reader import ShardedCheckpoint
 from ..consolidate.format.store import join
 from .contents import RNG_TORCH, RNG_XLA
-from .filling import assign, fill_optimizer, new_values, read_ahead, set_extra_state
-from .inventory import Held, take_inventory
+from .inventory import ParameterShard, make_inventory
 from .matching import match_model
-from .meeting import Meeting
 from .optimizer_matching import Number, OptimizerMatch, OptimizerState, match_optimizer
 from .optimizers import members_of_groups
-from .stored import Stored
+from .rank_exchange import RankExchange
+from .readable_tensor import ReadableTensor
+from .value_loading import (
+    iterate_new_values,
+    load_optimizer_values,
+    read_to_host,
+    set_extra_state,
+    set_tensor_values,
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Reader:
     """Reads a checkpoint for this rank. It reads only the rank's own file if the elements match."""
 
     checkpoint: ShardedCheckpoint
-    meeting: Meeting
+    exchange: RankExchange
 
     @property
     def label(self) -> str:
@@ -61,22 +67,22 @@ class Reader:
 
     @property
     def same_world(self) -> bool:
-        return self.checkpoint.manifest.world_size == self.meeting.size
+        return self.checkpoint.manifest.world_size == self.exchange.size
 
-    def tensors(self) -> dict[Stored, Tensor]:
+    def tensors(self) -> dict[ReadableTensor, Tensor]:
         """All parameters and buffers, each with its description in the manifest."""
         manifest = self.checkpoint.manifest
         found = {self.stored(each): each for each in manifest.parameters.values()}
         return found | {self._buffer(each): each for each in manifest.buffers.values()}
 
-    def stored(self, tensor: Tensor, state: str | None = None, dtype: str = "") -> Stored:
+    def stored(self, tensor: Tensor, state: str | None = None, dtype: str = "") -> ReadableTensor:
         """A parameter, or the optimizer state with the key ``state`` and the given dtype."""
         key = parameter_key(tensor.name) if state is None else state_key(state, tensor.name)
         own_dtype = DTYPES[dtype or tensor.dtype]
 
         def fill(out: torch.Tensor, begin: int) -> None:
             if self.same_world:
-                own = self.checkpoint.file(self.meeting.rank)
+                own = self.checkpoint.file(self.exchange.rank)
                 mine = own.begins.get(tensor.name, 0), own.length(tensor.name)
                 if mine == (begin, out.numel()) and key in own.container.entries:
                     own.read_to(out, key, 0)
@@ -88,17 +94,17 @@ class Reader:
             fill(out, begin)
             return out
 
-        return Stored(tensor.shape, own_dtype, read, kind="parameter", fill=fill)
+        return ReadableTensor(tensor.shape, own_dtype, read, kind="parameter", fill=fill)
 
-    def _buffer(self, tensor: Tensor) -> Stored:
+    def _buffer(self, tensor: Tensor) -> ReadableTensor:
         # Buffers may differ between ranks (batch statistics). Each rank gets its own; if the number
         # of ranks has changed, all get those of rank 0.
-        rank = self.meeting.rank if self.same_world else 0
+        rank = self.exchange.rank if self.same_world else 0
 
         def read(begin: int, end: int) -> torch.Tensor:
             return self.checkpoint.read_buffer(tensor.name, rank).reshape(-1)[begin:end]
 
-        return Stored(tensor.shape, DTYPES[tensor.dtype], read, kind="buffer")
+        return ReadableTensor(tensor.shape, DTYPES[tensor.dtype], read, kind="buffer")
 
 
 @dataclass
@@ -115,10 +121,10 @@ class Prepared:
 
     def apply(self) -> None:
         """Copies the values into the model and the optimizer."""
-        assign(self.tensors)
+        set_tensor_values(self.tensors)
         set_extra_state(self.extra_state)
         if self.optimizer is not None:
-            fill_optimizer(self.optimizer)
+            load_optimizer_values(self.optimizer)
         torch_xla.sync()
 
     def apply_scheduler(self) -> None:
@@ -152,7 +158,7 @@ def prepare(
     ):
         if value is not None and saved is None:
             raise ModelMismatchError(f"{label}: was saved without {what}. Pass None to load it.")
-    inventory = take_inventory(model)
+    inventory = make_inventory(model)
     described = reader.tensors()
     offered: dict[str, Any] = {
         name: values.decode(value, source) if name in inventory.extra_state else None
@@ -162,16 +168,16 @@ def prepare(
     match = match_model(inventory, offered, label, strict, same_run=True)
     state = None
     if optimizer is not None and manifest.optimizer is not None:
-        owners: dict[str, list[Held]] = {}
-        for held, stored in match.parameters.items():
-            owners.setdefault(described[stored].name, []).append(held)
+        owners: dict[str, list[ParameterShard]] = {}
+        for shard, stored in match.parameters.items():
+            owners.setdefault(described[stored].name, []).append(shard)
         # With strict=False, model and checkpoint may each lack parameters of the other.
         groups = [
-            [held for held in own if held in match.parameters]
+            [shard for shard in own if shard in match.parameters]
             for own in members_of_groups(inventory, optimizer)
         ]
         saved = _optimizer_state(reader, manifest.optimizer, owners)
-        state = read_ahead(match_optimizer(inventory, optimizer, groups, saved, label))
+        state = read_to_host(match_optimizer(inventory, optimizer, groups, saved, label))
     scheduler_state = values.decode(manifest.scheduler, source)
     if scheduler is not None and not isinstance(scheduler_state, dict):
         raise InvalidMetadataError(
@@ -182,7 +188,7 @@ def prepare(
     extra = values.decode(manifest.extra, source)
     return Prepared(
         result=LoadedCheckpoint(label, manifest.step, extra, manifest.world_size),
-        tensors=list(new_values(inventory, match)) if weights else [],
+        tensors=list(iterate_new_values(inventory, match)) if weights else [],
         extra_state=match.extra_state if weights else {},
         optimizer=state,
         scheduler=scheduler,
@@ -192,7 +198,7 @@ def prepare(
 
 
 def _optimizer_state(
-    reader: Reader, saved: Optimizer, owners: Mapping[str, Sequence[Held]]
+    reader: Reader, saved: Optimizer, owners: Mapping[str, Sequence[ParameterShard]]
 ) -> OptimizerState:
     """The optimizer state by the names of the model.
 
@@ -201,16 +207,16 @@ def _optimizer_state(
     parameters, source = reader.checkpoint.manifest.parameters, reader.source
     state: dict[str, dict[str, Any]] = {}
     for name, own in saved.state.items():
-        for held in owners.get(name, ()):
-            each: dict[str, Stored | Number] = {}
+        for shard in owners.get(name, ()):
+            each: dict[str, ReadableTensor | Number] = {}
             each |= {key: _number(encoded, source) for key, encoded in own.single.items()}
             for key, dtype in own.sharded.items():
                 each[key] = reader.stored(parameters[name], key, dtype)
-            state[held.name] = each
+            state[shard.name] = each
     groups = [
         (
             {name: values.decode(value, source) for name, value in group.options.items()},
-            [held.name for name in group.parameters for held in owners.get(name, ())],
+            [shard.name for name in group.parameters for shard in owners.get(name, ())],
         )
         for group in saved.groups
         # With strict=False, the model may have none of the parameters of a group.
@@ -253,7 +259,7 @@ def _require_alike(scheduler: Any, saved: Any, label: str) -> None:
 
 
 def _rng(reader: Reader) -> tuple[torch.Tensor, DeviceRandomState] | None:
-    own = reader.checkpoint.file(reader.meeting.rank)
+    own = reader.checkpoint.file(reader.exchange.rank)
     if RNG_TORCH not in own.container.entries or RNG_XLA not in own.container.entries:
         return None
     entries = [own.container.entries[key] for key in (RNG_TORCH, RNG_XLA)]

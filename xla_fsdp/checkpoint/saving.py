@@ -10,8 +10,8 @@ from torch import nn
 
 from ..collectives.random_state import synced_device
 from ..consolidate.format.rank_file import FileRecord
-from .draft import Request, begin
-from .meeting import Meeting
+from .incomplete_save import Request, begin_save
+from .rank_exchange import RankExchange
 
 
 def save_checkpoint(
@@ -54,26 +54,28 @@ def save_checkpoint(
         ModelMismatchError: the ranks save different models, optimizers or steps.
         OtherRankError: another rank failed. If one rank raises, all ranks do.
     """
-    meeting = Meeting()
+    exchange = RankExchange()
     with synced_device() as random:
-        request = meeting_request(meeting, path, step, keep_last)
-        draft = begin(meeting, request, model, optimizer, scheduler, extra, random)
+        request = validate_request(exchange, path, step, keep_last)
+        incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
         try:
-            written = meeting.together("write its file", lambda: asdict(draft.write()))
-            saved = meeting.first("complete the checkpoint", lambda: draft.commit(records(written)))
+            written = exchange.run_and_gather("write its file", lambda: asdict(incomplete.write()))
+            saved = exchange.run_on_first_rank(
+                "complete the checkpoint", lambda: incomplete.commit(records(written))
+            )
         except Exception:
-            draft.give_up(meeting)
+            incomplete.remove_on_failure(exchange)
             raise
-    if meeting.rank == 0:  # the other ranks continue training
-        draft.tidy()
+    if exchange.rank == 0:  # the other ranks continue training
+        incomplete.remove_old_checkpoints()
     return saved
 
 
-def meeting_request(
-    meeting: Meeting, path: str | os.PathLike, step: int, keep_last: int | None
+def validate_request(
+    exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
 ) -> Request:
     """Validates the arguments on all ranks."""
-    return meeting.each(
+    return exchange.run_on_each_rank(
         "save with these arguments", lambda: Request(os.fsdecode(path), step, keep_last)
     )
 

@@ -26,12 +26,12 @@ from ..consolidate.format.local import LocalStore
 from ..consolidate.format.store import Store, join, open_store, read
 from ..consolidate.format.strict import read_json
 from ..consolidate.legacy.files import read_file
-from .filling import fill_model
 from .matching import LoadedKeys, Match, match_model
-from .meeting import Meeting
-from .parts import agreed_inventory
-from .protocol import offered_by_load
-from .stored import Stored, is_dense
+from .parts import agree_on_inventory
+from .protocol import capture_loaded_values
+from .rank_exchange import RankExchange
+from .readable_tensor import ReadableTensor, is_dense
+from .value_loading import load_model_values
 
 # Files that are searched for in a folder, in order of preference.
 _IN_FOLDER = (
@@ -96,8 +96,8 @@ def load_weights(
         ModelMismatchError: names, shapes or dtypes do not match the model.
         OtherRankError: another rank raised one of these.
     """
-    meeting = Meeting()
-    inventory = agreed_inventory(meeting, model)
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
 
     label = str(path)
 
@@ -106,7 +106,7 @@ def load_weights(
         tensors = _renamed(_open_weights(path), prefix, rename, path)
         return dict.fromkeys(inventory.extra_state) | tensors
 
-    offered = offered_by_load(meeting, model, inventory, label, "open the weights", opened)
+    offered = capture_loaded_values(exchange, model, inventory, label, "open the weights", opened)
     own = replace(inventory, extra_state={})
 
     def match() -> Match:
@@ -115,15 +115,18 @@ def load_weights(
         reported = LoadedKeys(offered.missing, offered.unexpected)
         return match_model(own, values, label, strict, cast, reported=reported)
 
-    matched = meeting.each("match the weights", match)
-    meeting.together("load the weights", lambda: fill_model(inventory, matched))
+    matched = exchange.run_on_each_rank("match the weights", match)
+    exchange.run_and_gather("load the weights", lambda: load_model_values(inventory, matched))
     return matched.keys
 
 
 def _renamed(
-    tensors: dict[str, Stored], prefix: str, rename: Callable[[str], str | None] | None, path: Any
-) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+    tensors: dict[str, ReadableTensor],
+    prefix: str,
+    rename: Callable[[str], str | None] | None,
+    path: Any,
+) -> dict[str, ReadableTensor]:
+    found: dict[str, ReadableTensor] = {}
     for name, stored in tensors.items():
         if not name.startswith(prefix):
             continue
@@ -148,7 +151,7 @@ def _renamed(
     return found
 
 
-def _open_weights(path: Any) -> dict[str, Stored]:
+def _open_weights(path: Any) -> dict[str, ReadableTensor]:
     """The tensors at ``path`` by name. It is a file, an index of several, or a folder with either.
 
     Ranges of ``*.safetensors`` files are read on request. Other files are torch files, and
@@ -181,14 +184,14 @@ def _open_weights(path: Any) -> dict[str, Stored]:
     return _open_file(store, place)
 
 
-def _open_file(store: Store, place: str) -> dict[str, Stored]:
+def _open_file(store: Store, place: str) -> dict[str, ReadableTensor]:
     if place.endswith(_SAFETENSORS):
         return _open_safetensors(store, place)
     return _open_torch(store, place)
 
 
-def _open_index(store: Store, place: str) -> dict[str, Stored]:
-    index = read_json(read(store, *_whole(store, place, _MOST_INDEX_BYTES)), place)
+def _open_index(store: Store, place: str) -> dict[str, ReadableTensor]:
+    index = read_json(read(store, *_read_file(store, place, _MOST_INDEX_BYTES)), place)
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise InvalidMetadataError(
@@ -219,13 +222,13 @@ def _open_index(store: Store, place: str) -> dict[str, Stored]:
     return {name: files[file][name] for name, file in where.items()}
 
 
-def _open_safetensors(store: Store, place: str) -> dict[str, Stored]:
+def _open_safetensors(store: Store, place: str) -> dict[str, ReadableTensor]:
     place = _resolved(store, place)
     container = read_container(
         lambda begin, end: read(store, place, begin, end), store.size(place), place
     )
 
-    def stored(entry: Entry) -> Stored:
+    def stored(entry: Entry) -> ReadableTensor:
         dtype = DTYPES[entry.dtype]
 
         def part(begin: int, end: int) -> torch.Tensor:
@@ -235,12 +238,12 @@ def _open_safetensors(store: Store, place: str) -> dict[str, Stored]:
                 store.read_into(place, at, data.numpy().data)
             return data.view(dtype)
 
-        return Stored(entry.shape, dtype, part)
+        return ReadableTensor(entry.shape, dtype, part)
 
     return {name: stored(entry) for name, entry in container.entries.items()}
 
 
-def _open_torch(store: Store, place: str) -> dict[str, Stored]:
+def _open_torch(store: Store, place: str) -> dict[str, ReadableTensor]:
     if not isinstance(store, LocalStore):
         raise ValueError(
             f"{place}: torch files can be read from local paths only, because they are "
@@ -268,7 +271,7 @@ def _open_torch(store: Store, place: str) -> dict[str, Stored]:
             f"{place}: {strange[0] if strange else 'a key'!r:.120} is not the name of a dense "
             f"tensor. Expected a state dict, or a dict with one under one of {', '.join(_KEYS)}."
         )
-    return {name: Stored.of(tensor) for name, tensor in tensors.items()}
+    return {name: ReadableTensor.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _is_extra(name: Any) -> bool:
@@ -281,7 +284,7 @@ def _resolved(store: Store, place: str) -> str:
     return os.path.realpath(place) if isinstance(store, LocalStore) else place
 
 
-def _whole(store: Store, place: str, most: int) -> tuple[str, int, int]:
+def _read_file(store: Store, place: str, most: int) -> tuple[str, int, int]:
     place = _resolved(store, place)
     size = store.size(place)
     if size > most:

@@ -34,10 +34,10 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from ..checkpoint.full_state import gather_state
 from ..collectives.order import BackwardPrefetch
 from ..ranks.rank import current_rank
-from ..sharding.outer_wrappers import is_sharded
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from ..sharding.optimizer_hook import has_shards
+from ..sharding.outer_wrappers import is_sharded
 from ..sharding.sharded_tensor import require_reduced
 from ..wrapper import XlaFullyShardedDataParallel
 from .accelerate_state import load_sharded_state, save_sharded_state

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.loading import load_checkpoint
-from ..checkpoint.meeting import Meeting
+from ..checkpoint.rank_exchange import RankExchange
 from ..checkpoint.saving import save_checkpoint
 from .held_shards import JoinedOptimizers, joined
 from .sharding import sharding_of
@@ -39,7 +39,7 @@ def save_sharded_state(
     """
     with _hidden(accelerator) as (models, optimizers):
         folder = original(accelerator, *args, **kwargs)
-    Meeting().gather("save_state", None)  # after it the folder exists for all ranks
+    RankExchange().gather_values("save_state", None)  # the folder is there for all
     extra = {
         "step": accelerator.step,
         "schedulers": [each.state_dict() for each in accelerator._schedulers],

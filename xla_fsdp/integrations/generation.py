@@ -24,7 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
-from ..checkpoint.meeting import Meeting
+from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..collectives.world import World
 from ..sharding.outer_wrappers import find_outer_wrappers
@@ -196,7 +196,7 @@ class _Decoding:
         self.model = model
         self.buckets = buckets
         self.cache: Any = None
-        self.meeting = Meeting()
+        self.exchange = RankExchange()
         self.world = World.current()
         self.rows = 0  # R
         # A finished rank computes this again: inputs of one token, and its position.
@@ -215,7 +215,7 @@ class _Decoding:
         return self.bucket(most)
 
     def _most(self, what: str, *sizes: int) -> list[int]:
-        every = self.meeting.gather(f"generate: {what}", list(sizes))
+        every = self.exchange.gather_values(f"generate: {what}", list(sizes))
         return [max(column) for column in zip(*every, strict=True)]
 
     def encoder(self) -> Callable[..., Any]:
@@ -266,10 +266,10 @@ class _Decoding:
         return CausalLMOutputWithPast(**{"logits": scores[:own], _CACHE: self.cache})
 
     def go_on(self, unfinished: bool) -> bool:
-        """Returns whether this rank has tokens to find. If it has none, it first takes part in the
-        forwards of the others until they have finished, too."""
-        while self.meeting.size > 1 and self._anybody(unfinished) and not unfinished:
-            assert self._again is not None, "a finished rank has computed its prompt"
+        """Whether this rank has tokens to find; if not, only after all other ranks have found
+        theirs, with forwards that go with theirs."""
+        while self.exchange.size > 1 and self._anybody(unfinished) and not unfinished:
+            assert self._again is not None, "a rank with nothing to do has computed its prompt"
             self._compute(*self._again, 1)
         return unfinished
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ..checkpoint.full_state import load_full_state_dict
-from ..checkpoint.meeting import Meeting
+from ..checkpoint.rank_exchange import RankExchange
 from ..names import dotted
 from ..sharding.outer_wrappers import is_sharded
 from ..sharding.summon import summon_full_params
@@ -49,7 +49,7 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
             _require_tensors(os.path.join(folder, "" if name == "default" else name), name)
 
     if kwargs.get("state_dict") is None:
-        Meeting().first("check the adapters that it wrote", check)
+        RankExchange().run_on_first_rank("look at the adapters that it wrote", check)
     return result
 
 
@@ -138,7 +138,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
         )
     root, _ = outermost(peft_model)
     base: Any = peft_model.get_base_model()
-    meeting = Meeting()
+    exchange = RankExchange()
     state: dict[str, Any] = {}
 
     def merge() -> None:
@@ -152,8 +152,8 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
                 layer.merged_adapters.clear()
 
     with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
-        meeting.first("merge the adapters", merge)
-    meeting.first(
+        exchange.run_on_first_rank("merge the adapters", merge)
+    exchange.run_on_first_rank(
         f"write {folder}", lambda: base.save_pretrained(folder, state_dict=state, **kwargs)
     )
 
@@ -193,7 +193,7 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
                 bases.append(f"{name}.base_layer.")
         elif isinstance(module, nn.Embedding):
             others.add(dotted(name, "weight"))
-    others |= {name for name, held in owned(model) if held.holder.requires_grad}
+    others |= {name for name, shard in owned(model) if shard.holder.requires_grad}
 
     def wanted(name: str) -> bool:
         if name in others:
@@ -230,7 +230,9 @@ def _save_summoned(original: Callable[..., Any], model: Any, *args: Any, **kwarg
     """Saves adapters that are computed when they are saved (prompts), with full parameters."""
     root, _ = outermost(model)
     with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
-        Meeting().first("write the adapters", lambda: original(model, *args, **kwargs))
+        RankExchange().run_on_first_rank(
+            "write the adapters", lambda: original(model, *args, **kwargs)
+        )
 
 
 def _refuse_merge(tuner: nn.Module) -> None:

@@ -11,8 +11,8 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..checkpoint.full_state import gather_state
-from ..checkpoint.inventory import Held, take_inventory
-from ..checkpoint.meeting import Meeting
+from ..checkpoint.inventory import ParameterShard, make_inventory
+from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..names import dotted
 from ..sharding.outer_wrappers import find_outer_wrappers
@@ -45,8 +45,8 @@ def save_whole(
         _require_whole(model, state)
         # Ranks that gathered nothing have an empty state_dict.
         return original(model, *args, **kwargs) if state and main else None
-    meeting = Meeting()
-    if not meeting.gather("who writes the model", main)[0]:
+    exchange = RankExchange()
+    if not exchange.gather_values("who writes the model", main)[0]:
         raise ValueError(
             "is_main_process is false on rank 0, which gathers and writes the full weights: "
             "leave it out, or pass is_main_process=rank == 0; call save_pretrained on every rank"
@@ -57,7 +57,7 @@ def save_whole(
     def write() -> None:
         _call(original, given, own)
 
-    meeting.first(f"write {named.get('save_directory')}", write)
+    exchange.run_on_first_rank(f"write {named.get('save_directory')}", write)
     return None
 
 
@@ -83,15 +83,14 @@ def outermost(model: nn.Module) -> tuple[nn.Module, str]:
     return root, next(name for name, module in root.named_modules() if module is model)
 
 
-def owned(model: nn.Module) -> list[tuple[str, Held]]:
-    """Returns the parameters of ``model`` with their names in it, also those that belong to a
-    wrapper around it."""
+def owned(model: nn.Module) -> list[tuple[str, ParameterShard]]:
+    """The parameters of ``model`` with their names in it, whoever holds them."""
     root, path = outermost(model)
     prefix = dotted(path, "x")[:-1]
     return [
-        (name[len(prefix) :], held)
-        for held in take_inventory(root).parameters
-        for name in held.names
+        (name[len(prefix) :], shard)
+        for shard in make_inventory(root).parameters
+        for name in shard.names
         if name.startswith(prefix)
     ]
 
@@ -105,14 +104,14 @@ def count_full_parameters(
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding)
     }
-    counted: dict[Held, str] = {}
-    for name, held in owned(model):  # tied parameters count once, under their first name
-        counted.setdefault(held, name)
+    counted: dict[ParameterShard, str] = {}
+    for name, shard in owned(model):  # tied parameters count once, under their first name
+        counted.setdefault(shard, name)
     return sum(
-        held.numel
-        for held, name in counted.items()
+        shard.numel
+        for shard, name in counted.items()
         if not (exclude_embeddings and name in embeddings)
-        and not (only_trainable and not held.holder.requires_grad)
+        and not (only_trainable and not shard.holder.requires_grad)
     )
 
 
@@ -120,12 +119,12 @@ def _require_whole(model: nn.Module, state: Any) -> None:
     """Raises ValueError if a parameter in ``state`` has another shape than the full parameter."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a dict, got {type(state).__name__}")
-    for name, held in owned(model):
+    for name, shard in owned(model):
         value = state.get(name)
-        if isinstance(value, torch.Tensor) and tuple(value.shape) != held.shape:
+        if isinstance(value, torch.Tensor) and tuple(value.shape) != shard.shape:
             raise ValueError(
-                f"state_dict has {name!r} with shape {tuple(value.shape)}, but the full parameter "
-                f"has {held.shape}: these are shards of rank {xr.global_ordinal()}. Leave "
-                "state_dict out and call save_pretrained on every rank, or pass the result of "
-                "xla_fsdp.full_state_dict(model)"
+                f"state_dict has {name!r} with shape {tuple(value.shape)}, the whole parameter "
+                f"has {shard.shape}: these are shards of rank {xr.global_ordinal()}. Leave "
+                "state_dict out and call save_pretrained on every rank, or give it what "
+                "xla_fsdp.full_state_dict(model) returned"
             )

@@ -30,7 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..checkpoint.full_optimizer import load_full_optim_state_dict
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.loading import load_checkpoint
-from ..checkpoint.meeting import Meeting
+from ..checkpoint.rank_exchange import RankExchange
 from ..checkpoint.saving import save_checkpoint
 from ..checkpoint.weights import load_weights
 from ..consolidate.format.reader import ShardedCheckpoint
@@ -67,7 +67,7 @@ def save_whole(trainer: Trainer, folder: str) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
-    Meeting().first("save the model", write)
+    RankExchange().run_on_first_rank("save the model", write)
 
 
 def load_whole(trainer: Trainer, model: nn.Module, folder: str) -> None:
@@ -115,7 +115,7 @@ def remove_training(folder: str) -> None:
             for path in glob.glob(os.path.join(glob.escape(folder), name)):
                 os.remove(path)
 
-    Meeting().first("remove the files of another run", remove)
+    RankExchange().run_on_first_rank("remove what another run saved", remove)
 
 
 def load_training(trainer: Trainer, folder: str) -> None:
@@ -127,8 +127,8 @@ def load_training(trainer: Trainer, folder: str) -> None:
     """
     optimizer, scheduler = _plain(trainer.optimizer), trainer.lr_scheduler
     ours = os.path.join(folder, FOLDER)
-    meeting = Meeting()
-    there = meeting.first("read the checkpoint's folder", lambda: sorted(os.listdir(folder)))
+    exchange = RankExchange()
+    there = exchange.run_on_first_rank("look at the checkpoint", lambda: sorted(os.listdir(folder)))
     if FOLDER in there:
         load_checkpoint(ours, trainer.model, optimizer, scheduler, restore_rng=False)
         return
@@ -149,9 +149,11 @@ def load_training(trainer: Trainer, folder: str) -> None:
     def read(name: str) -> Any:
         return torch.load(os.path.join(folder, name), map_location="cpu", weights_only=True)
 
-    state = meeting.each("read the optimizer", lambda: read("optimizer.pt"))
+    state = exchange.run_on_each_rank("read the optimizer", lambda: read("optimizer.pt"))
     load_full_optim_state_dict(trainer.model, optimizer, state)
-    meeting.together("load the scheduler", lambda: scheduler.load_state_dict(read("scheduler.pt")))
+    exchange.run_and_gather(
+        "load the scheduler", lambda: scheduler.load_state_dict(read("scheduler.pt"))
+    )
 
 
 def load_random_state(trainer: Trainer, folder: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..checkpoint.stored import is_dense, same_bits
+from ..checkpoint.readable_tensor import is_dense, same_bits
 from ..names import dotted
 from ..sharding.full_precision import is_float32_hook
 

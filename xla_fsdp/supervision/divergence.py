@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.meeting import Meeting
+from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import plain
 from ..scan.blocks import ScannedBlocks
@@ -155,8 +155,8 @@ class detect_divergence:
         events = self._events(loss)
         bad, values = self._fetch(events, agreeing)
         first = next((number for number, flag in enumerate(bad) if flag), None)
-        reports = [first, *events[first][:2]] if first is not None else None
-        everybody = Meeting().gather("detect divergence", [reports, values])
+        told = [first, *events[first][:2]] if first is not None else None
+        everybody = RankExchange().gather_values("detect divergence", [told, values])
         self._judge_finite(step, [each[0] for each in everybody])
         for name in agreeing:
             self._judge_agreement(step, name, [each[1][name] for each in everybody])

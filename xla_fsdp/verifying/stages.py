@@ -14,7 +14,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-from ..checkpoint.meeting import Meeting
+from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.routes import routes_for
 from ..collectives.world import World
 from ..compiled.cache import compilation_counts
@@ -134,9 +134,9 @@ def _programs(job: Job, out: Notes) -> None:
         optimizer.zero_grad()
         torch_xla.sync()
         losses.append(loss.item().hex())
-    Meeting().gather("train", None)  # the counts include all ranks of the process
+    RankExchange().gather_values("train", None)  # the counts include all ranks of the process
     out.add("programs", losses=losses, **compilation_counts()._asdict())
-    Meeting().gather("count", None)
+    RankExchange().gather_values("count", None)
 
 
 def _parity(job: Job, out: Notes) -> None:
@@ -165,8 +165,10 @@ def _collectives(job: Job, out: Notes) -> None:
 
 def _time_check(job: Job) -> Callable[[], bool]:
     """Returns a function that checks whether there is time left; rank 0 decides for all ranks."""
-    meeting = Meeting()
-    return lambda: bool(meeting.first("continue measuring", lambda: time.time() < job.until))
+    exchange = RankExchange()
+    return lambda: bool(
+        exchange.run_on_first_rank("continue measuring", lambda: time.time() < job.until)
+    )
 
 
 def _steps(job: Job, out: Notes) -> None:

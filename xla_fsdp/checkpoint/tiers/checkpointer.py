@@ -25,19 +25,19 @@ from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, Corr
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
 from ..asynchronous import RunningSave
-from ..contents import Contents, take_contents
-from ..draft import Request, agreed, place
-from ..loading import find, open_found, take_effect
-from ..meeting import Meeting, describe
+from ..contents import Contents, list_contents
+from ..incomplete_save import Request, agree_on_contents, create_folder
+from ..loading import apply_prepared, find_checkpoint, open_checkpoint
+from ..rank_exchange import RankExchange, describe
 from ..reading import LoadedCheckpoint, Prepared, Reader, prepare
-from ..saving import meeting_request
-from .holding import Card, HostTier, Save, manifest_of, own_card
-from .hosts import Hosts, Peer, SpreadStore
+from ..saving import validate_request
+from .host_tier import Card, HostTier, Save, manifest_of, own_card
+from .hosts import Hosts, MultiHostStore, Peer
 
 T = TypeVar("T")
 
 # One save on one host: step, save id, world size, and the ranks whose files the host has.
-Listed = tuple[int, str, int, Sequence[int]]
+SaveDescription = tuple[int, str, int, Sequence[int]]
 _SHOWN = 8  # maximum number of ranks in a message
 
 
@@ -103,12 +103,12 @@ class TieredCheckpointer:
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
         with synced_device():
-            self._meeting = Meeting()
-            self._meeting.together("open the fast tier", lambda: store.make_folder(root))
-            self._hosts = Hosts.meet(self._meeting, self._tier, host, address)
-            if self._hosts.leads:
+            self._exchange = RankExchange()
+            self._exchange.run_and_gather("open the fast tier", lambda: store.make_folder(root))
+            self._hosts = Hosts.connect(self._exchange, self._tier, host, address)
+            if self._hosts.is_leader:
                 self._tier.clean()
-            self._meeting.gather("begin", None)  # a barrier: write only after the cleaning
+            self._exchange.gather_values("begin", None)  # a barrier: write only after the cleaning
         self._mirror = mirror and len(self._hosts.peers) > 1
         self._writing: _Writing | None = None
         self._draining: RunningSave | None = None
@@ -138,21 +138,21 @@ class TieredCheckpointer:
                 cannot start, see :func:`save_checkpoint`. If one rank raises, all ranks do.
         """
         with synced_device() as random:
-            meeting = self._meeting
-            self._settle()
-            request = meeting_request(meeting, self.path, step, self.keep_last)
-            contents = agreed(
-                meeting, lambda: take_contents(model, optimizer, scheduler, step, extra, random)
+            exchange = self._exchange
+            self._flush()
+            request = validate_request(exchange, self.path, step, self.keep_last)
+            contents = agree_on_contents(
+                exchange, lambda: list_contents(model, optimizer, scheduler, step, extra, random)
             )
-            save = Save(step, meeting.first("name the save", _new_id))
-            if self._hosts.leads:
-                self._forget(save)
-            held = meeting.each("copy to the host", contents.on_host)
-            drained = self._drain(request, held, durable)
+            save = Save(step, exchange.run_on_first_rank("name the save", _new_id))
+            if self._hosts.is_leader:
+                self._remove_later_saves(save)
+            contents_on_host = exchange.run_on_each_rank("copy to the host", contents.on_host)
+            drained = self._drain(request, contents_on_host, durable)
         self._saved += 1
-        self._writing = _Writing(self._tier, save, held, meeting.rank, self._partner())
+        self._writing = _Writing(self._tier, save, contents_on_host, exchange.rank, self._partner())
         if drained is not None:
-            self._draining = RunningSave(drained, meeting)
+            self._draining = RunningSave(drained, exchange)
 
     def load(
         self,
@@ -176,20 +176,20 @@ class TieredCheckpointer:
             CorruptFileError: all saves in memory are damaged, and ``path`` has no checkpoint. It is
                 also raised with ``missing_ok``.
         """
-        meeting = self._meeting
+        exchange = self._exchange
 
         def read(checkpoint: ShardedCheckpoint) -> Prepared:
-            reader = Reader(checkpoint, meeting)
+            reader = Reader(checkpoint, exchange)
             return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
 
         with synced_device():
-            self._settle()
+            self._flush()
             prepared = _read_newest(
-                self._tier, self._hosts, meeting, self.path, step, missing_ok, read
+                self._tier, self._hosts, exchange, self.path, step, missing_ok, read
             )
             if prepared is None:
                 return None
-            take_effect(meeting, prepared)
+            apply_prepared(exchange, prepared)
         prepared.restore_rng()
         return prepared.result
 
@@ -200,7 +200,7 @@ class TieredCheckpointer:
             CheckpointError: a save failed. Earlier saves are unchanged.
         """
         with synced_device():
-            self._settle()
+            self._flush()
             self._finish_draining()
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class TieredCheckpointer:
         try:
             self.wait()
             with synced_device():
-                self._meeting.gather("close the fast tier", None)
+                self._exchange.gather_values("close the fast tier", None)
         finally:
             self._hosts.close()
 
@@ -221,40 +221,42 @@ class TieredCheckpointer:
         else:  # other ranks may not reach a barrier; running saves end on their own
             self._hosts.close()
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Waits until the previous save is written on all ranks, then removes older saves."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        self._meeting.together("write into the fast tier", writing.finish)
-        if self._hosts.leads:
+        self._exchange.run_and_gather("write into the fast tier", writing.finish)
+        if self._hosts.is_leader:
             complete = sorted(save for save in self._tier.present() if save <= writing.save)
             self._tier.discard(complete[: -self._keep_fast])
 
-    def _forget(self, begun: Save) -> None:
+    def _remove_later_saves(self, begun: Save) -> None:
         """Removes saves of later steps: training has gone back to an earlier step, so they must
         not be loaded again."""
         self._tier.discard([save for save in self._tier.present() if save.step > begun.step])
 
-    def _drain(self, request: Request, held: Contents, durable: bool) -> Any:
-        """Starts to save ``held`` in ``path`` if this save is due; returns ``None`` otherwise."""
+    def _drain(self, request: Request, contents_on_host: Contents, durable: bool) -> Any:
+        """Starts to save in ``path`` if this save is due; returns ``None`` otherwise."""
         due = durable or (self._drain_every > 0 and self._saved % self._drain_every == 0)
         if not due:
             return None
         running = self._draining
         if running is not None:
-            over = self._meeting.together("drain the last save", running.over)
-            if not durable and not all(over):
+            finished = self._exchange.run_and_gather("drain the last save", running.is_finished)
+            if not durable and not all(finished):
                 return None
             self._finish_draining()
-        opened = self._meeting.each("open the durable store", lambda: open_store(request.path))
-        return place(self._meeting, request, opened, held)
+        opened = self._exchange.run_on_each_rank(
+            "open the durable store", lambda: open_store(request.path)
+        )
+        return create_folder(self._exchange, request, opened, contents_on_host)
 
     def _finish_draining(self) -> None:
         running, self._draining = self._draining, None
         if running is not None:
             running.finish()
-            running.tidied()
+            running.wait_for_removal()
 
     def _partner(self) -> Peer | None:
         return self._hosts.partner() if self._mirror else None
@@ -264,10 +266,17 @@ class _Writing:
     """A save that a thread of this rank writes into host memory."""
 
     def __init__(
-        self, tier: HostTier, save: Save, held: Contents, rank: int, partner: Peer | None
+        self,
+        tier: HostTier,
+        save: Save,
+        contents_on_host: Contents,
+        rank: int,
+        partner: Peer | None,
     ) -> None:
         self.save = save
-        known = replace(held, manifest=replace(held.manifest, save_id=save.save_id))
+        known = replace(
+            contents_on_host, manifest=replace(contents_on_host.manifest, save_id=save.save_id)
+        )
         self._error: Exception | None = None
         self._thread = threading.Thread(
             target=self._run,
@@ -282,9 +291,11 @@ class _Writing:
         if self._error is not None:
             raise self._error
 
-    def _run(self, tier: HostTier, held: Contents, rank: int, partner: Peer | None) -> None:
+    def _run(
+        self, tier: HostTier, contents_on_host: Contents, rank: int, partner: Peer | None
+    ) -> None:
         try:
-            card = tier.write(self.save, held, rank)
+            card = tier.write(self.save, contents_on_host, rank)
             if partner is not None:
                 partner.put(tier, card)
         except Exception as error:
@@ -299,7 +310,7 @@ def _new_id() -> str:
 def _read_newest(
     tier: HostTier,
     hosts: Hosts,
-    meeting: Meeting,
+    exchange: RankExchange,
     path: str | os.PathLike[str],
     step: int | None,
     missing_ok: bool,
@@ -318,56 +329,62 @@ def _read_newest(
             be repaired.
         CheckpointError: ``read`` raised it on a rank, also for damage in the durable store.
     """
-    found = meeting.together("list the fast tier", lambda: _listed(tier, hosts))
-    durable = meeting.first("find the checkpoint", lambda: find(path, True, step))
+    found = exchange.run_and_gather("list the fast tier", lambda: _list_saves(tier, hosts))
+    durable = exchange.run_on_first_rank(
+        "find the checkpoint", lambda: find_checkpoint(path, True, step)
+    )
     damaged: dict[Save, str] = {}
     while True:
-        choice = choose([found[rank] for rank in hosts.leaders], step, damaged)
+        choice = choose_save([found[rank] for rank in hosts.leaders], step, damaged)
         kept = durable[2] if durable else -1
         newest = max(choice.save.step if choice.save else -1, kept)
         if newest < 0:
-            _nothing(meeting, tier, path, choice, damaged, missing_ok)
+            _raise_or_warn_without_save(exchange, tier, path, choice, damaged, missing_ok)
             return None
         values: list[T] = []
         if choice.save is None or choice.save.step < newest:
-            _warn_of(meeting, choice, newest, damaged)
-            return meeting.each("read the checkpoint", lambda: read(open_found(durable)))
-        store = _spread(tier, hosts, meeting, choice)
+            _warn_about_skipped_saves(exchange, choice, newest, damaged)
+            return exchange.run_on_each_rank(
+                "read the checkpoint", lambda: read(open_checkpoint(durable))
+            )
+        store = _open_chosen_save(tier, hosts, exchange, choice)
 
-        def attempt(store: SpreadStore = store, values: list[T] = values) -> str | None:
+        def attempt(store: MultiHostStore = store, values: list[T] = values) -> str | None:
             try:
                 values.append(read(ShardedCheckpoint(store.folder, store)))
             except CorruptFileError as error:
                 return describe(error)
             return None
 
-        wrong = meeting.together("read the checkpoint", attempt)
+        wrong = exchange.run_and_gather("read the checkpoint", attempt)
         if not any(wrong):
-            _warn_of(meeting, choice, newest, damaged)
+            _warn_about_skipped_saves(exchange, choice, newest, damaged)
             return values[0]
         rank = next(rank for rank, text in enumerate(wrong) if text)
         damaged[choice.save] = f"step {newest}: damaged on every host that has it: {wrong[rank]}"
 
 
-def _listed(tier: HostTier, hosts: Hosts) -> list:
-    if not hosts.leads:
+def _list_saves(tier: HostTier, hosts: Hosts) -> list:
+    if not hosts.is_leader:
         return []
-    saves = (listed(tier.cards(save)) for save in tier.saves())
+    saves = (describe_save(tier.cards(save)) for save in tier.saves())
     return [found for found in saves if found is not None]
 
 
-def _spread(tier: HostTier, hosts: Hosts, meeting: Meeting, choice: Choice) -> SpreadStore:
+def _open_chosen_save(
+    tier: HostTier, hosts: Hosts, exchange: RankExchange, choice: SaveChoice
+) -> MultiHostStore:
     """A store with the chosen save, from which this rank can read."""
     assert choice.save is not None
 
-    def held() -> list[str]:
-        if not hosts.leads:
+    def read_own_cards() -> list[str]:
+        if not hosts.is_leader:
             return []
         cards = tier.cards(choice.save)  # type: ignore[arg-type]
-        own = [rank for rank, holders in choice.holders.items() if holders[0] == hosts.number]
-        return [card.bare().dump().decode() for card in cards if card.rank in own]
+        own = [rank for rank, numbers in choice.hosts_by_rank.items() if numbers[0] == hosts.number]
+        return [card.without_manifest().dump().decode() for card in cards if card.rank in own]
 
-    gathered = meeting.together("exchange the cards of the chosen save", held)
+    gathered = exchange.run_and_gather("exchange the cards of the chosen save", read_own_cards)
     cards = {
         card.rank: card
         for texts in gathered
@@ -375,8 +392,8 @@ def _spread(tier: HostTier, hosts: Hosts, meeting: Meeting, choice: Choice) -> S
     }
 
     def copies_of(rank: int) -> list[Peer | None]:
-        holders = sorted(choice.holders[rank], key=lambda host: host != hosts.number)
-        return [None if one == hosts.number else hosts.peers[one] for one in holders]
+        numbers = sorted(choice.hosts_by_rank[rank], key=lambda host: host != hosts.number)
+        return [None if one == hosts.number else hosts.peers[one] for one in numbers]
 
     def with_manifest() -> Card:
         for peer in copies_of(0):
@@ -389,58 +406,60 @@ def _spread(tier: HostTier, hosts: Hosts, meeting: Meeting, choice: Choice) -> S
         raise failed
 
     # The manifest is read separately: a gather pads the values of all ranks to the longest one.
-    cards[0] = meeting.each("read the manifest", with_manifest)
-    return SpreadStore(tier, cards, manifest_of(cards), copies_of)
+    cards[0] = exchange.run_on_each_rank("read the manifest", with_manifest)
+    return MultiHostStore(tier, cards, manifest_of(cards), copies_of)
 
 
-def _nothing(
-    meeting: Meeting,
+def _raise_or_warn_without_save(
+    exchange: RankExchange,
     tier: HostTier,
     path: str | os.PathLike[str],
-    choice: Choice,
+    choice: SaveChoice,
     damaged: Mapping[Save, str],
     missing_ok: bool,
 ) -> None:
-    passed = "; ".join(choice.passed.values()) or f"there is no save of this run in {tier.root}"
+    skipped = "; ".join(choice.skipped.values()) or f"there is no save of this run in {tier.root}"
     where = os.fsdecode(path)
     if damaged:
         raise CorruptFileError(
-            f"{where}: has no checkpoint, and {passed}. Check the memory of the hosts. To start "
+            f"{where}: has no checkpoint, and {skipped}. Check the memory of the hosts. To start "
             f"a new run, remove {tier.root} on all hosts."
         )
     if not missing_ok:
-        raise CheckpointNotFoundError(f"{where}: has no checkpoint, and {passed}")
-    _warn_of(meeting, choice, -1, damaged)
+        raise CheckpointNotFoundError(f"{where}: has no checkpoint, and {skipped}")
+    _warn_about_skipped_saves(exchange, choice, -1, damaged)
 
 
-def _warn_of(meeting: Meeting, choice: Choice, newest: int, damaged: Mapping[Save, str]) -> None:
-    if meeting.rank:
+def _warn_about_skipped_saves(
+    exchange: RankExchange, choice: SaveChoice, newest: int, damaged: Mapping[Save, str]
+) -> None:
+    if exchange.rank:
         return
     loaded = f"step {newest} is the newest complete step" if newest >= 0 else "no step is complete"
     by_step: dict[int, Any] = {save.step: text for save, text in damaged.items()}
-    for step, text in {**choice.passed, **by_step}.items():
+    for step, text in {**choice.skipped, **by_step}.items():
         if step > newest or step in by_step:
             warnings.warn(f"{text}; {loaded}", stacklevel=4)
 
 
 @dataclass(frozen=True)
-class Choice:
+class SaveChoice:
     """The newest complete save in memory.
 
     Attributes:
         save: the save, ``None`` if none is complete.
         world_size: the number of ranks that saved it.
-        holders: for each rank, the hosts that have its file.
-        passed: for each newer step that was skipped, the reason.
+        hosts_by_rank: for each rank, the hosts that have its file.
+        skipped: for each newer step that was skipped, the reason.
     """
 
     save: Save | None
     world_size: int
-    holders: Mapping[int, Sequence[int]]
-    passed: Mapping[int, str]
+    hosts_by_rank: Mapping[int, Sequence[int]]
+    skipped: Mapping[int, str]
 
 
-def listed(cards: Iterable[Card]) -> Listed | None:
+def describe_save(cards: Iterable[Card]) -> SaveDescription | None:
     """What a host reports about one save, from its cards. ``None`` without cards."""
     cards = list(cards)
     if not cards:
@@ -451,11 +470,11 @@ def listed(cards: Iterable[Card]) -> Listed | None:
     return first.save.step, first.save.save_id, first.world_size, ranks
 
 
-def choose(
-    hosts: Sequence[Sequence[Listed]],
+def choose_save(
+    hosts: Sequence[Sequence[SaveDescription]],
     step: int | None = None,
     damaged: Mapping[Save, str] = MappingProxyType({}),
-) -> Choice:
+) -> SaveChoice:
     """Chooses the newest save of which ``hosts`` together have all files.
 
     Args:
@@ -467,18 +486,18 @@ def choose(
     for host, saves in enumerate(hosts):
         for number, save_id, world, ranks in saves:
             if step in (None, number):
-                holders = found.setdefault((Save(number, save_id), world), {})
+                hosts_by_rank = found.setdefault((Save(number, save_id), world), {})
                 for rank in ranks:
-                    holders.setdefault(rank, []).append(host)
-    passed: dict[int, str] = {}
-    for (save, world), holders in sorted(found.items(), reverse=True):
-        missing = [rank for rank in range(world) if rank not in holders]
+                    hosts_by_rank.setdefault(rank, []).append(host)
+    skipped: dict[int, str] = {}
+    for (save, world), hosts_by_rank in sorted(found.items(), reverse=True):
+        missing = [rank for rank in range(world) if rank not in hosts_by_rank]
         if save in damaged:
-            passed.setdefault(save.step, damaged[save])
+            skipped.setdefault(save.step, damaged[save])
             continue
         if not missing:
-            return Choice(save, world, holders, passed)
+            return SaveChoice(save, world, hosts_by_rank, skipped)
         shown = ", ".join(map(str, missing[:_SHOWN])) + ", ..." * (len(missing) > _SHOWN)
         text = f"step {save.step}: no host has the files of ranks {shown} (of {world})"
-        passed.setdefault(save.step, text)
-    return Choice(None, 0, {}, passed)
+        skipped.setdefault(save.step, text)
+    return SaveChoice(None, 0, {}, skipped)

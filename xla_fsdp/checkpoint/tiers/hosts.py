@@ -7,7 +7,7 @@ rejected. Then each request is a line of JSON, perhaps followed by bytes, and so
 request names a save and a rank, so only files of the tier can be read or written. The bytes are not
 encrypted; neither are those of collectives.
 
-:class:`SpreadStore` presents one save, whose files are on several hosts, as a checkpoint folder.
+:class:`MultiHostStore` presents one save, whose files are on several hosts, as a checkpoint folder.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ...consolidate.format.store import Output, join
 from ...ranks.slices import slices_of_ranks
 from ...tpu.slices import Groups
 from ...wording import to_one_line
-from ..meeting import Meeting
-from .holding import Card, HostTier, own_card
+from ..rank_exchange import RankExchange
+from .host_tier import Card, HostTier, own_card
 
 _PIECE = 1 << 22
 _LINE = 1 << 26  # maximum bytes of a line: the card of rank 0 includes the manifest
@@ -67,33 +67,35 @@ class Hosts:
 
     number: int
     leaders: list[int]
-    leads: bool
+    is_leader: bool
     peers: list[Peer]
     server: TierServer | None
     stride: int = 1
 
     @classmethod
-    def meet(cls, meeting: Meeting, tier: HostTier, host: str | None, address: str | None) -> Hosts:
+    def connect(
+        cls, exchange: RankExchange, tier: HostTier, host: str | None, address: str | None
+    ) -> Hosts:
         mine = host or _this_host()
-        names = meeting.gather("exchange host names", mine)
+        names = exchange.gather_values("exchange host names", mine)
         leaders = [names.index(name) for name in dict.fromkeys(names)]
         number = list(dict.fromkeys(names)).index(mine)
-        leads = leaders[number] == meeting.rank
-        key = bytes.fromhex(meeting.first("make a key", lambda: secrets.token_hex(32)))
+        is_leader = leaders[number] == exchange.rank
+        key = bytes.fromhex(exchange.run_on_first_rank("make a key", lambda: secrets.token_hex(32)))
         servers: list[TierServer] = []
 
         def serve() -> Any:
-            if not leads or len(leaders) == 1:
+            if not is_leader or len(leaders) == 1:
                 return None
             servers.append(TierServer(tier, key, address or _own_address()))
             return servers[0].address
 
-        addresses = meeting.together("serve the fast tier", serve)
+        addresses = exchange.run_and_gather("serve the fast tier", serve)
         peers = [
             Peer(tuple(addresses[rank] or ("", 0)), key, f"host of rank {rank}") for rank in leaders
         ]
         stride = hosts_apart(leaders, slices_of_ranks())
-        return cls(number, leaders, leads, peers, servers[0] if servers else None, stride)
+        return cls(number, leaders, is_leader, peers, servers[0] if servers else None, stride)
 
     def partner(self) -> Peer:
         """The host that stores the copies of this host's files."""
@@ -186,14 +188,14 @@ def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandl
                     request = json.loads(line)
                     if request["do"] == "put":
                         _receive(tier, request, self.rfile)
-                        _say(self.wfile, {"ok": True})
+                        _send_line(self.wfile, {"ok": True})
                     elif request["do"] == "card":
                         card = own_card(tier, Card.load(request["card"].encode(), "a request"))
-                        _say(self.wfile, {"ok": True, "card": card.dump().decode()})
+                        _send_line(self.wfile, {"ok": True, "card": card.dump().decode()})
                     else:
                         _send(tier, request, self.wfile)
                 except (CheckpointError, KeyError, ValueError, TypeError) as error:
-                    _say(
+                    _send_line(
                         self.wfile, {"error": f"{type(error).__name__}: {to_one_line(error, 500)}"}
                     )
                     return  # close the connection: the rest of the request was not read
@@ -211,7 +213,7 @@ def _send(tier: HostTier, request: dict[str, Any], out: BufferedIOBase) -> None:
     path = join(tier.folder(card.save), card.name)
     piece = memoryview(bytearray(min(count, _PIECE)))
     tier.store.size(path)  # raises before "ok" is sent if there is no file
-    _say(out, {"ok": True})
+    _send_line(out, {"ok": True})
     for at in range(begin, begin + count, _PIECE):
         part = piece[: min(_PIECE, begin + count - at)]
         tier.store.read_into(path, at, part)
@@ -225,8 +227,8 @@ def _receive(tier: HostTier, request: dict[str, Any], source: BufferedIOBase) ->
         raise ValueError("the file belongs to another run")
     folder = tier.folder(card.save)
     tier.store.make_folder(folder)
-    draft = join(folder, f".{secrets.token_hex(8)}.draft")
-    output = tier.store.create(draft)
+    temporary = join(folder, f".{secrets.token_hex(8)}.draft")
+    output = tier.store.create(temporary)
     digests = ChunkDigests(card.record.chunk)
     try:
         left = card.record.size
@@ -234,21 +236,21 @@ def _receive(tier: HostTier, request: dict[str, Any], source: BufferedIOBase) ->
             data = source.read(min(left, _PIECE))
             if not data:
                 raise OutputError(
-                    f"{draft}: the other host closed the connection, {left} bytes are missing"
+                    f"{temporary}: the other host closed the connection, {left} bytes are missing"
                 )
             digests.update(memoryview(data))
             output.write(data)
             left -= len(data)
         if tuple(digests.finish()) != card.record.digests:
-            raise OutputError(f"{draft}: the received bytes are not the bytes that were sent")
+            raise OutputError(f"{temporary}: the received bytes are not the bytes that were sent")
         output.close()
     except BaseException:
         output.discard()
         with contextlib.suppress(CheckpointError):
-            tier.store.remove(draft)
+            tier.store.remove(temporary)
         raise
     tier.store.remove(join(folder, card.name))  # an earlier copy of the same file
-    tier.store.rename(draft, join(folder, card.name))
+    tier.store.rename(temporary, join(folder, card.name))
     tier.add_card(card)
 
 
@@ -269,13 +271,13 @@ class Peer:
         """
         request = {
             "do": "read",
-            "card": card.bare().dump().decode(),
+            "card": card.without_manifest().dump().decode(),
             "begin": begin,
             "count": len(out),
         }
 
         def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
-            _say(sink, request)
+            _send_line(sink, request)
             _require(source)
             done = 0
             while done < len(out):
@@ -284,17 +286,21 @@ class Peer:
                     raise ConnectionError("the connection ended")
                 done += count
 
-        self._ask(answer, f"{card.name} of {card.save.folder} cannot be read", UnreadableFileError)
+        self._request(
+            answer, f"{card.name} of {card.save.folder} cannot be read", UnreadableFileError
+        )
 
     def manifest(self, card: Card) -> Card:
-        """Reads from the host the card that includes the manifest; ``card`` is bare."""
+        """Reads from the host the card that includes the manifest; ``card`` has none."""
         found: list[Card] = []
 
         def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
-            _say(sink, {"do": "card", "card": card.dump().decode()})
+            _send_line(sink, {"do": "card", "card": card.dump().decode()})
             found.append(Card.load(_require(source)["card"].encode(), self.name))
 
-        self._ask(answer, f"the manifest of {card.save.folder} cannot be read", UnreadableFileError)
+        self._request(
+            answer, f"the manifest of {card.save.folder} cannot be read", UnreadableFileError
+        )
         return found[0]
 
     def put(self, tier: HostTier, card: Card) -> None:
@@ -306,7 +312,7 @@ class Peer:
         path = join(tier.folder(card.save), card.name)
 
         def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
-            _say(sink, {"do": "put", "card": card.dump().decode()})
+            _send_line(sink, {"do": "put", "card": card.dump().decode()})
             piece = memoryview(bytearray(min(_PIECE, card.record.size)))
             for at in range(0, card.record.size, _PIECE):
                 part = piece[: min(_PIECE, card.record.size - at)]
@@ -315,13 +321,13 @@ class Peer:
             sink.flush()
             _require(source)
 
-        self._ask(answer, f"{path} cannot be copied there", OutputError)
+        self._request(answer, f"{path} cannot be copied there", OutputError)
 
     def close(self) -> None:
         with self._lock:
-            self._drop()
+            self._disconnect()
 
-    def _ask(
+    def _request(
         self,
         work: Callable[[BufferedIOBase, BufferedIOBase], None],
         what: str,
@@ -331,7 +337,7 @@ class Peer:
             try:
                 work(*self._connected())
             except (OSError, ValueError) as error:
-                self._drop()
+                self._disconnect()
                 host, port = self.address
                 raise kind(
                     f"{self.name} ({host}:{port}): {what}: {error or type(error).__name__}. If "
@@ -347,7 +353,7 @@ class Peer:
             sink.write(_answer(self._key, nonce))
         return self._files[1], self._files[2]
 
-    def _drop(self) -> None:
+    def _disconnect(self) -> None:
         if self._files is not None:
             made, source, sink = self._files
             for close in (sink.close, source.close, made.close):
@@ -360,7 +366,7 @@ def _answer(key: bytes, nonce: bytes) -> bytes:
     return hmac.new(key, nonce, hashlib.sha256).digest()
 
 
-def _say(out: BufferedIOBase, value: dict[str, Any]) -> None:
+def _send_line(out: BufferedIOBase, value: dict[str, Any]) -> None:
     out.write(json.dumps(value).encode() + b"\n")
     out.flush()
 
@@ -376,7 +382,7 @@ def _require(source: BufferedIOBase) -> dict[str, Any]:
     return answer
 
 
-class SpreadStore:
+class MultiHostStore:
     """A read-only store (see :class:`~..consolidate.format.store.Store`) with one folder.
 
     A chunk that is damaged on one host is read from the next host, with a warning. The caller must
@@ -385,7 +391,7 @@ class SpreadStore:
 
     Args:
         cards: for each rank, the card of its file.
-        whole: the manifest.
+        manifest: bytes of the manifest.
         copies_of: returns the hosts that have the file of a rank, in the order in which to read
             from them. ``None`` is this host.
     """
@@ -396,12 +402,12 @@ class SpreadStore:
         self,
         tier: HostTier,
         cards: Mapping[int, Card],
-        whole: bytes,
+        manifest: bytes,
         copies_of: Callable[[int], Sequence[Peer | None]],
     ) -> None:
         first = cards[0]
         self.folder = join(tier.root, f"step-{first.save.step:08d}")
-        self._tier, self._manifest = tier, whole
+        self._tier, self._manifest = tier, manifest
         self._cards = {card.name: card for card in cards.values()}
         self._copies = {rank: list(copies_of(rank)) for rank in cards}
 
@@ -418,12 +424,12 @@ class SpreadStore:
         for peer in others:
             try:
                 self._read(card, peer, begin, out)
-                if self._right(card, begin, out):
+                if self._matches_digests(card, begin, out):
                     return
                 wrong = f"bytes {begin} to {begin + len(out)} are damaged"
             except CheckpointError as error:
                 wrong = str(error)
-            self._put_last(card, peer, wrong)
+            self._move_to_end(card, peer, wrong)
         self._read(card, last, begin, out)
 
     def _read(self, card: Card, peer: Peer | None, begin: int, out: memoryview) -> None:
@@ -434,13 +440,13 @@ class SpreadStore:
             peer.read_into(card, begin, out)
 
     @staticmethod
-    def _right(card: Card, begin: int, out: memoryview) -> bool:
+    def _matches_digests(card: Card, begin: int, out: memoryview) -> bool:
         # Only complete chunks have digests, and readers read complete chunks.
         number, inside = divmod(begin, card.record.chunk)
         length = min(card.record.chunk, card.record.size - begin)
         return inside == 0 and len(out) == length and digest(out) == card.record.digests[number]
 
-    def _put_last(self, card: Card, peer: Peer | None, wrong: str) -> None:
+    def _move_to_end(self, card: Card, peer: Peer | None, wrong: str) -> None:
         """Moves a host to the end of the list, so that further chunks are read from others."""
         copies = [other for other in self._copies[card.rank] if other is not peer]
         self._copies[card.rank] = [*copies, peer]
@@ -481,10 +487,10 @@ class SpreadStore:
     def sync_folder(self, path: str) -> None:
         self._refuse(path)
 
-    def hold(self, path: str) -> Any:
+    def hold_lock(self, path: str) -> Any:
         self._refuse(path)
 
-    def is_held(self, path: str) -> bool:
+    def is_locked(self, path: str) -> bool:
         return False
 
     def _refuse(self, path: str) -> NoReturn:

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from ...checkpoint.full_optimizer import full_optim_state_dict, load_full_optim_state_dict
 from ...checkpoint.full_state import full_state_dict, load_full_state_dict
 from ...checkpoint.loading import load_checkpoint
-from ...checkpoint.meeting import Meeting
+from ...checkpoint.rank_exchange import RankExchange
 from ...checkpoint.saving import save_checkpoint
 from ...collectives.random_state import synced_device
 from ...consolidate.format import folders, values
@@ -48,12 +48,12 @@ def save(strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: 
         ValueError: at ``path`` there is a file instead of a folder, or the reverse.
         OtherRankError: another rank could not save.
     """
-    meeting = Meeting()
+    exchange = RankExchange()
     wanted = os.fspath(path)
-    require_kind(meeting, wanted, folder=_is_sharded(strategy))
+    require_kind(exchange, wanted, folder=_is_sharded(strategy))
     if not _is_sharded(strategy):
         write = strategy.checkpoint_io.save_checkpoint
-        meeting.first(
+        exchange.run_on_first_rank(
             f"write {wanted}",
             lambda: write(on_host(checkpoint), path, storage_options=storage_options),
         )
@@ -115,7 +115,7 @@ def load_optimizers(strategy: Any, checkpoint: Mapping[str, Any]) -> None:
         load_full_optim_state_dict(strategy.model, optimizer, state)
 
 
-def require_kind(meeting: Meeting, path: str, folder: bool) -> None:
+def require_kind(exchange: RankExchange, path: str, folder: bool) -> None:
     """Raises ValueError on every rank if ``path`` is a file instead of a folder, or the reverse."""
 
     def look() -> None:
@@ -127,12 +127,12 @@ def require_kind(meeting: Meeting, path: str, folder: bool) -> None:
                 f"{'folder' if folder else 'file'}. Remove it, or save to another path"
             )
 
-    meeting.first(f"save to {path}", look)
+    exchange.run_on_first_rank(f"save to {path}", look)
 
 
 def extra_of(path: str) -> tuple[str, Any]:
     """The folder of the checkpoint at ``path``, and its ``extra``; a single rank may call it."""
-    _, name = folders.resolve(path)
+    _, name = folders.resolve_checkpoint(path)
     whole = path.rstrip("/") or "/"
     last = name.rpartition("/")[2]
     folder = whole if whole.rpartition("/")[2] == last else f"{whole}/{last}"

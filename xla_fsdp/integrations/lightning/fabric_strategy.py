@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ...checkpoint.full_optimizer import full_optim_state_dict, load_full_optim_state_dict
 from ...checkpoint.full_state import full_state_dict, load_full_state_dict
 from ...checkpoint.loading import load_checkpoint
-from ...checkpoint.meeting import Meeting
+from ...checkpoint.rank_exchange import RankExchange
 from ...checkpoint.saving import save_checkpoint
 from ...collectives.random_state import synced_device
 from ...names import is_wrapper
@@ -254,16 +254,16 @@ def _save(
             file instead of a folder, or the reverse.
         OtherRankError: another rank could not save.
     """
-    meeting = Meeting()
+    exchange = RankExchange()
     wanted = strategy.broadcast(os.fspath(path))
     sharded = strategy.settings.state_dict_type == "sharded"
-    require_kind(meeting, wanted, folder=sharded)
+    require_kind(exchange, wanted, folder=sharded)
     if not sharded:
         whole: dict[str, Any] = {}
         for key, obj in state.items():
             _apply_filter(key, filters, _state_of(strategy, obj), whole)
         write = strategy.checkpoint_io.save_checkpoint
-        meeting.first(
+        exchange.run_on_first_rank(
             f"write {wanted}",
             lambda: write(on_host(whole), wanted, storage_options=storage_options),
         )

@@ -15,7 +15,7 @@ from ..consolidate.errors import MetadataMismatchError, OtherRankError
 T = TypeVar("T")
 
 
-class Meeting:
+class RankExchange:
     """All ranks of the launch. Call its methods on every rank, in the same order.
 
     Each method is also a barrier. ``what`` says what the ranks do, for messages: "rank 1 could not
@@ -26,7 +26,7 @@ class Meeting:
         self.rank = xr.global_ordinal()
         self.size = xr.world_size()
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather_values(self, what: str, value: Any) -> list[Any]:
         """Returns the ``value`` of every rank, in rank order. It must be a JSON value."""
         if self.size == 1:
             return [value]
@@ -39,7 +39,7 @@ class Meeting:
         found = dict(json.loads(bytes(payload)) for payload in payloads)
         return [found[rank] for rank in range(self.size)]
 
-    def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+    def run_and_gather(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """Calls ``work`` on every rank and returns all results (JSON values), in rank order.
 
         Raises:
@@ -52,7 +52,9 @@ class Meeting:
             result = work()
         except Exception as error:
             own = error
-        outcomes = self.gather(what, [result, None] if own is None else [None, describe(own)])
+        outcomes = self.gather_values(
+            what, [result, None] if own is None else [None, describe(own)]
+        )
         if own is not None:
             raise own
         for rank, (_, failure) in enumerate(outcomes):
@@ -60,33 +62,35 @@ class Meeting:
                 raise OtherRankError(f"rank {rank} could not {what}: {failure}")
         return [value for value, _ in outcomes]
 
-    def each(self, what: str, work: Callable[[], T]) -> T:
+    def run_on_each_rank(self, what: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on every rank and returns this rank's result, which may be any object.
 
-        Raises as :meth:`together`.
+        Raises as :meth:`run_and_gather`.
         """
         own: list[T] = []
-        self.together(what, lambda: own.append(work()))
+        self.run_and_gather(what, lambda: own.append(work()))
         return own[0]
 
-    def alike(self, what: str, work: Callable[[], Any], differ: str) -> None:
-        """Checks that ``work`` returns the same on every rank. Raises also as :meth:`together`.
+    def require_equal(self, what: str, work: Callable[[], Any], differ: str) -> None:
+        """Checks that ``work`` returns the same on every rank.
+
+        Raises also as :meth:`run_and_gather`.
 
         Raises:
             MetadataMismatchError: a rank returned something else than rank 0. The message is
                 ``differ``, with the first such rank for ``{rank}``.
         """
-        values = self.together(what, work)
+        values = self.run_and_gather(what, work)
         for rank, value in enumerate(values):
             if value != values[0]:
                 raise MetadataMismatchError(differ.format(rank=rank))
 
-    def first(self, what: str, work: Callable[[], Any]) -> Any:
+    def run_on_first_rank(self, what: str, work: Callable[[], Any]) -> Any:
         """Calls ``work`` on rank 0 only and returns its result on every rank.
 
-        Raises as :meth:`together`.
+        Raises as :meth:`run_and_gather`.
         """
-        return self.together(what, work if self.rank == 0 else lambda: None)[0]
+        return self.run_and_gather(what, work if self.rank == 0 else lambda: None)[0]
 
 
 def describe(error: Exception) -> str:

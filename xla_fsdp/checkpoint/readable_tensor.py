@@ -22,14 +22,14 @@ _LOWEST = torch.iinfo(torch.int32).min
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class ReadableTensor:
     """One tensor whose values can be read.
 
     Attributes:
         read: ``read(begin, end)`` returns the elements ``begin <= i < end`` of the flattened
             tensor, one-dimensional, on the CPU.
         collective: every rank must call ``read``, in the same order, even for an empty range.
-        here: all values are in this rank's memory.
+        in_memory: all values are in this rank's memory.
         kind: whether it was a parameter or a buffer of the saved model, ``None`` if not known.
         fill: if it avoids a copy, ``fill(out, begin)`` fills ``out``, a contiguous one-dimensional
             CPU tensor of this dtype, with the elements from ``begin``.
@@ -39,7 +39,7 @@ class Stored:
     dtype: torch.dtype
     read: Callable[[int, int], torch.Tensor]
     collective: bool = False
-    here: bool = False
+    in_memory: bool = False
     kind: Literal["parameter", "buffer"] | None = None
     fill: Callable[[torch.Tensor, int], None] | None = None
 
@@ -47,7 +47,7 @@ class Stored:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def whole(self) -> torch.Tensor:
+    def read_full(self) -> torch.Tensor:
         """The full tensor, on the CPU."""
         return self.read(0, self.numel).reshape(self.shape)
 
@@ -59,13 +59,13 @@ class Stored:
             out.copy_(self.read(begin, begin + out.numel()))
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Stored:
-        """Makes a :class:`Stored` of a tensor in memory, or of one that is mapped from a file."""
+    def from_tensor(cls, tensor: torch.Tensor) -> ReadableTensor:
+        """Makes a :class:`ReadableTensor` of a tensor in memory or mapped from a file."""
 
         def read(begin: int, end: int) -> torch.Tensor:
             return tensor.detach().reshape(-1)[begin:end].cpu()
 
-        return cls(tuple(tensor.shape), tensor.dtype, read, here=True)
+        return cls(tuple(tensor.shape), tensor.dtype, read, in_memory=True)
 
 
 def is_dense(value: Any) -> bool:
@@ -87,21 +87,21 @@ def describe(value: Any, where: str) -> Any:
     """Describes a value of rank 0 as JSON, so that rank 0 can send it to other ranks.
 
     Args:
-        value: a :class:`Stored`, a dict with :class:`Stored` values in it, or a plain value, which
+        value: a :class:`ReadableTensor`, a dict with such values in it, or a plain value, which
             becomes part of the description.
         where: names the value in messages.
 
     Raises:
         UnsupportedValueError: a tensor has an unsupported dtype, or a value cannot be sent.
     """
-    if isinstance(value, Stored):
+    if isinstance(value, ReadableTensor):
         return {"shape": list(value.shape), "dtype": dtype_name(value.dtype, where)}
     if _has_stored(value):
         return {"each": {name: describe(one, f"{where}[{name!r}]") for name, one in value.items()}}
     return {"value": encode(value, where)}
 
 
-def sent_by_first_rank(world: World, described: Any, here: Any, where: str) -> Any:
+def sent_by_first_rank(world: World, described: Any, value_on_first_rank: Any, where: str) -> Any:
     """Returns the value of rank 0 on every rank. Tensors are sent when they are read.
 
     Args:
@@ -114,24 +114,30 @@ def sent_by_first_rank(world: World, described: Any, here: Any, where: str) -> A
         return decode(described["value"], where)
     if "each" in described:
         return {
-            name: sent_by_first_rank(world, one, here and here[name], where)
+            name: sent_by_first_rank(
+                world, one, value_on_first_rank and value_on_first_rank[name], where
+            )
             for name, one in described["each"].items()
         }
     shape, dtype = tuple(described["shape"]), DTYPES[described["dtype"]]
 
     def read(begin: int, end: int) -> torch.Tensor:
         size = dtype.itemsize
-        own = None if here is None else here.read(0, here.numel)
+        own = (
+            None
+            if value_on_first_rank is None
+            else value_on_first_rank.read(0, value_on_first_rank.numel)
+        )
         data = _send(world, own, math.prod(shape) * size, begin * size, end * size)
         return data.view(dtype)
 
-    return Stored(shape, dtype, read, collective=True)
+    return ReadableTensor(shape, dtype, read, collective=True)
 
 
 def _has_stored(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_has_stored, value.values()))
-    return isinstance(value, Stored)
+    return isinstance(value, ReadableTensor)
 
 
 def _send(world: World, own: torch.Tensor | None, size: int, begin: int, end: int) -> torch.Tensor:

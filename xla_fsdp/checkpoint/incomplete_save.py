@@ -27,14 +27,14 @@ from ..consolidate.errors import (
 from ..consolidate.format import folders, manifest
 from ..consolidate.format.rank_file import FileRecord, write_file
 from ..consolidate.format.store import Store, join, open_store, write
-from .contents import Contents, take_contents
-from .meeting import Meeting
+from .contents import Contents, list_contents
+from .rank_exchange import RankExchange
 
 # Longest time, in seconds, until a file that one host wrote is visible on another host.
 _VISIBLE_SECONDS = 30.0
-_BEGUN = "begun"
+_STARTED_FILE = "begun"
 # Maximum number of concurrent requests of rank 0 to the store.
-AT_ONCE = 32
+MAX_CONCURRENT_REQUESTS = 32
 
 
 @dataclass(frozen=True)
@@ -56,28 +56,28 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Draft:
+class IncompleteSave:
     """An incomplete save.
 
     Attributes:
         folder: path of the complete checkpoint.
         partial: folder for files that are not part of the checkpoint. In a store that can rename
             folders, it also has the files of the checkpoint until the save is complete.
-        shown: ``folder`` as the user would write it, for messages.
-        held: on rank 0, the lock of the partial folder. While it exists, other saves see that
+        display_path: ``folder`` as the user would write it, for messages.
+        locks: on rank 0, the lock of the partial folder. While it exists, other saves see that
             this one is running.
     """
 
     store: Store
     root: str
-    place: folders.Place
+    place: folders.CheckpointFolder
     folder: str
     partial: str
-    shown: str
+    display_path: str
     contents: Contents
     rank: int
     keep_last: int | None
-    held: Sequence[object] = ()
+    locks: Sequence[object] = ()
 
     @property
     def data(self) -> str:
@@ -98,25 +98,25 @@ class Draft:
     def commit(self, records: Sequence[FileRecord]) -> str:
         """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
 
-        :meth:`tidy` later removes the checkpoints that this one replaces.
+        :meth:`remove_old_checkpoints` later removes the checkpoints that this one replaces.
         """
         # A request to an object store takes long, and there may be thousands of files.
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
             list(pool.map(self._await_file, range(len(records)), records))
         complete = replace(self.contents.manifest, files=tuple(records))
         write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(complete))
         self.store.sync_folder(self.data)
         if self.store.renames:
             self.store.rename(self.partial, self.folder)
-        return self.shown
+        return self.display_path
 
-    def give_up(self, meeting: Meeting) -> None:
-        """Calls :meth:`abandon` on rank 0, and waits for it on all ranks, after a failure."""
+    def remove_on_failure(self, exchange: RankExchange) -> None:
+        """Calls :meth:`remove_files` on rank 0, and waits for it on all ranks, after a failure."""
         if self.rank == 0:
-            self.abandon()
-        meeting.gather("give up the save", None)
+            self.remove_files()
+        exchange.gather_values("give up the save", None)
 
-    def abandon(self) -> None:
+    def remove_files(self) -> None:
         """Removes the files of this save, as far as possible. Called on rank 0 when no rank writes
         any more."""
         for path in {self.partial, self.data}:
@@ -134,13 +134,13 @@ class Draft:
             except CheckpointNotFoundError:
                 return False
 
-        if not eventually(there):
+        if not wait_until(there):
             raise SharedStorageError(
                 f"{path}: rank {rank} has written {record.size} bytes there, but rank 0 does not "
                 "see them. Save to a file system or object store that all hosts share."
             )
 
-    def tidy(self) -> None:
+    def remove_old_checkpoints(self) -> None:
         """Removes old checkpoints and temporary files. Called on rank 0 after :meth:`commit`.
 
         Removing may take long; the other ranks do not wait for it.
@@ -149,18 +149,19 @@ class Draft:
         try:
             if not self.store.renames:
                 self.store.remove(self.partial)
-            for path in folders.superseded(self.store, self.root, self.place, self.keep_last):
-                folders.discard(self.store, path)
-            later = folders.places(self.store, self.root)[-1]
+            for path in folders.find_superseded(self.store, self.root, self.place, self.keep_last):
+                folders.remove_checkpoint(self.store, path)
+            later = folders.list_folders(self.store, self.root)[-1]
             if later > self.place:
                 _warn(
-                    f"{self.shown} is complete, but the same folder has {later.name}, which is "
-                    "later and remains the latest checkpoint. Remove it if it belongs to an "
+                    f"{self.display_path} is complete, but the same folder has {later.name}, which "
+                    "is later and remains the latest checkpoint. Remove it if it belongs to an "
                     "earlier run."
                 )
         except CheckpointError as error:
             _warn(
-                f"{self.shown} is complete, but an older checkpoint could not be removed: {error}"
+                f"{self.display_path} is complete, but an older checkpoint could not be removed: "
+                f"{error}"
             )
 
 
@@ -170,15 +171,15 @@ def _warn(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def begin(
-    meeting: Meeting,
+def begin_save(
+    exchange: RankExchange,
     request: Request,
     model: Any,
     optimizer: Any,
     scheduler: Any,
     extra: Any,
     random: DeviceRandomState,
-) -> Draft:
+) -> IncompleteSave:
     """Starts a save: all ranks check their values and the folder. Called on every rank.
 
     ``random``: the random state of the device before the save.
@@ -191,13 +192,13 @@ def begin(
 
     def describe() -> Contents:
         opened.append(open_store(request.path))
-        return take_contents(model, optimizer, scheduler, request.step, extra, random)
+        return list_contents(model, optimizer, scheduler, request.step, extra, random)
 
-    contents = agreed(meeting, describe)
-    return place(meeting, request, opened[0], contents)
+    contents = agree_on_contents(exchange, describe)
+    return create_folder(exchange, request, opened[0], contents)
 
 
-def agreed(meeting: Meeting, describe: Callable[[], Contents]) -> Contents:
+def agree_on_contents(exchange: RankExchange, describe: Callable[[], Contents]) -> Contents:
     """Returns the contents of this rank's file, after a check that they match those of other ranks.
 
     Raises:
@@ -211,7 +212,7 @@ def agreed(meeting: Meeting, describe: Callable[[], Contents]) -> Contents:
         contents.append(describe())
         return contents[0].agreement()
 
-    agreements = meeting.together("describe what to save", own)
+    agreements = exchange.run_and_gather("describe what to save", own)
     for rank, agreement in enumerate(agreements):
         if agreement[0] == agreements[0][0] and agreement != agreements[0]:
             raise UnsupportedValueError(
@@ -227,40 +228,43 @@ def agreed(meeting: Meeting, describe: Callable[[], Contents]) -> Contents:
     return contents[0]
 
 
-def place(
-    meeting: Meeting, request: Request, opened: tuple[Store, str], contents: Contents
-) -> Draft:
-    """Makes the partial folder for ``contents``. Called on every rank; raises as :func:`begin`."""
+def create_folder(
+    exchange: RankExchange, request: Request, opened: tuple[Store, str], contents: Contents
+) -> IncompleteSave:
+    """Makes the partial folder for ``contents``. Called on every rank.
+
+    Raises as :func:`begin_save`.
+    """
     store, root = opened
-    held: list[object] = []
+    locks: list[object] = []
 
     def prepare() -> list:
         save_id, version = _prepare(store, root, request.step)
-        name = folders.Place(request.step, version).partial_name(save_id)
-        held.append(store.hold(join(root, name)))
+        name = folders.CheckpointFolder(request.step, version).partial_name(save_id)
+        locks.append(store.hold_lock(join(root, name)))
         return [save_id, version]
 
-    save_id, version = meeting.first("prepare the folder", prepare)
-    where = folders.Place(request.step, version)
+    save_id, version = exchange.run_on_first_rank("prepare the folder", prepare)
+    where = folders.CheckpointFolder(request.step, version)
     known = replace(contents.manifest, save_id=save_id)
-    draft = Draft(
+    incomplete = IncompleteSave(
         store=store,
         root=root,
         place=where,
         folder=join(root, where.name),
         partial=join(root, where.partial_name(save_id)),
-        shown=join(request.path.rstrip("/") or "/", where.name),
+        display_path=join(request.path.rstrip("/") or "/", where.name),
         contents=replace(contents, manifest=known),
-        rank=meeting.rank,
+        rank=exchange.rank,
         keep_last=request.keep_last,
-        held=held,
+        locks=locks,
     )
     try:
-        meeting.together("see rank 0's folder", lambda: _require_shared(draft))
+        exchange.run_and_gather("see rank 0's folder", lambda: _raise_if_not_shared(incomplete))
     except Exception:
-        draft.give_up(meeting)
+        incomplete.remove_on_failure(exchange)
         raise
-    return draft
+    return incomplete
 
 
 def _prepare(store: Store, root: str, step: int) -> list:
@@ -273,35 +277,35 @@ def _prepare(store: Store, root: str, step: int) -> list:
         parent = root.rpartition("/")[0] or ("/" if root.startswith("/") else ".")
         with contextlib.suppress(CheckpointError):  # no permission to read the parent
             store.sync_folder(parent)
-    for path in folders.leftovers(store, root):
+    for path in folders.find_leftovers(store, root):
         try:
             store.remove(path)
         except CheckpointError as error:  # the save can continue
             _warn(f"a leftover of an earlier save could not be removed: {error}")
-    place = folders.next_place(store, root, step)
+    place = folders.next_folder(store, root, step)
     save_id = secrets.token_hex(8)
     partial = join(root, place.partial_name(save_id))
     store.make_folder(partial)
     if not store.renames:  # an object store has no empty folders: mark it with a file
-        write(store, join(partial, _BEGUN), save_id.encode())
+        write(store, join(partial, _STARTED_FILE), save_id.encode())
     return [save_id, place.version]
 
 
-def _require_shared(draft: Draft) -> None:
+def _raise_if_not_shared(incomplete: IncompleteSave) -> None:
     def seen() -> bool:
-        if draft.store.renames:
-            return draft.store.is_folder(draft.partial)
-        return _BEGUN in draft.store.list(draft.partial)
+        if incomplete.store.renames:
+            return incomplete.store.is_folder(incomplete.partial)
+        return _STARTED_FILE in incomplete.store.list(incomplete.partial)
 
-    if not eventually(seen):
+    if not wait_until(seen):
         raise SharedStorageError(
-            f"{draft.root}: this rank does not see the folder that rank 0 made there. Save to "
+            f"{incomplete.root}: this rank does not see the folder that rank 0 made there. Save to "
             "a file system or object store that all hosts share, or gather the model on rank 0 "
             "with full_state_dict()."
         )
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
+def wait_until(condition: Callable[[], bool]) -> bool:
     """Waits up to 30 s until ``condition()`` is true, and returns whether it is.
 
     On network file systems, a file becomes visible on other hosts with a delay.

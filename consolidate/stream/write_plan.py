@@ -17,7 +17,7 @@ from ..format.strict import write_json
 from ..source import Source
 from .options import SAFETENSORS, Options
 from .result_file import SafetensorsFile, TorchFile
-from .tensors import Stored, all_of
+from .tensors import ResultTensor, all_of
 
 RECORD = "consolidated.json"
 INDEX = "model.safetensors.index.json"
@@ -25,7 +25,7 @@ OPTIMIZER_JSON = "optimizer.json"
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """The files of a result.
 
     Attributes:
@@ -44,12 +44,12 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
 
-def make_plan(
+def make_write_plan(
     source: Source,
     options: Options,
     name: str | None,
     state_dict: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> WritePlan:
     """Plans the files of the result.
 
     Args:
@@ -83,7 +83,7 @@ def make_plan(
     if name is None:
         listed = [file.name for file in files] + list(texts)
         texts[RECORD] = write_json({**about, "files": listed}) + b"\n"
-    return Plan(tuple(files), texts, identity)
+    return WritePlan(tuple(files), texts, identity)
 
 
 def _safetensors(
@@ -135,7 +135,7 @@ def _safetensors(
 
 
 def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
-    """The state_dict, with a ``Stored`` for every tensor."""
+    """The state_dict, with a ``ResultTensor`` for every tensor."""
     by_name = {tensor.name: tensor for tensor in _model(source, options)}
     extra_state = source.extra_state
     model: OrderedDict[str, Any] = OrderedDict()
@@ -146,7 +146,7 @@ def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
     return model
 
 
-def _model(source: Source, options: Options) -> Iterator[Stored]:
+def _model(source: Source, options: Options) -> Iterator[ResultTensor]:
     """Parameters and buffers, each once, in the order of the state_dict."""
     for name in dict.fromkeys(first for _, first in source.order):
         if name in source.parameters:
@@ -154,17 +154,19 @@ def _model(source: Source, options: Options) -> Iterator[Stored]:
             dtype = origin = DTYPES[tensor.dtype]
             if options.dtype is not None and origin.is_floating_point:
                 dtype = DTYPES[options.dtype]
-            yield Stored(name, dtype, tensor.shape, partial(source.read_parameter, name), origin)
+            yield ResultTensor(
+                name, dtype, tensor.shape, partial(source.read_parameter, name), origin
+            )
         elif name in source.buffers:
             tensor = source.buffers[name]
             dtype = DTYPES[tensor.restore or tensor.dtype]
             yield all_of(name, dtype, tensor.shape, partial(source.read_buffer, name))
 
 
-def _shards(tensors: list[Stored], limit: int | None) -> list[list[Stored]]:
+def _shards(tensors: list[ResultTensor], limit: int | None) -> list[list[ResultTensor]]:
     """Splits the tensors, in order, into lists of at most ``limit`` bytes. A larger tensor gets a
     separate list."""
-    shards: list[list[Stored]] = [[]]
+    shards: list[list[ResultTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if limit is not None and shards[-1] and size + tensor.nbytes > limit:
@@ -181,9 +183,9 @@ def _optimizer(source: Source) -> Optimizer:
     return source.optimizer
 
 
-def _state(source: Source, key: str, name: str, dtype: str) -> Stored:
+def _state(source: Source, key: str, name: str, dtype: str) -> ResultTensor:
     read = partial(source.read_state, key, name)
-    return Stored(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
+    return ResultTensor(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
 
 
 def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:

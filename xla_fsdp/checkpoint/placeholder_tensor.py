@@ -37,10 +37,10 @@ class Uses:
     """
 
     values_needed: bool = False
-    copied: list[tuple[UnreadTensor, torch.Tensor]] = field(default_factory=list)
+    copied: list[tuple[PlaceholderTensor, torch.Tensor]] = field(default_factory=list)
 
 
-class UnreadTensor(torch.Tensor):
+class PlaceholderTensor(torch.Tensor):
     """A placeholder that has the shape and dtype of ``source``, but no values.
 
     ``detach()`` and other views of the full tensor have the same source. ``copy_`` of a tensor of
@@ -54,8 +54,8 @@ class UnreadTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls, source: Any, uses: Uses, shape: Iterable[int], dtype: torch.dtype
-    ) -> UnreadTensor:
-        own: UnreadTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+    ) -> PlaceholderTensor:
+        own: PlaceholderTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         own.source, own.uses = source, uses
         return own
 
@@ -92,11 +92,11 @@ class UnreadTensor(torch.Tensor):
         return _need_values((args, kwargs), func)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return f"UnreadTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"PlaceholderTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _need_values(given: Any, func: Any) -> Any:
-    for each in _unread_in(given):
+    for each in _find_placeholders(given):
         each.uses.values_needed = True
     raise ValuesNeededError(
         f"{func} needs the values of a placeholder tensor, which has none. The placeholder was "
@@ -105,11 +105,11 @@ def _need_values(given: Any, func: Any) -> Any:
     )
 
 
-def _unread_in(value: Any) -> Iterable[UnreadTensor]:
-    if isinstance(value, UnreadTensor):
+def _find_placeholders(value: Any) -> Iterable[PlaceholderTensor]:
+    if isinstance(value, PlaceholderTensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _unread_in(each)
+            yield from _find_placeholders(each)
     elif isinstance(value, dict):
-        yield from _unread_in(list(value.values()))
+        yield from _find_placeholders(list(value.values()))

@@ -35,7 +35,7 @@ from ..contents import Contents
 
 _SAVE = re.compile(r"save-([0-9]{8,18})-([0-9a-f]{16})")
 _CARD = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})\.json")
-_DRAFT = re.compile(r"\.[0-9a-f]{16}\.draft")
+_TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}\.draft")
 
 
 @dataclass(frozen=True, order=True)
@@ -70,7 +70,7 @@ class Card:
     def name(self) -> str:
         return file_name(self.rank, self.world_size)
 
-    def bare(self) -> Card:
+    def without_manifest(self) -> Card:
         """The card without the manifest, which is long. It still identifies the file."""
         return replace(self, manifest="")
 
@@ -102,9 +102,9 @@ class Card:
                 f"{label}: its digest does not match its content: it is damaged or not a card"
             )
         found = Fields(read_json(outer[1].encode(), label), label)
-        world, rank = found.whole("world_size", least=1), found.whole("rank")
+        world, rank = found.integer("world_size", least=1), found.integer("rank")
         record = load_file(found.child("file"), rank, world)
-        save = Save(found.whole("step"), found.text("save_id"))
+        save = Save(found.integer("step"), found.text("save_id"))
         run, manifest = found.text("run"), found.json("manifest")
         if not isinstance(manifest, str) or not _SAVE.fullmatch(save.folder) or rank >= world:
             raise InvalidMetadataError(
@@ -132,10 +132,10 @@ class HostTier:
         folder = self.folder(save)
         self.store.make_folder(folder)
         name = file_name(rank, world)
-        draft = join(folder, f".{secrets.token_hex(8)}.draft")
-        record = write_file(self.store, draft, contents.items, contents.metadata(rank))
+        temporary = join(folder, f".{secrets.token_hex(8)}.draft")
+        record = write_file(self.store, temporary, contents.items, contents.metadata(rank))
         record = FileRecord(name, record.size, record.chunk, record.digests)
-        self.store.rename(draft, join(folder, name))
+        self.store.rename(temporary, join(folder, name))
         manifest = dump_manifest(contents.manifest).decode() if rank == 0 else ""
         card = Card(save, world, rank, self.run, record, manifest)
         self.add_card(card)
@@ -144,9 +144,9 @@ class HostTier:
     def add_card(self, card: Card) -> None:
         """Writes the card of a file that exists, which makes the file valid."""
         folder = self.folder(card.save)
-        draft = join(folder, f".{secrets.token_hex(8)}.draft")
-        write(self.store, draft, card.dump())
-        self.store.rename(draft, join(folder, _card_name(card.name)))
+        temporary = join(folder, f".{secrets.token_hex(8)}.draft")
+        write(self.store, temporary, card.dump())
+        self.store.rename(temporary, join(folder, _card_name(card.name)))
 
     def saves(self) -> Iterator[Save]:
         """All saves that have a folder, complete or not, of any run."""
@@ -198,7 +198,7 @@ class HostTier:
             folder = self.folder(save)
             with contextlib.suppress(CheckpointError):
                 for name in self.store.list(folder):
-                    if _DRAFT.fullmatch(name):
+                    if _TEMPORARY_FILE.fullmatch(name):
                         self.store.remove(join(folder, name))
 
 
@@ -209,7 +209,7 @@ def own_card(tier: HostTier, wanted: Card) -> Card:
         CheckpointNotFoundError: this host does not have the file.
     """
     for card in tier.cards(wanted.save):
-        if card.bare() == wanted:
+        if card.without_manifest() == wanted:
             return card
     raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not on this host")
 

@@ -16,22 +16,22 @@ from ..sharding.freeing import assign_
 from ..sharding.optimizer_hook import state_is_by_name
 from ..sharding.shard_spec import ShardSpec, spec_of
 from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
-from .inventory import Held, HeldBuffer, Inventory
+from .inventory import Inventory, ParameterShard, ReplicatedBuffer
 from .matching import Match
 from .optimizer_forms import MemberValues, state_converter_of
 from .optimizer_matching import Elements, Number, OptimizerMatch
 from .optimizers import options
-from .stored import Stored
+from .readable_tensor import ReadableTensor
 
 
-def fill_model(inventory: Inventory, match: Match) -> None:
+def load_model_values(inventory: Inventory, match: Match) -> None:
     """Copies the values into the model, one tensor at a time. Parameters stay the same objects."""
-    for pair in new_values(inventory, match):
-        assign([pair])
+    for pair in iterate_new_values(inventory, match):
+        set_tensor_values([pair])
     set_extra_state(match.extra_state)
 
 
-def fill_optimizer(match: OptimizerMatch) -> None:
+def load_optimizer_values(match: OptimizerMatch) -> None:
     """Copies state and options into the optimizer, one tensor at a time."""
     optimizer, saver = match.optimizer, state_converter_of(match.optimizer)
     state_is_by_name(optimizer)
@@ -58,25 +58,27 @@ def fill_optimizer(match: OptimizerMatch) -> None:
                 optimizer.state.pop(holder, None)
                 continue
             if saver is not None:
-                saved = {key: _said(value) for key, value in match.state[holder].items()}
+                saved = {key: _to_saved_value(value) for key, value in match.state[holder].items()}
                 with on_local_parts():
                     optimizer.state[holder] = saver.load_saved_state(holder, saved, group)
                 continue
             spec = spec_of(holder)
             optimizer.state[holder] = {
-                key: _elements(value, holder.device, spec)
+                key: _elements_on_device(value, holder.device, spec)
                 if isinstance(value, Elements)
-                else _placed(value, holder, devices.get(key), prefers_device)
+                else _move_single_value(value, holder, devices.get(key), prefers_device)
                 for key, value in match.state[holder].items()
                 if not isinstance(value, MemberValues)
             }
 
 
-def read_ahead(match: OptimizerMatch) -> OptimizerMatch:
-    """Reads all values to the host, so that :func:`fill_optimizer` cannot fail while reading."""
+def read_to_host(match: OptimizerMatch) -> OptimizerMatch:
+    """Reads all values to the host, so that :func:`load_optimizer_values` cannot fail then."""
     state = {
         holder: {
-            key: replace(value, ready=_read(value)) if isinstance(value, Elements) else value
+            key: replace(value, ready=_read_elements(value))
+            if isinstance(value, Elements)
+            else value
             for key, value in own.items()
         }
         for holder, own in match.state.items()
@@ -84,30 +86,32 @@ def read_ahead(match: OptimizerMatch) -> OptimizerMatch:
     return replace(match, state=state)
 
 
-def new_values(inventory: Inventory, match: Match) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def iterate_new_values(
+    inventory: Inventory, match: Match
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields each tensor to change and its new value, which is read when the pair is requested."""
     for holder, members in inventory.by_holder().items():
-        found = {held: match.parameters.get(held) for held in members}
+        found = {shard: match.parameters.get(shard) for shard in members}
         if any(found.values()):
             begin_load(holder, ((h.first, h.member) for h, stored in found.items() if stored))
             start = None if all(found.values()) else holder
-            yield holder, part_of(local(holder).shape, holder.dtype, found, start)
-    rows: dict[torch.Tensor, list[tuple[HeldBuffer, Stored]]] = {}
+            yield holder, read_holder_values(local(holder).shape, holder.dtype, found, start)
+    rows: dict[torch.Tensor, list[tuple[ReplicatedBuffer, ReadableTensor]]] = {}
     for buffer, stored in match.buffers.items():
         rows.setdefault(buffer.tensor, []).append((buffer, stored))
     for tensor, each in rows.items():
         value = None
         for buffer, stored in each:
             if buffer.row is None:
-                value = stored.whole().to(tensor.dtype)
+                value = stored.read_full().to(tensor.dtype)
             else:
                 value = tensor.detach().cpu().clone() if value is None else value
-                value[buffer.row] = stored.whole()
+                value[buffer.row] = stored.read_full()
         if value is not None:
             yield tensor, value
 
 
-def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def set_tensor_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Gives tensors new values of the same shape. On the XLA device, this compiles no program.
 
     All values are copied to the device before the first tensor is changed.
@@ -134,10 +138,10 @@ def set_extra_state(states: Mapping[nn.Module, Any]) -> None:
         module.set_extra_state(state)
 
 
-def part_of(
+def read_holder_values(
     shape: torch.Size,
     dtype: torch.dtype,
-    members: Mapping[Held, Stored | None],
+    members: Mapping[ParameterShard, ReadableTensor | None],
     start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's part of ``members``, on the CPU, in the ``shape`` of their holder.
@@ -148,32 +152,34 @@ def part_of(
     if start is not None:
         flat = local(start).cpu().reshape(-1).clone()
     else:
-        covered = sum(held.length for held, stored in members.items() if stored is not None)
+        covered = sum(shard.length for shard, stored in members.items() if stored is not None)
         make = torch.empty if covered == shape.numel() else torch.zeros
         flat = make(shape.numel(), dtype=dtype)
-    for held, stored in members.items():
-        if stored is not None and (held.length or stored.collective):
-            stored.read_to(flat[held.at : held.at + held.length], held.begin)
+    for shard, stored in members.items():
+        if stored is not None and (shard.length or stored.collective):
+            stored.read_to(flat[shard.at : shard.at + shard.length], shard.begin)
     return flat.view(shape)
 
 
-def _elements(value: Elements, device: torch.device, spec: ShardSpec | None) -> torch.Tensor:
-    moved = _read(value).to(device)
+def _elements_on_device(
+    value: Elements, device: torch.device, spec: ShardSpec | None
+) -> torch.Tensor:
+    moved = _read_elements(value).to(device)
     return moved if spec is None else as_sharded(moved, spec)
 
 
-def _read(state: Elements) -> torch.Tensor:
+def _read_elements(state: Elements) -> torch.Tensor:
     ready = state.ready
-    return part_of(state.shape, state.dtype, state.members) if ready is None else ready
+    return read_holder_values(state.shape, state.dtype, state.members) if ready is None else ready
 
 
-def _said(value: Elements | Number | MemberValues) -> Any:
+def _to_saved_value(value: Elements | Number | MemberValues) -> Any:
     if isinstance(value, Elements):
-        return _read(value)
+        return _read_elements(value)
     return list(value.values) if isinstance(value, MemberValues) else value.value
 
 
-def _placed(
+def _move_single_value(
     number: Number, holder: nn.Parameter, present: torch.device | None, prefers_device: bool
 ) -> Any:
     """The value on the kind of device that it was saved from.
