@@ -53,9 +53,9 @@ TABLES = {
 MB, MIB = 1e6, 2**20
 NOTE = (
     "sent: bytes a device sends in a step; bound: two all-gathers and one reduce-scatter of every "
-    "parameter in bfloat16 (ZeRO-2: one gather less); asynchronous, fused (inside a computation): "
-    "of the bytes; synchronous: all that are not asynchronous; milliseconds: of the time model in "
-    "docs/design/time-model.md."
+    "parameter in bfloat16 (ZeRO-2 sends one gather less); asynchronous, fused (inside a "
+    "computation): of the bytes; synchronous: all that are not asynchronous; milliseconds: of the "
+    "time model in docs/design/time-model.md."
 )
 
 Reports = dict[str, dict[str, Report]]  # by slice and name

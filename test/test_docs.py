@@ -4,8 +4,13 @@ import ast
 import re
 
 import pytest
+import torch
+import torch_xla
 from conftest import ROOT
+from torch import nn
 
+import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel
 from xla_fsdp.sharding.options import FSDPOptions
 
 DOCUMENTS = sorted(
@@ -86,17 +91,52 @@ def test_the_readme_example_prints_what_it_returns(run_script):
     assert re.fullmatch(r"\[(\d\.\d+(, )?){4}\]\n", done.stdout)
 
 
+def accumulates_saves_and_resumes(rank, script):
+    torch.manual_seed(0)
+    model = XlaFullyShardedDataParallel(nn.Linear(16, 16))  # 128 weights on each of 2 ranks
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = dict(xla_fsdp=xla_fsdp, torch=torch, torch_xla=torch_xla, model=model)
+    names |= dict(optimizer=optimizer, loss_of=lambda out: out.square().mean())
+    names |= dict(micro_batches=torch.ones(2, 3, 16).to("xla"), images=torch.ones(3, 16).to("xla"))
+    before = model.weight.to_local().cpu().clone()
+    for loaded_step in (None, 1000):
+        exec(script, names)
+        assert (names["loaded"] and names["loaded"].step) == loaded_step
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert names["predictions"].shape == (3, 16) and not names["predictions"].requires_grad
+        model.train()
+    assert not torch.equal(model.weight.to_local().cpu(), before)
+
+
+def test_the_readme_example_of_accumulation_runs(run_ranks, tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    script = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    assert script.count('"runs/vit"') == 2
+    run_ranks(accumulates_saves_and_resumes, 2, script.replace("runs/vit", str(tmp_path)))
+
+
 @pytest.mark.full
-def test_the_laptop_script_resumes_on_other_ranks(run_script):
+def test_the_laptop_scripts(run_script, tmp_path):
     text = (ROOT / "docs/get-started/laptop.md").read_text(encoding="utf-8")
     script = re.findall(r"```python\n(# train.py.*?)```", text, re.DOTALL)[0]
-    losses = []
-    for ranks in (4, 2):
-        done = run_script(script.replace("num_devices=4", f"num_devices={ranks}"))
+    planning = re.findall(r"```python\n(# plan.py.*?)```", text, re.DOTALL)[0]
+
+    def train(folder, ranks=4, steps=100):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        changed = script.replace("num_devices=4", f"num_devices={ranks}")
+        changed = changed.replace("start + 100", f"start + {steps}")
+        done = run_script(changed, cwd=tmp_path / folder)
         assert done.returncode == 0, done.stderr
-        losses.append(ast.literal_eval(done.stdout))
-    assert [len(one) for one in losses] == [4, 2]
-    assert sum(losses[1]) / 2 < sum(losses[0]) / 4
+        return ast.literal_eval(done.stdout)
+
+    first, resumed, fewer = train("twice"), train("twice"), train("twice", ranks=2)
+    assert [len(one) for one in (first, resumed, fewer)] == [4, 4, 2]
+    assert sum(fewer) / 2 < sum(resumed) / 4 < sum(first) / 4
+    assert resumed == train("once", steps=200)  # on data that the first run did not have
+    (tmp_path / "train.py").write_text(script)
+    planned = run_script(planning)
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.startswith("FITS: ") and "v5litepod-8, 8 devices" in planned.stdout
 
 
 # -- reference pages list what the code has --------------------------------------------------------

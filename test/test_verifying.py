@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import json
+import re
+import sys
 from pathlib import Path
 from time import time as now
 from unittest import mock
@@ -18,7 +20,7 @@ from xla_fsdp.preflight.__main__ import main
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated
 from xla_fsdp.tpu.chips import V5E
 from xla_fsdp.tpu.topology import resolve
-from xla_fsdp.verifying import api, stages, steps, verdict
+from xla_fsdp.verifying import api, cli, stages, steps, verdict
 from xla_fsdp.verifying.microbenchmarks import axes, modelled
 from xla_fsdp.verifying.nets import Size
 from xla_fsdp.verifying.parity import CASES, _compared
@@ -339,6 +341,24 @@ def test_a_slice_that_is_here_can_be_planned_for_by_its_name(name):
 def test_wrong_arguments(capsys, flag, said):
     assert main(["--measure", flag]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag, said",
+    [
+        ("--report={}/x.html", "a plot needs matplotlib.* pip install 'xla_fsdp\\[plan\\]'"),
+        ("--report={}/none/x.json", "make the folder .*/none first"),
+        ("--calibration={}/none/x.json", "make the folder .*/none first"),
+    ],
+)
+def test_files_that_cannot_be_written_fail_before_the_measurement(
+    capsys, monkeypatch, tmp_path, flag, said
+):
+    calls = []
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    monkeypatch.setattr(cli, "verify", lambda **flags: calls.append(flags))
+    assert main(["--measure", flag.format(tmp_path)]) == 2
+    assert re.search(said, capsys.readouterr().err) and calls == []
 
 
 def test_wrong_names():

@@ -198,7 +198,7 @@ setup() {
   steps='set -e; mkdir -p ~/xla_fsdp; tar -xzf ~/xla_fsdp.tgz -C ~/xla_fsdp; cd ~/xla_fsdp; '
   steps+='test -x .venv/bin/pip || python3 -m venv .venv || '
   steps+='{ sudo apt-get install -y -q python3-venv && python3 -m venv .venv; }; '
-  steps+=".venv/bin/pip install -q -e '.[tpu,examples]' gcsfs"
+  steps+=".venv/bin/pip install -q -e '.[tpu,plan,examples]' gcsfs"
   each on "$steps"
   if [[ -n $nfs ]]; then
     mount='sudo apt-get install -y -q nfs-common && sudo mkdir -p /mnt/xla_fsdp && '

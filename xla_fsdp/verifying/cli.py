@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..planning.reporting.storage import target, target_of_page
 from .api import verify
 from .stages import STAGES
 from .steps import ON_CPU, ON_TPU
@@ -22,6 +23,11 @@ def main(argv: Sequence[str]) -> int:
         if not path.endswith((".json", ".html")):
             return _exit_with_error(f"--report={path} must end in .json or .html")
     try:
+        # Files that cannot be written raise here, before minutes of measurement.
+        for path in flags.report:
+            (target if path.endswith(".json") else target_of_page)(path)
+        if flags.calibration:
+            target(flags.calibration)
         found = verify(
             num_devices=flags.num_devices,
             ckpt_dir=flags.ckpt_dir,

@@ -1,9 +1,10 @@
-"""The fewest bytes that fully sharded training sends: two gathers and one reduce-scatter.
+"""The bytes that plain ZeRO-3 sends: two gathers and one reduce-scatter.
 
 ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 7.2) gathers every parameter for the forward and again for the backward, and
-reduce-scatters its gradient. In a gather or a reduce-scatter of B bytes over n ranks, each rank
-sends B(n-1)/n.
+reduce-scatters its gradient. A gather or a reduce-scatter of B bytes over n ranks has every rank
+send B(n-1)/n. A unit that keeps its parameters from forward to backward, such as the outermost one
+(``disable_reshard_on_root``), gathers once: a step can send a little less than the bound.
 """
 
 from __future__ import annotations

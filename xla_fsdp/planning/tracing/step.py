@@ -41,7 +41,7 @@ class TracedStep:
 
     Attributes:
         program: what the compiler gets.
-        bound: the fewest bytes that fully sharded training sends; ``None`` without a wrapper.
+        bound: the bytes that plain ZeRO-3 sends; ``None`` without a wrapper.
         reads: places that read a value during the step.
         programs_before: earlier programs without an optimizer step (micro-batches of gradient
             accumulation, evaluation), which are not planned.

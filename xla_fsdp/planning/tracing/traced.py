@@ -63,7 +63,7 @@ class PartitionedProgram:
 
     @property
     def bound(self) -> ZeroBound:
-        """The fewest bytes that ZeRO-3 training of these parameters sends, as in ``bound.py``."""
+        """The bytes that ZeRO-3 training of these parameters sends, as in ``bound.py``."""
         sent = 3 * self.elements * self.itemsize * (self.devices - 1) / self.devices
         return ZeroBound(round(sent), self.elements)
 
