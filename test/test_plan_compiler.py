@@ -182,7 +182,7 @@ class TestInstalling:
         assert not {"jax", "torch", "torch_xla", "numpy"} & set(done.stdout.split()), done.stderr
 
 
-def step(width=256, blocks=2):
+def step(width=1024, blocks=2):
     def run():
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
@@ -268,7 +268,8 @@ def planned_by_both(newest, cache):
     assert ironwood.timing.model_flops == new.timing.model_flops
     offloaded = [c for c in ironwood.schedule.collectives if c.emitter == "SparseCore"]
     assert offloaded and all(c.asynchronous and c.group_size == 8 for c in offloaded)
-    assert 0.9 < ironwood.wire_bytes / ironwood.bound_wire_bytes < 1.5
+    # Nobody needs the first weight in the backward: one gather of two blocks' is dropped.
+    assert 0.8 < ironwood.wire_bytes / ironwood.bound_wire_bytes < 1.1
     assert 0 < ironwood.timing.compute < 1e-3
     assert report("tpu7x:2x2x1", newest).from_cache
 

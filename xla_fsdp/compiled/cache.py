@@ -17,7 +17,7 @@ kept files themselves::
 A process that ends before that may have died of it. The next one loads nothing, once.
 
 A new program gets its digest and its name in the store once torch_xla has closed its file. Names in
-the store appear in one step, so that any number of processes and hosts may use it at once.
+the store appear in one step, so that any number of processes and hosts may use it at the same time.
 
 torch_xla's own key has the program in it, the devices and their number, the flags of XLA, and
 whether arguments are overwritten. The name of a kind stands for what is missing from it.
@@ -95,8 +95,8 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     Processes that ``launch`` starts, on TPU, use the folder too; under ``torchrun`` each calls it.
     Programs are only used again with the same versions, flags and kind of processor, and if the
     file has the digest that it was written with: what is damaged or cut off is compiled again.
-    Any number of processes may use a folder at once. It holds up to 8 GiB; the oldest programs are
-    removed at a start. On a pod give every host a folder on its own disk.
+    Any number of processes may use a folder at the same time. It holds up to 8 GiB; the oldest
+    programs are removed at a start. On a pod give every host a folder on its own disk.
 
     Args:
         path: the folder, created if need be; ``None``: ``$XDG_CACHE_HOME/xla_fsdp/compiled``, by
@@ -143,7 +143,7 @@ def require_folder_is_chosen() -> None:
     folder = os.environ.get(_REMOVED, "").strip()
     if folder not in ("", "none") and _folder_in_use() is None:
         raise ValueError(
-            f"{_REMOVED}={folder} has no effect any more: launch keeps no programs by itself. "
+            f"{_REMOVED}={folder} has no effect any more: launch caches no programs by default. "
             "Unset it, and call xla_fsdp.enable_compilation_cache(folder) before launch"
         )
 
@@ -416,7 +416,7 @@ class Run:
                 pass
 
     def _take(self, program: Program) -> tuple[str, int] | None:
-        # Read in full at every start: nothing else would notice what happened to it meanwhile.
+        # Read completely at every start: nothing else would notice a change since then.
         if not program.is_whole():
             program.path.unlink(missing_ok=True)
             return None
@@ -450,7 +450,7 @@ def open_run(
 
     Args:
         store: created if need be.
-        name: of the kind; ``about`` says in full what it is.
+        name: of the kind; ``about`` describes it completely.
         limit: bytes that the store may take up. The oldest programs of all kinds are removed.
         began: whether this process has loaded, or compiled, a program.
 

@@ -1,9 +1,9 @@
 """What the TPU compiler gets on a host of a given chip, whoever starts the ranks there.
 
-Before a line of the user's code runs on a TPU host, ``import torch_xla`` adds flags of its own to
+Before a line of the user's code runs on a TPU host, ``import torch_xla`` adds its flags to
 ``LIBTPU_INIT_ARGS`` where it has none of that name, and on v4 sets ``TPU_MEGACORE``. Then
 ``xla_fsdp.launch`` adds those of :mod:`xla_fsdp.tpu.compiler_options`, before what is there, where
-it has none of that name. libtpu reads the whole when it starts. A plan hands libtpu the same
+it has none of that name. libtpu reads the result when it starts. A plan hands libtpu the same
 string, so that it compiles the program that runs.
 """
 
@@ -18,7 +18,7 @@ from ..tpu.compiler_options import OPTIONS, accepted, libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS, library, read, with_last
 
 MEGACORE = "TPU_MEGACORE"
-# Who starts the ranks: ``xla_fsdp.launch``; torch_xla's own launch, or a program of one's own
+# Who starts the ranks: ``xla_fsdp.launch``; torch_xla's own launch, or a separate program
 # around its collectives; something that does not import torch_xla, such as JAX.
 LAUNCHERS = ("xla_fsdp", "torch_xla", "other")
 

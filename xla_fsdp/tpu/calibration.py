@@ -37,8 +37,8 @@ class Calibration:
         link_bandwidth: bytes a second of one link one way, as collectives attain it.
         launch_latency, hop_latency: seconds, see :class:`~.chips.Chip`.
         hbm_bandwidth: bytes a second of one chip, read and written counted both.
-        matrix_flops: bfloat16 operations a second of one chip in a large matrix product.
-        to_device, to_host: bytes a second of one device from and to the host's memory.
+        matrix_flops: bfloat16 operations a second of one chip in a large matmul.
+        to_device, to_host: bytes a second of one device from and to host memory.
         source: where this is from, for reports: a file's name, or "measured".
         about: versions, date and what else a reader may want to know.
     """
@@ -73,8 +73,8 @@ class Calibration:
     def apply(self, chip: Chip) -> Chip:
         """``chip`` with these figures. What is not measured stays as published.
 
-        Operations take libtpu's cycles at ``clock_hz``; the clock becomes the one at which a matrix
-        product takes as long as measured.
+        Operations take libtpu's cycles at ``clock_hz``; the clock becomes the one at which a matmul
+        takes as long as measured.
 
         Raises:
             CalibrationError: this is of another kind of chip, or a figure is beyond belief.
@@ -118,7 +118,7 @@ class Calibration:
                 shown.append(f"{value / scale:.3g} {unit} (published: {published:.3g})")
         if self.matrix_flops is not None:
             share = self.matrix_flops / chip.flops
-            shown.append(f"matrix products at {share:.0%} of the peak ({chip.matrix_cycles:.0%})")
+            shown.append(f"matmuls at {share:.0%} of the peak ({chip.matrix_cycles:.0%})")
         return f"Times are calibrated by {self.source}: {'; '.join(shown) or 'nothing measured'}."
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -84,16 +84,16 @@ class Chip:
 
     ``pod``: chips along each axis of the largest pod; its length is the dimension of the torus.
     ``cube``: 0, or the edge in chips of the cubes that optical switches join (v4, v5p).
-    ``shapes``: default shapes of the named slices, in chips; whole cubes are added to them.
+    ``shapes``: default shapes of the named slices, in chips; complete cubes are added to them.
     ``largest_slice``: most chips in one slice. ``sub_host``: whether a slice may be a single chip,
     less than a host. ``link_bandwidth``: bytes a second of one inter-chip (ICI) link in one
-    direction, both directions at once; a chip has two links an axis. ``die_bandwidth``: bytes a
+    direction, in both at the same time; a chip has two links an axis. ``die_bandwidth``: bytes a
     second from one device of a chip to the other; 0 where they exchange through the memory.
     ``hop_latency``: seconds for the first byte to the neighbouring chip; ``launch_latency``:
     seconds of a collective besides hops and bytes; ``dcn_latency``: seconds for the first byte to
     another slice.
     ``dcn_bandwidth``: bytes a second that a chip sends to other slices, its share of the host's
-    network, both ways at once; 0 where slices are not joined.
+    network, in both directions; 0 where slices are not joined.
 
     Host:
 
@@ -110,16 +110,16 @@ class Chip:
     into VMEM a step gets longer (docs/how-to/compiler-options.md), so each has to be tried.
     ``overlaps_gathers``: all-gathers run while the chip computes (docs/design/benchmarks.md,
     "asynchronous").
-    ``gains_by_rings``: gradients of 192 MiB and more go around whole rows of chips, and then across
+    ``gains_by_rings``: gradients of 192 MiB and more go around full rows of chips, and then across
     the rows, where both axes wrap, and a step gets shorter. ViT-10B on v5e:16x16, gathered ahead:
     762 ms a step for 806 (2026-11-24, benchmarks/LOG.md). v6e:16x16 was not measured. Rings of
     4 to 8 chips through rectangles made steps longer: two blocks of workload S on v6e:2x4 6.75 ms
     for 6.49 (2026-11-26), four on v5e:2x4 1.04 times as long (2026-11-25,
     docs/design/benchmarks.md).
-    ``along_all_axes``: SparseCores run collectives over a whole slice, along all axes at once; a
+    ``along_all_axes``: SparseCores run collectives over a full slice, along all axes in parallel; a
     reduce-scatter stays one. Seen with libtpu 0.0.51 on tpu7x:2x2x1 and 4x4x4; other shapes are
     taken to be like them.
-    ``gathers_along_one_ring``: an all-gather over a whole torus goes around one ring, as on a line,
+    ``gathers_along_one_ring``: an all-gather over a full torus goes around one ring, as on a line,
     and not along all axes (docs/design/communication.md).
     ``small_gathers_reduce``: small all-gathers over many ranks become all-reduces. Where gathers
     may be asynchronous torch_xla forbids it (``xla_tpu_prefer_async_allgather_to_allreduce``).
@@ -227,7 +227,7 @@ class Chip:
         return MappingProxyType({prod(shape) * self.tensor_cores: shape for shape in shapes})
 
     def _cubes(self) -> Iterator[tuple[int, ...]]:
-        """The default shape of each whole number of cubes, up to the largest slice.
+        """The default shape of each number of cubes, up to the largest slice.
 
         The default is the shape most like a cube (cloud.google.com/tpu/docs/types-topologies): of
         all ways to write the number of cubes as a <= b <= c, the one with the smallest sum. 5
@@ -252,7 +252,7 @@ class Chip:
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice are rings, for a slice of ``shape`` chips (one number an axis).
 
-        v4 and v5p: every axis, if the slice is made of whole 4x4x4 cubes, since the optical
+        v4 and v5p: every axis, if the slice is made of complete 4x4x4 cubes, since the optical
         switches between cubes provide the wrap-around links; otherwise none (Scaling book).
         v5e and v6e: an axis as long as the pod's 16 (Scaling book: "a v5e 8x16 will have a
         wraparound on the longer axis").
@@ -503,7 +503,7 @@ V6E = Chip(
         "devices": "libtpu: v6e:2x4 lists 8 devices",
         "clock_hz": (
             _MXU + "918e12 / (2 x 4 x 256 x 256) = 1751 MHz. Cloud states two 256x256 units, "
-            "which alone would need 3.5 GHz; libtpu's own cycles for matrix products reach 456,000 "
+            "which alone would need 3.5 GHz; libtpu's cycles for matmuls reach 456,000 "
             "operations a cycle, 87 % of four units' 524,288 and above two units' 262,144"
         ),
         "link_bandwidth": (

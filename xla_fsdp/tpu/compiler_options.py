@@ -1,4 +1,4 @@
-"""What the TPU compiler is asked to do that it does not do by itself.
+"""Options of the TPU compiler that it does not use by default.
 
 The same in planning and at launch. ``xla_fsdp.launch`` puts the options into ``LIBTPU_INIT_ARGS``;
 for programs started otherwise: ``export LIBTPU_INIT_ARGS="$(python -m xla_fsdp.compiler_options)"``
@@ -16,10 +16,11 @@ from .chips import CHIPS, Chip, chip_of
 from .libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
-    # Operands are prefetched whole, not in up to four slices that are under way one by one: for
+    # Operands are prefetched in one piece, not in up to four slices one after the other: for
     # each the compiler sets aside two tables of 16 KiB that share memory with nothing.
     # Workload S on v5e:2x4: 1,025 instead of 1,045 MiB of temporaries, recomputed 367 instead of
-    # 391, and 0.3 and 2 % fewer cycles. One slice would do the same, but on v5p it is refused.
+    # 391, and 0.3 and 2 % fewer cycles. One slice would do the same, but libtpu
+    # does not accept it on v5p.
     "xla_tpu_sliced_prefetch_max_slices": "0",
 })  # fmt: skip
 
@@ -29,9 +30,9 @@ _BUS, _VENDOR = Path("/sys/bus/pci/devices"), "0x1ae0"
 
 # Nothing, for scripts from when loops needed an option of launch undone.
 FOR_LOOPS: Mapping[str, str] = MappingProxyType({})
-# Gathers beside loops over elements. More of the bytes travel beside compute with it, and but for
-# rematerialised blocks the step is as long or longer (benchmarks/LOG.md). With it the compiler
-# crashes on loops for some chips: ``Chip.crashes_on_fused_loops``.
+# Gathers overlapped with loops over elements. It overlaps more of the bytes with compute, and
+# except for recomputed blocks the step is as long or longer (benchmarks/LOG.md). With it the
+# compiler crashes on loops for some chips: ``Chip.crashes_on_fused_loops``.
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 
 
@@ -43,7 +44,7 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     """Adds ``options`` to ``LIBTPU_INIT_ARGS``, before ``xla_fsdp.launch``, for it and its ranks.
 
     What is in that variable already stays as it is and counts more. Flags that the installed libtpu
-    does not know, whoever put them there, it is told to ignore, with one warning.
+    does not know, whoever put them there, are marked to be ignored, with one warning.
 
     Raises:
         RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
@@ -92,7 +93,7 @@ def for_large_matmuls(family: str | None = None) -> Mapping[str, str]:
 
 
 def require_loops_compile(device_kind: str) -> None:
-    """Refuses what would crash the compiler later, without a word that helps.
+    """Raises where the compiler would crash later, with a message that does not help.
 
     Raises:
         RuntimeError: ``LIBTPU_INIT_ARGS`` asks for gathers beside loops on v5e or v6e.

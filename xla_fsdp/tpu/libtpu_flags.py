@@ -103,9 +103,10 @@ class Refusal:
 
 
 def refusal(arguments: str, library: str | None) -> Refusal:
-    """What the libtpu at ``library`` refuses of ``arguments``; asks a process that ends at once.
+    """What the libtpu at ``library`` refuses of ``arguments``; asks a process that ends
+    immediately.
 
-    Nothing is known to be refused where there is no libtpu, or one that does not answer.
+    No flag counts as refused where there is no libtpu, or one that does not answer.
     """
     return _asked(arguments, library) if library else Refusal()
 

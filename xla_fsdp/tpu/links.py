@@ -1,14 +1,14 @@
 """How long a collective takes on the links between the chips of a slice: a model of the torus.
 
 A chip has two links on each axis of the network, each ``link_bandwidth`` W one way and the same the
-other way at once. A group of ranks that fills whole axes is a ring on each wrapped axis, whose
+other way in parallel. A group of ranks that fills full axes is a ring on each wrapped axis, whose
 chips send both ways, and a line on each other axis, whose end chips have one link: it works at the
 speed of one. With L such links over all axes (2 a ring, 1 a line), n ranks and B bytes:
 
 * all-gather, reduce-scatter: B (n-1)/n / (L W). No schedule is faster, since a corner chip gets
   (or gives) B (n-1)/n over L links. One axis: Patarasuk and Yuan, "Bandwidth optimal all-reduce
-  algorithms for clusters of workstations", JPDC 69 (2), 2009; all axes at once, parts of the data
-  in rotated order of axes: Jain and Sabharwal, "Optimal bucket algorithms for large MPI
+  algorithms for clusters of workstations", JPDC 69 (2), 2009; all axes in parallel, parts of the
+  data in rotated order of axes: Jain and Sabharwal, "Optimal bucket algorithms for large MPI
   collectives on torus interconnects", ICS 2010; both as in the Scaling book, part 3
   (jax-ml.github.io/scaling-book/sharding).
 * all-reduce: twice that, a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004).
@@ -21,10 +21,10 @@ Each also takes ``launch_latency`` and ``hop_latency`` for every hop between the
 apart, twice for an all-reduce: time and latency add up, as in Hockney's model; the book takes the
 larger.
 
-Groups that use the same links at once share them: so do two groups each with one core of the same
-v2 or v3 chips. A group inside a chip uses its memory, or ``die_bandwidth`` where the devices of a
-chip have a link of their own (TPU7x). What is not a grid of chips is one ring in
-the order of the group, one way, over shortest paths, which is meant to be pessimistic. The
+Groups that use the same links at the same time share them: so do two groups each with one core of
+the same v2 or v3 chips. A group inside a chip uses its memory, or ``die_bandwidth`` where the
+devices of a chip have a separate link (TPU7x). What is not a grid of chips is one ring in the order
+of the group, one way, over shortest paths, which is meant to be pessimistic. The
 compiler's emitters named 1D run one ring through all chips, so two links, whatever the axes.
 
 What crosses the data-centre network, between slices, takes the bytes that a device sends over its
@@ -96,7 +96,7 @@ def describe(slice: Slice) -> str:
         )
     return (
         f"Model: axes of {axes} chips, {chip.link_bandwidth / 1e9:.4g} GB/s a link one way, two "
-        f"links a ring and one a line, all axes of a group at once but one ring for the "
+        f"links a ring and one a line, all axes of a group in parallel but one ring for the "
         f"compiler's 1D algorithms{cores}; {chip.hop_latency * 1e6:.3g} us a hop and "
         f"{chip.launch_latency * 1e6:.3g} us a collective; groups that are no grid of chips as "
         f"rings of shortest paths one way "
@@ -190,7 +190,7 @@ class Links:
         return latency + route.sharing * load / chip.link_bandwidth
 
     def _inside(self, sent: int) -> float:
-        """Seconds for so many bytes from one device of a chip to the other."""
+        """Seconds for ``sent`` bytes from one device of a chip to the other."""
         chip = self._slice.chip
         if chip.die_bandwidth:
             return chip.launch_latency + sent / chip.die_bandwidth

@@ -7,7 +7,7 @@ and xpk set them in the pods of a JobSet; on a TPU VM that a queued resource mad
 are in the machine's metadata ("tpu-env"), and one in the environment counts instead.
 
 With one of them missing libtpu waits for ever for slices that do not come, or each slice trains on
-its own and writes to the same folder. So what does not fit together is an error here.
+its own and writes to the same folder. So variables that do not fit together raise ValueError.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def ranks_by_slice(attributes: Sequence[Mapping[str, object]]) -> Groups:
 
 
 def equal_parts(ranks: int, slices: int) -> Groups:
-    """As :func:`ranks_by_slice`, of so many ranks that follow one another slice by slice."""
+    """As :func:`ranks_by_slice`, of ``ranks`` ranks that follow one another slice by slice."""
     if slices < 2:
         return ()
     each = ranks // slices

@@ -268,7 +268,7 @@ def _closest(name: str) -> tuple[str, ...]:
 
 
 def _offer() -> str:
-    """All that resolves, in one sentence: whole cubes are too many to spell out."""
+    """All that resolves, in one sentence: complete cubes are too many to list."""
     parts = []
     for chip in CHIPS.values():
         cube = chip.cube**3 * chip.tensor_cores

@@ -1,4 +1,4 @@
-"""What the compiler said, kept on disk by the digest of what it was asked."""
+"""Results of the compiler, cached on disk by the digest of the request."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class CompiledStep:
 
 
 class PlanCache:
-    """A folder of earlier results. ``folder=None`` keeps nothing.
+    """A folder of earlier results. ``folder=None`` stores nothing.
 
-    Files appear whole or not at all; one that is damaged, or of another version of this package,
-    counts as missing. Several processes may use a folder at once.
+    Files appear complete or not at all; one that is damaged, or of another version of this package,
+    counts as missing. Several processes may use a folder at the same time.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -105,7 +105,7 @@ class PlanCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._folder / name, content)
         except OSError as error:
-            # What was compiled for minutes is worth more than keeping it.
+            # A result of minutes of compiling is worth more than its copy in the cache.
             warnings.warn(
                 f"the plan is not kept, {self._folder} cannot be written ({error.strerror}); pass "
                 "cache=FOLDER or cache=False",
@@ -130,7 +130,7 @@ def _has_types(record: Any) -> bool:
 
 
 def write_whole(place: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file completely or not at all."""
     partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "xb") as stream:

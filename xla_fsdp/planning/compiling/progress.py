@@ -1,4 +1,4 @@
-"""One line on the terminal that says what is going on, and for how long."""
+"""One line on the terminal with the current work and its seconds so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORTH_A_LINE = 5.0  # seconds
 class Progress:
     """Rewrites one line on a terminal; elsewhere prints a line at the start and one at the end.
 
-    ``stream=None`` keeps quiet.
+    ``stream=None`` prints nothing.
     """
 
     def __init__(self, stream: TextIO | None = sys.stderr) -> None:
