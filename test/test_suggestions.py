@@ -145,8 +145,8 @@ def test_vmem_where_compute_is_most_of_a_step_and_nobody_has_set_it():
     assert not advice(op(1, 1), gather(0, 10**9), **given)  # it mostly waits
 
 
-def live(size, phase="forward"):
-    return Buffer("b", size, 40, 60, "temporary", "bf16[1]", phase=phase)
+def live(size, phase="forward", module="blocks.0.mlp"):
+    return Buffer("b", size, 40, 60, "temporary", "bf16[1]", module=module, phase=phase)
 
 
 def test_what_does_not_fit_is_told_what_frees_most():
@@ -158,10 +158,12 @@ def test_what_does_not_fit_is_told_what_frees_most():
     assert second.startswith("reshard_after_forward=True (ZeRO-3): frees at most 0.0 GiB")
     again = [*RECOMPUTED, gather(2, 10**8, "backward")]
     (one,) = advice(*again, live(2 * GIB), **over)
-    assert one.startswith("offload=True: inputs of recomputed modules in host memory: frees at")
+    assert one.startswith("offload=True: inputs of recomputed modules in host memory; the size is")
     copied = HostCopy(3, 4, 10**6, to_host=True)
     assert not advice(*again, copied, live(2 * GIB), **over)
-    assert not advice(*again, live(2 * GIB, "backward"), **over)
+    gathered = [op(1, 1), gather(2, 10**8, "backward")]
+    assert not advice(*gathered, live(2 * GIB, "backward"), **over)
+    assert not advice(*gathered, live(2 * GIB, module="head"), **over)  # in no block
 
 
 def test_at_most_five_the_one_that_saves_most_first():

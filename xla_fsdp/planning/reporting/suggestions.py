@@ -193,15 +193,15 @@ def _without(schedule: Schedule, left_out: Sequence[Collective]) -> Schedule:
 def _to_fit(found: Situation) -> list[Suggestion]:
     schedule = found.schedule
     again = any(op.recomputed for op in schedule.ops)
+    inner = tuple(unit.name for unit in found.units if unit.name)
     stored = sum(
         one.bytes for one in schedule.live_at_peak()
         if one.category == "temporary" and one.phase == "forward"
+        and any(one.module == name or one.module.startswith(f"{name}.") for name in inner)
     )  # fmt: skip
     several = []
     if stored and not again:
         several.append((stored, "checkpoint_module on each block: recompute activations"))
-    if stored and again and not schedule.host_copies:
-        several.append((stored, "offload=True: inputs of recomputed modules in host memory"))
     again_gathered = any(
         one.kind == "all-gather" and one.phase == "backward" for one in schedule.collectives
     )
@@ -209,7 +209,11 @@ def _to_fit(found: Situation) -> list[Suggestion]:
     if full and not again_gathered and schedule.collectives:
         several.append((full, "reshard_after_forward=True (ZeRO-3)"))
     several.sort(key=lambda one: one[0], reverse=True)
-    return [
+    known = [
         Suggestion(None, f"{text}: frees at most {size / GIB:.1f} GiB of HBM")
         for size, text in several
     ]
+    if again and not schedule.host_copies:
+        what = "offload=True: inputs of recomputed modules in host memory"
+        known.append(Suggestion(None, f"{what}; the size is not modelled, plan it"))
+    return known
