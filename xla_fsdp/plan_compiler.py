@@ -282,7 +282,12 @@ def install(
 
 
 def _require_done(command: list[str], what: str) -> None:
-    done = _run(command, {"PYTHONPATH": None, "PYTHONHOME": None})
+    try:
+        done = _run(command, {"PYTHONPATH": None, "PYTHONHOME": None})
+    except OSError as error:
+        raise UnusableCompilerError(
+            f"{command[0]} does not run ({error.strerror}): pass another --python"
+        ) from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
