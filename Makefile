@@ -1,16 +1,17 @@
 # One virtual environment in the checkout, made once and reused until setup.py changes.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PY := .venv/bin/python
+VENV ?= .venv
+PY := $(VENV)/bin/python
 # In the order of test/conftest.py, long files first, and in as many processes as it says.
 RANKS := --dist loadfile --no-loadscope-reorder -n auto
 
 # A hundred processes of the tests would compile what is here anew, a second each and more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-newest check lint size docs bench install clean
+.PHONY: demo test test-all test-newest test-pythons check lint size docs bench install clean
 
 # Where everything is installed, so is what the demo needs.
-demo: $(if $(wildcard .venv/installed),install,.venv/demo)
+demo: $(if $(wildcard $(VENV)/installed),install,$(VENV)/demo)
 	rm -rf runs/mnist
 	$(PY) examples/train_mnist.py
 
@@ -26,13 +27,24 @@ test-all: install
 test-newest: .venv/newest-hf/installed
 	$(NEWEST) -m pytest $(RANKS) @test/integrations.txt
 
+# An environment for each Python. jax 0.7.1 and import-linter do not exist for Python 3.10, nor libtpu
+# 0.0.21 for 3.13: both run the tests that need none of them.
+find_python = $$(command -v $$HOME/.pyenv/versions/$(1).*/bin/python || command -v python$(1))
+test-pythons:
+	$(MAKE) check VENV=.venv-3.11 PYTHON=$(call find_python,3.11)
+	$(MAKE) check VENV=.venv-3.12 PYTHON=$(call find_python,3.12)
+	$(MAKE) install VENV=.venv-3.10 PYTHON=$(call find_python,3.10) extras=demo,test
+	.venv-3.10/bin/python -m pytest $(RANKS) @test/pythons.txt
+	$(MAKE) install VENV=.venv-3.13 PYTHON=$(call find_python,3.13) extras=demo,test
+	.venv-3.13/bin/python -m pytest $(RANKS) @test/pythons.txt
+
 # Lint, and of the suite what tells most for its time; `make test` before a change is handed in.
 check: lint
 	$(PY) -m pytest $(RANKS) @test/check.txt
 
 lint: install
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
-	.venv/bin/lint-imports
+	$(VENV)/bin/lint-imports
 	$(PY) -m mypy
 
 size:
@@ -48,16 +60,16 @@ bench: install
 	$(PY) -m benchmarks.compare
 	$(PY) -m benchmarks.checkpoints
 
-install: .venv/installed
+install: $(VENV)/installed
 
 # uv takes a third of the time of pip, which is there for where uv reaches nothing: it does not read
 # pip's settings. Both say what they are at. Without compiled bytecode `import torch_xla` takes 18 s
 # in every process of those who set PYTHONDONTWRITEBYTECODE; with it 7.
 # .venv has the oldest releases that [hf] allows, and .venv/newest-hf the newest.
-.venv/installed: extras := examples,hf,lightning,plan,pod,test,lint,docs
-.venv/demo: extras := demo
-.venv/installed .venv/demo: setup.py test/oldest-hf.txt
-	test -x $(PY) || $(PYTHON) -m venv .venv
+$(VENV)/installed: extras := examples,hf,lightning,plan,pod,test,lint,docs
+$(VENV)/demo: extras := demo
+$(VENV)/installed $(VENV)/demo: setup.py test/oldest-hf.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q uv && $(PY) -m uv pip install --compile-bytecode --python $(PY) -c test/oldest-hf.txt -e '.[$(extras)]' \
 	  || $(PY) -m pip install -c test/oldest-hf.txt -e '.[$(extras)]'
 	touch $@
@@ -73,4 +85,4 @@ NEWEST := .venv/newest-hf/bin/python
 	touch $@
 
 clean:
-	rm -rf .venv build site *.egg-info
+	rm -rf .venv .venv-* build site *.egg-info

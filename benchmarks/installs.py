@@ -19,7 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # "demo" is for `make demo`, "installed" for `make test`.
-EXTRAS = dict(re.findall(r"^\.venv/(\w+): extras := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
+EXTRAS = dict(
+    re.findall(r"^\$\(VENV\)/(\w+): extras := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+)
 
 
 def seconds(tool: str, extras: str) -> float:

@@ -311,6 +311,12 @@ def refusals(rank):
     model = wrapped(mlp(), "1")
     with pytest.raises(ValueError, match="Leave assign out"):
         model.load_state_dict(model.state_dict(), assign=True)
+    outer = nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)})
+    bias = torch.ones(2)
+    outer.load_state_dict({"head.bias": bias}, strict=False, assign=True)
+    assert outer["head"].bias.data_ptr() == bias.data_ptr()
+    with pytest.raises(ValueError, match="Leave assign out"):
+        outer.load_state_dict(outer.state_dict(), assign=True)
     half = FSDP(mlp().half())
     assert half.gradient_predivide_factor == 2 and half.gradient_postdivide_factor == 1
 

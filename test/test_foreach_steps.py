@@ -63,6 +63,18 @@ def _taken(rank):
             calls.append(add.called)
     assert calls == [True, False, False]
 
+    _, _, expected = _trained(optim.AdamW, {"lr": 0.1})
+    with pytest.warns(UserWarning, match="fused=True") as warned:
+        fused, _, values = _trained(optim.AdamW, {"lr": 0.1, "fused": True, "foreach": False})
+    assert len(warned) == 1 and all(map(torch.equal, values, expected))
+    assert [(group["fused"], group["foreach"]) for group in fused.param_groups] == [(None, None)]
+    fused = optim.SGD([nn.Parameter(torch.ones(2, device="xla"))], lr=0.1, fused=True)
+    fused.param_groups[0]["params"][0].grad = torch.ones(2, device="xla")
+    scaler = torch.amp.GradScaler("xla", init_scale=2.0)
+    scaler.scale(torch.ones((), device="xla"))
+    with pytest.raises(RuntimeError, match="without fused=True"):
+        scaler.step(fused)
+
 
 def test_only_where_it_may(run_ranks):
     run_ranks(_taken, 1)

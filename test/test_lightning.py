@@ -21,10 +21,11 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_models import CLIP, Block, Pair, Words, fit, loader, rows, strategy, trainer_for
+from rank_warnings import every_rank_warns
 from safetensors.torch import load_file
 
 import xla_fsdp.integrations.lightning as integration
-from xla_fsdp import full_state_dict
+from xla_fsdp import XlaFullyShardedDataParallel, full_state_dict
 from xla_fsdp.collectives.random_state import DeviceRandomState
 from xla_fsdp.consolidate.__main__ import main as consolidate
 from xla_fsdp.consolidate.errors import OtherRankError
@@ -392,6 +393,20 @@ def test_layers_and_parameters_that_nothing_would_shard_are_refused():
         settings.wrap_children(Words(), "32-true")
     with pytest.raises(ValueError, match="has no parameter of a model that was set up"):
         adopt(torch.optim.SGD(Words().parameters(), lr=0.1))
+
+
+def partly_wrapped(rank):
+    settings = TrainerStrategy(
+        auto_wrap_policy={torch.nn.Linear}, activation_checkpointing_policy={torch.nn.Linear}
+    ).settings
+    inner = XlaFullyShardedDataParallel(torch.nn.Linear(2, 2))
+    with every_rank_warns(rank, "auto_wrap_policy is ignored"):
+        model = settings.wrap(torch.nn.Sequential(inner, torch.nn.Linear(2, 2)), "32-true")
+    assert XlaFullyShardedDataParallel.fsdp_modules(model) == [model, inner]
+
+
+def test_a_policy_is_ignored_where_layers_are_wrapped(run_ranks):
+    run_ranks(partly_wrapped, 2)
 
 
 def test_the_drop_in_and_its_undoing():

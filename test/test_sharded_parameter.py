@@ -344,18 +344,29 @@ def test_helpers_of_torch(run_ranks):
     run_ranks(helpers_of_torch, 2)
 
 
+def clip_in_two_steps(parameters, max_norm):
+    """As torchtitan does, but for foreach=True, which torch does not allow on XLA."""
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
 def collectives_of_clipping(rank):
     import torch_xla
 
     plain, model = nets()
-    give_gradients(plain, model, 0)
-    torch_xla.sync()
     counts = []
-    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_):
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_, clip_in_two_steps):
+        give_gradients(plain, model, 0)
+        torch_xla.sync()
         norm = clip(model.parameters(), 1.0)
         counts.append(torch_xla._XLAC._get_xla_tensors_text([norm]).count("xla::all_gather"))
+        close(norm, clip(plain.parameters(), 1.0))
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            close(mine.grad.full_tensor(), theirs.grad)
         torch_xla.sync()
-    assert counts == [1, 1]
+    assert counts == [1, 1, 1]
 
 
 def test_clipping_is_one_collective(run_ranks):

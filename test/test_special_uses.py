@@ -142,6 +142,43 @@ def test_the_same_unit_twice_and_an_unused_output(run_ranks, reshard, checkpoint
     run(run_ranks, same_unit_twice, reshard, checkpointed)
 
 
+def contrastive(features):
+    """Compares each example with each other."""
+    logits = F.normalize(features) @ F.normalize(features).T * 3
+    return F.cross_entropy(logits, torch.arange(len(features)).to(logits.device))
+
+
+def compared_over_ranks(rank, dim):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import checkpoint_module
+    from xla_fsdp.layers import all_gather_with_grad
+
+    class Gathers(nn.Module):
+        def forward(self, x):
+            return all_gather_with_grad(x.movedim(0, dim), dim).movedim(dim, 0)
+
+    plain, model = mlp(), mlp()
+    model.append(checkpoint_module(Gathers()))
+    model = wrapped(model, "1")
+    loss = contrastive(model(inputs(rank).to(torch_xla.device())))
+    loss.backward()
+    full = contrastive(plain(torch.cat([inputs(r) for r in range(xr.world_size())])))
+    full.backward()
+    torch_xla.sync()
+    torch.testing.assert_close(loss.detach().cpu(), full.detach())
+    assert_same_gradients(model, plain)
+    for wrong, match in ((torch.ones(2), "on the XLA device"), (loss, "without dimensions")):
+        with pytest.raises(ValueError, match=match):
+            all_gather_with_grad(wrong)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_loss_over_the_examples_of_all_ranks(run_ranks, dim):
+    run(run_ranks, compared_over_ranks, dim)
+
+
 def no_grad_then_training(rank):
     import torch_xla
 

@@ -199,7 +199,8 @@ def _before_load(
 ) -> None:
     if not is_wrapper(module):
         return  # the module behaves like the unwrapped one for now, see checkpoint/protocol.py
-    require_copying(local_metadata, "the shards that the module gathers")
+    holders = "the shards that the module gathers"
+    require_copying(state_dict, prefix, local_metadata, holders)
     module._unit.install_shards()
 
 

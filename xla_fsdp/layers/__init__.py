@@ -3,6 +3,13 @@
 from .attention import scaled_dot_product_attention
 from .contraction import einsum
 from .cross_entropy import linear_cross_entropy
+from .gathering import all_gather_with_grad
 from .softmax import softmax
 
-__all__ = ["einsum", "linear_cross_entropy", "scaled_dot_product_attention", "softmax"]
+__all__ = [
+    "all_gather_with_grad",
+    "einsum",
+    "linear_cross_entropy",
+    "scaled_dot_product_attention",
+    "softmax",
+]

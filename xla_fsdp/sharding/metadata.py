@@ -157,10 +157,13 @@ def _note_order(module: nn.Module, keys: list[str]) -> None:
             sharded.reordered = True
 
 
-def require_copying(local_metadata: dict[str, Any], holders: str) -> None:
+def require_copying(
+    state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], holders: str
+) -> None:
     """Raises ValueError if a load would assign tensors in place of ``holders``."""
     # torch records this in the metadata of the state dict, which the next load may receive again.
-    if local_metadata.pop("assign_to_params_buffers", False):
+    assigns = local_metadata.pop("assign_to_params_buffers", False)
+    if assigns and any(key.startswith(prefix) for key in state_dict):
         raise ValueError(
             f"load_state_dict(assign=True) would replace {holders} by other tensors, which is not "
             "supported. Leave assign out: values are copied into the existing tensors"
@@ -179,7 +182,7 @@ def rename_loaded(
     Raises:
         ValueError: the load would assign tensors in place of ``holders`` instead of copying.
     """
-    require_copying(local_metadata, holders)
+    require_copying(state_dict, prefix, local_metadata, holders)
     for key in list(state_dict):
         if key.startswith(prefix):
             value = state_dict.pop(key)

@@ -10,6 +10,7 @@
 | gradients of this rank only | parameters outside of every FSDP unit | warns once |
 | plain local tensors in loaded state | they have the shape of the shard | get the shard's type |
 | a loop over parameters where lists give the same | ``foreach`` is None | set for this step |
+| ``fused=True`` with parameters on XLA | the groups | unset, with a warning |
 | shards on the host | the sharded tensor has a copy on the device | sent as soon as they are new |
 """
 
@@ -75,6 +76,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _import_local_state(optimizer)
         optimizer.__dict__[_CHECKED] = len(every)
     require_reduced(every, f"{type(optimizer).__name__}.step()")
+    _unset_fused(optimizer)
     if type(optimizer) in _SAME:  # subclasses may override step
         chosen = [group for group in optimizer.param_groups if _supports_foreach(group)]
         for group in chosen:
@@ -242,6 +244,34 @@ def _tensors_in(state: Any) -> Iterable[Tensor]:
 
 
 # -- lists -------------------------------------------------------------------------------------
+
+
+def _unset_fused(optimizer: Optimizer) -> None:
+    """Has groups with ``fused=True`` and parameters on XLA take the default algorithm, and warns.
+
+    Raises:
+        RuntimeError: the gradients are scaled, which only a fused kernel undoes.
+    """
+    fused = [
+        group
+        for group in optimizer.param_groups
+        if group.get("fused") and any(p.device.type == "xla" for p in group["params"])
+    ]
+    if not fused:
+        return
+    if hasattr(optimizer, "found_inf"):  # as torch's gradient scaler sets it
+        raise RuntimeError(
+            f"{type(optimizer).__name__} with fused=True cannot unscale gradients on XLA, which "
+            "has no fused kernels. Make the optimizer without fused=True"
+        )
+    for group in fused:
+        group["fused"] = group["foreach"] = None
+    optimizer.__dict__["_step_supports_amp_scaling"] = False
+    warnings.warn(
+        "an optimizer was made with fused=True, for which XLA has no kernels: the step takes the "
+        "default algorithm, and the compiler fuses it. Leave fused out",
+        stacklevel=2,
+    )
 
 
 def _supports_foreach(group: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ import torch_xla.runtime as xr
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from ...collectives.random_state import preserve_random_state
+from ...layers.gathering import all_gather_with_grad
 from .ranks import in_rank, root_device
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class CollectivesMixin:
             raise TypeError(f"all_gather takes tensors, got {type(tensor).__name__}")
         value = tensor.to(root_device())
         if sync_grads and torch.is_grad_enabled() and value.requires_grad:
-            gathered = _Gather.apply(value)
+            gathered = all_gather_with_grad(value[None])
         else:
             gathered = xm.all_gather(value.detach()[None], dim=0)
         self._run_pending()
@@ -121,20 +122,6 @@ class CollectivesMixin:
             return decision
         said = self._reduced(torch.tensor(int(decision), device=root_device()), None, "sum")
         return int(said.item()) >= (xr.world_size() if all else 1)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        ctx.rank = xr.global_ordinal()  # autograd's thread may belong to another rank
-        return xm.all_gather(value[None], dim=0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        total: Any = xm.all_reduce(xm.REDUCE_SUM, gradients[0].clone())
-        # Upload the rank as data: a constant would give each rank a different program.
-        own = torch.tensor([ctx.rank]).to(total.device)
-        return total.index_select(0, own)[0]
 
 
 def gather_states(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -87,7 +88,14 @@ class Settings:
         if precision == "bf16-true":
             module = module.to(torch.bfloat16)
         policy, wrapper = self._policy(), self.wrapper
-        if self.recomputed:
+        if policy is not None and any(map(is_wrapper, module.modules())):
+            warnings.warn(
+                f"auto_wrap_policy is ignored, because {type(module).__name__} has submodules that "
+                "are wrapped already. Wrap the others manually, too, or pass a policy only",
+                stacklevel=2,
+            )
+            policy = wrapper = None
+        elif self.recomputed:
             if isinstance(module, tuple(self.recomputed)):
                 module = checkpoint_module(module)
             wrapper = functools.partial(_recomputed, tuple(self.recomputed))
