@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import EXAMPLES
 from example_runs import table
 from safetensors.torch import load_file
 
@@ -257,11 +256,3 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         (["--tune=v3-8", "--stream"], "--tune excludes --stream"),
         (["--max_steps=3"], "Unknown command line flag 'max_steps'"),
     )
-
-
-def test_the_scripts_are_short():
-    for script in EXAMPLES.glob("train_*.py"):
-        most = 80 if script.name == "train_resnet_auto_wrap.py" else 200
-        assert len(script.read_text().splitlines()) <= most, script
-    helpers = (EXAMPLES / "common").glob("*.py")
-    assert sum(len(one.read_text().splitlines()) for one in helpers) <= 1000
