@@ -183,7 +183,7 @@ def test_ranks_agree_however_they_run(tmp_path):
         for agreement in agreements:
             agreement.close()
         assert len(stops) == size and len(set(stops.values())) == 1, stops
-        assert all(one.word == f"it goes on rank {speaker}" for one in agreements)
+        assert all(one.notice == f"it goes on rank {speaker}" for one in agreements)
 
 
 def test_a_rank_that_leaves_alone_is_a_mismatch(run_ranks):
