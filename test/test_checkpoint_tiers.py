@@ -103,7 +103,7 @@ class Host:
         card = self.tier.write(save, held, self.number)
         partner.peer.put(self.tier, card)
 
-    def describe_save(self):
+    def listed(self):
         found = (describe_save(self.tier.cards(save)) for save in self.tier.saves())
         return [each for each in found if each is not None]
 
