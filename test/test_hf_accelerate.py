@@ -381,7 +381,7 @@ def clipping(rank, offload):
             one.zero_grad()
     with accelerator.no_sync(model):
         accelerator.backward(model(data[rank].to(accelerator.device)).sum())
-    with pytest.raises(RuntimeError, match="held by no_sync and not reduced yet"):
+    with pytest.raises(RuntimeError, match="stored by no_sync and not reduced yet"):
         accelerator.clip_grad_norm_(parameters, 0.1)
 
 
