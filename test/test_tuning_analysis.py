@@ -14,8 +14,8 @@ from xla_fsdp.planning.tuning.blocks import find_blocks
 from xla_fsdp.planning.tuning.estimate import AHEAD, Correction, Estimates
 from xla_fsdp.planning.tuning.facts import Again
 from xla_fsdp.planning.tuning.remedies import larger, what_would_fit
-from xla_fsdp.planning.tuning.search import worth_keeping
-from xla_fsdp.planning.tuning.space import Space, ranks_together
+from xla_fsdp.planning.tuning.search import with_worthwhile_keeps
+from xla_fsdp.planning.tuning.space import Space, neighbour_group_sizes
 from xla_fsdp.tpu.topology import resolve
 
 PLAIN = ShardingSettings()
@@ -221,7 +221,7 @@ def test_units_are_worth_keeping():
         found = estimates(slice_)
         settings = PLAIN.changed(**changes)
         step = found.facts(settings)
-        return worth_keeping(settings, step, found.of, capacity)
+        return with_worthwhile_keeps(settings, step, found.of, capacity)
 
     # On v5e all gathers but the last block's run beside the backward of another.
     v5e = resolve("v5litepod-8")
@@ -248,7 +248,7 @@ def test_values_are_kept_that_save_most_for_a_byte():
     plain = found.of(scanned).hbm
 
     def kept(capacity, settings=scanned):
-        return worth_keeping(settings, step, found.of, capacity).keep
+        return with_worthwhile_keeps(settings, step, found.of, capacity).keep
 
     assert kept(plain + 8 * 9.6e6) == ("q", "up", "attention")
     assert kept(plain + 8 * 1.6e6) == ("q", "attention")
@@ -269,7 +269,7 @@ def test_the_largest_for_their_bytes_are_kept_of_units_by_size():
     step = dataclasses.replace(step, units=tuple(units))
     found, settings = Estimates({1000: step}, V3), PLAIN.changed(units=1000)
     room = found.of(settings).hbm + 10**6
-    assert worth_keeping(settings, step, found.of, room).kept_blocks == ("blocks.1",)
+    assert with_worthwhile_keeps(settings, step, found.of, room).kept_blocks == ("blocks.1",)
 
 
 def test_what_the_compiler_said_corrects_what_is_like_it():
@@ -321,7 +321,9 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     v5e = Space.of(facts(), resolve("v5litepod-8"), (4,), True, {}).main()
     assert not ahead and any(one.scan_prefetch for one in v5e)
     assert all(one.scan for one in v5e if one.scan_prefetch)
-    assert ranks_together(V3) == (4,) and ranks_together(resolve("2xv5litepod-16")) == (4, 16)
+    assert neighbour_group_sizes(V3) == (4,) and neighbour_group_sizes(
+        resolve("2xv5litepod-16")
+    ) == (4, 16)
 
 
 def test_more_vmem_for_operations_is_tried_on_the_best_where_products_gain():

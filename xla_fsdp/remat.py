@@ -25,8 +25,8 @@ from .replaying import (
     Buffers,
     RandomState,
     checkpoints,
+    delayed_until,
     random_numbers_from,
-    tied,
     xla_device_of,
 )
 from .sharding.gathering import computing, computing_passes
@@ -268,7 +268,7 @@ class _Replay:
         self._fetch(tensors)
         on_xla = [number for number, t in enumerate(tensors) if t.device == self.device]
         if self.device.type == "xla" and self.gradient is not None:
-            copies = tied([tensors[number] for number in on_xla], [self.gradient])
+            copies = delayed_until([tensors[number] for number in on_xla], [self.gradient])
             for number, copy in zip(on_xla, copies, strict=True):
                 tensors[number] = copy
         for one in self.passes:

@@ -93,7 +93,9 @@ def xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     return None
 
 
-def tied(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def delayed_until(
+    tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Copies of ``tensors``, for recomputation, that exist only after ``events``.
 
     Without a barrier the compiler would merge the recomputation with the forward and store the
@@ -285,7 +287,7 @@ class _Region:
 def _tied_in(arguments: Any, events: Sequence[torch.Tensor], device: torch.device) -> Any:
     """Copies of ``arguments``, with their graph, that exist only after ``events``."""
     tensors = [tensor for tensor in tensors_in(arguments) if tensor.device == device]
-    copies = dict(zip(map(id, tensors), tied(tensors, events), strict=True))
+    copies = dict(zip(map(id, tensors), delayed_until(tensors, events), strict=True))
     return map_tensors(lambda tensor: copies.get(id(tensor), tensor), arguments)
 
 

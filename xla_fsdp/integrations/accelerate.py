@@ -42,7 +42,7 @@ from ..sharding.sharded_tensor import require_reduced
 from ..wrapper import XlaFullyShardedDataParallel
 from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes
-from .held_shards import average_unsharded, hold_shards
+from .early_optimizers import average_unsharded, switch_to_shards
 from .saving import outermost
 from .sharding import (
     SHARD_SIZE,
@@ -315,7 +315,7 @@ def _prepare_model(
             return original(self, model, device_placement, evaluation_mode)
         model = sharding.shard(model)
     for optimizer in self._optimizers:
-        hold_shards(optimizer.optimizer)
+        switch_to_shards(optimizer.optimizer)
     if not any(model is known for known in self._models):
         self._models.append(model)
     return model
@@ -325,7 +325,7 @@ def _prepare_model(
 def _prepare_optimizer(
     original: Any, self: Accelerator, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    hold_shards(getattr(optimizer, "optimizer", optimizer))
+    switch_to_shards(getattr(optimizer, "optimizer", optimizer))
     return original(self, optimizer, *args, **kwargs)
 
 

@@ -22,7 +22,7 @@ from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.rank_exchange import RankExchange
 from ..checkpoint.saving import save_checkpoint
-from .held_shards import JoinedOptimizers, joined
+from .early_optimizers import JoinedOptimizers, joined
 from .sharding import sharding_of
 
 FOLDER = "xla_fsdp"

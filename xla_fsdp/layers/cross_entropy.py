@@ -131,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
-        losses, total = call(_Forward(settings), [hidden, weight, labels], settings.platform)
+        losses, total = call(_ForwardInJax(settings), [hidden, weight, labels], settings.platform)
         ctx.settings = settings
         ctx.save_for_backward(hidden, weight, labels, total)
         return losses
@@ -140,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = [*ctx.saved_tensors, grad.float()]
-        of_hidden, of_weight = call(_Backward(ctx.settings), tensors, ctx.settings.platform)
+        of_hidden, of_weight = call(_BackwardInJax(ctx.settings), tensors, ctx.settings.platform)
         return None, of_hidden, of_weight, None
 
 
@@ -181,7 +181,7 @@ def _chunk_of(hidden: Any, weight: Any, labels: Any, first: Any, rows: int) -> t
 
 
 @dataclass(frozen=True)
-class _Forward:
+class _ForwardInJax:
     """(hidden (t, n), weight (m, n), labels (t,)) to losses and logarithms of the sums of
     exponentials, (t,), float32."""
 
@@ -216,7 +216,7 @@ class _Forward:
 
 
 @dataclass(frozen=True)
-class _Backward:
+class _BackwardInJax:
     """(hidden, weight, labels, logarithms, gradients of the losses) to those of hidden and
     weight."""
 

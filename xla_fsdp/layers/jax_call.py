@@ -41,7 +41,7 @@ _LOCATION = re.compile(r'^(#loc\d* = loc\()"(?:[^"\\]|\\.)*":\d.*\)$', re.MULTIL
 _ONE_AT_A_TIME = threading.Lock()
 
 
-class UnknownJaxError(ImportError):
+class UnsupportedJaxVersionError(ImportError):
     """Raised for a release of jax whose kernels are not tested with this libtpu."""
 
 
@@ -88,7 +88,7 @@ def call(
 
     Raises:
         MissingExtraError: jax is not installed.
-        UnknownJaxError: the installed jax is not in :data:`KNOWN_JAX`.
+        UnsupportedJaxVersionError: the installed jax is not in :data:`KNOWN_JAX`.
     """
     shapes = tuple((tuple(tensor.shape), DTYPES[tensor.dtype]) for tensor in tensors)
     with _ONE_AT_A_TIME:
@@ -104,7 +104,7 @@ def require_jax() -> None:
     extras.require_extra("plan", "a kernel written in JAX", ("jax", "jaxlib"))
     found = version("jax")
     if found not in KNOWN_JAX:
-        raise UnknownJaxError(
+        raise UnsupportedJaxVersionError(
             f"jax {found} is installed, but libtpu 0.0.21 can read only kernels that are exported "
             f"by jax {', '.join(KNOWN_JAX)}. Run pip install 'jax=={KNOWN_JAX[-1]}' 'jaxlib=="
             f"{KNOWN_JAX[-1]}', or pass implementation='math'"

@@ -83,13 +83,13 @@ class HostGradients:
         """Yields shards and their gradients on the CPU, in pieces; empties ``pending``."""
         pieces = self._pieces(pending)
         if len(pieces) == 1:
-            yield _fetch(pieces.pop())
+            yield _copy_to_host(pieces.pop())
             return
         with ThreadPoolExecutor(1, "fetch gradients") as pool:
-            following = pool.submit(_fetch, pieces.pop())
+            following = pool.submit(_copy_to_host, pieces.pop())
             while pieces:
                 fetched = following.result()
-                following = pool.submit(_fetch, pieces.pop())
+                following = pool.submit(_copy_to_host, pieces.pop())
                 yield fetched
             yield following.result()
 
@@ -111,7 +111,7 @@ def _bytes(one: Pending) -> int:
     return one[1].numel() * one[1].dtype.itemsize
 
 
-def _fetch(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _copy_to_host(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     shards, values = [shard for shard, _ in piece], [value for _, value in piece]
     piece.clear()  # frees them on the device, together with `values`
     return shards, xlac.copy_to_host(values)

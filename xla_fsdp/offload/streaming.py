@@ -93,7 +93,7 @@ class Stream:
         units compute, and not in a recomputation, whose backward follows immediately."""
         return not self._unit.is_root and torch._C._current_graph_task_id() == -1
 
-    def entering(self, inputs: Any) -> Any:
+    def mark_backward_end(self, inputs: Any) -> Any:
         """``inputs`` of the forward, with a graph node that runs when their gradients exist."""
         if self._unit.is_root or not torch.is_grad_enabled():
             return inputs

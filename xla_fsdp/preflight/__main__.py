@@ -21,7 +21,7 @@ from ..wording import printable
 from .api import DISCOVERY_URL, TpuApi, wait_until_usable
 from .checks import Check, Status, failed, skipped
 from .errors import ApiError, UsageError
-from .node import Expected, Node, check_node, slice_of
+from .node import Expected, Node, check_node, slice_of_type
 from .template import GCLOUD, Template
 from .trouble import shown
 from .where import NodeLocation, find_node
@@ -265,7 +265,7 @@ def _check_workers(
     if not answered:
         return
     yield from check_versions({number: answer.data for number, answer in answered.items()})
-    yield from check_looks(answered, slice_of(node.accelerator))
+    yield from check_looks(answered, slice_of_type(node.accelerator))
     if options.ckpt_dir is not None:
         yield from check_shared_path(workers, answered, options.ckpt_dir)
 

@@ -164,7 +164,7 @@ class Expected:
     world_size: int | None
 
 
-def slice_of(accelerator: str) -> Slice | None:
+def slice_of_type(accelerator: str) -> Slice | None:
     """The slice of an accelerator type; ``None`` if this package does not know the type."""
     try:
         return resolve(accelerator)
@@ -217,7 +217,7 @@ def _health(node: Node, where: NodeLocation) -> Check:
 
 
 def _same_slice(one: str, other: str) -> bool:
-    a, b = slice_of(one), slice_of(other)
+    a, b = slice_of_type(one), slice_of_type(other)
     return a is not None and b is not None and (a.chip.family, a.shape) == (b.chip.family, b.shape)
 
 
@@ -230,7 +230,7 @@ def _stated(name: str, found: str, expected: str | None, flag: str) -> Check:
 
 
 def _workers(node: Node, where: NodeLocation) -> Check:
-    count, wanted = len(node.endpoints), slice_of(node.accelerator)
+    count, wanted = len(node.endpoints), slice_of_type(node.accelerator)
     again = f"'{where.gcloud('describe')}'; if it stays so, create the node again"
     if not count and node.state != "READY":
         return skipped("worker count", "no workers, because the node is not READY")
@@ -255,7 +255,7 @@ def _workers(node: Node, where: NodeLocation) -> Check:
 
 
 def _world_size(node: Node, world_size: int) -> Check:
-    wanted, count = slice_of(node.accelerator), len(node.endpoints)
+    wanted, count = slice_of_type(node.accelerator), len(node.endpoints)
     if wanted is not None and wanted.devices == world_size:
         each = wanted.devices // wanted.hosts
         return ok("world size", f"{world_size} ({wanted.hosts} workers of {each} devices)")

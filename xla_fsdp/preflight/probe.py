@@ -59,7 +59,7 @@ def look(request: dict) -> dict:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: version(name) for name in PACKAGES},
-        "libtpu_wanted": libtpu_wanted(),
+        "required_libtpu_version": required_libtpu_version(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "chips": len(chips),
         "users": users_of(chips),
@@ -79,7 +79,7 @@ def version(name: str) -> "str | None":
         return None
 
 
-def libtpu_wanted() -> "str | None":
+def required_libtpu_version() -> "str | None":
     """The version of libtpu that this torch_xla requires, from its metadata."""
     try:
         import importlib.metadata

@@ -166,7 +166,9 @@ def check_versions(looks: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
         elif name in PINS:
             yield _pinned(name, kinds.pop())
         elif name == "libtpu":
-            yield _libtpu(kinds.pop(), {str(look["libtpu_wanted"]) for look in looks.values()})
+            yield _libtpu(
+                kinds.pop(), {str(look["required_libtpu_version"]) for look in looks.values()}
+            )
         elif name == "xla_fsdp":
             yield _own(kinds.pop())
         else:

@@ -97,7 +97,7 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
         memo[id(self)] = twin
         twin.__class__ = type(self)
         twin.__dict__[SPEC] = self.__dict__[SPEC]
-        own = {name: value for name, value in vars(self).items() if is_users(name)}
+        own = {name: value for name, value in vars(self).items() if is_user_attribute(name)}
         twin.__dict__.update(copy.deepcopy(own, memo))
         return twin  # type: ignore[return-value]  # it is of this class now
 
@@ -130,7 +130,7 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
 _OURS = "_xla_fsdp_"
 
 
-def is_users(attribute: str) -> bool:
+def is_user_attribute(attribute: str) -> bool:
     """Whether the attribute ``attribute`` of a parameter was set by the user."""
     return not attribute.startswith(_OURS)
 

@@ -57,7 +57,7 @@ class ShardedTensor:
 
     def attributes_of(self, member: int) -> dict[str, Any]:
         """The dict that contains the attributes of full parameter ``member``: those that users set,
-        and others (:func:`is_users` distinguishes them)."""
+        and others (:func:`is_user_attribute` distinguishes them)."""
         return self.attributes[member] if self.flattened else vars(self.shard)
 
     @property

@@ -93,7 +93,7 @@ class FSDPState(Unit):
             self._become_root()
         self.reset_after_failure()
         if self.stream is not None:
-            args, kwargs = self.stream.entering((args, kwargs))
+            args, kwargs = self.stream.mark_backward_end((args, kwargs))
         # In a recomputation, keep them: its backward follows immediately.
         stays = torch.is_grad_enabled() and (_in_backward() or not self._frees_after_forward)
         one = self._begin((args, kwargs), stays)

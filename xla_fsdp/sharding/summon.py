@@ -26,7 +26,7 @@ from .comms import Communicator
 from .freeing import stamps
 from .gathering import computing_passes
 from .outer_wrappers import find_sharded_outside
-from .sharded_parameter import is_users, local, on_local_parts
+from .sharded_parameter import is_user_attribute, local, on_local_parts
 from .sharded_tensor import ShardedTensor
 from .state import FSDPState, unit_of
 
@@ -214,7 +214,7 @@ class _Summoned:
                 parameter.grad = self._moved(grad)
         for number, parameter in enumerate(parameters):
             for name, attribute in tensor.attributes_of(number).items():
-                if is_users(name):
+                if is_user_attribute(name):
                     parameter.__dict__[name] = attribute
         return parameters
 

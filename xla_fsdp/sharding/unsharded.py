@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .sharded_parameter import is_users
+from .sharded_parameter import is_user_attribute
 from .sharded_tensor import ShardedTensor
 
 
@@ -49,7 +49,7 @@ class UnshardedParameter(torch.Tensor):
     # -- user attributes: stored where the sharded parameter stores them -------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if is_users(name):
+        if is_user_attribute(name):
             attributes = self._xla_fsdp_origin.tensor.attributes_of(self._xla_fsdp_origin.member)
             if name in attributes:
                 return attributes[name]
@@ -163,7 +163,7 @@ class UnshardedParameter(torch.Tensor):
             copied = nn.Parameter(self.detach().clone(), self.requires_grad)
             origin = self._xla_fsdp_origin
             attributes = origin.tensor.attributes_of(origin.member)
-            own = {name: value for name, value in attributes.items() if is_users(name)}
+            own = {name: value for name, value in attributes.items() if is_user_attribute(name)}
             copied.__dict__.update(copy.deepcopy(own, memo))
             memo[id(self)] = copied
         return memo[id(self)]

@@ -8,7 +8,7 @@ import torch
 
 from ...ranks.rank import current_rank
 from ...sharding.optimizer_hook import has_shards
-from ..held_shards import hold_shards
+from ..early_optimizers import switch_to_shards
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> None:
@@ -17,7 +17,7 @@ def adopt(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: it has no parameter of a wrapped model, or has made steps already.
     """
-    hold_shards(optimizer)
+    switch_to_shards(optimizer)
     if not has_shards(optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} has no parameter of a model that was set up. Create "

@@ -24,7 +24,7 @@ from ...consolidate.format import folders, values
 from ...consolidate.format.manifest import NAME
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import join
-from ..held_shards import joined
+from ..early_optimizers import joined
 from .collectives import on_host
 
 # The key of a checkpoint that was read from a folder: its value is the folder.
@@ -151,7 +151,7 @@ def unpacked(data: bytes, weights_only: bool | None) -> Any:
 
 
 def give_back(optimizer: Any) -> None:
-    """Returns the loaded state to the optimizers that :func:`~..held_shards.joined` joined."""
+    """Returns the loaded state to the optimizers that :func:`~..early_optimizers.joined` joined."""
     if hasattr(optimizer, "give_back"):
         optimizer.give_back()
 

@@ -32,7 +32,7 @@ from ...checkpoint.saving import save_checkpoint
 from ...collectives.random_state import synced_device
 from ...names import is_wrapper
 from ...sharding.outer_wrappers import is_sharded
-from ..held_shards import joined
+from ..early_optimizers import joined
 from ..saving import outermost
 from .adoption import adopt, require_no_forks
 from .checkpoints import extra_of, give_back, packed, require_kind, unpacked

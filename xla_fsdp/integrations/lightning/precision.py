@@ -14,7 +14,7 @@ from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from ..held_shards import average_unsharded
+from ..early_optimizers import average_unsharded
 from .settings import PRECISIONS
 
 

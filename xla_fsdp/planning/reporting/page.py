@@ -8,7 +8,7 @@ from html import escape
 
 from .amounts import GIB, MB, figure, milliseconds, percent
 from .findings import Findings
-from .series import Curve, duration, explained, hbm
+from .series import Curve, caption, duration, hbm
 from .tables import Section, count, sections
 from .text import missing, reason, remarks, subtitle
 
@@ -79,7 +79,7 @@ def page(report: Findings) -> str:
     if report.suggestions:
         parts += ["<h2>What to change</h2>", _list(report.suggestions)]
     if curve is not None:
-        parts += ["<h2>HBM in use over the schedule</h2>", *_paragraph(explained(report))]
+        parts += ["<h2>HBM in use over the schedule</h2>", *_paragraph(caption(report))]
         parts += [f'<div data-axis="places">{memory_svg(report)}</div>']
     if curve is not None and not missing(report):
         parts += ["<h2>Timeline of one step: modelled, not measured</h2>"]

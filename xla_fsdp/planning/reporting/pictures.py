@@ -18,8 +18,8 @@ from .series import (
     LANES,
     MODULE,
     SYNCHRONOUS,
+    caption,
     duration,
-    explained,
     hbm,
     lane_name,
     lanes,
@@ -94,7 +94,7 @@ def _memory_height(report: Findings) -> float:
 
 def _lines(report: Findings) -> list[tuple[str, str]]:
     """The lines of text below the verdict, with their colours."""
-    lines = [(explained(report), _GREY), (reason(report), _RED), (missing(report), _GREY)]
+    lines = [(caption(report), _GREY), (reason(report), _RED), (missing(report), _GREY)]
     return [(text, color) for text, color in lines if text]
 
 

@@ -95,7 +95,7 @@ def ceiling(report: Findings) -> tuple[float, bool]:
     return (1.18 * max(peak, report.hbm_capacity) if shown else 1.35 * peak), shown
 
 
-def explained(report: Findings) -> str:
+def caption(report: Findings) -> str:
     """The title, and why the required memory is more than the live peak."""
     what = ", ".join(x for x in (report.title, report.topology, report.chip) if x)
     peak = max(report.schedule.curve, default=0)

@@ -22,11 +22,11 @@ _NAME = re.compile(
 def fingerprint(hlo: bytes) -> str:
     """SHA-256 of a serialized ``HloModuleProto`` without its metadata, in hexadecimal."""
     digest = hashlib.sha256()
-    for number, field, content in _fields(hlo):
+    for number, field, content in _protobuf_fields(hlo):
         if number == _MODULE_COMPUTATIONS:
-            for inner, inner_field, instruction in _fields(content):
+            for inner, inner_field, instruction in _protobuf_fields(content):
                 if inner == _COMPUTATION_INSTRUCTIONS:
-                    for leaf, leaf_field, _ in _fields(instruction):
+                    for leaf, leaf_field, _ in _protobuf_fields(instruction):
                         if leaf != _INSTRUCTION_METADATA:
                             digest.update(leaf_field)
                     digest.update(b";")
@@ -46,7 +46,7 @@ def names(hlo: bytes) -> list[str]:
     return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, memoryview, memoryview]]:
+def _protobuf_fields(message: bytes) -> Iterator[tuple[int, memoryview, memoryview]]:
     """Number, all bytes and content of each field of a protobuf message (wire format)."""
     view, at = memoryview(message), 0
     while at < len(view):

@@ -227,7 +227,7 @@ class Estimates:
         forward, backward = (sum(u.forward for u in units), sum(u.backward for u in units))
         return max(0.0, one_way - forward) + max(0.0, one_way - backward)
 
-    def goes_otherwise(self, settings: ShardingSettings) -> bool:
+    def routes_matter(self, settings: ShardingSettings) -> bool:
         """Whether another ``collective_routes`` changes the route of any collective."""
         if settings.shard_group_size not in (None, self._where.devices):
             return False  # only collectives over an entire slice have several routes

@@ -12,7 +12,7 @@ from .settings import ShardingSettings, differences
 GIB = 2**30
 
 
-def would_give(
+def describe_remedy(
     settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
 ) -> str:
     """The one change with which ``settings`` would fit, and the memory it needs; "" if none."""
@@ -23,7 +23,7 @@ def would_give(
     return f"with {differences(other, settings)} it would need {hbm / GIB:.1f} GiB"
 
 
-def remedied(
+def with_remedy(
     settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
 ) -> ShardingSettings | None:
     """``settings`` with the one change with which they would fit; ``None`` if there is none."""

@@ -22,7 +22,7 @@ from ...wording import first_line
 from ..compiling.compiler import CompileError
 from .estimate import Correction, Estimate, Estimates
 from .facts import StepFacts
-from .remedies import GIB, remedied, would_give
+from .remedies import GIB, describe_remedy, with_remedy
 from .settings import ShardingSettings
 from .space import Space, main_of, plainness
 
@@ -155,7 +155,7 @@ class Search:
             # First the defaults of a script, then the defaults with the one change with which they
             # would fit. So the result is never slower than these.
             first = candidates[0]
-            fits = remedied(first, self.estimates, self.correction, self.capacity)
+            fits = with_remedy(first, self.estimates, self.correction, self.capacity)
             at_hand = next((one for one in (first, fits) if one in left), None)
             if at_hand is not None:
                 return at_hand
@@ -181,7 +181,7 @@ class Search:
     def _by_worth(self, candidates: Sequence[ShardingSettings]) -> list[ShardingSettings]:
         """Candidates with the values of ``kept_blocks`` or ``keep`` that pay, by the estimates."""
         several = (
-            worth_keeping(one, self.estimates.facts(one), self._estimate, self.capacity)
+            with_worthwhile_keeps(one, self.estimates.facts(one), self._estimate, self.capacity)
             for one in candidates
             if ("keep" if one.scan else "kept_blocks") in self.space.by_worth
         )
@@ -260,7 +260,7 @@ class Search:
         what = f"{said} {too_much(hbm, self.capacity)}"
         if found and not found.hbm:
             what = f"{said}: the compiler stopped before it knew the required memory"
-        remedy = would_give(settings, self.estimates, self.correction, self.capacity)
+        remedy = describe_remedy(settings, self.estimates, self.correction, self.capacity)
         return f"{what}; {remedy}" if remedy else what
 
 
@@ -278,7 +278,7 @@ def _rank(trial: Trial, best: ShardingSettings | None) -> tuple[int, float]:
     return 3, trial.per_sample
 
 
-def worth_keeping(
+def with_worthwhile_keeps(
     settings: ShardingSettings,
     facts: StepFacts,
     estimate: Callable[[ShardingSettings], Estimate],

@@ -93,7 +93,7 @@ class Space:
         ``scans``: whether its blocks can run in one loop. ``groups``: whether several blocks can
         share a unit. ``search``: values that the caller gives instead.
         """
-        blocks, together = len(facts.blocks), ranks_together(where)
+        blocks, together = len(facts.blocks), neighbour_group_sizes(where)
         half = [blocks // 2] if blocks >= 4 else []
         sizes = [size for size in GROUPS if groups and blocks >= 2 * size]
         vmem = where.chip.scoped_vmem_kib
@@ -144,7 +144,7 @@ class Space:
         return found
 
 
-def ranks_together(where: Slice) -> tuple[int, ...]:
+def neighbour_group_sizes(where: Slice) -> tuple[int, ...]:
     """Sizes of groups of consecutive ranks that are neighbours: on one host, in a row or a plane of
     chips, on one of several slices."""
     x, y, _, cores = where.device_shape
@@ -180,6 +180,6 @@ def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
     if name == "scoped_vmem_kib":
         return True
     if name == "collective_routes":
-        return estimates.goes_otherwise(other)
+        return estimates.routes_matter(other)
     one = other.scan or other.units == "model"
     return not one and len(estimates.facts(other).units) > 1

@@ -14,7 +14,7 @@ from ..sharding.ignored import ignored_mark_of
 from ..sharding.sharded_tensor import sharded_tensor_of
 
 
-def hold_shards(optimizer: torch.optim.Optimizer) -> None:
+def switch_to_shards(optimizer: torch.optim.Optimizer) -> None:
     """Replaces the parameters of ``optimizer`` by their shards.
 
     Groups keep their options, and each shard is in the group of its parameter.
