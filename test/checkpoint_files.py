@@ -111,7 +111,7 @@ def begin(
                 place=place,
                 folder=join(folder, place.name),
                 partial=join(folder, place.partial_name(save_id)),
-                shown=join(str(root), place.name),
+                display_path=join(str(root), place.name),
                 contents=_with_id(own, save_id),
                 rank=rank,
                 keep_last=keep_last,
