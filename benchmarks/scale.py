@@ -118,8 +118,8 @@ def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tupl
         own = replace(own, manifest=replace(own.manifest, save_id=save_id))
         incomplete = incomplete_save.IncompleteSave(
             store=store, root=folder, place=place, folder=f"{folder}/{place.name}",
-            partial=f"{folder}/{place.partial_name(save_id)}", display_path=f"{folder}/{place.name}",
-            contents=own, rank=rank, keep_last=None,
+            partial=f"{folder}/{place.partial_name(save_id)}", contents=own, rank=rank,
+            display_path=f"{folder}/{place.name}", keep_last=None,
         )  # fmt: skip
         before = store.total
         records.append(incomplete.write())

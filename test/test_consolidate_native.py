@@ -183,7 +183,7 @@ def test_tied_argument_adds_names():
     assert full["copy"] is full["block.fc.bias"]
     with pytest.raises(TiedWeightError, match="'no'.*no such parameter"):
         consolidate_sharded_state_dicts(state_dicts, metadata, tied={"copy": "no"})
-    with pytest.raises(TiedWeightError, match="'scalar' is stored"):
+    with pytest.raises(TiedWeightError, match="'scalar' is in the checkpoint already"):
         consolidate_sharded_state_dicts(state_dicts, metadata, tied={"scalar": "nothing"})
 
 
