@@ -64,7 +64,7 @@ def test_refusal_of_the_command(tmp_path, flags):
     assert done.stdout == ""
     assert done.stderr == (
         f"MissingRankError: {path_of(tmp_path, 0, 2)}: written by 2 ranks,"
-        " but there is no file of rank 1\n"
+        " but there is no file of rank 1. Copy the files of all ranks.\n"
     )
     assert list(tmp_path.iterdir()) == [path_of(tmp_path, 0, 2)]
 

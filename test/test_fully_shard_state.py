@@ -162,7 +162,7 @@ def refusals(rank, size):
     with pytest.raises(AttributeError, match="no method 'decode'"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     model.decode = model.layers[0].forward  # as one that a PeftModel answers with
-    with pytest.raises(AttributeError, match="wrap with XlaFullyShardedDataParallel"):
+    with pytest.raises(AttributeError, match="Wrap with XlaFullyShardedDataParallel"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     del model.decode
     for get in (get_model_state_dict, get_optimizer_state_dict):
