@@ -155,7 +155,7 @@ def wrong_requests(cache):
     from benchmarks.peers.child import Request, lower
     from xla_fsdp.planning.foreign import plan_partitioned
 
-    with pytest.raises(ValueError, match="there are SPMD, JAX"):
+    with pytest.raises(ValueError, match="allowed are SPMD, JAX"):
         plan_peer("DDP", V3)
     with pytest.raises(ValueError, match="not set up for rematerialisation"):
         plan_peer(SPMD, V3, way=REMATERIALISED)

@@ -455,7 +455,7 @@ def an_initialization_that_leaves_something_out_is_noticed():
         model = xla_fsdp.XlaFullyShardedDataParallel(Forgetful(512, 512, device="meta"))
         model(torch.ones(4, 512).to("xla")).sum().backward()
 
-    with pytest.raises(RuntimeError, match="gives no values to its parameter 'bias'"):
+    with pytest.raises(RuntimeError, match="does not initialize its parameter 'bias'"):
         trace_step(step, 0, 8)
 
 
