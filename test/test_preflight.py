@@ -275,4 +275,5 @@ def test_without_the_extra(preflight, tmp_path):
         "import sys\nfor name in ('cloud_tpu_client', 'absl'): sys.modules[name] = None\n"
     )
     line = refusal(preflight(env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
-    assert "preflight needs cloud_tpu_client, absl: pip install 'xla_fsdp[pod]'" in line
+    assert "preflight needs cloud_tpu_client, absl, which is not installed" in line
+    assert "pip install 'xla_fsdp[pod]'" in line
