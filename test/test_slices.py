@@ -283,7 +283,7 @@ def defaults(rank):
     # As configurations of Accelerate and the Trainer have it.
     assert meant_by_name("hybrid_shard") == {"sharding_strategy": S.HYBRID_SHARD}
     current_rank().slices = ((0,), (1, 2, 3))
-    with pytest.raises(ValueError, match="on slices of 1, 3: .* slices of equal size"):
+    with pytest.raises(ValueError, match="on slices of 1, 3, which .* slices of equal size"):
         FSDP(mlp())
     assert FSDP(mlp(), sharding_strategy=S.FULL_SHARD).world_size == 4
     torch_xla.sync()
