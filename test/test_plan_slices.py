@@ -1,4 +1,4 @@
-"""Plans for several slices that the data-centre network joins."""
+"""Plans for several slices that the data-center network joins."""
 
 import pytest
 import torch

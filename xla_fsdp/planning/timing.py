@@ -7,7 +7,7 @@ links are one lane too: collectives run one after the other, in the order of the
 ``links.py`` says; only permutes that share no link run at once. Compute waits for a synchronous
 collective at its place and for an asynchronous one where it is done; one inside a fusion runs
 beside the computation of the fusion, which takes as long as the longer of them. What crosses from
-slice to slice has a lane of its own, the data-centre network. Copies to the host and copies back
+slice to slice has a lane of its own, the data-center network. Copies to the host and copies back
 are one lane each, at the bandwidth of PCIe; compute waits for them where they are done.
 docs/design/time-model.md holds the figures against published ones.
 """

@@ -27,7 +27,7 @@ devices of a chip have a separate link (TPU7x). What is not a grid of chips is o
 of the group, one way, over shortest paths, which is meant to be pessimistic. The
 compiler's emitters named 1D run one ring through all chips, so two links, whatever the axes.
 
-What crosses the data-centre network, between slices, takes the bytes that a device sends over its
+What crosses the data-center network, between slices, takes the bytes that a device sends over its
 share of the host's network (``Chip.dcn_bandwidth``), and ``dcn_latency``, twice for an all-reduce.
 """
 

@@ -1,6 +1,6 @@
 """Which of several slices a process is on, and which ranks are on which.
 
-Slices that the data-centre network joins ("Multislice") know of each other by four variables, which
+Slices that the data-center network joins ("Multislice") know of each other by four variables, which
 libtpu reads: ``MEGASCALE_NUM_SLICES``, ``MEGASCALE_SLICE_ID`` (from 0), the address of the
 first host of the first slice, ``MEGASCALE_COORDINATOR_ADDRESS``, and ``MEGASCALE_PORT``. GKE
 and xpk set them in the pods of a JobSet; on a TPU VM that a queued resource made with others they

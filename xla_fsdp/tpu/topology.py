@@ -7,7 +7,7 @@ Names are those of Cloud TPU's accelerator types (cloud.google.com/tpu/docs/v2 .
 ``v2-N``, ``v3-N``, ``v4-N``, ``v5p-N`` and ``tpu7x-N`` count TensorCores, ``v5litepod-N`` and
 ``v6e-N`` count chips. A name stands for the default shape of that size. ``family:AxB`` or
 ``family:AxBxC`` states the shape in chips instead. ``KxNAME`` is K such slices, joined by the
-data-centre network ("Multislice", cloud.google.com/tpu/docs/multislice-introduction).
+data-center network ("Multislice", cloud.google.com/tpu/docs/multislice-introduction).
 
 libtpu takes every axis for a line unless ``wrap`` says that it is a ring, and compiles other
 collectives for it. Seen with libtpu 0.0.21: without ``wrap``, an all-gather over all chips of
@@ -66,7 +66,7 @@ class Slice:
     has dimensions, so v4-8 is (2, 2, 1) and v3-128 (8, 8).
     ``wraps``: for each axis, whether wrap-around links make it a ring; ``Chip.wraps`` says on what
     grounds. ``dataclasses.replace(slice, wraps=...)`` asks libtpu for other wiring.
-    ``count``: slices of that shape, joined by the data-centre network; ranks of the first come
+    ``count``: slices of that shape, joined by the data-center network; ranks of the first come
     first. Links, coordinates and ``libtpu_name`` are those of one slice.
     """
 
@@ -284,5 +284,5 @@ def _offer() -> str:
     return (
         f"There are {'; '.join(parts)} ({others}); "
         f"or the shape in chips after {families}, such as v5e:2x4 or v4:4x4x8; 2xv5litepod-256 is "
-        "two slices joined by the data-centre network."
+        "two slices joined by the data-center network."
     )

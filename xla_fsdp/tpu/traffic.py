@@ -33,7 +33,7 @@ class Traffic(Protocol):
 
     @property
     def across_slices(self) -> bool:
-        """Whether it runs between slices, over the data-centre network."""
+        """Whether it runs between slices, over the data-center network."""
 
 
 class NamedTraffic(Traffic, Protocol):
