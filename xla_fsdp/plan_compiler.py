@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from .cache_folders import default_cache_folder
 from .tpu.chips import Chip
 from .tpu.libtpu_flags import library
 from .wording import to_one_line
@@ -99,8 +100,7 @@ def folder_of_compilers() -> Path:
     """``$XLA_FSDP_COMPILERS``; default: ``$XDG_CACHE_HOME/xla_fsdp/compilers``, ``~/.cache``."""
     if os.environ.get(FOLDER):
         return Path(os.environ[FOLDER])
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "xla_fsdp" / "compilers"
+    return default_cache_folder("compilers")
 
 
 def find_compiler(wanted: str | os.PathLike[str] | None = None) -> Compiler:

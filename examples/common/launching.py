@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 from absl import flags
@@ -79,6 +80,13 @@ def refusals(flag: str, options: SimpleNamespace) -> Iterator[None]:
         raise Stop(f"{flag}: {message} (options go into LIBTPU_INIT_ARGS)") from error
 
 
+def call_as_rank(train: Callable, *args: object) -> None:
+    """Calls ``train(rank, *args)`` in the simulated rank of a plan."""
+    import torch_xla.runtime as xr
+
+    train(xr.global_ordinal(), *args)
+
+
 def _plan(train: Callable, args: tuple, title: str) -> None:
     options: SimpleNamespace = args[0]
     for path in options.plan_report:
@@ -88,14 +96,9 @@ def _plan(train: Callable, args: tuple, title: str) -> None:
             wrong = "this file cannot be written; give a file name in a writable folder"
             raise Stop(f"--plan_report={path}: {wrong}", code=2)
 
-    def step() -> None:
-        import torch_xla.runtime as xr
-
-        train(xr.global_ordinal(), *args)
-
     how = {"title": title, "calibration": options.calibration}
     with refusals("--plan", options):
-        report = xla_fsdp.plan(step, topology=options.plan, **how)
+        report = xla_fsdp.plan(partial(call_as_rank, train, *args), topology=options.plan, **how)
     print(report)
     try:
         for path in options.plan_report:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 from absl import flags
@@ -9,7 +10,7 @@ from absl import flags
 import xla_fsdp
 from xla_fsdp.compiler_options import add_to_environment
 
-from .launching import launch_or_plan, refusals
+from .launching import call_as_rank, launch_or_plan, refusals
 from .script import Stop, exclude, require, to_one_line
 
 OF_BLOCKS = "scan_blocks checkpoint_activations offload_activations stream no_reshard_after_forward"
@@ -74,20 +75,14 @@ def launch_plan_or_tune(train: Callable, args: tuple, title: str) -> None:
         return launch_or_plan(train, args, title)
 
     def step(settings: xla_fsdp.ShardingSettings) -> None:
-        import torch_xla.runtime as xr
-
         # tune handles errors of settings that the model does not support.
         chosen = SimpleNamespace(**{**vars(options), "sharding": settings, "settings": None})
         chosen.batch_size = settings.batch or options.batch_size
-        train(xr.global_ordinal(), chosen, *args[1:])
-
-    def own() -> None:
-        import torch_xla.runtime as xr
-
-        train(xr.global_ordinal(), *args)
+        call_as_rank(train, chosen, *args[1:])
 
     batch = [int(one) for one in options.tune_batch] or None
-    baseline = None if batch else own  # of the batch that the flags say
+    # The flags determine the caller's own step, its batch too.
+    baseline = None if batch else partial(call_as_rank, train, *args)
     how = {"budget": options.tune_budget, "title": title, "calibration": options.calibration}
     with refusals("--tune", options):
         found = xla_fsdp.tune(step, options.tune, batch=batch, baseline=baseline, **how)

@@ -52,6 +52,7 @@ import torch_xla.runtime as xr
 import xxhash
 
 from .. import xlac
+from ..cache_folders import default_cache_folder
 from ..tpu.compiler_options import libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS
 from . import loading
@@ -113,8 +114,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
             in it are run.
     """
     if path is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        path = Path(base) / "xla_fsdp" / "compiled"
+        path = default_cache_folder("compiled")
     if isinstance(path, str) and not path.strip():
         raise ValueError(f"path must name a folder, or be None for the default one; got {path!r}")
     folder = Path(path).absolute()

@@ -96,7 +96,7 @@ def make_report(
             ranks=where.devices // where.hosts,
             capacity=where.host_memory,
             source=chip.sources["host_memory"],
-            link=chip.pcie_bandwidth / chip.devices,
+            link=chip.device_host_bandwidth,
             link_source=chip.sources["pcie_bandwidth"],
         )
         notes.append(
@@ -154,7 +154,7 @@ def make_report(
 
 def _host_link(chip: Chip, measured: Calibration | None) -> tuple[float, float]:
     """Bytes a second from a device to its host, and back: as measured, or as published."""
-    published = chip.pcie_bandwidth / chip.devices
+    published = chip.device_host_bandwidth
     if measured is None:
         return published, published
     return measured.to_host or published, measured.to_device or published

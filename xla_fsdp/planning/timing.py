@@ -47,8 +47,7 @@ def time_step(
 
     Raises ValueError for a collective of ranks that the slice does not have.
     """
-    published = slice.chip.pcie_bandwidth / slice.chip.devices
-    lanes = _Lanes(schedule, slice, host_link or (published, published))
+    lanes = _Lanes(schedule, slice, host_link or (slice.chip.device_host_bandwidth,) * 2)
     for times, body in groupby(_events(schedule), key=lambda event: event.what.times):
         lanes.play(list(body), times)
     compute = sum(op.cycles * op.times for op in schedule.ops) / slice.chip.clock_hz

@@ -216,6 +216,11 @@ class Chip:
         return self.hbm_bandwidth / self.devices
 
     @property
+    def device_host_bandwidth(self) -> float:
+        """Bytes a second between one device and its host, one way."""
+        return self.pcie_bandwidth / self.devices
+
+    @property
     def torus_dimension(self) -> int:
         """2 or 3: the axes of the inter-chip network; each chip has two links an axis."""
         return len(self.pod)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ...cache_folders import default_cache_folder
 from ..records import CompilerMemory
 
 
@@ -62,8 +63,7 @@ class PlanCache:
         """``True``: ``$XDG_CACHE_HOME/xla_fsdp/plans``, by default in ``~/.cache``; ``False``: no
         cache; else a folder."""
         if where is True:
-            base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-            return cls(Path(base) / "xla_fsdp" / "plans")
+            return cls(default_cache_folder("plans"))
         return cls(Path(where) if where else None)
 
     def read(self, key: str) -> CompiledStep | None:

@@ -223,7 +223,7 @@ class Estimates:
     def _copies(self, units: Sequence[_Unit]) -> float:
         """Seconds that copies to the host exceed the forward, and those back the backward."""
         chip = self._where.chip
-        one_way = sum(unit.on_host for unit in units) * chip.devices / chip.pcie_bandwidth
+        one_way = sum(unit.on_host for unit in units) / chip.device_host_bandwidth
         forward, backward = (sum(u.forward for u in units), sum(u.backward for u in units))
         return max(0.0, one_way - forward) + max(0.0, one_way - backward)
 
