@@ -242,7 +242,7 @@ def test_told_before_wrapping(run_ranks):
 def test_the_state_of_a_part_is_not_taken_from_shards(run_ranks):
     def refused(rank):
         from xla_fsdp import full_state_dict
-        from xla_fsdp.sharding.outer_wrappers import find_outer_wrappers
+        from xla_fsdp.sharding.state import find_outer_wrappers
 
         model = hf_small.wrap(hf_small.build("gpt2"), "gpt2")
         with pytest.raises(ValueError, match="belong to a wrapper around"):

@@ -89,8 +89,8 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 
 def put_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
+    from xla_fsdp.sharding.layout import spec_of
     from xla_fsdp.sharding.metadata import sharded_names
-    from xla_fsdp.sharding.shard_spec import spec_of
     from xla_fsdp.sharding.sharded_parameter import as_sharded
     from xla_fsdp.sharding.state import units_in
 

@@ -50,9 +50,9 @@ if _TYPE_CHECKING:
     from .scan.blocks import scan_blocks
     from .sharding.cpu_offload import CPUOffload
     from .sharding.deferred_values import defer_init
+    from .sharding.layout import ShardedParameterError
     from .sharding.mixed_precision import MixedPrecision
     from .sharding.options import FSDPOptions, ShardingStrategy
-    from .sharding.shard_spec import ShardedParameterError
     from .supervision.divergence import DivergenceError, detect_divergence
     from .supervision.preemption import Preempted, Preemption
     from .supervision.profiling import profile
@@ -98,7 +98,7 @@ _MODULE_OF_NAME = {
     "CPUOffload": "sharding.cpu_offload",
     "FSDPOptions": "sharding.options",
     "defer_init": "sharding.deferred_values",
-    "ShardedParameterError": "sharding.shard_spec",
+    "ShardedParameterError": "sharding.layout",
     "ShardingStrategy": "sharding.options",
     "SyncBatchNorm": "layers.batch_norm",
     "checkpoint_module": "remat",

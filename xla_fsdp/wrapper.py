@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from .names import WRAPPED, is_wrapper
 from .sharded_module import ShardedModule, make_unit
 from .sharding import metadata
-from .sharding.attributes import raise_replaced
 from .sharding.comm_hook import Hook, register
 from .sharding.comm_plan import Divisors
 from .sharding.options import WRAPPER, FSDPOptions, constructor
+from .sharding.sharded_tensor import raise_replaced
 from .sharding.state import unique_units, unit_of
 from .sharding.summon import full_params_of, summon_full_params
 

@@ -19,8 +19,7 @@ from ..consolidate.format.manifest import ShardingRule
 from ..names import dotted
 from ..sharding.layout import Layout
 from ..sharding.metadata import sharded_names
-from ..sharding.outer_wrappers import find_sharded_outside
-from ..sharding.state import unit_of, units_in
+from ..sharding.state import find_sharded_outside, unit_of, units_in
 from ..sharding.unit import NamedUnits
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
 from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
-from ..sharding.attributes import flattened_in
+from ..sharding.sharded_tensor import flattened_in
 from ..sharding.state import unit_of, units_in
 from ..sharding.user_checks import require_values
 from .inventory import Inventory, ParameterShard, ReplicatedBuffer

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..sharding.deferred_values import begin_load, end_load
 from ..sharding.freeing import assign_
+from ..sharding.layout import ShardSpec, spec_of
 from ..sharding.optimizer_hook import state_is_by_name
-from ..sharding.shard_spec import ShardSpec, spec_of
 from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
 from .inventory import Inventory, ParameterShard, ReplicatedBuffer
 from .matching import Match

@@ -37,8 +37,8 @@ from ..ranks.rank import current_rank
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from ..sharding.optimizer_hook import has_shards
-from ..sharding.outer_wrappers import is_sharded
 from ..sharding.sharded_tensor import require_reduced
+from ..sharding.state import is_sharded
 from ..wrapper import XlaFullyShardedDataParallel
 from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes

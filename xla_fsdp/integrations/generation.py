@@ -27,8 +27,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..collectives.world import World
-from ..sharding.outer_wrappers import find_outer_wrappers
-from ..sharding.state import FSDPState, unit_of
+from ..sharding.state import FSDPState, find_outer_wrappers, unit_of
 from ..tree import map_tensors, tensors_in
 
 _MODES = (

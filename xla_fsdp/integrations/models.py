@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 # Not from transformers itself: it imports names lazily, which is unsafe with several threads.
 from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 
-from ..sharding.outer_wrappers import is_sharded
+from ..sharding.state import is_sharded
 from .changes import Changes
 from .experts import register, warn_of_dynamic_experts
 from .generation import generate_sharded

@@ -21,7 +21,7 @@ from torch import nn
 from ..checkpoint.full_state import load_full_state_dict
 from ..checkpoint.rank_exchange import RankExchange
 from ..names import dotted
-from ..sharding.outer_wrappers import is_sharded
+from ..sharding.state import is_sharded
 from ..sharding.summon import summon_full_params
 from .changes import Changes
 from .saving import outermost, owned, save_whole

@@ -15,7 +15,7 @@ from ..checkpoint.inventory import ParameterShard, make_inventory
 from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..names import dotted
-from ..sharding.outer_wrappers import find_outer_wrappers
+from ..sharding.state import find_outer_wrappers
 
 
 @synced_device()

@@ -26,7 +26,7 @@ from ..collectives.order import BackwardPrefetch
 from ..names import WRAPPED
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
-from ..sharding.outer_wrappers import is_sharded
+from ..sharding.state import is_sharded
 from ..tree import keep_dtype
 from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
 from .changes import Changes

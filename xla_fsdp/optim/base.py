@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..sharding.shard_spec import spec_of
+from ..sharding.layout import spec_of
 from ..sharding.sharded_parameter import as_sharded, on_local_parts
 from ..sharding.sharded_tensor import sharded_tensor_of
 from .parts import Parts

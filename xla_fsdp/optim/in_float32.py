@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..sharding.freeing import Stamp, stamps
-from ..sharding.shard_spec import spec_of
+from ..sharding.layout import spec_of
 from ..sharding.sharded_parameter import local, make_sharded, on_local_parts
 from ..sharding.sharded_tensor import set_sharded_tensor, sharded_tensor_of
 from .base import KeepsDtypes

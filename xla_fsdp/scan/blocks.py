@@ -13,8 +13,8 @@ from .. import xlac
 from ..names import WRAPPED_PREFIX, dotted, names_hook
 from ..sharded_module import finish_unit
 from ..sharding import metadata
+from ..sharding.layout import spec_of
 from ..sharding.options import SCAN, FSDPOptions, takes_options
-from ..sharding.shard_spec import spec_of
 from ..sharding.sharded_parameter import as_sharded, local
 from ..sharding.user_checks import raise_if_on_other_device, require_plain_call, require_values
 from ..tpu import compiler_options

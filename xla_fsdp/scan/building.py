@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from ..collectives.agreement import broadcast_from_first
 from ..collectives.host_data import LARGE, fake_cpu_tensor
-from ..collectives.world import World
+from ..collectives.world import World, broadcast_from_first
 from ..layers.saved_activations import ATTENTION
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
@@ -17,11 +16,10 @@ from ..sharding.building import keeps_buffer_dtypes, own_shard
 from ..sharding.cpu_offload import HostShard, on_host
 from ..sharding.deferred_values import Key, UninitializedTensor, is_deferred, materialize
 from ..sharding.freeing import release_original_
-from ..sharding.full_precision import compute_in_float32, full_precision_modules
 from ..sharding.layout import Layout
+from ..sharding.mixed_precision import compute_in_float32, full_precision_modules
 from ..sharding.options import FSDPOptions
-from ..sharding.released import mark_released
-from ..sharding.sharded_tensor import sharded_tensor_of
+from ..sharding.sharded_tensor import mark_released, sharded_tensor_of
 from ..sharding.user_checks import require_shardable_parameters
 from .equality import describe, require_same, require_same_attributes
 from .unit import ParameterStack, ScanUnit, Stack
@@ -71,7 +69,7 @@ class ScanBuilder:
             stack = self._stacks[name]
             use = None if isinstance(stack, ParameterStack) else stack.uses[0]
             unit.uninitialized.append(UninitializedTensor(stack.value, keys, use))
-        compute_in_float32(self.options, list(self._template.modules()))
+        compute_in_float32(self.options.mixed_precision, list(self._template.modules()))
         unit.describe_blocks(depth, self._cast)
         unit.mark_shards()
         return unit
@@ -152,7 +150,7 @@ class ScanBuilder:
                 if tensor is not None:
                     uses.setdefault(tensor, {})[module, name] = None
                     names.setdefault(tensor, []).append(dotted(path, name))
-        self._wide = full_precision_modules(self.options, list(block.modules()))
+        self._wide = full_precision_modules(self.options.mixed_precision, list(block.modules()))
         for tensor, known in names.items():
             stack = Stack(known, list(uses[tensor]))
             if isinstance(tensor, nn.Parameter):

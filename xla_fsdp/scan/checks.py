@@ -12,10 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from .. import xlac
 from ..names import dotted
-from ..sharding.attributes import raise_replaced
 from ..sharding.freeing import free_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward
-from ..sharding.sharded_tensor import sharded_tensor_of
+from ..sharding.sharded_tensor import raise_replaced, sharded_tensor_of
 from ..tree import tensors_in
 from .equality import require_no_hooks
 from .unit import ScanUnit

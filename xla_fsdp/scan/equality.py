@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..checkpoint.readable_tensor import is_dense, same_bits
 from ..names import dotted
-from ..sharding.full_precision import is_float32_hook
+from ..sharding.mixed_precision import is_float32_hook
 
 Described = dict[str, Any]
 

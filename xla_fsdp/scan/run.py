@@ -62,7 +62,7 @@ class Run:
         self.modes = [(module, module.training) for module in unit.module.modules()]
         self._stamps = stamps(unit.shards)
         self.prefetch = unit.options.prefetch and bool(unit.parameters)
-        # Numbers of the parameters of which the forward stores pieces, see sharding/secondary.py.
+        # Numbers of the parameters of which the forward stores pieces, see SecondaryShards.
         self.pieces: list[int] = []
         self.recorded = 0  # how many values of a block the forward saves, besides its input
         self.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")

@@ -14,15 +14,13 @@ from ..collectives.order import Order, after
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
-from ..sharding.attributes import raise_replaced
 from ..sharding.block_state import BlockState
+from ..sharding.comms import SecondaryShards
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
-from ..sharding.outer_wrappers import mark_sharded
-from ..sharding.secondary import SecondaryShards
 from ..sharding.sharded_parameter import local
-from ..sharding.sharded_tensor import ParameterSlot, ShardedTensor
-from ..sharding.state import FSDPState
+from ..sharding.sharded_tensor import ParameterSlot, ShardedTensor, raise_replaced
+from ..sharding.state import FSDPState, mark_sharded
 from ..sharding.unsharded import Origin, make_unsharded
 
 Uses = list[tuple[nn.Module, str]]

@@ -9,31 +9,29 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..collectives.agreement import broadcast_from_first
 from ..collectives.host_data import LARGE, fake_cpu_tensor
-from ..collectives.world import World
+from ..collectives.world import World, broadcast_from_first
 from ..layers import linear
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
 from .cpu_offload import HostShard, on_host
 from .deferred_values import UninitializedTensor, is_deferred, is_on_meta, materialize
 from .freeing import release_original_, stamps
-from .full_precision import compute_in_float32, full_precision_modules
 from .ignored import ignored_mark_of, is_ignored, move_ignored
 from .layout import Layout
 from .metadata import import_local_tensors
+from .mixed_precision import compute_in_float32, full_precision_modules
 from .options import FSDPOptions
-from .outer_wrappers import register_outer_wrapper
-from .released import mark_released
 from .sharded_tensor import (
     ParameterSlot,
     ShardedTensor,
+    mark_released,
     mark_shards,
     member_number_of,
     set_sharded_tensor,
     sharded_tensor_of,
 )
-from .state import FSDPState
+from .state import FSDPState, register_outer_wrapper
 from .user_checks import require_shardable_parameters
 
 # Number of elements of a parameter that its checksum covers.
@@ -74,8 +72,8 @@ class UnitBuilder:
     def build(self) -> FSDPState:
         for path, module in self._modules():
             self.paths.setdefault(module, []).append(path)
-        self.wide = full_precision_modules(self.options, self.paths)
-        compute_in_float32(self.options, self.paths)
+        self.wide = full_precision_modules(self.options.mixed_precision, self.paths)
+        compute_in_float32(self.options.mixed_precision, self.paths)
         # In place, a module without reset_parameters does not raise, as in torch.
         waits = self.unit.in_place
         ready = materialize(self.module, _is_excluded, self.options.param_init_fn, waits)

@@ -23,6 +23,7 @@ from ..collectives.routes import Route
 from ..collectives.world import World
 from ..tpu.slices import Groups
 from .layout import LANES, TensorSpec
+from .mixed_precision import NARROW
 from .options import FSDPOptions
 
 # Full parameters of up to this many bytes share a collective. Sending 128 KiB over the two links of
@@ -30,8 +31,6 @@ from .options import FSDPOptions
 SMALL_BYTES = 1 << 17
 # The limit of a shared collective: its tensors are in memory twice while they are split.
 BUCKET_BYTES = 1 << 25
-
-NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def plan_gathers(
         backward: gather the last tensors first, because the backward needs them first. The compiler
             keeps the order of tracing if nothing else decides, and a parameter that is gathered too
             early occupies memory.
-        stored_among: the smaller group that has a second copy (``secondary.py``), from which the
+        stored_among: the smaller group that has a second copy (``SecondaryShards``), from which the
             backward gathers.
     """
     dtypes = [spec.compute_dtype(options.compute_dtype) for spec in specs]

@@ -25,8 +25,8 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tree import map_tensors
+from .comms import SecondaryShards
 from .freeing import Stamp, fill_, free_, stamps
-from .secondary import SecondaryShards
 from .unsharded import Origin, UnshardedParameter, make_unsharded
 
 if TYPE_CHECKING:

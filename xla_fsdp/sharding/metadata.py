@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..names import WRAPPED_PREFIX, dotted, names_hook
-from .layout import Layout
-from .shard_spec import spec_of
+from .layout import Layout, spec_of
 from .sharded_parameter import ShardedValue, as_sharded
 from .sharded_tensor import ShardedTensor, sharded_tensor_of
 from .unit import NamedUnits

@@ -37,7 +37,7 @@ from ..moves import was_replaced
 from ..ranks.rank import is_simulated_rank
 from .deferred_values import require_initialized
 from .ignored import ignored_mark_of
-from .shard_spec import spec_of
+from .layout import spec_of
 from .sharded_parameter import as_sharded, local
 from .sharded_tensor import require_reduced, sharded_tensor_of, sharded_tensors_of
 from .unsharded import UnshardedParameter

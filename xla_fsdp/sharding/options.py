@@ -25,7 +25,6 @@ from ..ranks.slices import slices_of_ranks
 from .cpu_offload import CPUOffload, require_streamable
 from .ignored import as_list
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, precision_options
-from .secondary import checked_reshard
 
 Groups = Sequence[Sequence[int]]
 
@@ -147,6 +146,25 @@ def strategy_options(
         if rows.shape[0] > 1:
             meant["replication_groups"] = rows.T.tolist()
     return meant
+
+
+def checked_reshard(value: bool | int, size: int) -> bool | int:
+    """Checks ``reshard_after_forward`` among ``size`` ranks: True, False or a number in between.
+
+    Raises:
+        ValueError: it does not divide ``size``.
+    """
+    if isinstance(value, bool):
+        return value
+    allowed = [number for number in range(1, size + 1) if size % number == 0]
+    if value not in allowed:
+        raise ValueError(
+            "reshard_after_forward as a number of ranks must divide the "
+            f"{size} ranks that share the parameters, got {value}. Pass one of {allowed}, or True "
+            "or False"
+        )
+    # A group of one stores the full parameters, a group of all stores what the shards are.
+    return value if 1 < value < size else value == size > 1
 
 
 # The entry points that take options.

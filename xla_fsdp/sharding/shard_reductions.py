@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..collectives.host_data import as_data
 from ..collectives.world import World
 from ..ranks.rank import is_simulated_rank
-from .shard_spec import ShardSpec, spec_of, unsupported
+from .layout import ShardSpec, spec_of, unsupported
 
 _LABEL = "reduction over shards"
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from . import shard_reductions as reductions
-from .shard_spec import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
+from .layout import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
 
 
 class _Sharded:

@@ -1,24 +1,132 @@
-"""The data classes of sharding: a stored tensor, and a module attribute that uses part of it."""
+"""The data classes of sharding: a stored tensor, and a module attribute that uses part of it.
+
+While a parameter is sharded, ``module.weight`` is the shard, a tensor subclass. A parameter inside
+a flattened vector has no separate shard: its module has a :class:`FlattenedParameter` instead. The
+object that was the parameter before the wrapping becomes a :class:`ReleasedParameter`: a module
+that also stores its parameters in a list, a closure, or an optimizer that was made too early may
+still refer to it. Both raise when something is computed with them; without the check, a sum over a
+released parameter, which is empty, would silently be 0.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from ..collectives.world import World
-from .attributes import FlattenedParameter
-from .layout import Layout, TensorSpec
-from .shard_spec import ShardSpec
+from .layout import Layout, ShardSpec, TensorSpec
 from .sharded_parameter import local, make_sharded
 
 if TYPE_CHECKING:
     from ..offload.copies import ShardCopy
     from .comms import Communicator
+
+
+class FlattenedParameter(torch.Tensor):
+    """The placeholder of a parameter whose values are inside a flattened vector.
+
+    Has the shape, dtype and device of the full parameter, but no values.
+
+    Raises:
+        RuntimeError: by every operation that needs its values; names the parameter and the fixes.
+    """
+
+    _owner: Communicator
+    _own_name: str  # in the unit's module
+    _is_param: bool
+
+    @staticmethod
+    def __new__(
+        cls, shape: torch.Size, vector: nn.Parameter, owner: Communicator, name: str
+    ) -> FlattenedParameter:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=vector.dtype, device=owner.world.device, requires_grad=True
+        )
+        made._is_param = True  # isinstance(..., nn.Parameter)
+        made._owner, made._own_name = owner, name
+        return made
+
+    @property
+    def name(self) -> str:
+        """The dotted name, from the root module if that is known."""
+        return self._owner.label + self._own_name
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in _OF_THE_VALUE or func in _OF_THE_VECTOR:
+            _raise_flattened(args[0], getattr(func, "__name__", str(func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub is not a classmethod's
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> NoReturn:
+        every = [*args, *(kwargs or {}).values()]
+        flat = [x for one in every for x in (one if isinstance(one, (list, tuple)) else [one])]
+        _raise_flattened(next(one for one in flat if isinstance(one, cls)), f"{func}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlattenedParameter:
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FlattenedParameter({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _accessors(*names: str) -> Iterator[Any]:
+    for name in names:
+        attribute = getattr(torch.Tensor, name)
+        yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
+
+
+_OF_THE_VALUE = frozenset(_accessors("data"))
+# Operations on a parameter that users do, and that only the vector supports.
+_OF_THE_VECTOR = frozenset(
+    [
+        torch.Tensor.requires_grad_,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
+        *_accessors("grad"),
+    ]
+)
+
+
+def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:
+    """The parameters of ``module``, by name, that are in a flattened vector, not gathered now."""
+    found = vars(module).items()
+    return {name: value for name, value in found if isinstance(value, FlattenedParameter)}
+
+
+def _raise_flattened(parameter: FlattenedParameter, operation: str) -> NoReturn:
+    raise RuntimeError(
+        f"{operation} needs parameter {parameter.name!r}, which is sharded here, in a flattened "
+        "vector (flatten_parameters), and has values only during a forward. To use it in a "
+        "forward, call the wrapper, not a module inside it; if weights are tied, assign one "
+        "nn.Parameter to both modules before wrapping. For a method other than forward, call "
+        "xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once. Elsewhere, compute within "
+        "FSDP.summon_full_params(model), and change the vectors in model.parameters()"
+    )
+
+
+def raise_replaced(name: str) -> NoReturn:
+    """Raises RuntimeError because parameter ``name`` was replaced by a tensor that is no shard."""
+    raise RuntimeError(
+        f"parameter {name!r} is not the shard that the wrapper gathers: it was assigned "
+        "(module.weight = ...), deleted, or given to torch.func.functional_call. To change values, "
+        "copy them into the shards with load_state_dict or load_full_state_dict; replace "
+        "parameters before wrapping, and give functional_call the unwrapped module"
+    )
+
+
+# -- stored tensors ------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -167,3 +275,95 @@ def require_reduced(parameters: Iterable[object], what: str) -> None:
                 "not reduced yet, so they would be ignored. Run the last backward before it "
                 "outside of no_sync(), or drop them with model.zero_grad()"
             )
+
+
+# -- parameter objects of before the wrapping ------------------------------------------------------
+
+# Operations that are allowed: those that need no values, and those that move modules.
+_HARMLESS = frozenset(
+    """__get__ __set__ __delete__ __hash__ __repr__ __deepcopy__ size dim ndimension numel nelement
+    element_size is_floating_point is_complex is_signed is_contiguous is_inference is_pinned
+    is_shared stride storage_offset data_ptr untyped_storage get_device requires_grad_ retain_grad
+    detach clone to cpu cuda xla type type_as float double half bfloat16 contiguous empty_like
+    new_empty register_hook _has_compatible_shallow_copy_type""".split()
+)
+_SETS_REQUIRES_GRAD = (
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
+)
+
+
+_GRAD: Any = torch.Tensor.grad
+_GETS_GRAD = _GRAD.__get__
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter whose values have moved to the shards of a wrapper.
+
+    Raises:
+        RuntimeError: by every operation on its values; names the parameter and the fix.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _GETS_GRAD:
+            _require_no_gradient(args[0])
+        if func in _SETS_REQUIRES_GRAD:
+            _require_no_change(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if name not in _HARMLESS:
+            _raise_released(name, [*args, *(kwargs or {}).values()])
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            # Ours is empty, like this object; any other gradient was set by the user.
+            ours = type(found) is torch.Tensor and found.numel() <= 1
+            return found.as_subclass(cls) if ours and args and found is not args[0].grad else found
+
+
+def mark_released(parameter: nn.Parameter) -> None:
+    """Makes ``parameter``, which is empty, raise when something is computed with it."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = ReleasedParameter
+
+
+def _require_no_gradient(parameter: torch.Tensor) -> None:
+    """Raises RuntimeError if ``.grad`` is read, but only the shard has a gradient."""
+    sharded = sharded_tensor_of(parameter)
+    if sharded is not None and sharded.shard.grad is not None:
+        raise RuntimeError(
+            f".grad was read from a parameter object of before the wrapping; the parameter "
+            f"({sharded.key!r} in its wrapper) was sharded, and its gradient is at the shard. Read "
+            "gradients from model.parameters() after wrapping"
+        )
+
+
+def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:
+    """Raises RuntimeError if ``requires_grad`` of ``parameter`` is changed, which has no effect."""
+    sharded = sharded_tensor_of(parameter)
+    # A parameter that was moved is another object, without a sharded tensor; it gets the first
+    # one's value.
+    moved = sharded is None and requires_grad
+    if parameter.requires_grad is not requires_grad and not moved:
+        which = "now in scanned blocks" if sharded is None else f"{sharded.key!r} in its wrapper"
+        raise RuntimeError(
+            f"requires_grad={requires_grad} was set on a parameter object of before the wrapping, "
+            f"which has no effect: the parameter was sharded ({which}). Freeze and unfreeze "
+            "parameters of the wrapped model (model.named_parameters()); scanned blocks only "
+            "together"
+        )
+
+
+def _raise_released(operation: str, given: list[Any]) -> None:
+    flat = [x for one in given for x in (one if isinstance(one, (list, tuple)) else [one])]
+    mine = [one for one in flat if isinstance(one, ReleasedParameter)]
+    names = [repr(sharded.key) for sharded in map(sharded_tensor_of, mine) if sharded is not None]
+    which = f"{names[0]} in its wrapper" if names else "now in a wrapper or in scanned blocks"
+    raise RuntimeError(
+        f"{operation} needs the values of a parameter that was sharded ({which}), but was called "
+        "on the parameter object of before the wrapping (kept in a list, a variable or a "
+        "closure), which is empty now. In a forward, read the parameter as an attribute of its "
+        "module (self.layer.weight); elsewhere, take shards from model.parameters() after "
+        "wrapping, or full parameters within FSDP.summon_full_params(model)"
+    )

@@ -21,14 +21,12 @@ from ..collectives.host_data import as_data
 from ..collectives.order import Order
 from ..collectives.random_state import synced_device
 from ..collectives.world import World
-from .attributes import raise_replaced
 from .comms import Communicator
 from .freeing import stamps
 from .gathering import computing_passes
-from .outer_wrappers import find_sharded_outside
 from .sharded_parameter import is_user_attribute, local, on_local_parts
-from .sharded_tensor import ShardedTensor
-from .state import FSDPState, unit_of
+from .sharded_tensor import ShardedTensor, raise_replaced
+from .state import FSDPState, find_sharded_outside, unit_of
 
 
 @contextlib.contextmanager

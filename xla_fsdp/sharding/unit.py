@@ -14,16 +14,14 @@ from torch import nn
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
-from .attributes import FlattenedParameter
 from .block_state import BlockState
-from .comms import Communicator
+from .comms import Communicator, SecondaryShardCache
 from .deferred_values import UninitializedTensor
 from .freeing import Stamp
 from .ignored import restore_ignored_marks
 from .options import FSDPOptions
-from .secondary import SecondaryShardCache
 from .sharded_parameter import accumulate
-from .sharded_tensor import ParameterSlot, ShardedTensor, mark_shards
+from .sharded_tensor import FlattenedParameter, ParameterSlot, ShardedTensor, mark_shards
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostGradients

@@ -12,19 +12,16 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 
-from ..collectives.agreement import all_gather_object
-from ..collectives.world import World
+from ..collectives.world import World, all_gather_object
 from ..names import dotted
 from ..ranks.rank import is_simulated_rank
 from ..ranks.slices import slices_of_ranks
 from ..ranks.watchdog.settings import say
 from ..tree import has_own_operators, tensors_in
-from .attributes import flattened_in
 from .deferred_values import require_all_initialized
 from .freeing import stamps
 from .ignored import ignored_mark_of, is_ignored
-from .released import ReleasedParameter
-from .sharded_tensor import sharded_tensor_of
+from .sharded_tensor import ReleasedParameter, flattened_in, sharded_tensor_of
 from .unit import NamedUnits
 
 # Set on a parameter that no wrapper shards, once a warning has named it.

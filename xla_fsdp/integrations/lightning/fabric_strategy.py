@@ -31,7 +31,7 @@ from ...checkpoint.rank_exchange import RankExchange
 from ...checkpoint.saving import save_checkpoint
 from ...collectives.random_state import synced_device
 from ...names import is_wrapper
-from ...sharding.outer_wrappers import is_sharded
+from ...sharding.state import is_sharded
 from ..early_optimizers import joined
 from ..saving import outermost
 from .adoption import adopt, require_no_forks

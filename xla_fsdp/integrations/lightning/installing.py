@@ -33,7 +33,7 @@ from lightning.pytorch.utilities import model_summary
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
 
-from ...sharding.outer_wrappers import is_sharded
+from ...sharding.state import is_sharded
 from ..saving import count_full_parameters
 from .changed import changes, drop_in
 from .fabric_strategy import FabricStrategy

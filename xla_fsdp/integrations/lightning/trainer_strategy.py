@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 
 from ...layers.batch_norm import SyncBatchNorm
-from ...sharding.outer_wrappers import is_sharded
+from ...sharding.state import is_sharded
 from ..saving import outermost
 from . import checkpoints
 from .adoption import adopt, require_no_forks
