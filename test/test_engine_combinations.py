@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering, pairs_of
 from torch import nn
 
 FORMS = ("wrapper", "fully_shard", "scanned")
@@ -43,10 +44,6 @@ PRODUCT: list[Cell] = [
 ]
 
 
-def pairs_of(cell: Cell) -> set[Cell]:
-    return set(itertools.combinations(cell, 2))
-
-
 def shown_by(cell: Cell) -> set[Cell]:
     """The pairs whose errors ``cell`` shows. Rounding to bfloat16 hides small ones of others."""
     return {pair for pair in pairs_of(cell) if "bf16" in pair or "bf16" not in cell}
@@ -57,18 +54,7 @@ LEGAL = [cell for cell in PRODUCT if not pairs_of(cell) & NOT_TOGETHER.keys()]
 FULL = [cell for cell in LEGAL if len(cell) == 4 or "hybrid" in cell]
 
 
-def covering(cells: list[Cell]) -> list[Cell]:
-    """Some of ``cells`` that show every pair of settings that is in one: always the first of those
-    that show most that the ones before do not."""
-    chosen: list[Cell] = []
-    missing = set().union(*map(shown_by, cells))
-    while missing:
-        chosen.append(max(cells, key=lambda cell: len(shown_by(cell) & missing)))
-        missing -= shown_by(chosen[-1])
-    return sorted(chosen, key=cells.index)
-
-
-COVERING = covering(LEGAL)
+COVERING = covering(LEGAL, shown_by)
 
 # -- model and data ----------------------------------------------------------------------------
 

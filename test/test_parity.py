@@ -10,39 +10,34 @@ import math
 import parity
 import pytest
 import torch
+from covering import covering, pairs_of
 from parity import Case
 
 WRAPPINGS = ["root", "nested", "auto", "flat", "dim0"]
 ACCUMULATIONS = ["none", "no_sync", "plain"]
+PRODUCT = list(itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS))
+COVERING = covering(PRODUCT, lambda cell: pairs_of(tuple(enumerate(cell))))
 
-# Optimizer, norm, ranks and way of tracing go round while the rest is a full cross product.
-_rotation = zip(
-    itertools.cycle(["sgd", "adamw"]),
-    itertools.cycle([2.0, 1.0, 2.0, math.inf, 2.0]),
-    itertools.cycle([2, 3, 2, 4, 3, 2, 1]),  # each rank traces for itself
-    itertools.cycle([True, False]),
-)
-CROSS = [
-    (
-        Case(
-            wrapping,
-            checkpoint,
-            accumulation,
-            optimizer,
-            norm,
-            options={} if reshard else ZERO2,
-            as_on_tpu=as_on_tpu,
-        ),
-        ranks,
+
+def cross() -> list:
+    """The product; by default cells that show every pair. Optimizer, norm, ranks and way of tracing
+    go round."""
+    rotation = zip(
+        itertools.cycle(["sgd", "adamw"]),
+        itertools.cycle([2.0, 1.0, 2.0, math.inf, 2.0]),
+        itertools.cycle([2, 3, 2, 4, 3, 2, 1]),  # each rank traces for itself
+        itertools.cycle([True, False]),
     )
-    for (wrapping, reshard, checkpoint, accumulation), (optimizer, norm, ranks, as_on_tpu) in zip(
-        itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS),
-        _rotation,
-        strict=False,
-    )
-    for ZERO2 in [{"reshard_after_forward": False}]
-]
-CROSS.sort(key=lambda pair: pair[1])  # else processes of ranks would be started over and over
+    cells = [*COVERING, *(cell for cell in PRODUCT if cell not in COVERING)]
+    found = []
+    for cell, (optimizer, norm, ranks, as_on_tpu) in zip(cells, rotation, strict=False):
+        wrapping, reshard, *how = cell
+        options = {} if reshard else {"reshard_after_forward": False}
+        case = Case(wrapping, *how, optimizer, norm, options=options, as_on_tpu=as_on_tpu)
+        marks = () if cell in COVERING else pytest.mark.full
+        found.append((ranks, pytest.param(case, ranks, marks=marks, id=f"{case}-{ranks}ranks")))
+    # By ranks, else processes of ranks would be started over and over.
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +64,27 @@ def check(run_ranks, unsharded):
     return run
 
 
-@pytest.mark.parametrize("case, ranks", CROSS, ids=[f"{case}-{n}ranks" for case, n in CROSS])
+@pytest.mark.parametrize("case, ranks", cross())
 def test_float32(check, case, ranks):
     check(case, ranks, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-@pytest.mark.parametrize("ranks", [3])
-def test_float64_to_the_last_digits(run_ranks, unsharded, wrapping, ranks):
+def test_float64_to_the_last_digits(run_ranks, unsharded, wrapping):
     case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64, as_on_tpu=True, steps=10)
-    sharded = parity.merge(run_ranks(parity.one_rank, ranks, case))
+    sharded = parity.merge(run_ranks(parity.one_rank, 3, case))
     reference = unsharded(case, lambda like: run_ranks(parity.unsharded_on_xla, 1, like)[0])
     parity.assert_equal(sharded, reference, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
-@pytest.mark.parametrize("wrapping", ["nested", "flat", "dim0"])
-@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float16])
+NARROW = list(
+    itertools.product(["nested", "flat", "dim0"], [torch.bfloat16, torch.float16], [0, 1])
+)
+
+
+@pytest.mark.parametrize("wrapping, compute_dtype, fp32_reduce_scatter", covering(NARROW))
 def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatter):
-    options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": fp32_reduce_scatter}
+    options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": bool(fp32_reduce_scatter)}
     case = Case(wrapping, True, "no_sync", options=options, steps=3)
     # Two ways of rounding to 8 or 11 bits, three steps on.
     tolerance = 0.06 if compute_dtype is torch.bfloat16 else 0.01

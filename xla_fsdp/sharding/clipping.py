@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 import torch_xla.runtime as xr
@@ -15,34 +14,16 @@ from ..collectives.world import World, checked_groups
 from ..ranks.rank import is_simulated_rank
 from .sharded_parameter import local
 from .sharded_tensor import require_reduced
+from .unit import Unit
 
 # The shape of what is reduced. For a maximum (True), a second element records whether there was a
 # NaN, because XLA's maximum does not always return NaN.
 _SHAPE: dict[bool, tuple[int, ...]] = {False: (), True: (2,)}
 
 
-class ClippedUnit(Protocol):
-    """The part of a unit that clipping needs."""
-
-    @property
-    def world(self) -> World:
-        """The ranks that have the other shards."""
-
-    @property
-    def shards(self) -> Sequence[nn.Parameter]:
-        """This rank's shards."""
-
-
-class WorldShards(NamedTuple):
-    """Parameters that share one world, possibly of several units."""
-
-    world: World
-    shards: Sequence[nn.Parameter]
-
-
 @torch.no_grad()
 def clip_grad_norm_(
-    units: Sequence[ClippedUnit],
+    units: Sequence[Unit],
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     norm_type: float = 2.0,
