@@ -8,7 +8,7 @@ RANKS := --dist loadfile --no-loadscope-reorder -n auto
 # A hundred processes of the tests would compile what is here anew, a second each and more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-newest test-pythons check lint size docs bench install clean
+.PHONY: demo test test-slow test-all test-newest test-pythons check lint size docs bench install clean
 
 # Where everything is installed, so is what the demo needs.
 demo: $(if $(wildcard $(VENV)/installed),install,$(VENV)/demo)
@@ -18,7 +18,11 @@ demo: $(if $(wildcard $(VENV)/installed),install,$(VENV)/demo)
 test: install
 	$(PY) -m pytest $(RANKS)
 
-# Also tests marked `full`, and the integrations a second time with the newest releases.
+# Tests marked `slow`: with `make test`, all that CI runs.
+test-slow: install
+	$(PY) -m pytest $(RANKS) -m "slow and not full"
+
+# All tests, also those marked `full`, and the integrations a second time with the newest releases.
 test-all: install
 	$(PY) -m pytest $(RANKS) -m ""
 	$(MAKE) test-newest

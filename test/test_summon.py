@@ -304,12 +304,12 @@ def every_training(rank):
     gradients_too(rank, "nested")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_full_parameters_are_read_and_written(run_ranks, ranks):
     run_ranks(every_case, ranks, timeout=1500)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_with_gradients(run_ranks, ranks):
     run_ranks(every_training, ranks, timeout=1500)
 

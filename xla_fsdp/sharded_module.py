@@ -22,12 +22,12 @@ from .sharding.building import UnitBuilder
 from .sharding.clipping import clip_grad_norm_
 from .sharding.cpu_offload import stay_on_host
 from .sharding.deferred_values import remaining_uninitialized
+from .sharding.gathering import UnshardedParameter
 from .sharding.ignored import ignored_mark_of, mark_ignored
 from .sharding.optimizer_hook import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params
-from .sharding.unsharded import UnshardedParameter
 from .sharding.user_checks import require_values
 from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
 

@@ -16,12 +16,12 @@ from ..layers import linear
 from ..names import dotted
 from ..sharding.block_state import BlockState
 from ..sharding.comms import SecondaryShards
+from ..sharding.gathering import Origin, make_unsharded
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from ..sharding.sharded_parameter import local
 from ..sharding.sharded_tensor import ParameterSlot, ShardedTensor, raise_replaced
 from ..sharding.state import FSDPState, mark_sharded
-from ..sharding.unsharded import Origin, make_unsharded
 
 Uses = list[tuple[nn.Module, str]]
 

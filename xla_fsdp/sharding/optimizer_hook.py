@@ -36,11 +36,11 @@ from .. import xlac
 from ..moves import was_replaced
 from ..ranks.rank import is_simulated_rank
 from .deferred_values import require_initialized
+from .gathering import UnshardedParameter
 from .ignored import ignored_mark_of
 from .layout import spec_of
 from .sharded_parameter import as_sharded, local
 from .sharded_tensor import require_reduced, sharded_tensor_of, sharded_tensors_of
-from .unsharded import UnshardedParameter
 from .user_checks import WARNED
 
 # Set on an optimizer: how many parameters it had when it was checked.

@@ -15,8 +15,8 @@ import torch
 
 from ... import xlac
 from ...sharding.freeing import fill_
+from ...sharding.gathering import UnshardedParameter
 from ...sharding.sharded_parameter import local, on_local_parts
-from ...sharding.unsharded import UnshardedParameter
 from ...tree import has_own_operators
 
 _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
