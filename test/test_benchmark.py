@@ -27,7 +27,7 @@ def test_side_by_side_run_gives_every_figure_and_equal_losses(tmp_path):
     run = subprocess.run(command, cwd=ROOT, env=quick_compiles, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
-    from benchmarks.table import ROWS
+    from benchmarks.compare import ROWS
 
     lines = run.stdout.splitlines()
     for label, *_ in ROWS:

@@ -53,3 +53,7 @@ def test_torchtitan(install):
 
 def test_open_clip(install):
     run(install("open_clip_torch==3.3.0", "timm==1.0.31", "ftfy"), "open_clip_loss.py")
+
+
+def test_optimizers(install):
+    run(install("timm==1.0.31", "torchao==0.14.1"), "optimizers.py")

@@ -79,6 +79,7 @@ ELEMENTS = {
     "clone": lambda p: p.detach().clone().add_(torch.tensor(1.0)),
     "foreach": lambda p: torch._foreach_add([p, p], [p * 2, p], alpha=2)[0],
     "sign": lambda p: p.sign().sqrt_() * p.relu(),
+    "conj": lambda p: p.addcmul(p, p.conj()) + torch.conj(p) + p.real,
     "full": lambda p: torch.full_like(p, 3.0) * p.isfinite(),
 }
 REFUSED = {

@@ -180,7 +180,8 @@ _PLAIN = frozenset(
 _SAME_ELEMENTS = frozenset(
     """detach detach_ clone contiguous to cpu xla cuda type float double half bfloat16 int long
     short char byte bool chalf cfloat cdouble pin_memory zeros_like ones_like empty_like full_like
-    zero_ fill_ constant_ alias type_as resolve_conj resolve_neg positive __pos__""".split()
+    zero_ fill_ constant_ alias type_as conj resolve_conj resolve_neg real imag positive
+    __pos__""".split()
 )
 # Elementwise, but not tagged as pointwise: view_as and the like work on tensors of one spec.
 _POINTWISE = frozenset(
@@ -210,7 +211,8 @@ _METADATA: dict[str, Callable[..., Any]] = {
     "stride": lambda shape, dim=None: _strides(shape) if dim is None else _strides(shape)[dim],
 }  # fmt: skip
 # Attributes that return other elements, or the same ones.
-_VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"])
+_VALUES = frozenset(["T", "mT", "H", "mH", "__cuda_array_interface__"])
+_PARTS = frozenset(["real", "imag"])
 _SHARDED_VALUES = frozenset(["data", "grad", "_grad"])
 
 
@@ -262,7 +264,9 @@ def _attribute(attribute: str, access: str) -> Answer:
     if attribute in _METADATA:
         return functools.partial(_metadata, _METADATA[attribute])
     if access == "__get__":
-        return _same_elements if attribute in _SHARDED_VALUES else _plain
+        return _same_elements if attribute in _SHARDED_VALUES | _PARTS else _plain
+    if attribute in _PARTS:
+        return _unsupported
     return _set_values if attribute in _SHARDED_VALUES and access == "__set__" else _plain
 
 
