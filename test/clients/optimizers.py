@@ -62,7 +62,7 @@ def main(rank: int, names) -> dict:
 if __name__ == "__main__":
     names = list(optimizers())
     (found, _) = xla_fsdp.launch(main, (names,), num_devices=RANKS)
-    assert sum(isinstance(one, dict) for one in found.values()) > 70
+    assert sum(isinstance(one, dict) for one in found.values()) > 65
     for name in names:
         if re.fullmatch(NEED_MATRICES, name):
             assert "is sharded here" in found[name], (name, found[name])
