@@ -2,12 +2,10 @@
 
 This package needs torch only, so it runs on a machine without torch_xla. It reads checkpoint
 folders (``format``), and per-rank torch files of earlier versions of this package and of
-torch_xla's ``XlaFullyShardedDataParallel`` (``legacy``). ``source`` is the common interface of
-both. ``stream`` writes the result with constant memory. Users call the command line
-(``__main__``), or the functions that also return a state_dict (``checkpoints``).
+torch_xla's ``XlaFullyShardedDataParallel`` (``legacy``). ``stream`` writes the result with constant
+memory. Users call the command line (``__main__``), or the functions of ``stream.run``.
 """
 
-from .checkpoints import consolidate_sharded_model_checkpoints, consolidate_sharded_state_dicts
 from .errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -31,8 +29,14 @@ from .errors import (
     UnsupportedValueError,
     WorldSizeError,
 )
-from .stream.reshard import reshard_checkpoint
-from .stream.run import Result, consolidate_checkpoint, verify_checkpoint
+from .stream.run import (
+    Result,
+    consolidate_checkpoint,
+    consolidate_sharded_model_checkpoints,
+    consolidate_sharded_state_dicts,
+    reshard_checkpoint,
+    verify_checkpoint,
+)
 
 __all__ = [
     "CheckpointError",

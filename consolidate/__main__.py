@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from .errors import CheckpointError, OptionsError
-from .legacy.files import OUTPUT_NAME
+from .legacy.source import OUTPUT_NAME
 from .stream.options import DTYPES, FORMATS, parse_size
-from .stream.reshard import reshard_checkpoint
-from .stream.run import LEGACY_SUFFIX, Result, silent, verify_checkpoint
+from .stream.run import Result, reshard_checkpoint, verify_checkpoint
 from .stream.run import consolidate_checkpoint as run
+from .stream.sources import LEGACY_SUFFIX
+from .stream.stage import silent
 
 
 def main(argv: Sequence[str] | None = None) -> int:

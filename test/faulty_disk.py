@@ -1,7 +1,7 @@
 """A disk on which the n-th operation fails, or kills the process, and what is tried with it.
 
-As a script, ``faulty_disk.py SCENARIO FOLDER``: kills a run at every operation, one after the
-other, and checks what is left each time. A process of its own, since it forks.
+As a script, ``faulty_disk.py SCENARIO STRIDE FOLDER``: kills runs at every STRIDE-th operation and
+at the last ones, and checks what is left each time. A process of its own, since it forks.
 """
 
 import errno
@@ -14,10 +14,20 @@ from pathlib import Path
 from sharded_files import small_checkpoint
 
 from xla_fsdp.consolidate import OutputError, consolidate_checkpoint, reshard_checkpoint
-from xla_fsdp.consolidate.stream.disk import Disk
+from xla_fsdp.consolidate.format.local import LocalStore
 
 
-class FaultyDisk(Disk):
+def counted(name):
+    """The operation ``name`` of a store, counted by a FaultyDisk."""
+
+    def operation(self, *paths):
+        self.step()
+        return getattr(LocalStore, name)(self, *paths)
+
+    return operation
+
+
+class FaultyDisk(LocalStore):
     """fault(n): called before operation n of those that change the disk, counted from 1.
 
     A write or removal at which it raises has half happened.
@@ -41,25 +51,13 @@ class FaultyDisk(Disk):
         self.step()
         return FaultyOutput(super().create(path), self)
 
-    def make_folder(self, path):
-        self.step()
-        super().make_folder(path)
-
-    def rename(self, old, new):
-        self.step()
-        super().rename(old, new)
-
-    def replace(self, old, new):
-        self.step()
-        super().replace(old, new)
+    make_folder, rename, replace, sync_folder = map(
+        counted, ("make_folder", "rename", "replace", "sync_folder")
+    )
 
     def exchange(self, one, other):
         self.step()
         return self.swaps and super().exchange(one, other)
-
-    def sync_folder(self, path):
-        self.step()
-        super().sync_folder(path)
 
     def remove(self, path):
         names = sorted(os.listdir(path)) if os.path.isdir(path) else []
@@ -73,7 +71,10 @@ class FaultyOutput:
 
     def write(self, data):
         self.disk.step(lambda: self.output.write(data[: len(data) // 2]))
-        self.output.write(data)
+        return self.output.write(data)
+
+    def flush(self):
+        self.output.flush()
 
     def write_at(self, begin, data):
         self.disk.step(lambda: self.output.write_at(begin, data[: len(data) // 2]))
@@ -160,6 +161,13 @@ class Scenario:
         elif old is not None:
             self.target.write_bytes(old)
 
+    def steps(self, stride):
+        """Numbers of the operations of a run: every ``stride``-th, and the last six."""
+        self.prepare()
+        disk = FaultyDisk(swaps=self.swaps)
+        self.run("new", disk)
+        return sorted({*range(1, disk.count + 1, stride), *range(disk.count - 5, disk.count + 1)})
+
     def content(self):
         """What is at the target: bytes by name, None if there is nothing."""
         if self.target.is_dir():
@@ -184,30 +192,24 @@ class Scenario:
         return result
 
 
-def kill_at_every_step(scenario):
-    number, resumed, up_to_date = 0, 0, 0
-    while True:
-        number += 1
+def kill_at_steps(scenario, stride):
+    steps, resumed, up_to_date = scenario.steps(stride), 0, 0
+    for number in steps:
         scenario.prepare()
         child = os.fork()
         if not child:
-            code = 1
             try:
                 scenario.run("new", FaultyDisk(killed_at(number), scenario.swaps))
-                code = 0
             finally:
-                os._exit(code)
+                os._exit(1)
         _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (number, status)
         scenario.check_old_or_new()
         result = scenario.check_next_run()
         resumed += bool(result.resumed)
         up_to_date += result.up_to_date
-    print(number - 1, resumed, up_to_date)
+    print(len(steps), resumed, up_to_date)
 
 
 if __name__ == "__main__":
-    kill_at_every_step(Scenario(sys.argv[1], sys.argv[2]))
+    kill_at_steps(Scenario(sys.argv[1], sys.argv[3]), int(sys.argv[2]))

@@ -59,30 +59,20 @@ def assert_equal_models(full, plain):
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))
-def test_equals_the_plain_model(written, case):
+def test_equals_the_plain_model(written, case, tmp_path):
+    """From files, streamed into a file, and from state_dicts in memory."""
     full, plain = load(written, case)
     assert_equal_models(full, plain)
     for tensor in full.values():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-@pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))
-def test_streamed(written, case, tmp_path):
-    prefix = f"{written / case}/"
-    consolidate_checkpoint(prefix, tmp_path / "m.pth", suffix="rank-*-of-*.pth")
-    full, plain = load(written, case)
-    found = torch.load(tmp_path / "m.pth", weights_only=True)["model"]
+    path = tmp_path / "m.pth"
+    consolidate_checkpoint(f"{written / case}/", path, suffix="rank-*-of-*.pth")
+    found = torch.load(path, weights_only=True)["model"]
     assert list(found) == list(full)
     assert_equal_models(found, plain)
-
-
-@pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))
-def test_state_dicts_in_memory(written, case):
     files = contents(written, case)
-    full = consolidate_sharded_state_dicts(
-        [file["model"] for file in files], files[0]["shard_metadata"]
-    )
-    assert_equal_models(full, torch.load(written / case / "plain.pt", weights_only=True))
+    state_dicts, metadata = [file["model"] for file in files], files[0]["shard_metadata"]
+    assert_equal_models(consolidate_sharded_state_dicts(state_dicts, metadata), plain)
 
 
 def test_metadata_of_the_writer_lacks_what_the_lossy_cases_need(written):
@@ -127,90 +117,65 @@ def test_tied_names_on_the_command_line(written, tmp_path, capsys):
     assert "no such parameter 'nope'" in err[-1]
 
 
-@pytest.mark.parametrize("field", ["world_size", "rank", "shard_info", "flatten_info"])
-def test_incomplete_metadata(written, tmp_path, capsys, field):
-    for index, file in enumerate(contents(written, "flat-2")):
-        if index == 1:
-            del file["shard_metadata"][field]
-        torch.save(file, tmp_path / f"ckpt{index}.pth")
-    assert_refused(
-        capsys,
-        tmp_path,
-        f"{tmp_path}/",
+def first_shard(file):
+    return next(iter(next(iter(file["shard_metadata"]["shard_info"].values())).values()))
+
+
+def first_flat(file, change):
+    """Changes the names, shapes and numels of the first flat parameter."""
+    flat = file["shard_metadata"]["flatten_info"]
+    key = next(iter(flat))
+    flat[key] = change(*flat[key])
+
+
+# The error, the words, and how rank 1's file is damaged.
+DAMAGES = {
+    **{
+        f"no {field}": (
+            InvalidMetadataError,
+            field,
+            lambda file, field=field: file["shard_metadata"].pop(field),
+        )
+        for field in ("world_size", "rank", "shard_info", "flatten_info")
+    },
+    "missing flat parameter": (
         InvalidMetadataError,
-        tmp_path / "ckpt1.pth",
-        field,
-        suffix="ckpt*.pth",
-    )
-
-
-def break_missing_flatten_info(meta):
-    meta["flatten_info"].popitem()
-
-
-def break_numels(meta):
-    names, shapes, numels = next(iter(meta["flatten_info"].values()))
-    numels[0] += 1
-
-
-def break_columns(meta):
-    key = next(iter(meta["flatten_info"]))
-    names, shapes, numels = meta["flatten_info"][key]
-    meta["flatten_info"][key] = names, shapes[:-1], numels
-
-
-def break_size(meta):
-    next(iter(next(iter(meta["shard_info"].values())).values()))["_orig_size"] = [1]
-
-
-def break_name(meta):
-    next(iter(next(iter(meta["shard_info"].values())).values()))["_orig_name"] = 3
-
-
-def break_buffer(meta):
-    meta["buffer_info"]["table"] = {"_orig_dtype": "float32"}
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        break_missing_flatten_info,
-        break_numels,
-        break_columns,
-        break_size,
-        break_name,
-        break_buffer,
-    ],
-)
-def test_contradictory_metadata(written, tmp_path, capsys, damage):
-    for index, file in enumerate(contents(written, "flat-2")):
-        if index == 1:
-            damage(file["shard_metadata"])
-        torch.save(file, tmp_path / f"ckpt{index}.pth")
-    assert_refused(
-        capsys,
-        tmp_path,
-        f"{tmp_path}/",
+        "",
+        lambda file: file["shard_metadata"]["flatten_info"].popitem(),
+    ),
+    "numels": (
         InvalidMetadataError,
-        tmp_path / "ckpt1.pth",
-        suffix="ckpt*.pth",
-    )
-
-
-def test_undescribed_shard(written, tmp_path, capsys):
-    for index, file in enumerate(contents(written, "plain-2")):
-        if index == 1:
-            file["model"]["block._fsdp_shard_other"] = torch.zeros(3)
-        torch.save(file, tmp_path / f"ckpt{index}.pth")
-    assert_refused(
-        capsys,
-        tmp_path,
-        f"{tmp_path}/",
+        "",
+        lambda file: first_flat(file, lambda n, s, e: (n, s, [e[0] + 1, *e[1:]])),
+    ),
+    "columns": (
+        InvalidMetadataError,
+        "",
+        lambda file: first_flat(file, lambda n, s, e: (n, s[:-1], e)),
+    ),
+    "size": (InvalidMetadataError, "", lambda file: first_shard(file).update(_orig_size=[1])),
+    "name": (InvalidMetadataError, "", lambda file: first_shard(file).update(_orig_name=3)),
+    "buffer": (
+        InvalidMetadataError,
+        "",
+        lambda file: file["shard_metadata"]["buffer_info"].update(table={"_orig_dtype": "float32"}),
+    ),
+    "undescribed shard": (
         ShardMismatchError,
-        tmp_path / "ckpt1.pth",
         "block._fsdp_shard_other",
-        suffix="ckpt*.pth",
-    )
+        lambda file: file["model"].update({"block._fsdp_shard_other": torch.zeros(3)}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "words", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_contradictory_metadata(written, tmp_path, capsys, error, words, damage):
+    for index, file in enumerate(contents(written, "flat-2")):
+        if index == 1:
+            damage(file)
+        torch.save(file, tmp_path / f"ckpt{index}.pth")
+    mentioned = tmp_path / "ckpt1.pth", words
+    assert_refused(capsys, tmp_path, f"{tmp_path}/", error, *mentioned, suffix="ckpt*.pth")
 
 
 def test_suffix_and_output_of_the_huggingface_trainer(written, tmp_path):

@@ -22,31 +22,31 @@ from xla_fsdp.consolidate import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
-WORLD_SIZES = [1, 2, 3, 4, 8]
+
+
+def in_memory(files, **options):
+    state_dicts = [file["model"] for file in files]
+    return consolidate_sharded_state_dicts(state_dicts, files[-1]["shard_metadata"], **options)
+
+
+def assert_unpadded(state_dict):
+    for tensor in state_dict.values():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 @pytest.mark.parametrize("multiple", [1, 128])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_files(tmp_path, world_size, multiple):
     model = small_model()
     prefix = save(rank_files(model, world_size, multiple), tmp_path)
     full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
     assert path == prefix + "_consolidated.pth"
-    assert_same(full, expected_state_dict(model))
-    written = torch.load(path, weights_only=True)
-    assert_same(written["model"], expected_state_dict(model))
-    assert written["consolidated"]["world_size"] == world_size
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_state_dicts_in_memory(world_size):
-    model = small_model()
-    files = rank_files(model, world_size)
-    for any_rank in files:
-        full = consolidate_sharded_state_dicts(
-            [file["model"] for file in files], any_rank["shard_metadata"]
-        )
-        assert_same(full, expected_state_dict(model))
+    content = torch.load(path, weights_only=True)
+    assert content["consolidated"]["world_size"] == world_size
+    for state_dict in (full, content["model"]):
+        assert_same(state_dict, expected_state_dict(model))
+        assert_unpadded(state_dict)
+        assert state_dict["emb.weight"].data_ptr() == state_dict["head.weight"].data_ptr()
 
 
 def test_save_model_false_writes_nothing(tmp_path):
@@ -61,34 +61,15 @@ def test_save_model_false_writes_nothing(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_padding_is_not_saved(tmp_path):
-    model = [
-        Entry("w", "flat", [(("w",), torch.randn(3))]),
-        Entry("e", "dim0", [(("e",), torch.randn(5, 2))]),
-    ]
-    prefix = save(rank_files(model, 4, multiple=4096), tmp_path)
-    full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
-    for tensor in full.values():
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    for tensor in torch.load(path, weights_only=True)["model"].values():
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-def test_tied_names_share_one_tensor_also_in_the_file(tmp_path):
-    prefix = save(rank_files(small_model(), 2), tmp_path)
-    full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
-    for state_dict in (full, torch.load(path, weights_only=True)["model"]):
-        assert state_dict["emb.weight"].data_ptr() == state_dict["head.weight"].data_ptr()
-
-
 @pytest.mark.parametrize("first_is_alias", [False, True])
 def test_listed_alias_keeps_its_place(first_is_alias):
     weight, bias = torch.randn(2, 3), torch.randn(3)
     tied = Entry("a.w", "flat", [(("a.w", "z.w"), weight)], alias_keys=("z.w",))
     files = rank_files([tied, Entry("b", "flat", [(("b",), bias)])], 2)
     order = ["z.w", "b", "a.w"] if first_is_alias else ["a.w", "b", "z.w"]
-    state_dicts = [{key: file["model"][key] for key in order} for file in files]
-    full = consolidate_sharded_state_dicts(state_dicts, files[0]["shard_metadata"])
+    for file in files:
+        file["model"] = {key: file["model"][key] for key in order}
+    full = in_memory(files)
     assert list(full) == order
     assert torch.equal(full["a.w"], weight)
     assert full["z.w"] is full["a.w"]
@@ -100,32 +81,28 @@ def test_flat_parameter_of_a_module_with_two_names(first_is_alias):
     weight, bias = torch.randn(2, 3), torch.randn(3)
     members = [(("a.w", "b.w"), weight), (("a.b", "b.b"), bias)]
     files = rank_files([Entry("a.flat_param_0", "flat", members)], 2)
-    state_dicts = []
     for file in files:
-        shard = file["model"]["a.flat_param_0"]
-        again = {"b.flat_param_0": shard.clone()}
-        state_dicts.append(again | file["model"] if first_is_alias else file["model"] | again)
-    full = consolidate_sharded_state_dicts(state_dicts, files[0]["shard_metadata"])
-    assert_same(full, {"a.w": weight, "b.w": weight, "a.b": bias, "b.b": bias})
+        model, again = file["model"], {"b.flat_param_0": file["model"]["a.flat_param_0"].clone()}
+        file["model"] = again | model if first_is_alias else model | again
+    assert_same(in_memory(files), {"a.w": weight, "b.w": weight, "a.b": bias, "b.b": bias})
 
 
 def test_alias_with_other_values_is_refused():
     tied = Entry("a", "flat", [(("a", "z"), torch.tensor([1.0, float("nan")]))], alias_keys=("z",))
     files = rank_files([tied], 2)
-    state_dicts = [file["model"] for file in files]
-    state_dicts[1]["z"] = state_dicts[1]["z"].clone()  # equal bits, NaN included
-    consolidate_sharded_state_dicts(state_dicts, files[0]["shard_metadata"])
-    state_dicts[1]["z"] += 1
-    state_dicts[1]["z"][0] = 5
+    model = files[1]["model"]
+    model["z"] = model["z"].clone()  # equal bits, NaN included
+    in_memory(files)
+    model["z"] += 1
+    model["z"][0] = 5
     with pytest.raises(ShardMismatchError, match=r"state_dict_list\[1\]: 'z' is tied to 'a'"):
-        consolidate_sharded_state_dicts(state_dicts, files[0]["shard_metadata"])
+        in_memory(files)
 
 
 def test_result_does_not_share_memory_with_the_input():
     files = rank_files(small_model(), 1)
     stored = {t.data_ptr() for t in files[0]["model"].values() if t.numel()}
-    full = consolidate_sharded_state_dicts([files[0]["model"]], files[0]["shard_metadata"])
-    assert not stored & {t.data_ptr() for t in full.values() if t.numel()}
+    assert not stored & {t.data_ptr() for t in in_memory(files).values() if t.numel()}
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.float8_e4m3fnuz])
@@ -156,8 +133,7 @@ def test_state_dicts_as_users_have_them(tmp_path, kind):
             file["model"]["w"] = shard.conj().resolve_conj().conj()
         else:
             file["model"]["eye"] = torch.eye(3).to_sparse()
-    state_dicts = [file["model"] for file in files]
-    full = consolidate_sharded_state_dicts(state_dicts, files[0]["shard_metadata"])
+    full = in_memory(files)
     again, path = consolidate_sharded_model_checkpoints(save(files, tmp_path), SUFFIX)
     for found in (full, again, torch.load(path, weights_only=True)["model"]):
         assert torch.equal(found["w"], values) and type(found["w"]) is torch.Tensor
@@ -169,22 +145,17 @@ def test_extra_state_passes_through():
     files = rank_files(small_model(), 2)
     for rank, file in enumerate(files):
         file["model"]["q._extra_state"] = {"rank": rank}
-    full = consolidate_sharded_state_dicts(
-        [file["model"] for file in files], files[0]["shard_metadata"]
-    )
-    assert full["q._extra_state"] == {"rank": 0}
+    assert in_memory(files)["q._extra_state"] == {"rank": 0}
 
 
 def test_tied_argument_adds_names():
-    model = small_model()
-    files = rank_files(model, 2)
-    state_dicts, metadata = [file["model"] for file in files], files[0]["shard_metadata"]
-    full = consolidate_sharded_state_dicts(state_dicts, metadata, tied={"copy": "block.fc.bias"})
+    files = rank_files(small_model(), 2)
+    full = in_memory(files, tied={"copy": "block.fc.bias"})
     assert full["copy"] is full["block.fc.bias"]
     with pytest.raises(TiedWeightError, match="'no'.*no such parameter"):
-        consolidate_sharded_state_dicts(state_dicts, metadata, tied={"copy": "no"})
+        in_memory(files, tied={"copy": "no"})
     with pytest.raises(TiedWeightError, match="'scalar' is in the checkpoint already"):
-        consolidate_sharded_state_dicts(state_dicts, metadata, tied={"scalar": "nothing"})
+        in_memory(files, tied={"scalar": "nothing"})
 
 
 def random_model(rng):
@@ -217,9 +188,7 @@ def test_random_models(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = random_model(rng)
-    world_size = rng.choice([1, 2, 3, 4, 5, 8])
-    files = rank_files(model, world_size, rng.choice([1, 2, 7, 128]))
-    full = consolidate_sharded_state_dicts(
-        [file["model"] for file in files], files[-1]["shard_metadata"]
-    )
+    files = rank_files(model, rng.choice([1, 2, 3, 4, 5, 8]), rng.choice([1, 2, 7, 128]))
+    full = in_memory(files)
     assert_same(full, expected_state_dict(model))
+    assert_unpadded(full)

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from ..errors import InvalidMetadataError, UnreadableFileError
 from .dtypes import DTYPES
-from .fields import is_shape
-from .strict import read_json, write_json
+from .strict import is_shape, read_json, write_json
 
 MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"

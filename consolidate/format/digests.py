@@ -6,8 +6,6 @@ those of an attacker, who can change the manifest too. Unlike SHA-256, it is fas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import xxhash
 
 _LEAST_CHUNK = 1 << 20
@@ -35,31 +33,24 @@ class ChunkDigests:
 
     def __init__(self, chunk: int):
         self.chunk = chunk
-        self.done: list[str] = []
-        self.size = 0
-        self._state = xxhash.xxh3_64()
+        self._done: list[str] = []
+        self._state, self._missing = xxhash.xxh3_64(), chunk
 
     def update(self, data: memoryview) -> None:
         """Adds the next bytes. ``data`` must be one-dimensional."""
-        for part in self._parts(data):
+        while len(data):
+            part, data = data[: self._missing], data[self._missing :]
             self._state.update(part)
-            self.size += len(part)
-            if self.size % self.chunk == 0:
+            self._missing -= len(part)
+            if not self._missing:
                 self._end_chunk()
 
     def finish(self) -> list[str]:
         """Returns the digests of all chunks. The last chunk may be shorter."""
-        if self.size % self.chunk:
+        if self._missing < self.chunk:
             self._end_chunk()
-        return self.done
-
-    def _parts(self, data: memoryview) -> Iterator[memoryview]:
-        begin = 0
-        while begin < len(data):
-            end = min(begin + self.chunk - self.size % self.chunk, len(data))
-            yield data[begin:end]
-            begin = end
+        return self._done
 
     def _end_chunk(self) -> None:
-        self.done.append(self._state.hexdigest())
-        self._state.reset()
+        self._done.append(self._state.hexdigest())
+        self._state, self._missing = xxhash.xxh3_64(), self.chunk

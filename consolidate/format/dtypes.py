@@ -24,6 +24,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+# Elements that are copied at a time. torch uses several threads for more than twice this number.
+_SERIAL = 1 << 14
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -43,3 +45,18 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous one-dimensional CPU tensor, little-endian. They are not copied."""
     return tensor.detach().view(torch.uint8).numpy().data
+
+
+def flatten_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor, one-dimensional and contiguous on the CPU. Copied if necessary."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+
+
+def copy_into(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Fills ``out`` with ``values``, cast to its dtype. Returns ``out``."""
+    # Copy small parts, which torch does in this thread. Its thread pool would busy-wait on the
+    # cores that read and write.
+    step = _SERIAL if out.is_cpu else max(len(values), 1)
+    for begin in range(0, len(values), step):
+        out[begin : begin + step].copy_(values[begin : begin + step])
+    return out

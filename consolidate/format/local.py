@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -14,6 +15,7 @@ from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
 
 # A file descriptor that is never valid.
 _CLOSED = -1
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class LocalStore:
@@ -35,26 +37,21 @@ class LocalStore:
         return status.st_size
 
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
+        done = 0
         try:
             # Do not follow a link, and do not block if the path is a pipe.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                self._fill(path, descriptor, begin, out)
-            finally:
-                os.close(descriptor)
+            with contextlib.closing(_Descriptor(descriptor)):
+                while done < len(out):
+                    count = os.preadv(descriptor, [out[done:]], begin + done)
+                    if not count:
+                        raise UnreadableFileError(
+                            f"{path}: ends at byte {begin + done}, expected at least "
+                            f"{begin + len(out)} bytes: it is truncated"
+                        )
+                    done += count
         except OSError as error:
             _unreadable(path, error)
-
-    def _fill(self, path: str, descriptor: int, begin: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            count = os.preadv(descriptor, [out[done:]], begin + done)
-            if not count:
-                raise UnreadableFileError(
-                    f"{path}: ends at byte {begin + done}, expected at least {begin + len(out)} "
-                    "bytes: it is truncated"
-                )
-            done += count
 
     def list(self, path: str) -> list[str]:
         try:
@@ -74,7 +71,7 @@ class LocalStore:
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as error:
-            unwritable(path, error)
+            _unwritable(path, error)
         for each in made:
             with contextlib.suppress(OutputError):  # no permission to read the parent
                 self.sync_folder(os.path.dirname(each) or ".")
@@ -85,8 +82,30 @@ class LocalStore:
                 raise FileExistsError(errno.EEXIST, "exists already")
             os.rename(old, new)
         except OSError as error:
-            unwritable(new, error)
+            _unwritable(new, error)
         self.sync_folder(os.path.dirname(new) or ".")
+
+    def replace(self, old: str, new: str) -> None:
+        """Renames a file and replaces an existing one, durably."""
+        try:
+            os.replace(old, new)
+        except OSError as error:
+            _unwritable(new, error)
+        self.sync_folder(os.path.dirname(new) or ".")
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Swaps two folders in one step. Returns False if the system cannot do that."""
+        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if call is None:
+            return False
+        names = os.fsencode(one), os.fsencode(other)
+        if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
+            number = ctypes.get_errno()
+            if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+                return False
+            _unwritable(other, OSError(number, os.strerror(number)))
+        self.sync_folder(os.path.dirname(other) or ".")
+        return True
 
     def remove(self, path: str) -> None:
         try:
@@ -97,29 +116,26 @@ class LocalStore:
         except FileNotFoundError:
             pass  # another process has removed it
         except OSError as error:
-            unwritable(path, error)
+            _unwritable(path, error)
 
     def sync_folder(self, path: str) -> None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
+            with contextlib.closing(_Descriptor(descriptor)):
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
         except OSError as error:
             # Some network file systems do not support fsync of folders, and do not need it.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-                unwritable(path, error)
+                _unwritable(path, error)
 
     def hold_lock(self, path: str) -> object:
-        try:
+        with contextlib.suppress(OSError):
             return FolderLock(path)
-        except OSError:
-            return None
+        return None
 
     def is_locked(self, path: str) -> bool:
         try:
-            FolderLock(path)
+            FolderLock(path).close()
         except BlockingIOError:
             return True
         except OSError:
@@ -127,76 +143,92 @@ class LocalStore:
         return False
 
 
-def lock_folder(path: str) -> int:
-    """Locks a folder until the returned descriptor is closed, or the process ends.
+class _Descriptor:
+    """A file descriptor that is closed once, at the latest when this object is deleted."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def close(self) -> None:
+        # Close only once: another thread may reuse the number of the descriptor.
+        number, self.number = self.number, _CLOSED
+        if number != _CLOSED:
+            os.close(number)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            _Descriptor.close(self)
+
+
+class FolderLock(_Descriptor):
+    """The lock of a folder, until it is closed or deleted, or the process ends.
 
     On a file system without locks, nothing is locked.
 
     Raises:
         BlockingIOError: another process or descriptor has locked the folder.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError:
-        pass
-    return descriptor
-
-
-class FolderLock:
-    """The lock of a folder. It is released when this object is deleted."""
 
     def __init__(self, path: str):
-        self._descriptor = lock_folder(path)
+        super().__init__(_CLOSED)
+        self.number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise
+        except OSError:
+            pass
 
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
 
-
-class LocalOutput:
+class LocalOutput(_Descriptor):
     """A new file; see :class:`~.store.Output`."""
 
     def __init__(self, path: str):
+        super().__init__(_CLOSED)
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._descriptor = os.open(path, flags, 0o666)
+            self.number = os.open(path, flags, 0o666)
         except OSError as error:
-            unwritable(path, error)
+            _unwritable(path, error)
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
         try:
             while view:
-                view = view[os.write(self._descriptor, view[: 1 << 30]) :]
+                view = view[os.write(self.number, view[: 1 << 30]) :]
         except OSError as error:
-            unwritable(self.path, error)
+            _unwritable(self.path, error)
+        return len(data)
+
+    def flush(self) -> None:
+        """Does nothing: ``write`` does not buffer."""
+
+    def write_at(self, begin: int, data: bytes) -> None:
+        """Replaces bytes that were written."""
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self.number, data[done:], begin + done)
+        except OSError as error:
+            _unwritable(self.path, error)
 
     def close(self) -> None:
         try:
             try:
-                os.fsync(self._descriptor)
+                os.fsync(self.number)
             finally:
-                self._close()
+                super().close()
         except OSError as error:
-            unwritable(self.path, error)
+            _unwritable(self.path, error)
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
-            self._close()
-
-    def _close(self) -> None:
-        # Close only once: another thread may reuse the number of the descriptor.
-        descriptor, self._descriptor = self._descriptor, _CLOSED
-        if descriptor != _CLOSED:
-            os.close(descriptor)
+            super().close()
 
 
-def unwritable(path: str, error: OSError) -> NoReturn:
+def _unwritable(path: str, error: OSError) -> NoReturn:
     raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 

@@ -9,16 +9,16 @@ line to before the last brace.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import CorruptFileError, InvalidMetadataError
-from . import fields
 from .digests import chunk_bytes, digest
 from .rank_file import FileRecord
 from .store import Store, read
-from .strict import read_json, write_json
+from .strict import Fields, read_json, write_json
 
 NAME = "manifest.json"
 FORMAT, VERSION = "xla_fsdp", 2
@@ -27,6 +27,7 @@ MAX_BYTES = 1 << 30
 NOT_OPTIONS = ("params", "param_names")
 _HEAD, _MIDDLE, _TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
 _DIGEST = len(digest(b""))
+_SEALED = re.compile(re.escape(_HEAD) + b"(.{16})" + re.escape(_MIDDLE) + b"(.*)}\n", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -183,40 +184,34 @@ def state_key(key: str, name: str) -> str:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """The bytes of the manifest file."""
-    sharding_rules = manifest.sharding_rules
-    body = write_json(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "save_id": manifest.save_id,
-            "step": manifest.step,
-            "world_size": manifest.world_size,
-            "parameters": [_dump_tensor(tensor) for tensor in manifest.parameters.values()],
-            "buffers": [_dump_tensor(tensor) for tensor in manifest.buffers.values()],
-            "optimizer": manifest.optimizer
-            and {
-                **dump_groups(manifest.optimizer),
-                "state": {
-                    name: {"sharded": dict(state.sharded), "single": dict(state.single)}
-                    for name, state in manifest.optimizer.state.items()
-                },
-            },
-            "scheduler": manifest.scheduler,
-            "extra": manifest.extra,
-            "extra_state": manifest.extra_state,
-            **(
-                {}
-                if sharding_rules is None
-                else {"spans": {n: _rule_to_numbers(s) for n, s in sharding_rules.items()}}
-            ),
-            "files": dump_files(manifest.files),
+    optimizer, rules = manifest.optimizer, manifest.sharding_rules
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": manifest.save_id,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "parameters": [_dump_tensor(tensor) for tensor in manifest.parameters.values()],
+        "buffers": [_dump_tensor(tensor) for tensor in manifest.buffers.values()],
+        "optimizer": None,
+        "scheduler": manifest.scheduler,
+        "extra": manifest.extra,
+        "extra_state": manifest.extra_state,
+    }
+    if optimizer is not None:
+        state = {
+            name: {"sharded": dict(each.sharded), "single": dict(each.single)}
+            for name, each in optimizer.state.items()
         }
-    )
-    return _sealed(body)
+        body["optimizer"] = {**dump_groups(optimizer), "state": state}
+    if rules is not None:
+        body["spans"] = {name: list(astuple(rule)) for name, rule in rules.items()}
+    return _sealed({**body, "files": dump_files(manifest.files)})
 
 
-def _sealed(body: bytes) -> bytes:
-    return _HEAD + digest(body).encode() + _MIDDLE + body + _TAIL
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    data = write_json(body)
+    return _HEAD + digest(data).encode() + _MIDDLE + data + _TAIL
 
 
 def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
@@ -224,7 +219,7 @@ def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
     body = read_json(_body(data, label), label)
     if not isinstance(body, dict) or body.get("files") != []:
         raise InvalidMetadataError(f"{label}: is not a manifest with an empty list of files")
-    return _sealed(write_json({**body, "files": dump_files(files)}))
+    return _sealed({**body, "files": dump_files(files)})
 
 
 def is_begun(store: Store, path: str) -> bool:
@@ -248,76 +243,66 @@ def load_manifest(data: bytes, label: str) -> Manifest:
         CorruptFileError: the bytes do not match the digest.
         InvalidMetadataError: a field is missing or not valid, or the version is unknown.
     """
-    described = fields.Fields(read_json(_body(data, label), label), label)
-    described.require_format(FORMAT, VERSION)
-    return _manifest(described)
-
-
-def _body(data: bytes, label: str) -> bytes:
-    """The JSON object of a manifest, after a check of its digest."""
-    begin = len(_HEAD) + _DIGEST
-    body = data[begin + len(_MIDDLE) : -len(_TAIL)]
-    found = data[: len(_HEAD)], data[begin : begin + len(_MIDDLE)], data[-len(_TAIL) :]
-    complete = found == (_HEAD, _MIDDLE, _TAIL) and len(data) > begin + len(_MIDDLE) + len(_TAIL)
-    if not complete or digest(body).encode() != data[len(_HEAD) : begin]:
-        raise CorruptFileError(
-            f"{label}: its bytes are not those that were saved (truncated, changed, or not a "
-            "manifest). Use another checkpoint."
-        )
-    return body
-
-
-def _manifest(found: fields.Fields) -> Manifest:
-    save_id = found.text("save_id")
-    world_size = found.integer("world_size", least=1)
-    parameters = {t.name: t for t in map(_tensor, found.objects("parameters"))}
-    buffers = {t.name: t for t in map(_tensor, found.objects("buffers"))}
-    names = [n for t in [*parameters.values(), *buffers.values()] for n in t.names]
-    count = len(found.objects("parameters")) + len(found.objects("buffers"))
-    if len(set(names)) != len(names) or count != len(parameters) + len(buffers):
+    found = Fields(read_json(_body(data, label), label), label)
+    found.require_format(FORMAT, VERSION)
+    save_id, world_size = found.text("save_id"), found.integer("world_size", least=1)
+    parameters, buffers = (
+        [_load_tensor(each) for each in found.objects(kind)] for kind in ("parameters", "buffers")
+    )
+    by_name = {tensor.name: tensor for tensor in parameters}
+    names = [name for tensor in parameters + buffers for name in tensor.names]
+    if len(set(names)) != len(names):
         found.fail("two parameters or buffers have the same name")
-    files = load_files(found, world_size)
+    files = tuple(
+        load_file(each, rank, world_size) for rank, each in enumerate(found.objects("files"))
+    )
     if len(files) != world_size:
         found.fail(f"lists {len(files)} files, expected one for each of {world_size} ranks")
-    optimizer = found.optional("optimizer")
-    extra_state = found.json("extra_state")
+    optimizer, extra_state = found.optional("optimizer"), found.json("extra_state")
     if extra_state is not None and not isinstance(extra_state, dict):
         found.fail("extra_state must be an object")
     return Manifest(
         save_id=save_id,
         step=found.integer("step"),
         world_size=world_size,
-        parameters=parameters,
-        buffers=buffers,
+        parameters=by_name,
+        buffers={tensor.name: tensor for tensor in buffers},
         files=files,
-        optimizer=None if optimizer is None else _optimizer(optimizer, parameters),
+        optimizer=None if optimizer is None else _load_optimizer(optimizer, by_name),
         scheduler=found.json("scheduler"),
         extra=found.json("extra"),
         extra_state=extra_state,
-        sharding_rules=_sharding_rules(found, parameters) if "spans" in found else None,
+        sharding_rules=_sharding_rules(found, by_name) if "spans" in found else None,
     )
 
 
-def _rule_to_numbers(rule: ShardingRule) -> list[int]:
-    return [rule.first, rule.step, rule.chunk, rule.offset]
+def _body(data: bytes, label: str) -> bytes:
+    """The JSON object of a manifest, after a check of its digest."""
+    match = _SEALED.fullmatch(data)
+    if match is None or digest(match[2]).encode() != match[1]:
+        raise CorruptFileError(
+            f"{label}: its bytes are not those that were saved (truncated, changed, or not a "
+            "manifest). Use another checkpoint."
+        )
+    return match[2]
 
 
-def _sharding_rules(
-    found: fields.Fields, parameters: Mapping[str, Tensor]
-) -> dict[str, ShardingRule]:
-    sharding_rules = {}
-    stated = found.mapping("spans")
+def _sharding_rules(found: Fields, parameters: Mapping[str, Tensor]) -> dict[str, ShardingRule]:
+    stated, rules = found.mapping("spans"), {}
     for name in parameters:
         numbers = stated.get(name)
-        if not isinstance(numbers, list) or len(numbers) != 4:
-            found.fail(f"the span of {name!r:.120} is {numbers!r:.80}, expected four numbers")
-        if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or 0 in numbers[1:3]:
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) != 4
+            or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+            or 0 in numbers[1:3]
+        ):
             found.fail(
-                f"the span of {name!r:.120} is {numbers!r:.80}, expected numbers from 0, and step "
-                "and chunk from 1"
+                f"the span of {name!r:.120} is {numbers!r:.80}, expected four numbers from 0, and "
+                "step and chunk from 1"
             )
-        sharding_rules[name] = ShardingRule(*numbers)
-    return sharding_rules
+        rules[name] = ShardingRule(*numbers)
+    return rules
 
 
 def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
@@ -325,7 +310,7 @@ def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
     return described if tensor.restore is None else {**described, "restore": tensor.restore}
 
 
-def _tensor(found: fields.Fields) -> Tensor:
+def _load_tensor(found: Fields) -> Tensor:
     restore = found.dtype("restore") if "restore" in found else None
     return Tensor(found.names("names"), found.dtype("dtype"), found.shape("shape"), restore)
 
@@ -338,14 +323,7 @@ def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
     ]
 
 
-def load_files(found: fields.Fields, world_size: int) -> tuple[FileRecord, ...]:
-    """Reads the field ``files``: the records of all ranks, or of the first ones, in rank order."""
-    return tuple(
-        load_file(each, rank, world_size) for rank, each in enumerate(found.objects("files"))
-    )
-
-
-def load_file(found: fields.Fields, rank: int, world_size: int) -> FileRecord:
+def load_file(found: Fields, rank: int, world_size: int) -> FileRecord:
     """Reads the file record of ``rank``, one element of :func:`dump_files`."""
     name, size, digests = found.text("name"), found.integer("size"), found.text("digests")
     if name != file_name(rank, world_size):
@@ -376,7 +354,7 @@ def dump_groups(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _optimizer(found: fields.Fields, parameters: Mapping[str, Tensor]) -> Optimizer:
+def _load_optimizer(found: Fields, parameters: Mapping[str, Tensor]) -> Optimizer:
     groups = tuple(
         Group(group.names("parameters", least=0), group.mapping("options"))
         for group in found.objects("groups")
@@ -395,7 +373,7 @@ def _optimizer(found: fields.Fields, parameters: Mapping[str, Tensor]) -> Optimi
     return Optimizer(found.text("kind"), groups, state)
 
 
-def _state(found: fields.Fields) -> State:
+def _state(found: Fields) -> State:
     dtypes = found.child("sharded")
     sharded = {key: dtypes.dtype(key) for key in dtypes}
     for key in sharded:

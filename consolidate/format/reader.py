@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,29 +34,13 @@ from .manifest import (
     parameter_key,
     state_key,
 )
-from .rank_file import (
-    CACHED_BYTES,
-    MOST_CACHED_BYTES,
-    CheckedFile,
-    ChunkCache,
-    FileRecord,
-)
+from .rank_file import CheckedFile, LoadChunk, cached_loader
 from .store import Store, join, open_store, read
 from .strict import read_json
 
 _RANK_FILE = re.compile(r"rank-\d+-of-\d+\..*")
 # begin, end, rank: the range of elements of a tensor that a rank stores.
 Piece = tuple[int, int, int]
-
-
-def _cached_bytes(files: Iterable[FileRecord]) -> int:
-    """Size of the cache of chunks: enough for one chunk of each file, within limits.
-
-    A smaller cache would read a chunk again for each tensor in it, when tensors are read one after
-    the other.
-    """
-    each = sum(min(file.chunk, file.size) for file in files)
-    return min(max(each, CACHED_BYTES), MOST_CACHED_BYTES)
 
 
 class ShardedCheckpoint:
@@ -85,9 +69,8 @@ class ShardedCheckpoint:
             raise CorruptFileError(f"{label}: is not a manifest. Use another checkpoint.")
         self.manifest = load_manifest(read(self.store, label, 0, size), label)
         self._files: dict[int, RankFile] = {}
-        self._cache = ChunkCache(_cached_bytes(self.manifest.files))
+        self._load = cached_loader(self.manifest.files)
         self._pieces: dict[str, list[Piece]] | None = None
-        self._as_stated: set[int] = set()
         place = folders.parse_folder_name(self.folder.rpartition("/")[2])
         if place is not None and place.step != self.manifest.step:
             raise MixedSaveError(
@@ -116,7 +99,7 @@ class ShardedCheckpoint:
     def file(self, rank: int) -> RankFile:
         """The file of a rank, after a check of its header."""
         if rank not in self._files:
-            self._files[rank] = RankFile(self.store, self.folder, self.manifest, rank, self._cache)
+            self._files[rank] = RankFile(self.store, self.folder, self.manifest, rank, self._load)
         return self._files[rank]
 
     def files(self) -> Iterator[RankFile]:
@@ -126,142 +109,81 @@ class ShardedCheckpoint:
     def pieces(self, name: str) -> list[Piece]:
         """The pieces of a parameter in order. They cover every element exactly once.
 
+        Raises: as :meth:`require_coverage`.
+        """
+        self.require_coverage()
+        assert self._pieces is not None
+        return self._pieces[name]
+
+    def require_coverage(self) -> None:
+        """Opens all files, and checks that they have every element of every parameter once.
+
         Raises:
             CoverageError: an element of any parameter is missing or stored twice.
         """
-        if self._pieces is None:
-            self._pieces = self._all_pieces()
-        return self._pieces[name]
-
-    def _all_pieces(self) -> dict[str, list[Piece]]:
+        if self._pieces is not None:
+            return
         pieces: dict[str, list[Piece]] = {name: [] for name in self.manifest.parameters}
         for rank, file in enumerate(self.files()):
             for name in self.manifest.parameters:
-                length = file.length(name)
-                if length:
-                    begin = file.begins.get(name, 0)
-                    pieces[name].append((begin, begin + length, rank))
+                begin, end = file.range_of(name)
+                if begin < end:
+                    pieces[name].append((begin, end, rank))
         for name, tensor in self.manifest.parameters.items():
-            end = 0
-            for begin, until, rank in sorted(pieces[name]):
-                if begin != end:
-                    what = "no rank has" if begin > end else "two ranks have"
+            pieces[name].sort()
+            last = 0
+            for begin, end, rank in pieces[name]:
+                if begin != last:
+                    what = "no rank has" if begin > last else "two ranks have"
                     raise CoverageError(
-                        f"{self.file(rank).path}: {what} elements {min(begin, end)} to "
-                        f"{max(begin, end)} of parameter {name!r}. Use another checkpoint."
+                        f"{self.file(rank).path}: {what} elements {min(begin, last)} to "
+                        f"{max(begin, last)} of parameter {name!r}. Use another checkpoint."
                     )
-                end = until
-            if end != tensor.numel:
+                last = end
+            if last != tensor.numel:
                 raise CoverageError(
-                    f"{self.folder}: no rank has elements {end} to {tensor.numel} of parameter "
+                    f"{self.folder}: no rank has elements {last} to {tensor.numel} of parameter "
                     f"{name!r}. Use another checkpoint."
                 )
-            pieces[name].sort()
-        self._require_state(pieces)
-        self._require_buffers(self.files())
-        if self.manifest.sharding_rules is not None:
-            for rank in range(self.manifest.world_size):
-                self._checked_file(rank)
-        return pieces
+        self._pieces = pieces
 
-    def _files_with_elements(
-        self, name: str, begin: int, end: int
-    ) -> Iterator[tuple[int, int, RankFile]]:
-        """The files that have elements in the range ``begin .. end`` of a parameter.
-
-        Yields the range of the piece in each file, which may be larger, and the file.
-        """
-        sharding_rules, numel = self.manifest.sharding_rules, self.manifest.parameters[name].numel
-        if sharding_rules is not None and self._pieces is None:
-            for low, high, rank in sharding_rules[name].pieces(numel, begin, end):
+    def _pieces_in(self, name: str, begin: int, end: int) -> Iterator[Piece]:
+        """The pieces of a parameter that have elements in the range ``begin .. end``."""
+        if self.manifest.sharding_rules is not None and self._pieces is None:
+            rule, numel = self.manifest.sharding_rules[name], self.manifest.parameters[name].numel
+            for low, high, rank in rule.pieces(numel, begin, end):
                 if rank >= self.manifest.world_size:
                     raise CoverageError(
                         f"{join(self.folder, manifest.NAME)}: says that rank {rank} has elements "
                         f"{low} to {high} of {name!r}, but there are {self.manifest.world_size} "
                         "ranks. Use another checkpoint."
                     )
-                yield low, high, self._checked_file(rank)
+                yield low, high, rank
             return
         pieces = self.pieces(name)
         # Start at the piece that has the element `begin`.
         first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
-        for low, high, rank in pieces[first:]:
-            if low >= end:
+        for piece in pieces[first:]:
+            if piece[0] >= end:
                 break
-            yield low, high, self.file(rank)
+            yield piece
 
-    def _checked_file(self, rank: int) -> RankFile:
-        """The file of a rank, after a check that it has the elements that the spans say."""
-        file = self.file(rank)
-        if rank not in self._as_stated:
-            assert self.manifest.sharding_rules is not None
-            for name, rule in self.manifest.sharding_rules.items():
-                begin, end = rule.range_of_rank(rank, self.manifest.parameters[name].numel)
-                found = file.begins.get(name, 0), file.length(name)
-                if found != (begin, end - begin):
-                    raise CoverageError(
-                        f"{file.path}: has {found[1]} elements of {name!r} from {found[0]}, but "
-                        f"the manifest says {end - begin} from {begin}. Use another checkpoint."
-                    )
-            mine = {name: [(0, 0, rank)] for name in self.manifest.parameters if file.length(name)}
-            self._require_state(mine)
-            self._require_buffers([file])
-            self._as_stated.add(rank)
-        return file
+    def read_parameter(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Reads the elements ``begin <= i < end`` of a flattened parameter, in its dtype."""
+        return self._read(None, name, begin, end, self.manifest.parameters[name].dtype)
 
-    def _require_state(self, pieces: dict[str, list[Piece]]) -> None:
-        """Checks that each rank with a piece of a parameter has its optimizer state too."""
-        optimizer = self.manifest.optimizer
-        for name, state in optimizer.state.items() if optimizer is not None else ():
-            for key in state.sharded:
-                for _, _, rank in pieces.get(name, ()):
-                    if state_key(key, name) not in self.file(rank).container.entries:
-                        raise CoverageError(
-                            f"{self.file(rank).path}: has a piece of {name!r}, but not of its "
-                            f"optimizer state {key!r}. Use another checkpoint."
-                        )
-
-    def _require_buffers(self, files: Iterable[RankFile]) -> None:
-        """Checks that each file has all buffers."""
-        for file in files:
-            for name in self.manifest.buffers:
-                if buffer_key(name) not in file.container.entries:
-                    raise ShardMismatchError(
-                        f"{file.path}: lacks buffer {name!r}. Use another checkpoint."
-                    )
-
-    def read_parameter(
-        self, name: str, begin: int, end: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Reads the elements ``begin <= i < end`` of a flattened parameter, in its dtype.
-
-        ``out``: a contiguous one-dimensional tensor of that dtype and size to fill.
-        """
-        return self._read(None, name, begin, end, self.manifest.parameters[name].dtype, out)
-
-    def read_state(
-        self, key: str, name: str, begin: int, end: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def read_state(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
         """Reads elements of a sharded optimizer state, like :meth:`read_parameter`."""
         optimizer = self.manifest.optimizer
         if optimizer is None:
             raise ValueError(f"{self.folder}: has no optimizer, so it has no state {key!r}")
-        return self._read(key, name, begin, end, optimizer.state[name].sharded[key], out)
+        return self._read(key, name, begin, end, optimizer.state[name].sharded[key])
 
-    def _read(
-        self,
-        state: str | None,
-        name: str,
-        begin: int,
-        end: int,
-        dtype: str,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _read(self, state: str | None, name: str, begin: int, end: int, dtype: str) -> torch.Tensor:
         count = self.manifest.parameters[name].numel
         if not 0 <= begin <= end <= count:
             raise ValueError(f"{name!r} has {count} elements, so {begin} to {end} is not a range")
-        if out is None:
-            out = torch.empty(end - begin, dtype=DTYPES[dtype])
+        out = torch.empty(end - begin, dtype=DTYPES[dtype])
         self.read_to(out, state, name, begin)
         return out
 
@@ -272,22 +194,17 @@ class ShardedCheckpoint:
         """
         key = parameter_key(name) if state is None else state_key(state, name)
         end = begin + out.numel()
-        for low, high, file in self._files_with_elements(name, begin, end):
+        for low, high, rank in self._pieces_in(name, begin, end):
             start, stop = max(low, begin), min(high, end)
             if start < stop:
-                file.read_to(out[start - begin : stop - begin], key, start - low)
+                self.file(rank).read_to(out[start - begin : stop - begin], key, start - low)
 
     def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
         """Reads a buffer with the values of ``rank``."""
         tensor = self.manifest.buffers[name]
-        key = buffer_key(name)
-        if key not in self.file(rank).container.entries:
-            raise ShardMismatchError(
-                f"{self.file(rank).path}: lacks buffer {name!r}. Use another checkpoint."
-            )
-        return self.file(rank).read(key, 0, tensor.numel).reshape(tensor.shape)
+        return self.file(rank).read(buffer_key(name), 0, tensor.numel).reshape(tensor.shape)
 
-    def verify(self, progress: Callable[[int], None] = lambda count: None) -> None:
+    def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Checks every byte of every file, and that no tensor is missing.
 
         Raises:
@@ -295,11 +212,7 @@ class ShardedCheckpoint:
         """
         for file in self.files():
             file.verify(progress)
-        for name in self.manifest.parameters:
-            self.pieces(name)
-            break
-        else:
-            self._all_pieces()
+        self.require_coverage()
 
 
 def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
@@ -329,7 +242,7 @@ def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
 
 
 class RankFile(CheckedFile):
-    """The file of one rank. Opening it checks that it belongs to the manifest.
+    """The file of one rank. Opening it checks that it belongs to the manifest and matches it.
 
     Attributes:
         begins: for each parameter, the index of the first element that the rank stores.
@@ -341,27 +254,28 @@ class RankFile(CheckedFile):
         folder: str,
         manifest: Manifest,
         rank: int,
-        cache: ChunkCache | None = None,
+        load: LoadChunk | None = None,
     ):
         path = join(folder, file_name(rank, manifest.world_size))
-        super().__init__(store, path, manifest.files[rank], cache)
-        identity = manifest.identity(rank)
-        for key, expected in identity.items():
+        super().__init__(store, path, manifest.files[rank], load)
+        self._manifest = manifest
+        for key, expected in manifest.identity(rank).items():
             found = self.container.metadata.get(key)
             if found != expected:
                 raise MixedSaveError(
                     f"{self.path}: its header has {key} {found!r:.60}, but the manifest in the "
                     f"same folder has {key} {expected!r}. The file belongs to another save."
                 )
-        self.begins: dict[str, int] = self._read_begins(manifest)
+        self.begins: dict[str, int] = self._read_begins()
+        state = manifest.optimizer.state if manifest.optimizer is not None else {}
         for key, entry in self.container.entries.items():
             kind, _, rest = key.partition("/")
             if kind == "parameter":
                 tensor = manifest.parameters.get(rest)
                 self._require(key, entry, tensor, None if tensor is None else tensor.dtype)
             elif kind == "state":
-                state, _, name = rest.partition("/")
-                dtype = self._dtype(manifest, name, state)
+                state_name, _, name = rest.partition("/")
+                dtype = state[name].sharded.get(state_name) if name in state else None
                 self._require(key, entry, manifest.parameters.get(name), dtype)
             elif kind == "buffer":
                 self._require_buffer(key, entry, manifest.buffers.get(rest))
@@ -369,6 +283,7 @@ class RankFile(CheckedFile):
                 raise InvalidMetadataError(
                     f"{self.path}: has {key!r:.120}, expected parameter/, state/, buffer/ or rank/"
                 )
+        self._require_complete(rank)
 
     def has(self, key: str) -> bool:
         """Whether the file has a tensor ``key``."""
@@ -379,20 +294,21 @@ class RankFile(CheckedFile):
         entry = self.container.entries.get(parameter_key(name))
         return 0 if entry is None else entry.numel
 
-    def _read_begins(self, manifest: Manifest) -> dict[str, int]:
+    def range_of(self, name: str) -> tuple[int, int]:
+        """The range of elements of a parameter that the rank stores."""
+        begin = self.begins.get(name, 0)
+        return begin, begin + self.length(name)
+
+    def _read_begins(self) -> dict[str, int]:
         begins = read_json(self.container.metadata.get("begins", "").encode(), self.path)
+        known = self._manifest.parameters
         if not isinstance(begins, dict) or not all(
-            type(n) is int and n >= 0 and name in manifest.parameters for name, n in begins.items()
+            type(n) is int and n >= 0 and name in known for name, n in begins.items()
         ):
             raise InvalidMetadataError(
                 f"{self.path}: its header has no valid 'begins', the first element of each piece"
             )
         return begins
-
-    def _dtype(self, manifest: Manifest, name: str, state: str) -> str | None:
-        if manifest.optimizer is None or name not in manifest.optimizer.state:
-            return None
-        return manifest.optimizer.state[name].sharded.get(state)
 
     def _require(self, key: str, entry: Entry, tensor: Tensor | None, dtype: str | None) -> None:
         if tensor is None or dtype is None:
@@ -401,8 +317,8 @@ class RankFile(CheckedFile):
             raise ShardMismatchError(
                 f"{self.path}: {key!r:.120} is {entry.dtype}, but the manifest says {dtype}"
             )
-        begin, length = self.begins.get(tensor.name, 0), self.length(tensor.name)
-        if len(entry.shape) != 1 or entry.numel != length or begin + length > tensor.numel:
+        begin, end = self.range_of(tensor.name)
+        if len(entry.shape) != 1 or entry.numel != end - begin or end > tensor.numel:
             raise CoverageError(
                 f"{self.path}: {key!r:.120} has shape {list(entry.shape)} from element {begin}, "
                 f"which does not fit into a tensor of shape {list(tensor.shape)}"
@@ -417,3 +333,27 @@ class RankFile(CheckedFile):
                 f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, but "
                 f"the manifest says {expected}"
             )
+
+    def _require_complete(self, rank: int) -> None:
+        """Checks that the file has all buffers, the pieces that the rules say, and their state."""
+        for name in self._manifest.buffers:
+            if not self.has(buffer_key(name)):
+                raise ShardMismatchError(
+                    f"{self.path}: lacks buffer {name!r}. Use another checkpoint."
+                )
+        for name, rule in (self._manifest.sharding_rules or {}).items():
+            begin, end = rule.range_of_rank(rank, self._manifest.parameters[name].numel)
+            found = self.begins.get(name, 0), self.length(name)
+            if found != (begin, end - begin):
+                raise CoverageError(
+                    f"{self.path}: has {found[1]} elements of {name!r} from {found[0]}, but "
+                    f"the manifest says {end - begin} from {begin}. Use another checkpoint."
+                )
+        optimizer = self._manifest.optimizer
+        for name, state in optimizer.state.items() if optimizer is not None else ():
+            for key in state.sharded if self.length(name) else ():
+                if not self.has(state_key(key, name)):
+                    raise CoverageError(
+                        f"{self.path}: has a piece of {name!r}, but not of its optimizer state "
+                        f"{key!r}. Use another checkpoint."
+                    )

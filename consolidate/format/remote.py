@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.core import has_magic
@@ -57,14 +58,13 @@ class RemoteStore:
         return cls(files, url.partition("://")[0]), path
 
     def create(self, path: str) -> RemoteOutput:
-        with _writing(path, self):
+        with self.writing(path):
             if self.files.exists(path):
                 raise FileExistsError("exists already")
             return RemoteOutput(self, path, self.files.open(path, "wb"))
 
     def size(self, path: str) -> int:
         def query() -> int:
-            self.files.invalidate_cache()
             about = self.files.info(path)
             if about["type"] != "file":
                 raise IsADirectoryError(f"is a {about['type']}, expected a file")
@@ -72,13 +72,18 @@ class RemoteStore:
                 raise TypeError(f"the store reports a size of {about['size']!r:.40}")
             return int(about["size"])
 
-        return self._call_store(path, query)
+        return self._call(path, query)
 
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
+        def query() -> bytes:
+            data = self.files.cat_file(path, start=begin, end=begin + len(out))
+            if not isinstance(data, (bytes, bytearray, memoryview)):
+                raise TypeError(f"the store sent a {type(data).__name__}, expected bytes")
+            return bytes(data)
+
         if not out:
             return
-        end = begin + len(out)
-        data = self._call_store(path, lambda: self._bytes(path, begin, end), len(out) / _SLOWEST)
+        data = self._call(path, query, len(out) / _SLOWEST)
         if len(data) > len(out):
             raise UnreadableFileError(
                 f"{self.url(path)}: the store sent {len(data)} bytes, but {len(out)} were "
@@ -86,54 +91,75 @@ class RemoteStore:
             )
         if len(data) < len(out):
             raise UnreadableFileError(
-                f"{self.url(path)}: ends at byte {begin + len(data)}, expected at least {end} "
-                "bytes: it is truncated"
+                f"{self.url(path)}: ends at byte {begin + len(data)}, expected at least "
+                f"{begin + len(out)} bytes: it is truncated"
             )
         out[:] = data
 
-    def _bytes(self, path: str, begin: int, end: int) -> bytes:
-        data = self.files.cat_file(path, start=begin, end=end)
-        if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise TypeError(f"the store sent a {type(data).__name__}, expected bytes")
-        return bytes(data)
-
     def list(self, path: str) -> list[str]:
         def query() -> list[str]:
-            self.files.invalidate_cache()
             found = self.files.ls(path, detail=False)
             # Use only the last part: a path outside this folder becomes a name inside it.
             return [name.rstrip("/").rpartition("/")[2] for name in found]
 
-        try:
-            return self._call_store(path, query)
-        except CheckpointNotFoundError:
-            return []
+        with contextlib.suppress(CheckpointNotFoundError):
+            return self._call(path, query)
+        return []
 
     def is_folder(self, path: str) -> bool:
-        def query() -> bool:
-            self.files.invalidate_cache()
-            return bool(self.files.isdir(path))
+        return self._call(path, lambda: bool(self.files.isdir(path)))
 
-        return self._call_store(path, query)
+    def _call(self, path: str, query: Callable[[], T], more: float = 0.0) -> T:
+        """Calls ``query()`` with a time limit, because a store may hang. Errors name the file.
 
-    def _call_store(self, path: str, query: Callable[[], T], more: float = 0.0) -> T:
-        """Calls ``query()`` with a time limit, because a store may hang. Errors name the file."""
-        with _reading(path, self):
-            seconds = _seconds() + more
+        The thread of a query that hangs continues and ends with the process, because a call that
+        hangs in a library cannot be stopped.
+        """
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+
+        def run() -> None:
             try:
-                return _call_with_timeout(seconds, query)
-            except TimeoutError as error:
-                raise TimeoutError(f"{error} ({_SECONDS_VARIABLE} sets another limit)") from error
+                self.files.invalidate_cache()
+                answers.put((query(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        try:
+            seconds = _seconds() + more
+            threading.Thread(target=run, name="xla_fsdp store", daemon=True).start()
+            try:
+                answer, error = answers.get(timeout=seconds)
+            except queue.Empty:
+                raise TimeoutError(
+                    f"no answer within {seconds:.3g} s ({_SECONDS_VARIABLE} sets another limit)"
+                ) from None
+            if error is not None:
+                raise error
+            return answer
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{self.url(path)}: does not exist") from error
+        except Exception as error:
+            raise UnreadableFileError(
+                f"{self.url(path)}: cannot be read: {_reason(error)}"
+            ) from error
+
+    @contextlib.contextmanager
+    def writing(self, path: str) -> Iterator[None]:
+        """A context in which the errors of client libraries become OutputError."""
+        try:
+            yield
+        except Exception as error:
+            raise OutputError(f"{self.url(path)}: cannot be written: {_reason(error)}") from error
 
     def make_folder(self, path: str) -> None:
-        with _writing(path, self):
+        with self.writing(path):
             self.files.makedirs(path, exist_ok=True)
 
     def rename(self, old: str, new: str) -> None:
         raise NotImplementedError("a folder of an object store cannot be renamed in one step")
 
     def remove(self, path: str) -> None:
-        with _writing(path, self):
+        with self.writing(path):
             self.files.invalidate_cache()
             if not has_magic(path):
                 with contextlib.suppress(FileNotFoundError):
@@ -168,11 +194,11 @@ class RemoteOutput:
         self._file = file
 
     def write(self, data: bytes | memoryview) -> None:
-        with _writing(self.path, self.store):
+        with self.store.writing(self.path):
             self._file.write(data)
 
     def close(self) -> None:
-        with _writing(self.path, self.store):
+        with self.store.writing(self.path):
             self._file.close()
 
     def discard(self) -> None:
@@ -181,28 +207,6 @@ class RemoteOutput:
             self._file.discard() if hasattr(self._file, "discard") else None
         with contextlib.suppress(Exception):
             self._file.closed = True  # otherwise it is closed when it is deleted
-
-
-@contextlib.contextmanager
-def _writing(path: str, store: RemoteStore) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # client libraries raise their own exception classes
-        _raise(OutputError, path, store, "cannot be written", error)
-
-
-@contextlib.contextmanager
-def _reading(path: str, store: RemoteStore) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{store.url(path)}: does not exist") from error
-    except Exception as error:
-        _raise(UnreadableFileError, path, store, "cannot be read", error)
-
-
-def _raise(kind: type, path: str, store: RemoteStore, what: str, error: Exception) -> NoReturn:
-    raise kind(f"{store.url(path)}: {what}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -223,29 +227,3 @@ def _seconds() -> float:
 def _redact(text: str) -> str:
     """Removes users, passwords and queries of URLs from ``text``: they may have secrets."""
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
-
-
-def _call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
-    """Calls ``call()`` in a separate thread, and waits at most ``seconds`` for its result.
-
-    Raises:
-        TimeoutError: the call took longer. Its thread continues and ends with the process, because
-            a call that hangs in a library cannot be stopped.
-    """
-    values: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            values.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="xla_fsdp store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not values:
-        raise TimeoutError(f"no answer within {seconds:.3g} s")
-    return values[0]

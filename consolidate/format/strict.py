@@ -1,12 +1,18 @@
-"""Reads JSON from untrusted files strictly: ambiguous JSON raises an error."""
+"""Reads JSON from untrusted files strictly: ambiguous JSON raises an error.
+
+:class:`Fields` checks the types of fields. Its objects are from JSON, or from a pickle, which may
+have tuples instead of lists.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 from ..errors import InvalidMetadataError, first_line
+from .dtypes import DTYPES
 
 
 def read_json(data: bytes, label: str) -> Any:
@@ -59,3 +65,106 @@ def _finite(text: str) -> float:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def is_shape(value: Any) -> bool:
+    """Whether ``value`` is a list of sizes that a tensor can have.
+
+    torch multiplies all sizes except zeros in 64 bits, so ``[2**62, 2**62, 0]`` is not valid.
+    """
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) <= 64
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+        and math.prod(n for n in value if n) < 1 << 63
+    )
+
+
+class Fields:
+    """One object. All methods raise :class:`~..errors.InvalidMetadataError`."""
+
+    def __init__(self, found: Any, label: str):
+        self.label = label
+        if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+            self.fail(f"is {type(found).__name__}, expected an object with strings as keys")
+        self._found = found
+
+    def fail(self, what: str) -> NoReturn:
+        raise InvalidMetadataError(f"{self.label}: {what}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def require_format(self, name: str, version: int) -> None:
+        """Checks the fields ``format`` and ``version``."""
+        found = self._found.get("format"), self._found.get("version")
+        if found != (name, version):
+            self.fail(
+                f"has format {found[0]!r:.40} version {found[1]!r:.40}, but this version of "
+                f"xla_fsdp reads {name!r} version {version}"
+            )
+
+    def json(self, name: str) -> Any:
+        """The value of a field, of any type."""
+        if name not in self._found:
+            self.fail(f"has no {name!r:.120}")
+        return self._found[name]
+
+    def text(self, name: str) -> str:
+        return self._of(name, (str,), "a string")
+
+    def integer(self, name: str, least: int = 0) -> int:
+        value = self._of(name, (int,), f"an integer of at least {least}")
+        if not least <= value < 1 << 63:
+            self.fail(f"{name!r:.80} is {value!r:.40}, expected an integer of at least {least}")
+        return value
+
+    def dtype(self, name: str) -> str:
+        value = self.text(name)
+        if value not in DTYPES:
+            self.fail(f"{name!r:.80} is {value!r:.40}, expected one of {', '.join(DTYPES)}")
+        return value
+
+    def list(self, name: str) -> Sequence[Any]:
+        return self._of(name, (list, tuple), "a list")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        value = self.json(name)
+        if not is_shape(value):
+            self.fail(f"{name!r:.80} is {value!r:.80}, expected a shape: a list of sizes")
+        return tuple(value)
+
+    def names(self, name: str, least: int = 1) -> tuple[str, ...]:
+        value = self.list(name)
+        if len(value) < least or not all(isinstance(n, str) and n for n in value):
+            self.fail(f"{name!r:.80} is {value!r:.80}, expected a list of names")
+        return tuple(value)
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        return self.child(name)._found
+
+    def child(self, name: str) -> Fields:
+        """The value of a field, which must be an object."""
+        return Fields(self.json(name), f"{self.label}: {name!r:.80}")
+
+    def children(self) -> dict[str, Fields]:
+        """The values of all fields, which must be objects."""
+        return {name: self.child(name) for name in self}
+
+    def objects(self, name: str) -> Sequence[Fields]:
+        """The value of a field, which must be a list of objects."""
+        values = enumerate(self.list(name))
+        return [Fields(value, f"{self.label}: {name}[{number}]") for number, value in values]
+
+    def optional(self, name: str) -> Fields | None:
+        """The value of a field, which must be an object or null."""
+        return None if self.json(name) is None else self.child(name)
+
+    def _of(self, name: str, kinds: tuple[type, ...], expected: str) -> Any:
+        value = self.json(name)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            self.fail(f"{name!r:.80} is {value!r:.80}, expected {expected}")
+        return value

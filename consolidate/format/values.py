@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 
 from ..errors import InvalidMetadataError, UnsupportedValueError
-from .dtypes import DTYPES, dtype_name, tensor_bytes
-from .fields import is_shape
+from .dtypes import DTYPES, dtype_name, flatten_on_host, tensor_bytes
+from .strict import is_shape
 
 MAX_TENSOR_BYTES = 1 << 20
 # Maximum nesting. Reading deeper values could reach Python's recursion limit.
@@ -45,7 +46,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        if not _is_unicode(value):
+        if not _is_unicode(str(value)):
             raise UnsupportedValueError(f"{where} is {value!r:.80}, which UTF-8 cannot encode")
         return value
     if type(value) is int:
@@ -106,12 +107,9 @@ def decode(value: Any, label: str, depth: int = 0) -> Any:
         ) from None
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
+def _is_unicode(value: Any) -> bool:
+    """Whether it is a string without half of a surrogate pair."""
+    return type(value) is str and not re.search("[\ud800-\udfff]", value)
 
 
 def _encode_items(items: Iterable, where: str, depth: int) -> list:
@@ -119,25 +117,17 @@ def _encode_items(items: Iterable, where: str, depth: int) -> list:
 
 
 def _encode_mapping(value: Mapping, where: str, depth: int) -> Any:
-    kinds = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
-    kind = kinds.get(type(value))
+    kind = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}.get(type(value))
     if kind is None:
         raise UnsupportedValueError(
             f"{where} has the type {type(value).__qualname__}, which cannot be stored. Convert it "
             "to a plain dict."
         )
-    if kind == "dict" and all(
-        type(key) is str and key != _TAG and _is_unicode(key) for key in value
-    ):
-        return {k: encode(item, f"{where}[{k!r}]", depth + 1) for k, item in value.items()}
-    pairs = [
-        [
-            encode(key, f"a key of {where}", depth + 1),
-            encode(item, f"{where}[{key!r}]", depth + 1),
-        ]
-        for key, item in value.items()
-    ]
-    return _tagged(kind, pairs)
+    items = [encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()]
+    if kind == "dict" and all(_is_unicode(key) and key != _TAG for key in value):
+        return dict(zip(value, items, strict=True))
+    keys = [encode(key, f"a key of {where}", depth + 1) for key in value]
+    return _tagged(kind, [list(pair) for pair in zip(keys, items, strict=True)])
 
 
 def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
@@ -148,8 +138,7 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
             f"of up to {MAX_TENSOR_BYTES} bytes can be stored here. Make larger tensors parameters "
             "or buffers of the model."
         )
-    flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
-    data = base64.b64encode(tensor_bytes(flat)).decode()
+    data = base64.b64encode(tensor_bytes(flatten_on_host(value))).decode()
     return {"dtype": dtype_name(value.dtype, where), "shape": list(value.shape), "data": data}
 
 

@@ -1,5 +1,5 @@
 """Reads per-rank torch files of version 1, and of torch_xla's in-tree FSDP class. Needs torch only.
 
-In order of dependency: ``layout`` (maps shards to parameters, by metadata), ``ranks`` (checks that
-the ranks are complete and consistent), ``files`` (torch files), ``source``.
+``ranks`` maps shards to parameters, and checks that the ranks are complete and consistent;
+``source`` reads them from torch files.
 """

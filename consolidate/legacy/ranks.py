@@ -1,49 +1,119 @@
-"""Checks that the contents of rank files are a complete and consistent set, and sorts them by rank.
+"""Maps the tensors of each rank to those of the unsharded model, by the metadata of its file.
+
+There are two metadata formats: this package's (:func:`_read_native`) and that of torch_xla's own
+class (:func:`read_intree`). Both are translated into a `Rank`, so other modules need not
+distinguish them.
+
+Example: world size 2, a flat parameter of 3 elements, shards padded to 2 elements each::
+
+    rank 0 stores [a, b]     rank 1 stores [c, 0]
+    numel = 3, members = (Member(("w",), (3,), 0),)
 
 The checks use keys, shapes, dtypes and metadata only. So an error is raised before any tensor value
 is read.
 """
 
+from __future__ import annotations
+
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import (
     DuplicateRankError,
     ForeignFileError,
+    InvalidMetadataError,
     MetadataMismatchError,
     MissingMetadataError,
     MissingRankError,
     ShardMismatchError,
+    TiedWeightError,
     WorldSizeError,
 )
-from ..format.fields import Fields
-from .layout import FLAT, LegacyParameter, RankLayout, read_intree, read_native
+from ..format.strict import Fields
+
+_FLAT, _DIM0 = "flat", "dim0"
+_FORMAT, _VERSION = "xla_fsdp", 1
+_WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module")
+_SHARD = "_fsdp_shard"
+_FLAT_PARAMETER = "flat_param_"
 
 
 @dataclass(frozen=True)
+class Member:
+    """One parameter of the model.
+
+    Attributes:
+        names: its dotted name, then the names of parameters tied to it.
+        shape: shape in the unsharded model; ``()`` for a scalar.
+        offset: index of its first element in the joined flat parameter.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LegacyParameter:
+    """One tensor that every rank stores a part of.
+
+    layout ``"flat"``: each rank stores a 1-D chunk; joined, the first `numel` elements are the
+    members one after the other and the rest is padding.
+    layout ``"dim0"``: each rank stores rows; joined on dimension 0, the first ``shape[0]`` rows
+    are the only member and the rest is padding.
+    """
+
+    layout: str
+    numel: int
+    members: tuple[Member, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all members, tied names included."""
+        return tuple(name for member in self.members for name in member.names)
+
+
+@dataclass
 class Rank:
-    """The state_dict of one rank.
+    """The state_dict of one rank. `parameters`, `buffers` and `aliases` cover its keys.
 
     Attributes:
         label: name of the rank in messages, usually the path of its file.
+        buffers: name in the model, and the dtype to restore or None, of each replicated value.
+        aliases: other keys under which the shard of a parameter is stored, mapped to the
+            parameter's key.
         optimizer: the value under "optimizer" in the file, unchecked.
     """
 
     label: str
     state_dict: Mapping[str, Any]
-    layout: RankLayout
+    world_size: int
+    rank: int
+    parameters: dict[str, LegacyParameter]
+    buffers: dict[str, tuple[str, torch.dtype | None]]
+    aliases: dict[str, str]
     optimizer: Any = None
 
 
-def rank_from_checkpoint(content: Any, label: str) -> Rank:
+def read_rank(content: Any, label: str) -> Rank:
     """Interpret the content of a rank file.
 
     Raises:
         ForeignFileError, MissingMetadataError: the content is not that of a rank file.
-        InvalidMetadataError, WorldSizeError, ShardMismatchError: see `rank_from_state_dict`.
+        InvalidMetadataError: the metadata is incomplete, contradicts itself or has an unknown
+            version.
+        WorldSizeError: the rank is not less than the world size.
+        ShardMismatchError: the model does not have the shards that the metadata describes.
     """
     if not isinstance(content, Mapping) or not {"model", "shard_metadata"} & content.keys():
         raise ForeignFileError(
@@ -59,84 +129,290 @@ def rank_from_checkpoint(content: Any, label: str) -> Rank:
         raise ForeignFileError(
             f"{label}: has 'shard_metadata' but no 'model'. Save model.state_dict() under this key."
         )
-    rank = rank_from_state_dict(content["model"], content["shard_metadata"], label)
-    return replace(rank, optimizer=content.get("optimizer"))
-
-
-def rank_from_state_dict(state_dict: Any, metadata: Any, label: str) -> Rank:
-    """Interpret the state_dict of one rank by its metadata, in either format.
-
-    Raises:
-        InvalidMetadataError: the metadata is incomplete, contradicts itself or has an unknown
-            version.
-        WorldSizeError: the rank is not less than the world size.
-        ShardMismatchError: `state_dict` does not have the shards that the metadata describes.
-    """
+    state_dict, metadata = content["model"], content["shard_metadata"]
     if not isinstance(state_dict, Mapping) or not all(isinstance(k, str) for k in state_dict):
         raise ForeignFileError(f"{label}: 'model' is not a state_dict (a dict with str keys)")
     found = Fields(metadata, f"{label}: shard_metadata")
-    read = read_native if "format" in found else read_intree
-    return Rank(label, state_dict, read(found, state_dict, label))
+    read = _read_native if "format" in found else read_intree
+    rank = Rank(
+        label,
+        state_dict,
+        found.integer("world_size", 1),
+        found.integer("rank"),
+        *read(found, state_dict, label),
+        optimizer=content.get("optimizer"),
+    )
+    _validate(rank)
+    return rank
 
 
-def complete_world(ranks: Iterable[Rank]) -> list[Rank]:
-    """Return `ranks` in rank order.
+Described = tuple[
+    dict[str, LegacyParameter], dict[str, tuple[str, torch.dtype | None]], dict[str, str]
+]
+
+
+def _validate(rank: Rank) -> None:
+    """Raises an error unless the members of each parameter cover it, and each name occurs once."""
+    if not 0 <= rank.rank < rank.world_size:
+        raise WorldSizeError(
+            f"{rank.label}: rank {rank.rank} is outside a world of {rank.world_size} ranks, "
+            f"expected 0 to {rank.world_size - 1}"
+        )
+    for key, parameter in rank.parameters.items():
+
+        def fail(what: str, key: str = key) -> NoReturn:
+            raise InvalidMetadataError(f"{rank.label}: parameter {key!r}: {what}")
+
+        if parameter.layout not in (_FLAT, _DIM0):
+            fail(f"layout is {parameter.layout!r}, expected {_FLAT!r} or {_DIM0!r}")
+        end = 0
+        for member in sorted(parameter.members, key=lambda m: (m.offset, m.numel)):
+            if not all(member.names):
+                fail("a member has no name")
+            if member.offset != end:
+                fail(f"{member.names[0]!r} begins at element {member.offset}, expected {end}")
+            end += member.numel
+        if end != parameter.numel or not parameter.members:
+            fail(f"members have {end} elements, expected numel {parameter.numel}")
+        if parameter.layout == _DIM0 and (
+            len(parameter.members) != 1 or not parameter.members[0].shape
+        ):
+            fail("layout 'dim0' needs exactly one member with at least one dimension")
+    names = [name for parameter in rank.parameters.values() for name in parameter.names]
+    names += [name for name, _ in rank.buffers.values()]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise InvalidMetadataError(f"{rank.label}: {twice[0]!r} is described more than once")
+
+
+def _require_stored(keys: Iterable[str], state_dict: Mapping[str, Any], label: str) -> None:
+    for key in keys:
+        if key not in state_dict:
+            raise ShardMismatchError(f"{label}: parameter {key!r} is described but not stored")
+        if not isinstance(state_dict[key], torch.Tensor):
+            raise ShardMismatchError(f"{label}: parameter {key!r} is not a tensor")
+
+
+def _read_native(found: Fields, state_dict: Mapping[str, Any], label: str) -> Described:
+    """Translate the metadata of one rank, as this package writes it::
+
+        {"format": "xla_fsdp", "version": 1, "world_size": 4, "rank": 0,
+         "parameters": {"fc.weight": {"layout": "flat", "numel": 12, "members": [
+             {"names": ["fc.weight", "head.weight"], "shape": [3, 4], "offset": 0}]}},
+         "buffers": {"bn.running_mean": "float32"}}
+
+    `parameters` has the keys of the rank's state_dict. `buffers` has the original dtype of buffers
+    that were cast. Keys of the state_dict that `parameters` does not have are buffers.
+    """
+    found.require_format(_FORMAT, _VERSION)
+    parameters = {}
+    for key, each in found.child("parameters").children().items():
+        members = tuple(
+            Member(member.names("names"), member.shape("shape"), member.integer("offset"))
+            for member in each.objects("members")
+        )
+        parameters[key] = LegacyParameter(each.text("layout"), each.integer("numel"), members)
+    _require_stored(parameters, state_dict, label)
+
+    owner = {name: key for key, parameter in parameters.items() for name in parameter.names}
+    dtypes = found.child("buffers")
+    aliases, buffers = {}, {}
+    for key in state_dict:
+        if key in parameters:
+            continue
+        tied_to = owner.get(key) or _same_flat_parameter(key, parameters)
+        if tied_to is not None:
+            aliases[key] = tied_to
+            continue
+        dtype = getattr(torch, dtypes.text(key), None) if key in dtypes else None
+        if key in dtypes and not isinstance(dtype, torch.dtype):
+            dtypes.fail(
+                f"dtype of {key!r} is {dtypes.text(key)!r:.80}, expected a name like 'float32'"
+            )
+        buffers[key] = key, dtype
+    return parameters, buffers, aliases
+
+
+def _same_flat_parameter(key: str, parameters: Mapping[str, LegacyParameter]) -> str | None:
+    """Key of the flat parameter that is the same as `key`, because its module has two names.
+
+    Example: ``b.flat_param_0`` is ``a.flat_param_0`` if each of its members has a name in ``b.``.
+    """
+    path, _, last = key.rpartition(".")
+    for other, parameter in parameters.items():
+        if other.rpartition(".")[2] == last and all(
+            any(name.startswith(f"{path}.") for name in member.names)
+            for member in parameter.members
+        ):
+            return other
+    return None
+
+
+def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Described:
+    """Translate the metadata of one rank, as torch_xla's own class writes it.
+
+    ``XlaFullyShardedDataParallel.get_shard_metadata()`` records:
+
+    - ``shard_info[module][shard name]``: original name and size of each sharded tensor.
+    - ``flatten_info[flat parameter]``: names, shapes and element counts of the parameters that were
+      flattened into it.
+    - ``buffer_info[buffer]``: the original dtype of a cast buffer. Its keys have one more wrapper
+      prefix than the keys of the state_dict, so both are compared without prefixes. It is empty if
+      the module was on the CPU when it was wrapped. Then the original dtype is unknown, and the
+      buffers are returned in the stored dtype.
+
+    It does not record:
+
+    - whether a tensor was sharded by rows. A shard with more than one dimension was.
+    - the second name of a tied weight. It is lost unless the shared module is itself wrapped; then
+      both names are stored. The `tied` argument of the public functions restores it.
+
+    Raises:
+        InvalidMetadataError: a field is missing or has a wrong type, or the members do not cover
+            their parameter.
+        ShardMismatchError: `state_dict` has other shards than the metadata describes.
+    """
+    flattened = found.child("flatten_info")
+    infos = {
+        _join(module, name): (module, info)
+        for module, shards in found.child("shard_info").children().items()
+        for name, info in shards.children().items()
+    }
+    _require_stored(infos, state_dict, label)
+    parameters = {}
+    for key, (module, info) in infos.items():
+        own, shape = info.text("_orig_name"), info.shape("_orig_size")
+        # A flat parameter belongs to the wrapper, and a parameter of the model has one more prefix.
+        # So a parameter that the model itself calls flat_param_0 is not confused with one.
+        if own.startswith(f"{_WRAPPERS[0]}.{_FLAT_PARAMETER}"):
+            members = _read_flattened(_join(module, own), flattened)
+        else:
+            members = (Member((_clean_name(_join(module, own)),), shape, 0),)
+        layout = _DIM0 if state_dict[key].dim() > 1 else _FLAT
+        parameters[key] = LegacyParameter(layout, math.prod(shape), members)
+
+    # Old versions do not write this entry.
+    cast = found.child("buffer_info") if "buffer_info" in found else Fields({}, label)
+    described = {_clean_name(name): name for name in cast}
+    buffers = {}
+    for key in state_dict:
+        if key in parameters:
+            continue
+        if any(part.startswith(_SHARD) for part in key.split(".")):
+            raise ShardMismatchError(f"{label}: shard {key!r} is stored but not described")
+        name, dtype = _clean_name(key), None
+        if name in described:
+            about = cast.child(described[name])
+            dtype = about.json("_orig_dtype")
+            if not isinstance(dtype, torch.dtype):
+                about.fail(f"_orig_dtype is {dtype!r:.80}, expected a dtype")
+        buffers[key] = name, dtype
+    return parameters, buffers, {}
+
+
+def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
+    """Members of a flat parameter from its ``(names, shapes, element counts)``."""
+    value = flattened.list(name)
+    if len(value) != 3 or any(not isinstance(column, (list, tuple)) for column in value):
+        flattened.fail(f"{name!r:.80} is not a tuple (names, shapes, numels) of lists")
+    if not len(value[0]) == len(value[1]) == len(value[2]):
+        flattened.fail(
+            f"{name!r:.80} has {len(value[0])} names, {len(value[1])} shapes and {len(value[2])} "
+            "numels, expected equal counts"
+        )
+    owner = name.rpartition(".")[0]
+    members, offset = [], 0
+    for row in zip(*value, strict=True):
+        each = Fields(dict(zip(("name", "shape", "numel"), row, strict=True)), flattened.label)
+        full = _clean_name(_join(owner, each.text("name")))
+        member = Member((full,), each.shape("shape"), offset)
+        if member.numel != each.integer("numel"):
+            each.fail(
+                f"{full!r} of shape {member.shape} has {member.numel} elements, but its numel is "
+                f"{each.integer('numel')}"
+            )
+        members.append(member)
+        offset += member.numel
+    return tuple(members)
+
+
+def _clean_name(name: str) -> str:
+    """Dotted name without the parts that wrappers add.
+
+    >>> _clean_name("_fsdp_wrapped_module.block._fpw_module.0.weight")
+    'block.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def tie(rank: Rank, tied: Mapping[str, str]) -> None:
+    """Adds the names in `tied` (``{alias: parameter name}``) to the parameters of `rank`.
+
+    Raises:
+        TiedWeightError: there is no such parameter, or the alias is in use.
+    """
+    original = dict(rank.parameters)
+    taken = {name for parameter in original.values() for name in parameter.names}
+    taken |= {name for name, _ in rank.buffers.values()}
+    for alias, name in tied.items():
+        if alias in taken:
+            raise TiedWeightError(
+                f"cannot tie {alias!r} to {name!r}: {alias!r} is in the checkpoint already. "
+                "Use another alias."
+            )
+        owner = next((key for key, each in original.items() if name in each.names), None)
+        if owner is None:
+            raise TiedWeightError(
+                f"cannot tie {alias!r} to {name!r}: there is no such parameter {name!r}"
+            )
+        members = tuple(
+            replace(m, names=(*m.names, alias)) if name in m.names else m
+            for m in rank.parameters[owner].members
+        )
+        rank.parameters[owner] = replace(rank.parameters[owner], members=members)
+        taken.add(alias)
+
+
+def sort_ranks(ranks: list[Rank]) -> list[Rank]:
+    """Returns `ranks` in rank order, after a check that they are all ranks of one model.
 
     Raises:
         WorldSizeError, DuplicateRankError, MissingRankError: `ranks` are not all ranks of one run.
-    """
-    ranks = list(ranks)
-    if not ranks:
-        raise MissingRankError("no ranks to consolidate")
-    first = ranks[0]
-    by_rank: dict[int, Rank] = {}
-    for rank in ranks:
-        if rank.layout.world_size != first.layout.world_size:
-            raise WorldSizeError(
-                f"{rank.label}: written by {rank.layout.world_size} ranks,"
-                f" but {first.label} by {first.layout.world_size}. Use the files of one save."
-            )
-        other = by_rank.setdefault(rank.layout.rank, rank)
-        if other is not rank:
-            raise DuplicateRankError(
-                f"{rank.label}: is rank {rank.layout.rank}, and so is {other.label}. Remove one of "
-                "them."
-            )
-    missing = sorted(set(range(first.layout.world_size)) - by_rank.keys())
-    if missing:
-        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        raise MissingRankError(
-            f"{first.label}: written by {first.layout.world_size} ranks,"
-            f" but there is no file of rank {some}. Copy the files of all ranks."
-        )
-    return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-def check_consistent(ranks: list[Rank]) -> None:
-    """Check that all ranks have the same model, and that the shards cover its parameters.
-
-    Raises:
         ShardMismatchError: keys, shapes or dtypes differ between ranks or from the metadata.
         MetadataMismatchError: the ranks' metadata differs in more than the rank.
     """
-    first = ranks[0]
+    first, by_rank = ranks[0], dict[int, Rank]()
+    for rank in ranks:
+        if rank.world_size != first.world_size:
+            raise WorldSizeError(
+                f"{rank.label}: written by {rank.world_size} ranks,"
+                f" but {first.label} by {first.world_size}. Use the files of one save."
+            )
+        other = by_rank.setdefault(rank.rank, rank)
+        if other is not rank:
+            raise DuplicateRankError(
+                f"{rank.label}: is rank {rank.rank}, and so is {other.label}. Remove one of them."
+            )
+    missing = sorted(set(range(first.world_size)) - by_rank.keys())
+    if missing:
+        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        raise MissingRankError(
+            f"{first.label}: written by {first.world_size} ranks,"
+            f" but there is no file of rank {some}. Copy the files of all ranks."
+        )
+    ranks = [by_rank[number] for number in range(first.world_size)]
     for rank in ranks[1:]:
-        _check_same_tensors(first, rank)
-        for name in ("parameters", "buffers", "aliases"):
-            mine, theirs = getattr(rank.layout, name), getattr(first.layout, name)
-            for key in mine.keys() | theirs.keys():
-                if mine.get(key) != theirs.get(key):
-                    raise MetadataMismatchError(
-                        f"{rank.label}: describes {key!r} differently from {first.label}"
-                    )
-    for key, parameter in first.layout.parameters.items():
-        _check_shard(key, parameter, first)
-    for alias, key in first.layout.aliases.items():
-        if _signature(first.state_dict[alias]) != _signature(first.state_dict[key]):
-            raise ShardMismatchError(f"{first.label}: {alias!r} is tied to {key!r} but differs")
+        _require_same(ranks[0], rank)
+    _require_fit(ranks[0])
+    return ranks
 
 
-def _check_same_tensors(first: Rank, rank: Rank) -> None:
+def _require_same(first: Rank, rank: Rank) -> None:
+    """Checks that two ranks store and describe the same model."""
     differing = sorted(first.state_dict.keys() ^ rank.state_dict.keys())
     if differing:
         has, lacks = (rank, first) if differing[0] in rank.state_dict else (first, rank)
@@ -149,6 +425,13 @@ def _check_same_tensors(first: Rank, rank: Rank) -> None:
             raise ShardMismatchError(
                 f"{rank.label}: {key!r} is {found}, but {expected} in {first.label}"
             )
+    for name in ("parameters", "buffers", "aliases"):
+        mine, theirs = getattr(rank, name), getattr(first, name)
+        for key in mine.keys() | theirs.keys():
+            if mine.get(key) != theirs.get(key):
+                raise MetadataMismatchError(
+                    f"{rank.label}: describes {key!r} differently from {first.label}"
+                )
 
 
 def _signature(value: Any) -> str:
@@ -158,17 +441,22 @@ def _signature(value: Any) -> str:
     return type(value).__name__
 
 
-def _check_shard(key: str, parameter: LegacyParameter, rank: Rank) -> None:
-    """Check the shape of one shard, and that the shards of all ranks cover the parameter."""
-    shard, world_size = rank.state_dict[key], rank.layout.world_size
-    shape = (parameter.numel,) if parameter.layout == FLAT else parameter.members[0].shape
-    needed, tail = shape[0], shape[1:]
-    if shard.dim() == 0 or tuple(shard.shape[1:]) != tail:
-        raise ShardMismatchError(
-            f"{rank.label}: shard {key!r} has shape {list(shard.shape)}, expected {['n', *tail]}"
-        )
-    if shard.shape[0] * world_size < needed:
-        raise ShardMismatchError(
-            f"{rank.label}: shard {key!r} has size {shard.shape[0]} in dimension 0, expected at"
-            f" least {-(-needed // world_size)}"
-        )
+def _require_fit(rank: Rank) -> None:
+    """Checks the shapes of the shards, and that the shards of all ranks cover the parameters."""
+    for key, parameter in rank.parameters.items():
+        shard = rank.state_dict[key]
+        flat = parameter.layout == _FLAT
+        needed, *tail = (parameter.numel,) if flat else parameter.members[0].shape
+        if shard.dim() == 0 or list(shard.shape[1:]) != tail:
+            raise ShardMismatchError(
+                f"{rank.label}: shard {key!r} has shape {list(shard.shape)}, expected "
+                f"{['n', *tail]}"
+            )
+        if shard.shape[0] * rank.world_size < needed:
+            raise ShardMismatchError(
+                f"{rank.label}: shard {key!r} has size {shard.shape[0]} in dimension 0, expected at"
+                f" least {-(-needed // rank.world_size)}"
+            )
+    for alias, key in rank.aliases.items():
+        if _signature(rank.state_dict[alias]) != _signature(rank.state_dict[key]):
+            raise ShardMismatchError(f"{rank.label}: {alias!r} is tied to {key!r} but differs")

@@ -1,5 +1,8 @@
 """Per-rank state_dicts (of this package, or of torch_xla's in-tree class), as a source.
 
+A rank file is ``{"model": state_dict, "shard_metadata": metadata, ...}``. The result of an earlier
+run is ``{"model": state_dict, "consolidated": ...}``.
+
 Their optimizer state has numbers instead of names of parameters, in the order in which the
 optimizer received them. If it received ``model.parameters()``, that is the order of the state_dict.
 In other cases the names are unknown, and reading the optimizer state raises an error.
@@ -7,34 +10,37 @@ In other cases the names are unknown, and reading the optimizer state raises an 
 
 from __future__ import annotations
 
+import ctypes
+import glob
+import mmap
 import os
+import re
+import warnings
+import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ShardMismatchError, UnmatchedOptimizerError
+from ..errors import (
+    CheckpointNotFoundError,
+    MissingRankError,
+    ShardMismatchError,
+    UnmatchedOptimizerError,
+    UnreadableFileError,
+    UnsafeFileError,
+    first_line,
+)
 from ..format import values
-from ..format.dtypes import dtype_name
+from ..format.digests import digest
+from ..format.dtypes import copy_into, dtype_name, flatten_on_host
 from ..format.manifest import Group, Optimizer, State, Tensor
-from ..source import Origin
-from .files import can_forget, forget, read_ranks, save_id, verify_files
-from .layout import Member
-from .ranks import Rank, check_consistent, complete_world
+from .ranks import Member, Rank, read_rank, sort_ranks, tie
 
-# Bytes that are compared at a time, of tied weights that are stored twice.
-_COMPARED_BYTES = 1 << 22
-
-
-@dataclass(frozen=True)
-class _ParameterLocation:
-    """The key of the tensor that has a parameter, and the member that describes its range."""
-
-    key: str
-    member: Member
+OUTPUT_NAME = "_consolidated.pth"
 
 
 def open_legacy(
@@ -50,12 +56,12 @@ def open_legacy(
     Raises:
         CheckpointError: the files are not a complete and consistent set.
     """
-    ranks = read_ranks(prefix, suffix, allow_unsafe_pickle)
+    ranks = _read_ranks(prefix, suffix, allow_unsafe_pickle)
     return LegacySource(ranks, f"{prefix}{suffix}", tied, files=True)
 
 
 class LegacySource:
-    """Per-rank state_dicts; see :class:`~..source.Source`.
+    """Per-rank state_dicts, with the attributes of :class:`~..stream.sources.ShardedSource`.
 
     ``files``: the ranks are mapped from files, and their labels are the paths. ``False``: they are
     in memory, and only :meth:`state_dict` may be used.
@@ -64,45 +70,45 @@ class LegacySource:
         CheckpointError: the ranks are not a complete and consistent set.
     """
 
+    step = None
+
     def __init__(
         self,
-        ranks: Iterable[Rank],
+        ranks: list[Rank],
         label: str,
         tied: Mapping[str, str] | None = None,
         files: bool = False,
     ):
-        self.ranks = complete_world(ranks)
-        check_consistent(self.ranks)
+        self.ranks = sort_ranks(ranks)
         first = self.ranks[0]
-        if tied:
-            # The names of the result are taken from rank 0 only.
-            first = self.ranks[0] = replace(first, layout=first.layout.tie(tied))
-        self.label = label
+        tie(first, tied or {})  # the names of the result are taken from rank 0 only
+        self.label, self.world_size = label, len(self.ranks)
         self.inputs = [rank.label for rank in self.ranks] if files else []
-        self.origin = Origin(save_id(self.inputs), None, len(self.ranks))
+        self.save_id = _save_id(self.inputs)
         self.found = f"{len(self.ranks)} rank files matching {label}"
-        self._mapped = files and all(map(can_forget, self.inputs))
+        self._mapped = files and all(map(_can_forget, self.inputs))
+        # For each parameter, the key of the tensor that has it, and its range in that tensor.
         self._places = {
-            member.names[0]: _ParameterLocation(key, member)
-            for key, parameter in first.layout.parameters.items()
+            member.names[0]: (key, member)
+            for key, parameter in first.parameters.items()
             for member in parameter.members
         }
-        self._buffer_keys = {buffer.name: key for key, buffer in first.layout.buffers.items()}
+        self._buffer_keys = {name: key for key, (name, _) in first.buffers.items()}
         self.order = list(self._in_order())
         self._check_aliases()
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
         return {
-            name: Tensor(place.member.names, self._dtype(place.key), place.member.shape)
-            for name, place in self._places.items()
+            name: Tensor(member.names, self._dtype(key), member.shape)
+            for name, (key, member) in self._places.items()
         }
 
     @cached_property
     def buffers(self) -> Mapping[str, Tensor]:
         first, found = self.ranks[0], {}
-        for name, key in self._buffer_keys.items():
-            value, restore = first.state_dict[key], first.layout.buffers[key].dtype
+        for key, (name, restore) in first.buffers.items():
+            value = first.state_dict[key]
             if isinstance(value, torch.Tensor):
                 cast = None if restore is None else dtype_name(restore, f"{first.label}: {key!r}")
                 found[name] = Tensor((name,), self._dtype(key), tuple(value.shape), cast)
@@ -119,68 +125,65 @@ class LegacySource:
 
     def _in_order(self) -> Iterator[tuple[str, str]]:
         """Names in the order of rank 0's state_dict. The members replace their flat parameter."""
-        layout, seen = self.ranks[0].layout, set()
-        for key in self.ranks[0].state_dict:
-            if key in layout.buffers:
-                name = layout.buffers[key].name
+        first, seen = self.ranks[0], set()
+        for key in first.state_dict:
+            if key in first.buffers:
+                name, _ = first.buffers[key]
                 yield name, name
                 continue
-            owner = layout.aliases.get(key, key)
-            for member in layout.parameters[owner].members:
+            owner = first.aliases.get(key, key)
+            for member in first.parameters[owner].members:
                 for name in member.names:
                     # A tied name that is also a key of the state_dict is yielded at that key.
-                    own = name == key or (key == owner and name not in layout.aliases)
+                    own = name == key or (key == owner and name not in first.aliases)
                     if own and name not in seen:
                         seen.add(name)
                         yield name, member.names[0]
 
     def _check_aliases(self) -> None:
         """Checks that tied weights that are stored under both names have the same bits."""
-        for alias, key in self.ranks[0].layout.aliases.items():
+        for alias, key in self.ranks[0].aliases.items():
             for rank in self.ranks:
-                if not self._same(rank.state_dict[alias], rank.state_dict[key]):
+                # Compare bytes: NaN equals NaN.
+                pair = [flatten_on_host(rank.state_dict[name]) for name in (alias, key)]
+                equal = torch.equal(*(flat.view(torch.uint8) for flat in pair))
+                self._forget(pair)
+                if not equal:
                     raise ShardMismatchError(
                         f"{rank.label}: {alias!r} is tied to {key!r} but differs. Tied weights "
                         "must be equal."
                     )
 
-    def _same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether the bits of two tensors are equal. NaN equals NaN."""
-        if one is other or (one.is_cpu and other.is_cpu and one.data_ptr() == other.data_ptr()):
-            return True
-        step = _COMPARED_BYTES // one.itemsize
-        for begin in range(0, one.numel(), step):
-            end = min(begin + step, one.numel())
-            pair = [torch.empty(end - begin, dtype=one.dtype) for _ in range(2)]
-            for tensor, out in zip((one, other), pair, strict=True):
-                self._copy(tensor, begin, end, out)
-            if not torch.equal(*(out.view(torch.uint8) for out in pair)):
-                return False
-        return True
+    def _forget(self, parts: list[torch.Tensor]) -> None:
+        """Unloads parts of mapped tensors, or copies that are not needed any more."""
+        for part in parts if self._mapped else ():
+            _forget(part)
 
     @cached_property
-    def _matched(self) -> _MatchedState | None:
+    def _matched(self) -> tuple[Optimizer, dict[str, list[Mapping[str, Any]]]] | None:
         return _match_optimizer(self.ranks)
 
     @property
     def optimizer(self) -> Optimizer | None:
-        return None if self._matched is None else self._matched.optimizer
+        """
+        Raises:
+            UnmatchedOptimizerError: it is not recorded which state belongs to which parameter.
+        """
+        return None if self._matched is None else self._matched[0]
 
-    def read_parameter(self, name: str, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
-        shards = [rank.state_dict[self._places[name].key] for rank in self.ranks]
-        return self._read(shards, self._places[name].member, begin, end, out)
+    def read_parameter(self, name: str, begin: int, end: int) -> torch.Tensor:
+        key, member = self._places[name]
+        return self._read([rank.state_dict[key] for rank in self.ranks], member, begin, end)
 
-    def read_state(
-        self, key: str, name: str, begin: int, end: int, out: torch.Tensor
-    ) -> torch.Tensor:
-        matched, place = self._matched, self._places[name]
-        if matched is None:
+    def read_state(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
+        place, member = self._places[name]
+        if self._matched is None:
             raise ValueError(f"{self.label}: has no optimizer, so it has no state {key!r}")
-        return self._read(matched.shards(place.key, key), place.member, begin, end, out)
+        return self._read([each[key] for each in self._matched[1][place]], member, begin, end)
 
-    def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
+    def read_buffer(self, name: str, begin: int, end: int, rank: int = 0) -> torch.Tensor:
         rank = rank if rank < len(self.ranks) else 0
-        return self.ranks[rank].state_dict[self._buffer_keys[name]].detach()
+        return flatten_on_host(self.ranks[rank].state_dict[self._buffer_keys[name]])[begin:end]
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """A copy of the full (unsharded) model. All names of a tied weight share one tensor."""
@@ -190,13 +193,10 @@ class LegacySource:
     def _read_full(self, name: str) -> Any:
         first = self.ranks[0]
         if name in self._places:
-            place = self._places[name]
-            shard = first.state_dict[place.key]
-            out = torch.empty(place.member.shape, dtype=shard.dtype, device=shard.device)
-            self.read_parameter(name, 0, out.numel(), out.view(-1))
-            return out
+            key, member = self._places[name]
+            return self.read_parameter(name, 0, member.numel).view(member.shape)
         key = self._buffer_keys[name]
-        value, dtype = first.state_dict[key], first.layout.buffers[key].dtype
+        value, dtype = first.state_dict[key], first.buffers[key][1]
         if not isinstance(value, torch.Tensor):
             return value
         # Copy in any case, so that the result does not keep the rank's file mapped.
@@ -206,75 +206,61 @@ class LegacySource:
     def size(self) -> int:
         return sum(map(os.path.getsize, self.inputs))
 
-    def verify(self, progress: Callable[[int], None]) -> str:
+    def verify(self, progress: Callable[[int], object]) -> str:
         """Checks the CRCs of the zip files. They detect flipped bits, not files of two steps."""
-        verify_files(self.inputs, progress)
+        _verify_files(self.inputs, progress)
         return f"{len(self.inputs)} rank files, CRCs"
 
     def _read(
-        self, shards: list[torch.Tensor], member: Member, begin: int, end: int, out: torch.Tensor
+        self, shards: list[torch.Tensor], member: Member, begin: int, end: int
     ) -> torch.Tensor:
         """Reads elements of the concatenated shards, flattened.
 
         With ``c`` elements in a shard, rank r has ``[r * c, (r + 1) * c)``, also if the shards are
         rows of a matrix.
         """
+        out = torch.empty(end - begin, dtype=shards[0].dtype, device=shards[0].device)
         count = shards[0].numel()
         at, low, high = 0, member.offset + begin, member.offset + end
         while low < high:
             rank, first = divmod(low, count)
             length = min(high - low, count - first)
-            self._copy(shards[rank], first, first + length, out[at : at + length])
+            part = shards[rank].detach().reshape(-1)[first : first + length]
+            copy_into(out[at : at + length], part)
+            self._forget([part])
             at, low = at + length, low + length
         return out
 
-    def _copy(self, tensor: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
-        part = tensor.detach().reshape(-1)[begin:end]
-        if part.is_cpu and out.is_cpu:
-            # Copy in this thread. torch's thread pool would busy-wait on the cores that read and
-            # write.
-            plain = part.contiguous().resolve_conj().resolve_neg()
-            out.view(torch.uint8).numpy()[:] = plain.view(torch.uint8).numpy()
-        else:
-            out.copy_(part)
-        if self._mapped and tensor.is_contiguous():
-            forget(part)
 
-
-@dataclass(frozen=True)
-class _MatchedState:
-    """An optimizer, and for each key of the state_dict the optimizer state of each rank."""
-
-    optimizer: Optimizer
-    by_key: Mapping[str, list[Mapping[str, Any]]]
-
-    def shards(self, key: str, state: str) -> list[torch.Tensor]:
-        """The shards of an optimizer state of all ranks, in rank order."""
-        return [each[state] for each in self.by_key[key]]
-
-
-def _match_optimizer(ranks: list[Rank]) -> _MatchedState | None:
+def _match_optimizer(
+    ranks: list[Rank],
+) -> tuple[Optimizer, dict[str, list[Mapping[str, Any]]]] | None:
     """Finds the parameter names of the optimizer state. None if the files have no optimizer.
+
+    Returns the optimizer, and for each key of the state_dict the optimizer state of each rank.
 
     Raises:
         UnmatchedOptimizerError: it is not certain which parameter has which number.
     """
     if all(rank.optimizer is None for rank in ranks):
         return None
-    keys = list(dict.fromkeys(k for k in ranks[0].state_dict if k in ranks[0].layout.parameters))
+    first = ranks[0]
+    keys = [key for key in first.state_dict if key in first.parameters]
     found = [_numbered(rank, len(keys)) for rank in ranks]
-    group = {k: v for k, v in found[0][1].items() if k != "params"}
     by_key = {key: [state.get(n, {}) for state, _ in found] for n, key in enumerate(keys)}
     names, state = [], {}
     for key in keys:
         described = _describe(key, by_key[key], ranks)
-        for member in ranks[0].layout.parameters[key].members:
+        for member in first.parameters[key].members:
             names.append(member.names[0])
             if described is not None:
                 state[member.names[0]] = described
-    where = f"{ranks[0].label}: optimizer"
-    options = {key: values.encode(value, f"{where}: {key}") for key, value in group.items()}
-    return _MatchedState(Optimizer("unknown", (Group(tuple(names), options),), state), by_key)
+    options = {
+        key: values.encode(value, f"{first.label}: optimizer: {key}")
+        for key, value in found[0][1].items()
+        if key != "params"
+    }
+    return Optimizer("unknown", (Group(tuple(names), options),), state), by_key
 
 
 def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[str, Any]]:
@@ -337,3 +323,163 @@ def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> S
                 f"shard, or differs from that in {ranks[0].label}. Consolidate without --optimizer."
             )
     return State(sharded, single) if states[0] else None
+
+
+def _read_ranks(prefix: str, suffix: str, allow_unsafe_pickle: bool = False) -> list[Rank]:
+    """The content of every rank file that matches. Only `suffix` is a pattern.
+
+    Results of earlier runs are skipped.
+
+    Raises:
+        CheckpointNotFoundError: no file matches.
+    """
+    ranks, paths = [], sorted(glob.glob(glob.escape(prefix) + suffix))
+    if not paths:
+        raise CheckpointNotFoundError(
+            f"{prefix}{suffix}: no file matches. Check the prefix and the suffix."
+        )
+    for path in paths:
+        content = read_file(path, allow_unsafe_pickle)
+        if not _is_consolidated(content, path == prefix + OUTPUT_NAME):
+            ranks.append(read_rank(content, path))
+            for key in ranks[-1].parameters:
+                _require_stored(key, ranks[-1])
+    if not ranks:
+        raise MissingRankError(
+            f"{paths[0]}: is a consolidated model, and no rank file matches. Check the prefix and "
+            "the suffix."
+        )
+    return ranks
+
+
+def read_file(
+    path: str, allow_unsafe_pickle: bool = False, remedy: str = "--allow_unsafe_pickle would"
+) -> Any:
+    """Content of a torch file. Its tensors are memory-mapped, so this does not read their values.
+
+    Files of torch before 1.6 cannot be mapped and are read completely. With
+    ``allow_unsafe_pickle``, code in the file runs. ``remedy``: the advice in the message of
+    :class:`UnsafeFileError`.
+
+    Raises:
+        UnsafeFileError: the file refers to objects that torch does not consider safe.
+        UnreadableFileError: the file is truncated, corrupt or not a torch file.
+    """
+    if not os.path.isfile(path):
+        raise UnreadableFileError(f"{path}: not a regular file")
+    try:
+        is_zip = zipfile.is_zipfile(path)
+        with warnings.catch_warnings():
+            # torch warns about plain pickles. Below, they raise an error that explains more.
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            # torch warns that it checks the indices of sparse tensors, as it should here.
+            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
+            safe = not allow_unsafe_pickle
+            return torch.load(path, map_location="cpu", weights_only=safe, mmap=is_zip)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Damaged input can raise any exception in torch's reader.
+        unsafe = _unsafe_globals(path, error)
+        if unsafe:
+            raise UnsafeFileError(
+                f"{path}: needs {unsafe}, which is not safe to load; nothing was executed"
+                f" ({remedy})"
+            ) from error
+        # torch's message for a pickle error recommends to load the file without weights_only.
+        shown = UnpicklingError() if isinstance(error, UnpicklingError) else error
+        raise UnreadableFileError(
+            f"{path}: cannot be read (truncated, corrupt or not a checkpoint):"
+            f" {first_line(shown):.120}"
+        ) from error
+
+
+def _unsafe_globals(path: str, error: Exception) -> str:
+    """Names of the unsafe objects that `path` refers to, "" if `error` has another cause."""
+    if not isinstance(error, UnpicklingError):
+        return ""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:
+        # Not a zip file: only the message has the name of the unsafe object.
+        refused = re.search(r"unsupported global:? (?:GLOBAL )?(\S+)", str(error), re.IGNORECASE)
+        return refused[1] if refused else ""
+    return ", ".join(sorted(found)[:4])
+
+
+def _is_consolidated(content: Any, default_name: bool) -> bool:
+    """Whether `content` is a result and not a rank file.
+
+    A result of the in-tree class has no mark except the default name.
+    """
+    if not isinstance(content, Mapping) or "shard_metadata" in content:
+        return False
+    return "consolidated" in content or (default_name and content.keys() == {"model"})
+
+
+def _require_stored(key: str, rank: Rank) -> None:
+    """Checks that a shard has as many bytes as its shape needs. With stride 0, a small file could
+    have a huge tensor, and the result would fill the disk."""
+    shard = rank.state_dict[key]
+    if shard.numel() * shard.element_size() > shard.untyped_storage().nbytes():
+        raise ShardMismatchError(
+            f"{rank.label}: shard {key!r} of shape {list(shard.shape)} has fewer bytes than that "
+            "shape needs. Save it as a contiguous tensor."
+        )
+
+
+def _save_id(paths: list[str]) -> str:
+    """An id that changes when one of the files is written again. The files have no id inside."""
+    found = [(os.path.basename(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in paths]
+    return digest(repr(found).encode())
+
+
+def _verify_files(paths: list[str], progress: Callable[[int], object]) -> None:
+    """Checks the CRCs of the zip files. ``progress`` is called with the size of each file.
+
+    Raises:
+        UnreadableFileError: a CRC differs, or a file is from torch before 1.6 and has no CRCs.
+    """
+    for path in paths:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+        except Exception as error:  # zipfile raises many kinds of exceptions
+            raise UnreadableFileError(
+                f"{path}: is not a zip file, so it has no CRCs to check. Save it with torch 1.6 or "
+                "later."
+            ) from error
+        if damaged is not None:
+            raise UnreadableFileError(
+                f"{path}: the bytes of {damaged} are not those that were saved (their CRC differs)."
+                " Use another checkpoint."
+            )
+        progress(os.path.getsize(path))
+
+
+def _can_forget(path: str) -> bool:
+    """Whether pages of tensors that torch mapped from ``path`` may be unloaded.
+
+    In files of big-endian machines, torch reverses the bytes in memory; unloading would undo that.
+    """
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            order = next(n for n in archive.namelist() if n.endswith("/byteorder"))
+            return archive.getinfo(order).file_size < 16 and archive.read(order) == b"little"
+    except Exception:
+        return False  # not a zip file and therefore not mapped, or without a byte order
+
+
+def _forget(part: torch.Tensor) -> None:
+    """Unloads the pages inside ``part``, which is mapped from a file.
+
+    Pages that were read count as memory of the process. They are read again when needed.
+    """
+    page = mmap.PAGESIZE
+    begin = -(-part.data_ptr() // page) * page
+    end = (part.data_ptr() + part.numel() * part.element_size()) // page * page
+    if begin < end and part.is_contiguous():
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -1,20 +1,21 @@
-"""The options of a result, validated."""
+"""The options of a result, and the path where it is written."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import OptionsError
 
 SAFETENSORS, PTH = "safetensors", "pth"
 FORMATS = (SAFETENSORS, PTH)
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}
-_UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
+_EXTENSIONS = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".bin": PTH}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", 1)}
+_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)}
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise OptionsError(f"format is {self.format!r:.40}, expected one of {FORMATS}")
-        if self.max_shard_size is not None:
-            if type(self.max_shard_size) is not int or self.max_shard_size < 1:
-                raise OptionsError(
-                    f"max_shard_size is {self.max_shard_size!r:.40}, expected a number of bytes of "
-                    "at least 1"
-                )
-            if self.format != SAFETENSORS:
-                raise OptionsError(
-                    "max_shard_size requires --format safetensors: a torch file cannot be split. "
-                    "Remove one of the two options."
-                )
-        if self.dtype is not None and self.dtype not in DTYPES.values():
-            raise OptionsError(f"dtype is {self.dtype!r:.40}, expected one of {list(DTYPES)}")
-
-    def described(self) -> dict[str, Any]:
-        """The options as JSON."""
-        return {**vars(self), "tied": dict(self.tied)}
+        if self.max_shard_size is not None and self.format != SAFETENSORS:
+            raise OptionsError(
+                "max_shard_size requires --format safetensors: a torch file cannot be split. "
+                "Remove one of the two options."
+            )
 
 
 def parse_size(text: str | int) -> int:
@@ -65,10 +54,66 @@ def parse_size(text: str | int) -> int:
         OptionsError: ``text`` is not a size of at least one byte.
     """
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", str(text))
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if not found or found[2].lower() not in units:
+    if not found or found[2].lower() not in _UNITS:
         raise OptionsError(f"{text!r:.40} is not a size like 5GB, 500MB or 2GiB")
-    size = int(float(found[1]) * units[found[2].lower()])
+    size = int(float(found[1]) * _UNITS[found[2].lower()])
     if size < 1:
         raise OptionsError(f"{text!r:.40} is less than one byte, expected a size like 5GB")
     return size
+
+
+@dataclass(frozen=True)
+class Target:
+    """The path of the result: one file, or a folder with files. ``format``: that of the files."""
+
+    path: str
+    is_folder: bool
+    format: str
+
+
+def choose_target(
+    prefix: str, sharded: bool, save_path: str, format: str | None, several: str
+) -> Target:
+    """Chooses the path and the format of the result.
+
+    Args:
+        prefix: path of the checkpoint, or prefix of per-rank files.
+        sharded: whether it is a checkpoint folder.
+        save_path: the path that the user wants, "" for the default.
+        format: the format that the user wants, None for the default.
+        several: name of the option that requires several files, "" if none does.
+
+    Raises:
+        OptionsError: path and options contradict each other.
+    """
+    path = save_path.rstrip("/") or save_path
+    extension = _EXTENSIONS.get(os.path.splitext(path)[1].lower())
+    chosen = format or extension or (SAFETENSORS if sharded else PTH)
+    if not path:
+        path = default_path(prefix.rstrip("/") if sharded else prefix, "_consolidated")
+        return Target(path if several else f"{path}.{chosen}", bool(several), chosen)
+    if extension is not None:
+        if extension != chosen:
+            raise OptionsError(
+                f"{path}: is the name of a {extension} file, not of --format {chosen}. Change one "
+                "of them."
+            )
+        if several:
+            raise OptionsError(
+                f"{path}: is a file, but {several} writes several files. Pass a folder instead."
+            )
+        return Target(path, False, chosen)
+    # For per-rank files, the result has always been one torch file, with any name.
+    is_file = not (sharded or several) and chosen == PTH
+    return Target(path, not is_file, chosen)
+
+
+def default_path(prefix: str, ending: str) -> str:
+    """The default path of the result: ``prefix`` followed by ``ending``.
+
+    Raises:
+        OptionsError: the checkpoint is not on a local disk.
+    """
+    if "://" in prefix:
+        raise OptionsError(f"{prefix}: is a URL. Pass a path on a local disk as --save_path.")
+    return prefix + ending

@@ -11,12 +11,15 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import IO, Any
 
 import torch
@@ -24,73 +27,114 @@ import xxhash
 
 from ..errors import CheckpointError, UnsupportedValueError
 from ..format.container import layout
+from ..format.digests import ChunkDigests, chunk_bytes, digest
+from ..format.dtypes import flatten_on_host
+from ..format.local import LocalOutput, LocalStore
 from ..format.rank_file import widest_first
-from .disk import Disk, DiskOutput
-from .pump import pump
-from .tensors import PIECE_BYTES, ResultTensor, Ring, pieces
+from ..format.store import read
+from .tensors import PIECE_BYTES, ResultTensor, pieces, pump
 
 _ALIGNMENT = 64
 _ZIP64_BYTES = 1 << 30
 _FOLDER = "consolidated"
 _IDENTITY = f"{_FOLDER}/.data/serialization_id"
-_FIXED = {"version": b"3\n", "byteorder": b"little", ".format_version": b"1"}
-
+_FIXED = {
+    "version": b"3\n",
+    "byteorder": b"little",
+    ".format_version": b"1",
+    ".storage_alignment": str(_ALIGNMENT).encode(),
+}
 _UNKNOWN = "0" * 16  # has the length of a digest
+
+
+@contextlib.contextmanager
+def _creating(disk: LocalStore, path: str) -> Iterator[LocalOutput]:
+    """A new file, which is durable when the context ends without an error."""
+    output = disk.create(path)
+    try:
+        yield output
+        output.close()
+    except BaseException:
+        output.discard()
+        raise
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A safetensors file to be written; see :class:`~.write_plan.WritePlan`."""
+    """A safetensors file to be written; see :class:`~.plan.WritePlan`.
+
+    Attributes:
+        tensors: returns the tensors. It is called when they are needed, since all tensors of all
+            ranks may be many.
+    """
 
     name: str
-    tensors: tuple[ResultTensor, ...]
+    tensors: Callable[[], Iterable[ResultTensor]]
     metadata: Mapping[str, str]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors())
 
-    def write(self, disk: Disk, path: str, progress: Callable[[int], None]) -> None:
-        """Writes the file, durable when this returns. Raises OutputError and errors of reading."""
-        digest = xxhash.xxh3_64()
-        output = disk.create(path)
+    @cached_property
+    def size(self) -> int:
+        """Number of bytes of the file."""
+        return len(self._header(_UNKNOWN)) + self.nbytes
+
+    def write(self, disk: LocalStore, path: str, progress: Callable[[int], object]) -> list[str]:
+        """Writes the file, durable when this returns. Returns the digests of its chunks.
+
+        Raises OutputError and errors of reading.
+        """
+        header, total = self._header(_UNKNOWN), xxhash.xxh3_64()
+        chunks = ChunkDigests(chunk_bytes(self.size))
 
         def take(piece: memoryview) -> None:
-            digest.update(piece)
+            total.update(piece)
+            chunks.update(piece)
             output.write(piece)
             progress(len(piece))
 
-        try:
-            output.write(bytes(len(self._header(_UNKNOWN))))
-            pump(pieces(widest_first(self.tensors)), take)
-            output.write_at(0, self._header(digest.hexdigest()))
-            output.close()
-        except BaseException:
-            output.discard()
-            raise
+        chunks.update(memoryview(header))
+        with _creating(disk, path) as output:
+            output.write(bytes(len(header)))
+            pump(pieces(widest_first(self.tensors())), take)
+            output.write_at(0, self._header(total.hexdigest()))
+        digests, chunk = chunks.finish(), chunks.chunk
+        for number in range(math.ceil(len(header) / chunk)):
+            begin = number * chunk
+            data = read(disk, path, begin, min(begin + chunk, self.size))
+            digests[number] = digest(data)  # with the header as it is now
+        return digests
 
-    def finished(self, disk: Disk, path: str, progress: Callable[[int], None]) -> bool:
-        """Whether the file at ``path`` is complete and equal to this one. Checks every byte."""
-        expected = len(self._header(_UNKNOWN))
-        digest = xxhash.xxh3_64()
+    def check(
+        self, disk: LocalStore, path: str, progress: Callable[[int], object]
+    ) -> list[str] | None:
+        """The digests of its chunks if the file at ``path`` is complete and equal to this one.
+
+        Otherwise None. Checks every byte.
+        """
+        begin, total = len(self._header(_UNKNOWN)), xxhash.xxh3_64()
+        chunks = ChunkDigests(chunk_bytes(self.size))
+        buffer = memoryview(bytearray(PIECE_BYTES))
         try:
-            size = disk.size(path)
-            if size != expected + self.nbytes:
-                return False
-            header = bytearray(expected)
-            disk.read_into(path, 0, memoryview(header))
-            buffer = memoryview(bytearray(PIECE_BYTES))
-            for begin in range(expected, size, PIECE_BYTES):
-                piece = buffer[: min(PIECE_BYTES, size - begin)]
+            if disk.size(path) != self.size:
+                return None
+            header = read(disk, path, 0, begin)
+            chunks.update(memoryview(header))
+            while begin < self.size:
+                piece = buffer[: self.size - begin]
                 disk.read_into(path, begin, piece)
-                digest.update(piece)
+                total.update(piece)
+                chunks.update(piece)
                 progress(len(piece))
+                begin += len(piece)
         except CheckpointError:
-            return False
-        return bytes(header) == self._header(digest.hexdigest())
+            return None
+        return chunks.finish() if header == self._header(total.hexdigest()) else None
 
     def _header(self, digest: str) -> bytes:
-        described = [tensor.described for tensor in widest_first(self.tensors)]
+        described = [tensor.described for tensor in widest_first(self.tensors())]
         return layout(described, {**self.metadata, "digest": digest})[1]
 
 
@@ -110,68 +154,59 @@ class TorchFile:
 
     @property
     def nbytes(self) -> int:
-        return sum(storage.nbytes for storage in self._pickled()[1])
+        return sum(storage.nbytes for storage in self._records[1].values())
 
-    def write(self, disk: Disk, path: str, progress: Callable[[int], None]) -> None:
+    def write(self, disk: LocalStore, path: str, progress: Callable[[int], object]) -> list[str]:
         """Writes the file, durable when this returns. Raises OutputError and errors of reading."""
-        pickled, storages = self._pickled()
-        output = disk.create(path)
-        try:
-            file = _Seekable(output)
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                for record, data in self._small(pickled).items():
-                    with _open(archive, file, record, len(data)) as entry:
+        small, storages = self._records
+        with _creating(disk, path) as output:
+            with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
+                for record, data in small.items():
+                    with _open(archive, record, len(data)) as entry:
                         entry.write(data)
-                ring = Ring()
-                for number, storage in enumerate(storages):
-                    with _open(archive, file, _storage_name(number), storage.nbytes) as entry:
-                        _pump(storage, ring, entry, progress)
-            output.close()
-        except BaseException:
-            output.discard()
-            raise
+                for record, storage in storages.items():
+                    with _open(archive, record, storage.nbytes) as entry:
+                        _copy(storage, entry, progress)
+        return []
 
-    def finished(self, disk: Disk, path: str, progress: Callable[[int], None]) -> bool:
-        """Whether the file at ``path`` is complete and equal to this one. Checks every byte."""
-        pickled, storages = self._pickled()
-        small = self._small(pickled)
+    def check(
+        self, disk: LocalStore, path: str, progress: Callable[[int], object]
+    ) -> list[str] | None:
+        """A list if the file at ``path`` is complete and equal to this one, otherwise None.
+
+        Checks every byte.
+        """
+        small, storages = self._records
         sizes = {record: len(data) for record, data in small.items()}
-        sizes |= {_storage_name(n): storage.nbytes for n, storage in enumerate(storages)}
+        sizes |= {record: storage.nbytes for record, storage in storages.items()}
         try:
             disk.size(path)
             with zipfile.ZipFile(path) as archive:
                 entries = archive.infolist()
                 if [(e.filename, e.file_size) for e in entries] != list(sizes.items()):
-                    return False
+                    return None
                 for entry in entries:
                     if entry.compress_type != zipfile.ZIP_STORED:
-                        return False
+                        return None
                     with archive.open(entry) as file:  # compares the CRC at the end
-                        if entry.filename in small:
-                            if file.read() != small[entry.filename]:
-                                return False
+                        if entry.filename in small and file.read() != small[entry.filename]:
+                            return None
                         while piece := file.read(PIECE_BYTES):
                             progress(len(piece))
-        except (CheckpointError, OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
-            return False
         except Exception:
-            return False  # zipfile raises many kinds of exceptions if a file is incomplete
-        return True
+            return None  # zipfile raises many kinds of exceptions if a file is incomplete
+        return []
 
-    def _small(self, pickled: bytes) -> dict[str, bytes]:
-        fixed = {**_FIXED, ".storage_alignment": str(_ALIGNMENT).encode()}
-        records = {f"{_FOLDER}/{name}": data for name, data in fixed.items()}
-        return {
-            f"{_FOLDER}/data.pkl": pickled,
-            **records,
-            _IDENTITY: self.identity.encode(),
-        }
-
-    def _pickled(self) -> tuple[bytes, list[ResultTensor]]:
+    @cached_property
+    def _records(self) -> tuple[dict[str, bytes], dict[str, ResultTensor]]:
+        """The small records of the zip file, and the storages, by name in the order of the file."""
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(self.content)
-        return buffer.getvalue(), pickler.storages
+        fixed = {f"{_FOLDER}/{name}": data for name, data in _FIXED.items()}
+        small = {f"{_FOLDER}/data.pkl": buffer.getvalue(), **fixed}
+        storages = {f"{_FOLDER}/data/{n}": each for n, each in enumerate(pickler.storages)}
+        return {**small, _IDENTITY: self.identity.encode()}, storages
 
 
 class _Pickler(pickle.Pickler):
@@ -189,7 +224,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         # Tensors in memory: 'step', extra state, or a model. Sparse tensors consist of dense ones.
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            value = constant(value)
+            value = _constant(value)
         if not isinstance(value, ResultTensor):
             return NotImplemented
         dtype, key = value.dtype, str(len(self.storages))
@@ -214,76 +249,36 @@ class _Storage:
     count: int
 
 
-def constant(tensor: torch.Tensor) -> ResultTensor:
+def _constant(tensor: torch.Tensor) -> ResultTensor:
     """Makes a ``ResultTensor`` of a tensor in memory."""
     if tensor.is_quantized:
         raise UnsupportedValueError(
             f"a quantized tensor of shape {list(tensor.shape)} cannot be written. Dequantize it."
         )
-    values = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
-    shape = tuple(tensor.shape)
-    return ResultTensor("", tensor.dtype, shape, lambda begin, end, out: values[begin:end])
+    flat = flatten_on_host(tensor)
+    return ResultTensor("", tensor.dtype, tuple(tensor.shape), lambda begin, end: flat[begin:end])
 
 
-def _storage_name(number: int) -> str:
-    return f"{_FOLDER}/data/{number}"
-
-
-def _open(archive: zipfile.ZipFile, file: _Seekable, record: str, size: int) -> IO[bytes]:
+def _open(archive: zipfile.ZipFile, record: str, size: int) -> IO[bytes]:
     """Opens a record of the archive for writing, with padding so that its data is aligned."""
     entry = zipfile.ZipInfo(record)
     entry.file_size = size
     wide = size >= _ZIP64_BYTES
     # The header: 30 bytes, the name, the padding (4 bytes and zeros), and 20 for 64-bit sizes.
     header = 30 + len(record.encode()) + 4 + (20 if wide else 0)
-    padding = -(file.tell() + header) % _ALIGNMENT
+    padding = -(archive.start_dir + header) % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
     return archive.open(entry, "w", force_zip64=wide)
 
 
-def _pump(
-    storage: ResultTensor, ring: Ring, entry: IO[bytes], progress: Callable[[int], None]
-) -> None:
+def _copy(storage: ResultTensor, entry: IO[bytes], progress: Callable[[int], object]) -> None:
     def take(piece: memoryview) -> None:
         entry.write(piece)
         progress(len(piece))
 
     # For a few bytes, a thread costs more time than it saves.
     if storage.nbytes > PIECE_BYTES:
-        pump(storage.pieces(ring), take)
+        pump(storage.pieces(), take)
     else:
-        for piece in storage.pieces(ring):
+        for piece in storage.pieces():
             take(piece)
-
-
-class _Seekable:
-    """A file object for ``zipfile`` that writes to an output."""
-
-    def __init__(self, output: DiskOutput):
-        self._output = output
-        self._position = self._end = 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        if self._position == self._end:
-            self._output.write(data)
-            self._end += len(data)
-        else:
-            self._output.write_at(self._position, bytes(data))
-        self._position += len(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self._position
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, position: int, whence: int = 0) -> int:
-        self._position = (0, self._position, self._end)[whence] + position
-        return self._position
-
-    def flush(self) -> None:
-        """Does nothing: ``write`` does not buffer."""
-
-    def close(self) -> None:
-        """Does nothing: the caller closes the output."""

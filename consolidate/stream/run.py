@@ -1,40 +1,29 @@
-"""Consolidates or verifies a checkpoint: opens it, plans the result, writes it, and replaces the
-target."""
+"""Consolidates, reshards or verifies a checkpoint: opens it, plans the result, and writes it.
+
+The last functions also return the full (unsharded) state_dict, of per-rank files or state_dicts.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError, OptionsError
-from ..format.store import content_equals, join
-from ..legacy.source import open_legacy
-from ..source import Source
-from .disk import Disk
-from .options import DTYPES, Options, parse_size
-from .sharded import ShardedSource, is_sharded
-from .stage import Stage
-from .target import Target, choose_target
-from .write_plan import WritePlan, make_write_plan
-
-LEGACY_SUFFIX = "*.pth"
-# Called with the number of bytes since the last call.
-Progress = AbstractContextManager[Callable[[int], None]]
-
-
-@contextlib.contextmanager
-def silent(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress display that shows nothing."""
-    yield lambda count: None
+from ..errors import MissingRankError, OptionsError, WorldSizeError
+from ..format.local import LocalStore
+from ..legacy.ranks import read_rank
+from ..legacy.source import OUTPUT_NAME, LegacySource, open_legacy
+from .options import DTYPES, PTH, Options, choose_target, default_path, parse_size
+from .plan import WritePlan, make_reshard_plan, make_write_plan
+from .sources import ShardedSource, Source, open_source
+from .stage import Progress, check_target, silent, write_result
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of :func:`consolidate_checkpoint` or ``reshard_checkpoint``.
+    """The result of :func:`consolidate_checkpoint` or :func:`reshard_checkpoint`.
 
     Attributes:
         path: the file or folder.
@@ -55,32 +44,6 @@ class Result:
     resumed: int = 0
 
 
-def open_source(
-    path: Any,
-    suffix: str | None = None,
-    *,
-    tied: Mapping[str, str] | None = None,
-    allow_unsafe_pickle: bool = False,
-) -> Source:
-    """Opens a checkpoint folder, the newest checkpoint in a folder, or per-rank torch files.
-
-    Args:
-        path: a folder, or a path prefix of per-rank files.
-        suffix: glob pattern of per-rank files. If it is given, ``path`` is always a prefix.
-        tied: see :func:`consolidate_checkpoint`.
-        allow_unsafe_pickle: see :func:`consolidate_checkpoint`.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is incomplete or damaged.
-    """
-    prefix = os.fspath(path)
-    if suffix is None and is_sharded(prefix):
-        if tied:
-            raise OptionsError(f"{prefix}: records its tied weights. Remove --tied.")
-        return ShardedSource(prefix)
-    return open_legacy(prefix, suffix or LEGACY_SUFFIX, tied, allow_unsafe_pickle)
-
-
 def consolidate_checkpoint(
     path: Any,
     save_path: Any = "",
@@ -93,8 +56,8 @@ def consolidate_checkpoint(
     tied: Mapping[str, str] | None = None,
     allow_unsafe_pickle: bool = False,
     progress: Callable[[str, int], Progress] = silent,
-    say: Callable[[str], None] = lambda line: None,
-    disk: Disk | None = None,
+    say: Callable[[str], object] = lambda line: None,
+    disk: LocalStore | None = None,
 ) -> Result:
     """Writes the full (unsharded) model, with a few MiB in memory at a time.
 
@@ -103,7 +66,7 @@ def consolidate_checkpoint(
     nothing is changed.
 
     Args:
-        path, suffix: the checkpoint, see :func:`open_source`.
+        path, suffix: the checkpoint, see :func:`~.sources.open_source`.
         save_path: a file (``.safetensors``, ``.pth``) or a folder. Default: ``path`` followed by
             ``_consolidated``.
         format: ``"safetensors"`` or ``"pth"``. Default: the extension of ``save_path``; without
@@ -121,13 +84,11 @@ def consolidate_checkpoint(
         OutputError: the result cannot be written.
         CheckpointError: a subclass of it; the message names the file.
     """
-    prefix, disk = os.fspath(path), disk or Disk()
     source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
     say(f"found {source.found}")
-    several = "--max_shard_size" if max_shard_size is not None else ""
-    several = "--optimizer" if optimizer else several
+    several = "--optimizer" if optimizer else "--max_shard_size" if max_shard_size else ""
     sharded = isinstance(source, ShardedSource)
-    target = choose_target(prefix, sharded, os.fspath(save_path), format, several)
+    target = choose_target(os.fspath(path), sharded, os.fspath(save_path), format, several)
     if dtype is not None and dtype not in DTYPES:
         raise OptionsError(f"dtype is {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
     options = Options(
@@ -137,52 +98,70 @@ def consolidate_checkpoint(
         dtype=None if dtype is None else DTYPES[dtype],
         tied=dict(tied or {}),
     )
-    plan = make_write_plan(source, options, target.name)
-    up_to_date, kept = write_result(plan, target, source.inputs, disk, progress)
-    count = len(source.parameters)
-    say(f"assembled {count} parameters")
-    names = [file.name for file in plan.files] + list(plan.texts)
-    paths = [join(target.path, name) for name in names] if target.is_folder else [target.path]
+    name = None if target.is_folder else os.path.basename(target.path)
+    plan = make_write_plan(source, options, name)
+    result = _write(source, plan, target.path, source.world_size, progress, disk)
+    say(f"assembled {result.parameters} parameters")
+    return result
+
+
+def reshard_checkpoint(
+    path: Any,
+    world_size: int,
+    save_path: Any = "",
+    *,
+    suffix: str | None = None,
+    tied: Mapping[str, str] | None = None,
+    allow_unsafe_pickle: bool = False,
+    progress: Callable[[str, int], Progress] = silent,
+    say: Callable[[str], object] = lambda line: None,
+    disk: LocalStore | None = None,
+) -> Result:
+    """Writes a checkpoint of ``world_size`` ranks into the folder ``save_path``.
+
+    From a checkpoint folder, this writes parameters, buffers, optimizer, scheduler and extra; from
+    per-rank torch files, parameters and buffers. Values of a single rank (random states) are not
+    written. The call is atomic, resumable and idempotent like :func:`consolidate_checkpoint`, which
+    also describes the other arguments.
+
+    Args:
+        world_size: the new number of ranks, 1 to 99999.
+        save_path: default: ``path`` followed by ``_of_`` and the number of ranks.
+
+    Raises:
+        CheckpointError: a subclass of it; the message names the file.
+    """
+    if type(world_size) is not int or not 1 <= world_size < 100_000:
+        raise OptionsError(f"cannot reshard to {world_size!r:.40} ranks: expected 1 to 99999")
+    source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
+    say(f"found {source.world_size} ranks in {source.label}")
+    target = os.fspath(save_path).rstrip("/")
+    target = target or default_path(os.fspath(path).rstrip("/"), f"_of_{world_size}")
+    plan = make_reshard_plan(source, world_size, tied or {})
+    return _write(source, plan, target, world_size, progress, disk)
+
+
+def _write(
+    source: Source,
+    plan: WritePlan,
+    target: str,
+    world_size: int,
+    progress: Callable[[str, int], Progress],
+    disk: LocalStore | None,
+) -> Result:
+    up_to_date, kept = write_result(plan, target, source.inputs, disk or LocalStore(), progress)
+    paths = [target]
+    if plan.is_folder:
+        paths = [os.path.join(target, name) for name in os.listdir(target)]
     return Result(
-        path=target.path,
+        path=target,
         up_to_date=up_to_date,
-        world_size=source.origin.world_size,
-        parameters=count,
+        world_size=world_size,
+        parameters=len(source.parameters),
         elements=sum(tensor.numel for tensor in source.parameters.values()),
         bytes=sum(map(os.path.getsize, paths)),
         resumed=kept,
     )
-
-
-def write_result(
-    plan: WritePlan,
-    target: Target,
-    inputs: list[str],
-    disk: Disk,
-    progress: Callable[[str, int], Progress] = silent,
-) -> tuple[bool, int]:
-    """Writes the result and replaces the target.
-
-    Returns whether the result existed already, and the number of files that an earlier run had
-    finished.
-
-    Raises:
-        OutputError: the result cannot be written.
-    """
-    stage = Stage(disk, target.path, plan.identity)
-
-    def build() -> int:
-        kept = _write(plan, stage, progress)
-        if target.is_folder:
-            stage.commit_folder()
-        else:
-            stage.commit_file(plan.files[0].name)
-        return kept
-
-    def is_there() -> bool:
-        return _is_there(plan, target, disk, progress)
-
-    return stage.produce(target.is_folder, inputs, is_there, build)
 
 
 def verify_checkpoint(
@@ -210,45 +189,81 @@ def verify_checkpoint(
     return f"verified {source.label}: {what}, {counted}"
 
 
-def _write(plan: WritePlan, stage: Stage, progress: Callable[[str, int], Progress]) -> int:
-    """Writes all files of the plan into the stage. Returns the number of files that existed."""
-    stage.keep_only(file.name for file in plan.files)
-    present = set(stage.disk.list(stage.folder))
-    with progress("check", sum(f.nbytes for f in plan.files if f.name in present)) as bar:
-        for file in plan.files:
-            if file.name in present and file.finished(stage.disk, stage.path(file.name), bar):
-                stage.finished.add(file.name)
-    missing = [file for file in plan.files if file.name not in stage.finished]
-    kept = len(stage.finished)
-    for file in missing:
-        stage.disk.remove(stage.path(file.name))
-    stage.require_space(sum(file.nbytes for file in missing))
-    with progress("write", sum(file.nbytes for file in missing)) as bar:
-        for file in missing:
-            with stage.writing(file.name) as path:
-                file.write(stage.disk, path, bar)
-    for name, data in plan.texts.items():
-        stage.write_text(name, data)
-    return kept
+def consolidate_sharded_state_dicts(
+    state_dict_list: Sequence[Mapping[str, Any]],
+    shard_metadata: Mapping[str, Any],
+    *,
+    tied: Mapping[str, str] | None = None,
+) -> OrderedDict[str, Any]:
+    """Rebuild the full state_dict from the state_dicts of all ranks.
+
+    Args:
+        state_dict_list: ``model.state_dict()`` of every rank, in rank order.
+        shard_metadata: ``model.get_shard_metadata()`` of any one rank.
+        tied: ``{alias: parameter name}`` for tied weights whose other names the metadata does not
+            record. torch_xla's own FSDP class does not record them.
+
+    Returns:
+        The state_dict of the unsharded model. All names of a tied weight share one tensor.
+
+    Raises:
+        MissingRankError: ``state_dict_list`` is empty.
+        WorldSizeError: the number of state_dicts is not the number of ranks in the metadata.
+        InvalidMetadataError: ``shard_metadata`` is incomplete or contradicts itself.
+        ShardMismatchError: keys, shapes or dtypes do not match.
+        TiedWeightError: a name in ``tied`` does not exist, or an alias is in use.
+    """
+    if not state_dict_list:
+        raise MissingRankError("state_dict_list: is empty. Pass the state_dict of every rank.")
+    ranks = []
+    for index, state_dict in enumerate(state_dict_list):
+        content = {"model": state_dict, "shard_metadata": shard_metadata}
+        ranks.append(read_rank(content, f"state_dict_list[{index}]"))
+        ranks[-1].rank = index
+    world_size = ranks[0].world_size
+    if len(ranks) != world_size:
+        raise WorldSizeError(
+            f"state_dict_list: has {len(ranks)} entries, but shard_metadata is for {world_size} "
+            "ranks. Pass the state_dict of every rank."
+        )
+    return LegacySource(ranks, "state_dict_list", tied).state_dict()
 
 
-def _is_there(
-    plan: WritePlan, target: Target, disk: Disk, progress: Callable[[str, int], Progress]
-) -> bool:
-    """Whether the target already has this result. Checks every byte."""
-    if not os.path.lexists(target.path):
-        return False
-    if not target.is_folder:
-        with progress("check", plan.nbytes) as bar:
-            return plan.files[0].finished(disk, target.path, bar)
-    names = {file.name for file in plan.files} | plan.texts.keys()
-    if set(disk.list(target.path)) != names:
-        return False
-    try:
-        for name, data in plan.texts.items():
-            if not content_equals(disk, join(target.path, name), data):
-                return False
-    except CheckpointError:
-        return False
-    with progress("check", plan.nbytes) as bar:
-        return all(file.finished(disk, join(target.path, file.name), bar) for file in plan.files)
+def consolidate_sharded_model_checkpoints(
+    ckpt_prefix: str,
+    ckpt_suffix: str = "*.pth",
+    save_path: str = "",
+    save_model: bool = True,
+    *,
+    tied: Mapping[str, str] | None = None,
+) -> tuple[OrderedDict[str, Any], str | None]:
+    """Rebuild the full state_dict from the rank files ``ckpt_prefix + ckpt_suffix``.
+
+    Each file is ``{"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}``
+    and may have other keys. Results of earlier runs that match the pattern are ignored. Memory: the
+    size of the result; the rank files are memory-mapped.
+
+    Args:
+        ckpt_prefix: path prefix of the files. It is not a pattern.
+        ckpt_suffix: glob pattern of the rest of the path.
+        save_path: path of the result, ``{"model": full_state_dict, ...}``. Default:
+            ``ckpt_prefix + "_consolidated.pth"``.
+        save_model: ``False`` writes no file.
+        tied: see `consolidate_sharded_state_dicts`.
+
+    Returns:
+        The full state_dict, and the path of the result or None if ``save_model`` is False.
+
+    Raises:
+        CheckpointError: a subclass of it; the message names the file. Nothing is written.
+    """
+    prefix = os.fspath(ckpt_prefix)
+    source = open_legacy(prefix, ckpt_suffix, tied)
+    if not save_model:
+        return source.state_dict(), None
+    target, disk = os.fspath(save_path) or prefix + OUTPUT_NAME, LocalStore()
+    check_target(target, False, source.inputs, disk)  # before reading the tensors
+    state_dict, options = source.state_dict(), Options(PTH, tied=dict(tied or {}))
+    plan = make_write_plan(source, options, os.path.basename(target), state_dict)
+    write_result(plan, target, source.inputs, disk)
+    return state_dict, target

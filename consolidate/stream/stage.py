@@ -1,4 +1,4 @@
-"""Collects an incomplete result in a hidden folder, which replaces the target in one step.
+"""Writes a result into a hidden folder, which replaces the target in one step.
 
 The folder is ``.NAME.<identity>.partial`` in the folder of the target, which is called NAME. It
 remains when a run is killed. The next run with the same options keeps its finished files; a run
@@ -12,30 +12,91 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from ..errors import CheckpointError, OutputError
-from ..format.store import join
-from .disk import Disk
-from .target import check_target
+from ..format.local import FolderLock, LocalStore
+from ..format.store import content_equals, join, read, write
+from ..format.strict import read_json
+from .plan import RECORD, WritePlan
+
+# Called with the number of bytes since the last call.
+Progress = AbstractContextManager[Callable[[int], object]]
 
 
-class Stage:
-    """The hidden folder of one target. As a context, it locks the folder for this process.
+@contextlib.contextmanager
+def silent(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A progress display that shows nothing."""
+    yield lambda count: None
 
-    Errors are OutputError. If an error ends the context, and no file is finished, the folder is
-    removed.
+
+def write_result(
+    plan: WritePlan,
+    target: str,
+    inputs: list[str],
+    disk: LocalStore,
+    progress: Callable[[str, int], Progress] = silent,
+) -> tuple[bool, int]:
+    """Writes the result and replaces the target.
+
+    Returns whether the result existed already, and the number of files that an earlier run had
+    finished.
+
+    Raises:
+        OutputError: the result cannot be written.
     """
+    stage = _Stage(disk, target, plan.identity)
+    stage.repair()
+    check_target(target, plan.is_folder, inputs, disk)
+    if _is_there(plan, target, disk, progress):
+        with contextlib.suppress(OutputError):  # the result is complete anyway
+            stage.sweep()
+        return True, 0
+    with stage.locked():
+        stage.sweep()
+        kept = stage.fill(plan, progress)
+        stage.commit(plan)
+    return False, kept
 
-    def __init__(self, disk: Disk, target: str, identity: str):
+
+def _is_there(
+    plan: WritePlan, target: str, disk: LocalStore, progress: Callable[[str, int], Progress]
+) -> bool:
+    """Whether the target already has this result. Checks every byte."""
+    if not os.path.lexists(target):
+        return False
+    paths = [join(target, file.name) if plan.is_folder else target for file in plan.files]
+    try:
+        if not all(content_equals(disk, join(target, n), data) for n, data in plan.texts.items()):
+            return False
+        digests = []
+        with progress("check", sum(file.nbytes for file in plan.files)) as bar:
+            for file, path in zip(plan.files, paths, strict=True):
+                found = file.check(disk, path, bar)
+                if found is None:
+                    return False
+                digests.append(found)
+        more = plan.make_texts(digests)
+        if not all(content_equals(disk, join(target, name), data) for name, data in more.items()):
+            return False
+    except CheckpointError:
+        return False
+    names = {file.name for file in plan.files} | plan.texts.keys() | more.keys()
+    return not plan.is_folder or set(disk.list(target)) == names
+
+
+class _Stage:
+    """The hidden folder of one target. Errors are OutputError."""
+
+    def __init__(self, disk: LocalStore, target: str, identity: str):
         self.disk, self.target = disk, target
         self.parent, name = os.path.dirname(target) or ".", os.path.basename(target)
         self.folder = join(self.parent, f".{name}.{identity}.partial")
         self._replaced = join(self.parent, f".{name}.replaced")
         self._leftover = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.partial")
-        self._lock: int | None = None
-        self.finished: set[str] = set()
+        self._is_locked = self._has_finished = False
 
     def repair(self) -> None:
         """Restores a target that was renamed by a run which was killed before it replaced it."""
@@ -46,99 +107,75 @@ class Stage:
         """Removes the hidden folders of earlier runs for this target that are not running."""
         for name in sorted(self.disk.list(self.parent)):
             path = join(self.parent, name)
-            if self._lock is not None and path == self.folder:
+            if self._is_locked and path == self.folder:
                 continue
             if self._leftover.fullmatch(name) and os.path.isdir(path) and not os.path.islink(path):
-                try:
-                    lock = self.disk.lock(path)
-                except OutputError:
-                    continue
-                try:
+                with contextlib.suppress(OSError), contextlib.closing(FolderLock(path)):
                     self.disk.remove(path)
-                finally:
-                    os.close(lock)
         if os.path.lexists(self.target):
             self.disk.remove(self._replaced)
 
-    def __enter__(self) -> Stage:
-        self.disk.make_folder(self.folder)
-        self._lock = self.disk.lock(self.folder)
-        return self
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Makes the folder, and locks it for this process.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+        If an error ends the context, and no file is finished, the folder is removed.
+        """
+        self.disk.make_folder(self.folder)
         try:
-            if error is not None and not self.finished:
+            lock = FolderLock(self.folder)
+        except BlockingIOError as error:
+            raise OutputError(
+                f"{self.folder}: another run is writing there. Wait until it has finished."
+            ) from error
+        except OSError as error:
+            raise OutputError(f"{self.folder}: cannot be written: {error.strerror}") from error
+        self._is_locked = True
+        try:
+            yield
+        except BaseException:
+            if not self._has_finished:
                 with contextlib.suppress(CheckpointError):
                     self.disk.remove(self.folder)
+            raise
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            lock.close()
 
-    def produce(
-        self,
-        is_folder: bool,
-        inputs: list[str],
-        is_there: Callable[[], bool],
-        build: Callable[[], int],
-    ) -> tuple[bool, int]:
-        """Calls ``build`` inside the context, unless ``is_there`` finds that the result exists.
+    def fill(self, plan: WritePlan, progress: Callable[[str, int], Progress]) -> int:
+        """Writes all files of the plan into the folder. Returns the number that existed."""
+        names, present = {file.name for file in plan.files}, set(self.disk.list(self.folder))
+        for name in present - names:
+            self.disk.remove(join(self.folder, name))
+        digests: dict[str, list[str]] = {}
+        old = [file for file in plan.files if file.name in present]
+        with progress("check", sum(file.nbytes for file in old)) as bar:
+            for file in old:
+                found = file.check(self.disk, join(self.folder, file.name), bar)
+                if found is not None:
+                    digests[file.name] = found
+        kept = len(digests)
+        self._has_finished = kept > 0
+        missing = [file for file in plan.files if file.name not in digests]
+        for file in missing:
+            self.disk.remove(join(self.folder, file.name))
+        total = sum(file.nbytes for file in missing)
+        self._require_space(total)
+        with progress("write", total) as bar:
+            for file in missing:
+                path = join(self.folder, file.name)
+                try:
+                    digests[file.name] = file.write(self.disk, path, bar)
+                except CheckpointError:
+                    with contextlib.suppress(OutputError):
+                        self.disk.remove(path)
+                    raise
+                self._has_finished = True
+        more = plan.make_texts([digests[file.name] for file in plan.files])
+        for name, data in {**plan.texts, **more}.items():
+            write(self.disk, join(self.folder, name), data)
+        return kept
 
-        Returns whether the result existed, and the result of ``build`` or 0.
-        """
-        self.repair()
-        check_target(self.target, is_folder, inputs, self.disk)
-        if is_there():
-            with contextlib.suppress(OutputError):  # the result is complete anyway
-                self.sweep()
-            return True, 0
-        with self:
-            self.sweep()
-            return False, build()
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[str]:
-        """A context that gives the path of a file to write.
-
-        After an error the file is removed; otherwise it is marked as finished.
-        """
-        try:
-            yield self.path(name)
-        except CheckpointError:
-            with contextlib.suppress(OutputError):
-                self.disk.remove(self.path(name))
-            raise
-        self.finished.add(name)
-
-    def path(self, name: str) -> str:
-        """The path of a file in the folder."""
-        return join(self.folder, name)
-
-    def keep_only(self, names: Iterable[str]) -> None:
-        """Removes all files from the folder except ``names``."""
-        names = set(names)
-        for name in self.disk.list(self.folder):
-            if name not in names:
-                self.disk.remove(self.path(name))
-
-    def write_text(self, name: str, data: bytes) -> None:
-        """Writes a small file, durable when this returns."""
-        self.disk.remove(self.path(name))
-        output = self.disk.create(self.path(name))
-        try:
-            output.write(data)
-            output.close()
-        except BaseException:
-            output.discard()
-            raise
-
-    def require_space(self, needed: int) -> None:
-        """Raises OutputError if the disk has less than ``needed`` bytes free."""
+    def _require_space(self, needed: int) -> None:
         try:
             free = shutil.disk_usage(self.parent).free
         except OSError:
@@ -149,26 +186,81 @@ class Stage:
                 "this disk. Free some space, or write to another disk."
             )
 
-    def commit_file(self, name: str) -> None:
-        """Replaces the target by the only file of the result."""
+    def commit(self, plan: WritePlan) -> None:
+        """Replaces the target by the folder, or by the only file in it."""
         self.disk.sync_folder(self.folder)
-        self.disk.replace(self.path(name), self.target)
-        self._discard(self.folder)
-
-    def commit_folder(self) -> None:
-        """Replaces the target by the folder. An existing target folder is removed."""
-        self.disk.sync_folder(self.folder)
-        if not os.path.lexists(self.target):
+        rest = self.folder
+        if not plan.is_folder:
+            self.disk.replace(join(self.folder, plan.files[0].name), self.target)
+        elif not os.path.lexists(self.target):
             self.disk.rename(self.folder, self.target)
-        elif self.disk.exchange(self.folder, self.target):
-            self._discard(self.folder)
-        else:
-            self.disk.remove(self._replaced)
-            self.disk.rename(self.target, self._replaced)
+            return
+        elif not self.disk.exchange(self.folder, self.target):
+            rest = self._replaced
+            self.disk.remove(rest)
+            self.disk.rename(self.target, rest)
             self.disk.rename(self.folder, self.target)
-            self._discard(self._replaced)
-
-    def _discard(self, path: str) -> None:
         # The result is complete. The next run removes what cannot be removed now.
         with contextlib.suppress(OutputError):
-            self.disk.remove(path)
+            self.disk.remove(rest)
+
+
+def check_target(path: str, is_folder: bool, inputs: list[str], disk: LocalStore) -> None:
+    """Checks that the target may be written, before any work is done.
+
+    Raises:
+        OutputError: the path is one of ``inputs``, a link, not of the right kind, in a folder that
+            does not exist, or a folder with files that no earlier run has written.
+    """
+    if "://" in path:
+        raise OutputError(f"{path}: is a URL, but results are written to local paths only")
+    if os.path.basename(path) in ("", ".", ".."):
+        raise OutputError(f"{path}: does not name a file or folder to write")
+    parent = os.path.dirname(path) or "."
+    if not os.path.isdir(parent):
+        raise OutputError(f"{path}: directory {parent} does not exist. Make it first.")
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
+    for source in inputs:
+        # Compare files, not names: writing to a link to an input would also destroy the input.
+        if os.path.exists(source) and os.path.exists(path) and os.path.samefile(path, source):
+            raise OutputError(f"{path}: would overwrite the input {source}. Choose another path.")
+    wrong = ""
+    if stat.S_ISLNK(mode):
+        wrong = "is a symbolic link. Remove it, or pass the path of its target."
+    elif is_folder and not stat.S_ISDIR(mode):
+        wrong = "is a file, expected a folder. Remove it, or choose another path."
+    elif not is_folder and stat.S_ISDIR(mode):
+        wrong = "is a directory, expected the path of a file. Choose another path."
+    elif not is_folder and not stat.S_ISREG(mode):
+        wrong = "is not a regular file. Choose another path."
+    if wrong:
+        raise OutputError(f"{path}: {wrong}")
+    if is_folder:
+        _require_own(path, disk)
+
+
+def _require_own(folder: str, disk: LocalStore) -> None:
+    """Checks that all files in a folder were written by an earlier run, as they will be removed."""
+    try:
+        names = set(disk.list(folder))
+        own = _recorded(folder, disk) if RECORD in names else set()
+    except CheckpointError as error:
+        raise OutputError(f"{folder}: cannot be read: {error}") from error
+    others = sorted(names - own - {RECORD})
+    if others or (names and RECORD not in names):
+        raise OutputError(
+            f"{folder}: has {(others or [RECORD])[0]!r:.80}, which this command did not write and "
+            "would remove. Choose another path, or move it away."
+        )
+
+
+def _recorded(folder: str, disk: LocalStore) -> set[str]:
+    path = join(folder, RECORD)
+    found = read_json(read(disk, path, 0, min(disk.size(path), 1 << 26)), path)
+    files = found.get("files") if isinstance(found, dict) else None
+    return {name for name in files if isinstance(name, str)} if isinstance(files, list) else set()

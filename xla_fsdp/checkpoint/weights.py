@@ -25,7 +25,7 @@ from ..consolidate.format.dtypes import DTYPES
 from ..consolidate.format.local import LocalStore
 from ..consolidate.format.store import Store, join, open_store, read
 from ..consolidate.format.strict import read_json
-from ..consolidate.legacy.files import read_file
+from ..consolidate.legacy.source import read_file
 from .matching import LoadedKeys, Match, match_model
 from .parts import agree_on_inventory
 from .protocol import capture_loaded_values

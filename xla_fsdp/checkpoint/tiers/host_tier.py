@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, InvalidMetadataError
 from ...consolidate.format.digests import digest
-from ...consolidate.format.fields import Fields
 from ...consolidate.format.manifest import (
     dump_files,
     dump_manifest,
@@ -30,7 +29,7 @@ from ...consolidate.format.manifest import (
 )
 from ...consolidate.format.rank_file import FileRecord, write_file
 from ...consolidate.format.store import Store, join, read, write
-from ...consolidate.format.strict import read_json, write_json
+from ...consolidate.format.strict import Fields, read_json, write_json
 from ..contents import Contents
 
 _SAVE = re.compile(r"save-([0-9]{8,18})-([0-9a-f]{16})")
