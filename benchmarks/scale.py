@@ -104,19 +104,19 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
 
 def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tuple[str, dict]:
     """A checkpoint by ``world`` stand-in ranks, and what it took."""
-    from xla_fsdp.checkpoint import incomplete_save
+    from xla_fsdp.checkpoint import saving
     from xla_fsdp.consolidate.format.folders import CheckpointFolder
     from xla_fsdp.consolidate.format.store import open_store
 
     inner, folder = open_store(str(root))
     store = Counted(inner)
-    save_id, version = incomplete_save._prepare(store, folder, 1)
+    save_id, version = saving._prepare(store, folder, 1)
     place = CheckpointFolder(1, version)
     records, one, first = [], 0, None
     for rank in range(world):
         own = contents(rank, world, parameters, halves)
         own = replace(own, manifest=replace(own.manifest, save_id=save_id))
-        incomplete = incomplete_save.IncompleteSave(
+        incomplete = saving.IncompleteSave(
             store=store, root=folder, place=place, folder=f"{folder}/{place.name}",
             partial=f"{folder}/{place.partial_name(save_id)}", contents=own, rank=rank,
             display_path=f"{folder}/{place.name}", keep_last=None,

@@ -430,7 +430,7 @@ def _interrupted(monkeypatch, at, error):
         if len(count) == at:
             raise error(f"injected at {name}")
 
-    real_open, real_rm = files.incomplete_save.open_store, MemoryFileSystem.rm_file
+    real_open, real_rm = files.saving.open_store, MemoryFileSystem.rm_file
 
     def opened(path, *args):
         store, folder = real_open(path, *args)
@@ -441,7 +441,7 @@ def _interrupted(monkeypatch, at, error):
         return real_rm(self, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.incomplete_save, "open_store", opened)
+        patch.setattr(files.saving, "open_store", opened)
         patch.setattr(MemoryFileSystem, "rm_file", rm_file)
         yield count
 

@@ -137,7 +137,7 @@ _plans = {}  # by thread: a rank opens its stores on its own
 
 def _failing_stores(exchange):
     """``use(plan)``: stores that this rank opens from now on follow it; ``...`` ends that."""
-    from xla_fsdp.checkpoint import incomplete_save
+    from xla_fsdp.checkpoint import saving
 
     def opened(path, *args):
         store, folder = open_store(path, *args)
@@ -147,9 +147,9 @@ def _failing_stores(exchange):
     def use(plan):
         _plans[threading.get_ident()] = None if plan is ... else plan
         if plan is ...:
-            incomplete_save.open_store = open_store
+            saving.open_store = open_store
 
-    incomplete_save.open_store = opened
+    saving.open_store = opened
     exchange.gather_values("patched", None)
     return use
 
@@ -332,7 +332,7 @@ _disks = {}
 def _without_shared_storage(rank, root):
     """Every rank sees a disk of its own, as on hosts of a pod."""
     import xla_fsdp
-    from xla_fsdp.checkpoint import incomplete_save
+    from xla_fsdp.checkpoint import saving
     from xla_fsdp.checkpoint.rank_exchange import RankExchange
 
     def opened(path, *args):
@@ -340,7 +340,7 @@ def _without_shared_storage(rank, root):
 
     exchange, run, errors = RankExchange(), Uniform(), xla_fsdp.consolidate.errors
     _disks[threading.get_ident()] = rank
-    incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS = opened, 0.1
+    saving.open_store, saving._VISIBLE_SECONDS = opened, 0.1
     exchange.gather_values("patched", None)
     try:
         kind = errors.SharedStorageError if rank else errors.OtherRankError
@@ -350,7 +350,7 @@ def _without_shared_storage(rank, root):
             run.start(xla_fsdp.AsyncCheckpointer(root), 1, 1.0)
     finally:
         exchange.gather_values("done", None)
-        incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS = open_store, 30.0
+        saving.open_store, saving._VISIBLE_SECONDS = open_store, 30.0
     assert latest_checkpoint(root) is None and latest_checkpoint(f"{root}/disk 0") is None
 
 
@@ -417,11 +417,11 @@ def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
 
 def _hang_one(rank, root, victim):
     import xla_fsdp
-    from xla_fsdp.checkpoint import incomplete_save
+    from xla_fsdp.checkpoint import saving
 
     run = Uniform()
     run.save(root, 1, 1.0)
-    real = incomplete_save.IncompleteSave.write
+    real = saving.IncompleteSave.write
     waiting = threading.Event()
 
     def write(self):
@@ -429,7 +429,7 @@ def _hang_one(rank, root, victim):
             waiting.wait()  # for ever
         return real(self)
 
-    incomplete_save.IncompleteSave.write = write
+    saving.IncompleteSave.write = write
     run.start(xla_fsdp.AsyncCheckpointer(root), 2, 2.0)
     others = [r for r in range(SIZE) if r != victim]
     while rank == 0 and not all(_is_written(root, r) for r in others):

@@ -10,7 +10,7 @@ import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
 
 import xla_fsdp
-from xla_fsdp.checkpoint import incomplete_save
+from xla_fsdp.checkpoint import saving
 from xla_fsdp.consolidate.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -126,14 +126,14 @@ def _one_rank_fails(rank, size, folder, failing):
     run = Run("nested", rank, size)
     run.save(folder, 1)
     checkpointer = xla_fsdp.AsyncCheckpointer(folder)
-    original = incomplete_save.open_store
+    original = saving.open_store
     if rank == 0:  # ranks are threads of one process: one of them changes it for all
 
         def broken(path, label="path"):
             store, root = original(path, label)
             return (_Broken(store), root) if current_rank().rank == failing else (store, root)
 
-        incomplete_save.open_store = broken
+        saving.open_store = broken
     try:
         kind = OutputError if rank == failing else OtherRankError
         with pytest.raises(kind, match="No space left on device"):
@@ -145,7 +145,7 @@ def _one_rank_fails(rank, size, folder, failing):
         assert checkpointer.wait() is None
     finally:
         if rank == 0:
-            incomplete_save.open_store = original
+            saving.open_store = original
     assert _names(folder) == ["step-00000001"]
     run.save(folder, 2)
     assert _names(folder) == ["step-00000001", "step-00000002"]
@@ -206,14 +206,14 @@ print(xla_fsdp.load_checkpoint(sys.argv[1], other).step, torch.equal(model.weigh
 def _own_disk(rank, size, folder):
     """Ranks with a file system each: rank 1 looks into another folder."""
     run = Run("nested", rank, size)
-    original = incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS
+    original = saving.open_store, saving._VISIBLE_SECONDS
     if rank == 0:
 
         def elsewhere(path, label="path"):
             own = f"{path}-of-rank-1" if current_rank().rank == 1 else path
             return original[0](own, label)
 
-        incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS = elsewhere, 0.2
+        saving.open_store, saving._VISIBLE_SECONDS = elsewhere, 0.2
     try:
         kind = SharedStorageError if rank == 1 else OtherRankError
         with pytest.raises(kind, match="a file system or object store that all hosts share"):
@@ -224,7 +224,7 @@ def _own_disk(rank, size, folder):
         assert checkpointer.wait() is None
     finally:
         if rank == 0:
-            incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS = original
+            saving.open_store, saving._VISIBLE_SECONDS = original
     assert _names(folder) == []
 
 

@@ -19,8 +19,8 @@ def _replicas(rank, size, folder):
     """Two replicas of two shards: which files a rank opens to load what it saved."""
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import save_checkpoint
+    from xla_fsdp.checkpoint.loading import Reader, prepare
     from xla_fsdp.checkpoint.rank_exchange import RankExchange
-    from xla_fsdp.checkpoint.reading import Reader, prepare
 
     torch.manual_seed(0)
     model = FSDP(

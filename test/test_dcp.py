@@ -47,7 +47,7 @@ def by_name(model, optimizer):
 
 
 def test_boxes_are_every_run_of_elements():
-    from xla_fsdp.checkpoint.index_ranges import split_index_range
+    from xla_fsdp.checkpoint.dcp_reading import split_index_range
 
     for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 2, 3)]:
         count = torch.Size(shape).numel()

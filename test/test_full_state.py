@@ -107,7 +107,7 @@ def few_at_a_time(rank):
 
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import compilation_counts
-    from xla_fsdp.checkpoint import parts
+    from xla_fsdp.checkpoint import inventory
     from xla_fsdp.ranks.rank import current_rank
 
     full_state_dict, load_full_state_dict = functions()
@@ -129,7 +129,7 @@ def few_at_a_time(rank):
         load_full_state_dict(model, state or None)
         more = compiled() - before
         assert more == 0 or depth == 2
-    gather, seen = parts._gather, {number: [] for number in range(4)}
+    gather, seen = inventory._gather, {number: [] for number in range(4)}
 
     def watched(part, value):
         own = seen[current_rank().rank]
@@ -140,12 +140,12 @@ def few_at_a_time(rank):
 
     xm.rendezvous("before")
     if rank == 0:
-        parts._gather = watched
+        inventory._gather = watched
     xm.rendezvous("watch")
     full_state_dict(deep(3))
     xm.rendezvous("watched")
     if rank == 0:  # ranks are threads: its function was everyone's
-        parts._gather = gather
+        inventory._gather = gather
         assert [len(own) for own in seen.values()] == [6] * 4
 
 

@@ -29,8 +29,7 @@ from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from .inventory import Inventory, ParameterShard, ReplicatedBuffer, make_inventory
-from .optimizer_forms import LazyState
-from .optimizers import OptimizerStateShard, describe_optimizer
+from .optimizers import LazyState, OptimizerStateShard, describe_optimizer
 
 RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
 

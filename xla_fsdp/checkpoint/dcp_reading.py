@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,18 +35,71 @@ from ..consolidate.errors import (
     UnsafeFileError,
 )
 from ..wording import first_line
-from .index_ranges import split_index_range
-from .inventory import Inventory
-from .matching import LoadedKeys, Match, format_names, match_model
-from .optimizer_forms import convert_state_to_load, state_converter_of
-from .optimizer_matching import OptimizerMatch, match_optimizer
-from .optimizer_names import convert_numbers_to_names
-from .optimizers import members_of_groups
-from .parts import agree_on_inventory
+from .inventory import Inventory, agree_on_inventory
+from .matching import (
+    LoadedKeys,
+    Match,
+    OptimizerMatch,
+    convert_numbers_to_names,
+    format_names,
+    match_model,
+    match_optimizer,
+)
+from .optimizers import convert_state_to_load, members_of_groups, state_converter_of
 from .protocol import capture_loaded_values, entries_of, placeholder_state_dict
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
 from .value_loading import load_model_values, load_optimizer_values
+
+
+class IndexRange(NamedTuple):
+    """A block whose elements are consecutive in the flattened tensor, the first at ``begin``."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.sizes.numel()
+
+
+def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[IndexRange]:
+    """Splits the range ``begin <= i < end`` of a flattened tensor into index ranges, in order.
+
+    A tensor of ``n`` dimensions needs at most ``2 * n - 1`` of them. For a matrix these are the end
+    of one row, the complete rows, and the beginning of another row: with shape ``(3, 4)``, the
+    range 2 to 9 is two elements of row 0, all of row 1, and one element of row 2.
+    """
+    return [
+        IndexRange(torch.Size(offsets), torch.Size(sizes), at)
+        for offsets, sizes, at in _split(tuple(shape), begin, end)
+    ]
+
+
+def _split(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple, tuple, int]]:
+    if begin >= end:
+        return
+    if not shape:
+        yield (), (), 0
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, last = -(-begin // row), end // row  # complete rows
+    if first > last:
+        yield from _split_row(last, inner, begin - last * row, end - last * row)
+        return
+    if begin < first * row:
+        yield from _split_row(first - 1, inner, begin - (first - 1) * row, row)
+    if first < last:
+        yield (first, *[0] * len(inner)), (last - first, *inner), first * row
+    yield from _split_row(last, inner, 0, end - last * row)
+
+
+def _split_row(number: int, inner: tuple[int, ...], begin: int, end: int) -> Iterator[tuple]:
+    for offsets, sizes, at in _split(inner, begin, end):
+        yield (number, *offsets), (1, *sizes), number * math.prod(inner) + at
+
 
 # Usual names of the model and the optimizer in the saved dict. torch's tutorials add "app" on top.
 _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")

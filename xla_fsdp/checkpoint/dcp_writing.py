@@ -41,16 +41,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..collectives.random_state import synced_device
 from ..consolidate.errors import OutputError, SharedStorageError
 from ..sharding.sharded_parameter import local
-from .full_optimizer import state_kinds
-from .incomplete_save import wait_until
-from .index_ranges import IndexRange, split_index_range
-from .inventory import Inventory, ParameterShard
-from .optimizer_forms import state_converter_of
-from .optimizers import local_state, members_of_groups, options
-from .parts import agree_on_inventory
-from .placeholder_tensor import PlaceholderTensor
-from .protocol import placeholder_state_dict
+from .dcp_reading import IndexRange, split_index_range
+from .full_state import state_kinds
+from .inventory import Inventory, ParameterShard, agree_on_inventory
+from .optimizers import local_state, members_of_groups, options, state_converter_of
+from .protocol import PlaceholderTensor, placeholder_state_dict
 from .rank_exchange import RankExchange
+from .saving import wait_until
 
 # Files that a directory has before its metadata is written.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -12,14 +13,42 @@ from torch import nn
 
 from ..collectives.random_state import synced_device
 from ..collectives.world import World
+from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from ..tree import map_tensors, tensors_in
-from .inventory import ParameterShard
-from .matching import LoadedKeys, Match, match_model
-from .parts import CPU, agree_on_inventory, gather_members, parts_of
-from .placeholder_tensor import PlaceholderTensor
+from .inventory import (
+    CPU,
+    Inventory,
+    ParameterShard,
+    Part,
+    agree_on_inventory,
+    gather_members,
+    parts_of,
+)
+from .matching import (
+    LoadedKeys,
+    Match,
+    OptimizerMatch,
+    OptimizerState,
+    convert_numbers_to_names,
+    match_model,
+    match_optimizer,
+)
+from .optimizers import (
+    Groups,
+    LazyState,
+    StateConverter,
+    convert_state_to_load,
+    convert_state_to_save,
+    local_state,
+    members_of_groups,
+    options,
+    state_converter_of,
+    unsharded_placeholder,
+)
 from .protocol import (
+    PlaceholderTensor,
     capture_loaded_values,
     copied_buffer,
     full_values,
@@ -27,8 +56,8 @@ from .protocol import (
     state_dict_of,
 )
 from .rank_exchange import RankExchange
-from .readable_tensor import describe, sent_by_first_rank
-from .value_loading import load_model_values
+from .readable_tensor import ReadableTensor, describe, sent_by_first_rank
+from .value_loading import load_model_values, load_optimizer_values
 
 T = TypeVar("T")
 
@@ -223,3 +252,242 @@ def match_given(
         if all(having)
         else exchange.run_on_each_rank(f"match rank 0's {label}", match_sent)
     )
+
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+
+
+@synced_device()
+def full_optim_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank0_only: bool = True,
+    offload_to_cpu: bool = True,
+) -> dict[str, Any]:
+    """Returns the full (unsharded) optimizer state by parameter name. Call it on every rank.
+
+    The result has the format of torch FSDP:
+    ``{"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}``.
+    A tied parameter appears under its first name. State of the parameter's shape is gathered, one
+    tensor at a time. Numbers and 0-d tensors (``step``) of a flattened vector or of stacked blocks
+    are copied for each of their parameters. Parameters without state have no entry. Ranks that do
+    not get the result get ``{}``.
+
+    For an optimizer whose state has other shapes, the state is that of the same optimizer on the
+    unwrapped model: ``xla_fsdp.optim.Adafactor`` gives the state of ``torch.optim.Adafactor``.
+    ``AdamW8bit`` encodes the full parameter again, in blocks (exact where blocks do not change).
+
+    Args:
+        rank0_only, offload_to_cpu: see :func:`full_state_dict`.
+
+    Raises:
+        TypeError: a state has neither its parameter's shape nor is it a number or 0-d tensor. The
+            message names the parameter and the key.
+        ModelMismatchError: the optimizer has parameters that are not in the model.
+        MetadataMismatchError: the optimizers of two ranks have different state.
+        OtherRankError: another rank raised one of these.
+    """
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
+    groups = state_kinds(exchange, inventory, optimizer)
+    wanted = exchange.rank == 0 or not rank0_only
+    to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
+    found: dict[str, dict[str, Any]] = {}
+    saver = state_converter_of(optimizer)
+    options_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for part in parts_of(inventory):
+        if saver is not None:
+            found |= _gather_converted(part, optimizer, saver, options_of.get(part.holder, {}), to)
+            continue
+        for key, value in local_state(optimizer, part.holder).items():
+            full = _gathered(part, value, to)
+            for shard, each in zip(part.members, full or (), strict=full is not None):
+                found.setdefault(shard.name, {})[key] = each
+
+    def describe_groups() -> list[dict[str, Any]]:
+        return [
+            {key: _detached(value) for key, value in options(group).items()}
+            | {"params": [shard.name for shard in members]}
+            for group, members in zip(optimizer.param_groups, groups, strict=True)
+        ]
+
+    described = exchange.run_on_each_rank("gather the optimizer state", describe_groups)
+    if not wanted:
+        return {}
+    order = [shard.name for shard in inventory.parameters if shard.name in found]
+    return {"state": {name: found[name] for name in order}, "param_groups": described}
+
+
+@synced_device()
+def load_full_optim_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    optim_state_dict: Mapping[str, Any] | None,
+) -> None:
+    """Loads the full optimizer state of an unsharded model. Call it on every rank.
+
+    Every rank takes its own part, one tensor at a time. If only rank 0 has the state, the other
+    ranks pass ``None`` and receive it through collectives. State keeps its dtype. A 0-d tensor such
+    as ``step`` goes to the device of the optimizer's present value; without one, it goes to the
+    CPU, or to the XLA device with ``capturable`` or ``fused``. In a flattened vector, parameters
+    without state get zeros.
+
+    Args:
+        optim_state_dict: either state by name, as :func:`full_optim_state_dict` and
+            ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` return it; or the
+            ``state_dict()`` of an optimizer of the unwrapped model. Such a state dict numbers
+            parameters; the numbers must follow ``parameters()`` of the unwrapped model, group by
+            group. Options of parameter groups are loaded too, except those that only select an
+            implementation (``foreach``, ``fused``, ...).
+
+    Raises:
+        ModelMismatchError: parameters, groups, shapes or options do not match. Nothing is changed.
+        ValueError: ``optim_state_dict`` is ``None`` on rank 0.
+        UnsupportedValueError: rank 0 cannot send an option or state.
+        OtherRankError: another rank raised one of these.
+    """
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
+    label = "optim_state_dict"
+    saver = state_converter_of(optimizer)
+
+    def look(given: Any) -> dict[str, Any]:
+        saved = convert_numbers_to_names(
+            given, inventory, members_of_groups(inventory, optimizer), label
+        )
+        if saver is None:
+            state = {name: _with_stored(own) for name, own in saved.state.items()}
+        else:
+            state = convert_state_to_load(saver, saved.state, inventory, label)
+        return {"state": state, "groups": saved.groups, "is_converted": saver is not None}
+
+    def match(found: dict[str, Any]) -> OptimizerMatch:
+        groups, saved = members_of_groups(inventory, optimizer), OptimizerState(**found)
+        return match_optimizer(inventory, optimizer, groups, saved, label)
+
+    matched = match_given(exchange, label, optim_state_dict, look, match)
+    exchange.run_and_gather(f"load {label}", lambda: load_optimizer_values(matched))
+
+
+def _with_stored(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: ReadableTensor.from_tensor(value)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else value
+        for key, value in state.items()
+    }
+
+
+def _gather_converted(
+    part: Part,
+    optimizer: torch.optim.Optimizer,
+    saver: StateConverter,
+    group: Mapping[str, Any],
+    to: torch.device | None,
+) -> dict[str, dict[str, Any]]:
+    """The state of the parameters in ``part`` by name, in the form that ``saver`` uses for full
+    (unsharded) parameters."""
+    own = convert_state_to_save(optimizer, part.holder, list(part.members)) or []
+    saved = {
+        shard: {
+            key: [value] if key in saver.member_state else value
+            for key, value in converted.items()
+            if not isinstance(value, LazyState)
+        }
+        for shard, converted in own
+    }
+    made: dict[LazyState, tuple[str, list[ParameterShard]]] = {}
+    for shard, converted in own:
+        for key, value in converted.items():
+            if isinstance(value, LazyState):
+                made.setdefault(value, (key, []))[1].append(shard)
+    layout, holder_shape = part.layout, local(part.holder).shape
+    count = holder_shape.numel() if layout is None else math.prod(layout.shard_shape)
+    first = part.members[0].first
+    for value, (key, shards) in made.items():
+        values = value.make().reshape(-1)[first : first + count]  # one of the stacked blocks
+        shape = holder_shape if layout is None else layout.shard_shape
+        full = gather_members(part, values.view(shape), None if to is None else CPU)
+        for shard, each in zip(part.members, full or (), strict=full is not None):
+            if shard in shards:
+                saved[shard][key] = each
+    if to is None:
+        return {}
+    return {
+        shard.name: {
+            key: value.to(to) if isinstance(value, torch.Tensor) else value
+            for key, value in saver.load_saved_state(
+                unsharded_placeholder(shard), converted, group
+            ).items()
+        }
+        for shard, converted in saved.items()
+    }
+
+
+def state_kinds(
+    exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
+) -> Groups:
+    """Checks that all state can be unsharded and has the same keys and dtypes on every rank.
+
+    Returns the parameters in each of the optimizer's groups. Raises the errors of
+    :func:`full_optim_state_dict`.
+    """
+    groups: Groups = []
+    kind_of = _kind if state_converter_of(optimizer) is None else _kind_of_converted
+
+    def look() -> list[Any]:
+        groups.extend(members_of_groups(inventory, optimizer))
+        return [
+            # A list of pairs keeps the order of the keys, which is the order of the collectives.
+            [shard.name, [[key, kind_of(shard, key, value)] for key, value in state.items()]]
+            for shard in inventory.parameters
+            if shard.holder in optimizer.state
+            for state in [local_state(optimizer, shard.holder)]
+        ]
+
+    exchange.require_equal(
+        "inspect the optimizer",
+        look,
+        "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
+        "than that of rank 0. Make the same optimizer steps on all ranks.",
+    )
+    return groups
+
+
+def _kind_of_converted(shard: ParameterShard, key: str, value: Any) -> str:
+    """The same as :func:`_kind`, for an optimizer that converts its own state."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"{value.dim()} {value.dtype}" if is_tensor else type(value).__name__
+
+
+def _kind(shard: ParameterShard, key: str, value: Any) -> str:
+    """Describes a state, for comparison between ranks. TypeError if it cannot be unsharded."""
+    if isinstance(value, torch.Tensor):
+        if value.shape == local(shard.holder).shape:
+            return f"sharded {value.dtype}"
+        if value.dim() == 0:
+            return f"0-d {value.dtype}"
+        what = f"a tensor of shape {list(value.shape)}"
+    elif isinstance(value, _PLAIN):
+        return type(value).__name__
+    else:
+        what = f"of type {type(value).__name__}"
+    raise TypeError(
+        f"optimizer state {key!r} of parameter {shard.name!r} is {what}. Expected a tensor of the "
+        f"shard's shape {list(local(shard.holder).shape)}, a 0-d tensor or a number. Use an "
+        "optimizer of torch.optim or xla_fsdp.optim."
+    )
+
+
+def _gathered(part: Part, value: Any, to: torch.device | None) -> list[Any] | None:
+    if isinstance(value, torch.Tensor) and value.shape == local(part.holder).shape:
+        return gather_members(part, value, to)
+    if to is None:
+        return None
+    return [_detached(value) if to == CPU else copy.deepcopy(value) for _ in part.members]
+
+
+def _detached(value: Any) -> Any:
+    """A copy of ``value``. A tensor is copied to the CPU."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

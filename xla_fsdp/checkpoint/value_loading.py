@@ -17,10 +17,8 @@ from ..sharding.optimizer_hook import state_is_by_name
 from ..sharding.shard_spec import ShardSpec, spec_of
 from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
 from .inventory import Inventory, ParameterShard, ReplicatedBuffer
-from .matching import Match
-from .optimizer_forms import MemberValues, state_converter_of
-from .optimizer_matching import Elements, Number, OptimizerMatch
-from .optimizers import options
+from .matching import Elements, Match, Number, OptimizerMatch
+from .optimizers import MemberValues, options, state_converter_of
 from .readable_tensor import ReadableTensor
 
 

@@ -26,8 +26,8 @@ from ..consolidate.format.local import LocalStore
 from ..consolidate.format.store import Store, join, open_store, read
 from ..consolidate.format.strict import read_json
 from ..consolidate.legacy.files import read_file
+from .inventory import agree_on_inventory
 from .matching import LoadedKeys, Match, match_model
-from .parts import agree_on_inventory
 from .protocol import capture_loaded_values
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor, is_dense

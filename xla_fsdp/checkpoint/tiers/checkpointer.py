@@ -24,13 +24,18 @@ from ...collectives.random_state import synced_device
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
-from ..asynchronous import RunningSave
 from ..contents import Contents, list_contents
-from ..incomplete_save import Request, agree_on_contents, create_folder
-from ..loading import apply_prepared, find_checkpoint, open_checkpoint
+from ..loading import (
+    LoadedCheckpoint,
+    Prepared,
+    Reader,
+    apply_prepared,
+    find_checkpoint,
+    open_checkpoint,
+    prepare,
+)
 from ..rank_exchange import RankExchange, describe
-from ..reading import LoadedCheckpoint, Prepared, Reader, prepare
-from ..saving import validate_request
+from ..saving import Request, RunningSave, agree_on_contents, create_folder, validate_request
 from .host_tier import Card, HostTier, Save, manifest_of, own_card
 from .hosts import Hosts, MultiHostStore, Peer
 
