@@ -33,7 +33,6 @@ from xla_fsdp.consolidate.format.manifest import (
 )
 from xla_fsdp.consolidate.format.rank_file import Item
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
-from xla_fsdp.consolidate.format.store import join
 
 HEAD, MIDDLE, TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
 
@@ -108,10 +107,8 @@ def begin(
             saving.IncompleteSave(
                 store=store,
                 root=folder,
+                path=str(root),
                 place=place,
-                folder=join(folder, place.name),
-                partial=join(folder, place.partial_name(save_id)),
-                display_path=join(str(root), place.name),
                 contents=_with_id(own, save_id),
                 rank=rank,
                 keep_last=keep_last,

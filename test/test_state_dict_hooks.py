@@ -263,7 +263,11 @@ def _hooks(rank, form):
             assert torch.allclose(got, plain.eval()(x), atol=1e-5), (name, form)
 
 
-@pytest.mark.parametrize("form", ["class", "nested", "flat", "in place", "none"])
+@pytest.mark.parametrize(
+    "form",
+    ["class", "in place"]
+    + [pytest.param(form, marks=pytest.mark.full) for form in ("nested", "flat", "none")],
+)
 def test_full_state_is_what_the_module_makes_of_it(run_ranks, form):
     run_ranks(_hooks, 2, form)
 

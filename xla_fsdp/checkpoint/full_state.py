@@ -1,10 +1,9 @@
-"""Gathers the full (unsharded) state dict of a sharded model, and loads one into it."""
+"""Full (unsharded) state dicts of a sharded model and its optimizer: gathers and loads them."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,19 +12,12 @@ from torch import nn
 
 from ..collectives.random_state import synced_device
 from ..collectives.world import World
+from ..optim.saved import LazyState, StateConverter, state_converter_of
 from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from ..tree import map_tensors, tensors_in
-from .inventory import (
-    CPU,
-    Inventory,
-    ParameterShard,
-    Part,
-    agree_on_inventory,
-    gather_members,
-    parts_of,
-)
+from .inventory import CPU, Inventory, ParameterShard, agree_on_inventory, gather_members
 from .matching import (
     LoadedKeys,
     Match,
@@ -37,26 +29,21 @@ from .matching import (
 )
 from .optimizers import (
     Groups,
-    LazyState,
-    StateConverter,
-    convert_state_to_load,
     convert_state_to_save,
     local_state,
     members_of_groups,
     options,
-    state_converter_of,
     unsharded_placeholder,
 )
 from .protocol import (
     PlaceholderTensor,
     capture_loaded_values,
-    copied_buffer,
     full_values,
     placeholder_state_dict,
     state_dict_of,
 )
 from .rank_exchange import RankExchange
-from .readable_tensor import ReadableTensor, describe, sent_by_first_rank
+from .readable_tensor import describe, sent_by_first_rank
 from .value_loading import load_model_values, load_optimizer_values
 
 T = TypeVar("T")
@@ -107,44 +94,41 @@ def gather_state(
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
     require_values(units_in(model), "full_state_dict was called")
-    getting = exchange.rank == 0 or not rank0_only
-    to = (CPU if offload_to_cpu else torch_xla.device()) if getting else None
-    parts = parts_of(inventory)
-    number_of = {shard: number for number, part in enumerate(parts) for shard in part.members}
-    states: list[dict[str, Any]] = []
+    to = _device_of_result(exchange, rank0_only, offload_to_cpu)
+    parts = inventory.parts()
+    number_of = {shard: number for number, members in enumerate(parts) for shard in members}
 
-    def keep(state: Mapping[str, Any]) -> None:
-        mine = copy.copy(state) if isinstance(state, dict) else dict(state)
-        for name in list(mine):
+    def select(state: Mapping[str, Any] | None) -> dict[str, Any]:
+        chosen = copy.copy(state) if isinstance(state, dict) else dict(state or {})
+        for name in list(chosen):
             if not wanted(name):
-                del mine[name]
-        states[:] = [mine]
+                del chosen[name]
+        return chosen
 
-    def call_with_placeholders() -> list[int] | None:
-        """Calls ``state_dict()`` without values. Returns the numbers of the parts to gather, or
-        ``None`` if ``state_dict()`` needs values."""
+    def call_with_placeholders() -> tuple[dict[str, Any], list[int] | None]:
+        """Calls ``state_dict()`` without values. Returns also the numbers of the parts to gather,
+        or ``None`` if ``state_dict()`` needs values."""
         if to is None:
-            return []
-        state = placeholder_state_dict(model, inventory, path)
-        if state is None:
-            return None
-        keep(state)
-        sources = (one.source for one in tensors_in(states) if isinstance(one, PlaceholderTensor))
-        return sorted({number_of[one] for one in sources if isinstance(one, ParameterShard)})
+            return {}, []
+        found = placeholder_state_dict(model, inventory, path)
+        state = select(found)
+        sources = (one.source for one in tensors_in(state) if isinstance(one, PlaceholderTensor))
+        numbers = sorted({number_of[one] for one in sources if isinstance(one, ParameterShard)})
+        return state, None if found is None else numbers
 
     what = "call state_dict() of the unwrapped module"
-    needed = exchange.run_and_gather(what, call_with_placeholders)
+    state, needed = exchange.run(what, call_with_placeholders)
     values: dict[Any, torch.Tensor] = {}
     if None in needed:
         values = full_values(inventory, to)
-        exchange.run_and_gather(
-            what, lambda: None if to is None else keep(state_dict_of(model, values, path))
+        state = exchange.run_on_each_rank(
+            what, lambda: {} if to is None else select(state_dict_of(model, values, path))
         )
     else:
         for number in sorted(set().union(*needed)):
-            part, mine = parts[number], number in needed[exchange.rank]
-            full = gather_members(part, part.holder, to if mine else None)
-            values.update(zip(part.members, full or (), strict=full is not None))
+            members, mine = parts[number], number in needed[exchange.rank]
+            full = gather_members(members, members[0].holder, to if mine else None)
+            values.update(zip(members, full or (), strict=full is not None))
             del full
 
     def resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,17 +136,24 @@ def gather_state(
         if not isinstance(tensor, PlaceholderTensor):
             return tensor.to(to)
         if tensor.source not in values:
-            values[tensor.source] = copied_buffer(tensor.source, to)
+            values[tensor.source] = tensor.source.copy_to(to)
         return values[tensor.source]
 
     def resolve() -> dict[str, Any]:
-        if to is None:
-            return {}
-        for name, value in states[0].items():
-            states[0][name] = map_tensors(resolved, value)
-        return states[0]
+        for name, value in state.items():
+            state[name] = map_tensors(resolved, value)
+        return state
 
     return exchange.run_on_each_rank("gather the model state", resolve)
+
+
+def _device_of_result(
+    exchange: RankExchange, rank0_only: bool, offload_to_cpu: bool
+) -> torch.device | None:
+    """Where this rank gets the result. ``None`` if it does not get it."""
+    if rank0_only and exchange.rank:
+        return None
+    return CPU if offload_to_cpu else torch_xla.device()
 
 
 @synced_device()
@@ -233,24 +224,20 @@ def match_given(
     having = exchange.gather_values(f"who has {label}", given is not None)
     if not having[0]:
         raise ValueError(f"{label} is None on rank 0. Pass it on rank 0 or on every rank.")
-    looked: dict[str, Any] = {}
-    matched: list[T] = []
+    if all(having):
+        return exchange.run_on_each_rank(f"match {label}", lambda: match(look(given)))
 
-    def match_own() -> Any:
-        if exchange.rank and not all(having):
-            return None
-        looked.update(look(given))
-        matched.append(match(looked))
-        return None if all(having) else describe(looked, label)
+    def match_own() -> tuple[dict[str, Any] | None, Any]:
+        if exchange.rank:
+            return None, None
+        looked = look(given)
+        match(looked)
+        return looked, describe(looked, label)
 
-    def match_sent() -> T:
-        return match(sent_by_first_rank(World.current(), described, looked or None, label))
-
-    described = exchange.run_and_gather(f"match {label}", match_own)[0]
-    return (
-        matched[0]
-        if all(having)
-        else exchange.run_on_each_rank(f"match rank 0's {label}", match_sent)
+    looked, described = exchange.run(f"match {label}", match_own)
+    return exchange.run_on_each_rank(
+        f"match rank 0's {label}",
+        lambda: match(sent_by_first_rank(World.current(), described[0], looked, label)),
     )
 
 
@@ -291,18 +278,23 @@ def full_optim_state_dict(
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
     groups = state_kinds(exchange, inventory, optimizer)
-    wanted = exchange.rank == 0 or not rank0_only
-    to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
+    to = _device_of_result(exchange, rank0_only, offload_to_cpu)
     found: dict[str, dict[str, Any]] = {}
     saver = state_converter_of(optimizer)
     options_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for part in parts_of(inventory):
+    for members in inventory.parts():
+        holder = members[0].holder
         if saver is not None:
-            found |= _gather_converted(part, optimizer, saver, options_of.get(part.holder, {}), to)
+            group = options_of.get(holder, {})
+            found |= _gather_converted(members, optimizer, saver, group, to)
             continue
-        for key, value in local_state(optimizer, part.holder).items():
-            full = _gathered(part, value, to)
-            for shard, each in zip(part.members, full or (), strict=full is not None):
+        for key, value in local_state(optimizer, holder).items():
+            full: list[Any] | None = None
+            if isinstance(value, torch.Tensor) and value.shape == local(holder).shape:
+                full = gather_members(members, value, to)
+            elif to is not None:
+                full = [_detached(value) if to == CPU else copy.deepcopy(value) for _ in members]
+            for shard, each in zip(members, full or (), strict=full is not None):
                 found.setdefault(shard.name, {})[key] = each
 
     def describe_groups() -> list[dict[str, Any]]:
@@ -313,7 +305,7 @@ def full_optim_state_dict(
         ]
 
     described = exchange.run_on_each_rank("gather the optimizer state", describe_groups)
-    if not wanted:
+    if to is None:
         return {}
     order = [shard.name for shard in inventory.parameters if shard.name in found]
     return {"state": {name: found[name] for name in order}, "param_groups": described}
@@ -350,17 +342,10 @@ def load_full_optim_state_dict(
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
     label = "optim_state_dict"
-    saver = state_converter_of(optimizer)
 
     def look(given: Any) -> dict[str, Any]:
-        saved = convert_numbers_to_names(
-            given, inventory, members_of_groups(inventory, optimizer), label
-        )
-        if saver is None:
-            state = {name: _with_stored(own) for name, own in saved.state.items()}
-        else:
-            state = convert_state_to_load(saver, saved.state, inventory, label)
-        return {"state": state, "groups": saved.groups, "is_converted": saver is not None}
+        saved = convert_numbers_to_names(given, inventory, optimizer, label)
+        return {"state": saved.state, "groups": saved.groups}
 
     def match(found: dict[str, Any]) -> OptimizerMatch:
         groups, saved = members_of_groups(inventory, optimizer), OptimizerState(**found)
@@ -370,46 +355,30 @@ def load_full_optim_state_dict(
     exchange.run_and_gather(f"load {label}", lambda: load_optimizer_values(matched))
 
 
-def _with_stored(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: ReadableTensor.from_tensor(value)
-        if isinstance(value, torch.Tensor) and value.dim()
-        else value
-        for key, value in state.items()
-    }
-
-
 def _gather_converted(
-    part: Part,
+    members: Sequence[ParameterShard],
     optimizer: torch.optim.Optimizer,
     saver: StateConverter,
     group: Mapping[str, Any],
     to: torch.device | None,
 ) -> dict[str, dict[str, Any]]:
-    """The state of the parameters in ``part`` by name, in the form that ``saver`` uses for full
-    (unsharded) parameters."""
-    own = convert_state_to_save(optimizer, part.holder, list(part.members)) or []
-    saved = {
-        shard: {
-            key: [value] if key in saver.member_state else value
-            for key, value in converted.items()
-            if not isinstance(value, LazyState)
-        }
-        for shard, converted in own
-    }
+    """The state of ``members`` by name, in the form that ``saver`` uses for full (unsharded)
+    parameters."""
+    layout, first, holder = members[0].layout, members[0].first, members[0].holder
+    shape = local(holder).shape if layout is None else torch.Size(layout.shard_shape)
+    saved: dict[ParameterShard, dict[str, Any]] = {}
     made: dict[LazyState, tuple[str, list[ParameterShard]]] = {}
-    for shard, converted in own:
+    for shard, converted in convert_state_to_save(optimizer, holder, members) or ():
+        saved[shard] = {}
         for key, value in converted.items():
             if isinstance(value, LazyState):
                 made.setdefault(value, (key, []))[1].append(shard)
-    layout, holder_shape = part.layout, local(part.holder).shape
-    count = holder_shape.numel() if layout is None else math.prod(layout.shard_shape)
-    first = part.members[0].first
-    for value, (key, shards) in made.items():
-        values = value.make().reshape(-1)[first : first + count]  # one of the stacked blocks
-        shape = holder_shape if layout is None else layout.shard_shape
-        full = gather_members(part, values.view(shape), None if to is None else CPU)
-        for shard, each in zip(part.members, full or (), strict=full is not None):
+            else:
+                saved[shard][key] = [value] if key in saver.member_state else value
+    for lazy, (key, shards) in made.items():
+        values = lazy.make().reshape(-1)[first : first + shape.numel()]  # one of the stacked blocks
+        full = gather_members(members, values.view(shape), None if to is None else CPU)
+        for shard, each in zip(members, full or (), strict=full is not None):
             if shard in shards:
                 saved[shard][key] = each
     if to is None:
@@ -433,43 +402,46 @@ def state_kinds(
     Returns the parameters in each of the optimizer's groups. Raises the errors of
     :func:`full_optim_state_dict`.
     """
-    groups: Groups = []
-    kind_of = _kind if state_converter_of(optimizer) is None else _kind_of_converted
+    converts = state_converter_of(optimizer) is not None
 
-    def look() -> list[Any]:
-        groups.extend(members_of_groups(inventory, optimizer))
-        return [
+    def look() -> tuple[Groups, list[Any]]:
+        groups = members_of_groups(inventory, optimizer)
+        kinds = [
             # A list of pairs keeps the order of the keys, which is the order of the collectives.
-            [shard.name, [[key, kind_of(shard, key, value)] for key, value in state.items()]]
+            [
+                shard.name,
+                [
+                    [key, _kind(shard, key, value, converts)]
+                    for key, value in local_state(optimizer, shard.holder).items()
+                ],
+            ]
             for shard in inventory.parameters
             if shard.holder in optimizer.state
-            for state in [local_state(optimizer, shard.holder)]
         ]
+        return groups, kinds
 
-    exchange.require_equal(
+    return exchange.run_and_compare(
         "inspect the optimizer",
         look,
         "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
         "than that of rank 0. Make the same optimizer steps on all ranks.",
     )
-    return groups
 
 
-def _kind_of_converted(shard: ParameterShard, key: str, value: Any) -> str:
-    """The same as :func:`_kind`, for an optimizer that converts its own state."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return f"{value.dim()} {value.dtype}" if is_tensor else type(value).__name__
+def _kind(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
+    """Describes a state, for comparison between ranks. TypeError if it cannot be unsharded.
 
-
-def _kind(shard: ParameterShard, key: str, value: Any) -> str:
-    """Describes a state, for comparison between ranks. TypeError if it cannot be unsharded."""
+    ``converts``: the optimizer converts its state.
+    """
     if isinstance(value, torch.Tensor):
+        if converts:
+            return f"{value.dim()} {value.dtype}"
         if value.shape == local(shard.holder).shape:
             return f"sharded {value.dtype}"
         if value.dim() == 0:
             return f"0-d {value.dtype}"
         what = f"a tensor of shape {list(value.shape)}"
-    elif isinstance(value, _PLAIN):
+    elif converts or isinstance(value, _PLAIN):
         return type(value).__name__
     else:
         what = f"of type {type(value).__name__}"
@@ -478,14 +450,6 @@ def _kind(shard: ParameterShard, key: str, value: Any) -> str:
         f"shard's shape {list(local(shard.holder).shape)}, a 0-d tensor or a number. Use an "
         "optimizer of torch.optim or xla_fsdp.optim."
     )
-
-
-def _gathered(part: Part, value: Any, to: torch.device | None) -> list[Any] | None:
-    if isinstance(value, torch.Tensor) and value.shape == local(part.holder).shape:
-        return gather_members(part, value, to)
-    if to is None:
-        return None
-    return [_detached(value) if to == CPU else copy.deepcopy(value) for _ in part.members]
 
 
 def _detached(value: Any) -> Any:

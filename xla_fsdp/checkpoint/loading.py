@@ -29,14 +29,12 @@ from .contents import RNG_TORCH, RNG_XLA
 from .inventory import ParameterShard, make_inventory
 from .matching import Number, OptimizerMatch, OptimizerState, match_model, match_optimizer
 from .optimizers import members_of_groups
-from .rank_exchange import RankExchange
+from .rank_exchange import RankExchange, wait_until
 from .readable_tensor import ReadableTensor
-from .saving import wait_until
 from .value_loading import (
     iterate_new_values,
     load_optimizer_values,
     read_to_host,
-    set_extra_state,
     set_tensor_values,
 )
 
@@ -86,7 +84,6 @@ class Reader:
     def stored(self, tensor: Tensor, state: str | None = None, dtype: str = "") -> ReadableTensor:
         """A parameter, or the optimizer state with the key ``state`` and the given dtype."""
         key = parameter_key(tensor.name) if state is None else state_key(state, tensor.name)
-        own_dtype = DTYPES[dtype or tensor.dtype]
 
         def fill(out: torch.Tensor, begin: int) -> None:
             if self.same_world:
@@ -97,12 +94,9 @@ class Reader:
                     return
             self.checkpoint.read_to(out, state, tensor.name, begin)
 
-        def read(begin: int, end: int) -> torch.Tensor:
-            out = torch.empty(end - begin, dtype=own_dtype)
-            fill(out, begin)
-            return out
-
-        return ReadableTensor(tensor.shape, own_dtype, read, kind="parameter", fill=fill)
+        return ReadableTensor(
+            tensor.shape, DTYPES[dtype or tensor.dtype], kind="parameter", fill=fill
+        )
 
     def _buffer(self, tensor: Tensor) -> ReadableTensor:
         # Buffers may differ between ranks (batch statistics). Each rank gets its own; if the number
@@ -127,17 +121,24 @@ class Prepared:
     scheduler_state: Any
     rng: tuple[torch.Tensor, DeviceRandomState] | None
 
-    def apply(self) -> None:
-        """Copies the values into the model and the optimizer."""
+    def apply(self, exchange: RankExchange) -> None:
+        """Copies the values into the model, the optimizer and the scheduler, on all ranks."""
+        # The scheduler first: its load_state_dict is the user's code and may raise.
+        exchange.run_and_gather("load the scheduler", self._apply_scheduler)
+        # This is also a barrier: no rank continues training before all have loaded.
+        exchange.run_and_gather("load the checkpoint", self._apply_values)
+
+    def _apply_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(self.scheduler_state)
+
+    def _apply_values(self) -> None:
         set_tensor_values(self.tensors)
-        set_extra_state(self.extra_state)
+        for module, state in self.extra_state.items():
+            module.set_extra_state(state)
         if self.optimizer is not None:
             load_optimizer_values(self.optimizer)
         torch_xla.sync()
-
-    def apply_scheduler(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(self.scheduler_state)
 
     def restore_rng(self) -> None:
         """Restores the random states of torch and XLA, if they were read."""
@@ -191,7 +192,7 @@ def prepare(
         raise InvalidMetadataError(
             f"{source}: the scheduler's state is {type(scheduler_state).__name__}, expected a dict"
         )
-    if strict:
+    if scheduler is not None and strict:
         _require_alike(scheduler, scheduler_state, source)
     extra = values.decode(manifest.extra, source)
     return Prepared(
@@ -241,29 +242,28 @@ def _number(encoded: Any, source: str) -> Number:
     return Number(values.decode(encoded["value"], source), encoded.get("on") == "device")
 
 
-def _require_alike(scheduler: Any, saved: Any, label: str) -> None:
+def _require_alike(scheduler: Any, saved: dict[str, Any], label: str) -> None:
     """Raises an error if the saved state is of another kind of scheduler.
 
     torch's schedulers do not check the state that they load. Another version of torch may add or
     remove fields. If both the saved state and the scheduler have fields that the other lacks, they
     are different kinds.
     """
-    if scheduler is None:
-        return
     if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
         raise TypeError(
             "scheduler must have a state_dict() and a load_state_dict(), got "
             f"{type(scheduler).__name__}"
         )
     own = scheduler.state_dict()
-    if isinstance(own, dict) and isinstance(saved, dict):
-        more, less = sorted(map(str, own.keys() - saved)), sorted(map(str, saved.keys() - own))
-        if more and less:
-            raise ModelMismatchError(
-                f"{label}: was saved with another scheduler, not {type(scheduler).__name__}: it "
-                f"has {less[0]!r} and lacks {more[0]!r}. Use the scheduler that it was saved with, "
-                "or strict=False."
-            )
+    if not isinstance(own, dict):
+        return
+    more, less = sorted(map(str, own.keys() - saved)), sorted(map(str, saved.keys() - own))
+    if more and less:
+        raise ModelMismatchError(
+            f"{label}: was saved with another scheduler, not {type(scheduler).__name__}: it has "
+            f"{less[0]!r} and lacks {more[0]!r}. Use the scheduler that it was saved with, or "
+            "strict=False."
+        )
 
 
 def _rng(reader: Reader) -> tuple[torch.Tensor, DeviceRandomState] | None:
@@ -342,18 +342,10 @@ def load_checkpoint(
             reader = Reader(open_checkpoint(found), exchange)
             return prepare(reader, model, optimizer, scheduler, strict, restore_rng, weights)
 
-        prepared = apply_prepared(exchange, exchange.run_on_each_rank("read the checkpoint", read))
+        prepared = exchange.run_on_each_rank("read the checkpoint", read)
+        prepared.apply(exchange)
     prepared.restore_rng()
     return prepared.result
-
-
-def apply_prepared(exchange: RankExchange, prepared: Prepared) -> Prepared:
-    """Loads the prepared values on all ranks, except random states."""
-    # The scheduler first: its load_state_dict is the user's code and may raise.
-    exchange.run_and_gather("load the scheduler", prepared.apply_scheduler)
-    # This is also a barrier: no rank continues training before all have loaded.
-    exchange.run_and_gather("load the checkpoint", prepared.apply)
-    return prepared
 
 
 def open_checkpoint(found: list[Any]) -> ShardedCheckpoint:
@@ -378,17 +370,18 @@ def retry_while_missing(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheck
     Another rank has seen these files. Network file systems and cached listings show them later.
     """
     found: list[ShardedCheckpoint] = []
-    missing: list[CheckpointError] = []
+    missing: CheckpointError | None = None
 
     def there() -> bool:
+        nonlocal missing
         try:
             found.append(opened())
         except (CheckpointNotFoundError, MissingRankError) as error:
-            missing.append(error)
+            missing = error
         return bool(found)
 
-    if not wait_until(there):
-        raise missing[-1]
+    if not wait_until(there) and missing is not None:
+        raise missing
     return found[0]
 
 

@@ -1,4 +1,7 @@
-"""Matches stored tensors with the parameters and buffers of a model by name, and checks them."""
+"""Matches stored tensors and optimizer state with a model and its optimizer by name.
+
+All of it is checked before anything is changed.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,24 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
 from ..names import dotted
+from ..optim.saved import state_converter_of
 from ..sharding.sharded_parameter import local
 from ..wording import join_some
-from .inventory import Inventory, ParameterShard, ReplicatedBuffer
+from .inventory import Entry, Inventory, ParameterShard, ReplicatedBuffer
 from .optimizers import (
     Groups,
-    MemberValues,
-    by_number,
+    convert_state_to_load,
     elementwise_keys,
+    members_of_groups,
+    number_in_holder,
     options,
-    state_converter_of,
 )
-from .readable_tensor import ReadableTensor, same_bits
+from .readable_tensor import ReadableTensor, as_readable, same_bits
+
+# Options that select an implementation. The optimizer's own values are kept, not the saved ones.
+_HOW = {"foreach", "fused", "capturable", "differentiable"}
+# Options that torch added later: state saved by earlier versions lacks them.
+_LATE = {*_HOW, "maximize", "decoupled_weight_decay"}
 
 
 class LoadedKeys(NamedTuple):
@@ -84,14 +93,9 @@ def match_model(
     tensors = {name: each for name, each in offered.items() if isinstance(each, ReadableTensor)}
     remedy = "consolidate it and load_weights converts it" if same_run else "cast=True converts it"
 
-    def find(
-        shard: ParameterShard | ReplicatedBuffer,
-        kind: str,
-        dtype: torch.dtype,
-        cast: bool,
-    ) -> ReadableTensor | None:
+    def find(entry: Entry, kind: str, cast: bool) -> ReadableTensor | None:
         found: dict[ReadableTensor, str] = {}
-        for name in shard.names:
+        for name in entry.names:
             if name not in tensors:
                 continue
             if tensors[name].kind in (None, kind):
@@ -103,21 +107,18 @@ def match_model(
                     f"{name!r} was saved as a {tensors[name].kind}, but is a {kind} of the model"
                 )
                 return None
-        misfits = [
-            _misfit(name, each, shard.shape, dtype, cast, remedy) for each, name in found.items()
-        ]
+        misfits = [_misfit(name, each, entry, cast, remedy) for each, name in found.items()]
         problems.extend(filter(None, misfits))
         if not any(misfits):
-            problems.extend(_untied(found, shard, same_run))
+            problems.extend(_untied(found, entry, same_run))
         if not found:
-            missing.append(shard.name)
+            missing.append(entry.name)
         return next(iter(found), None)
 
     parameters = {
-        shard: find(shard, "parameter", shard.dtype, cast and not same_run)
-        for shard in inventory.parameters
+        shard: find(shard, "parameter", cast and not same_run) for shard in inventory.parameters
     }
-    buffers = {buffer: find(buffer, "buffer", buffer.dtype, cast) for buffer in inventory.buffers}
+    buffers = {buffer: find(buffer, "buffer", cast) for buffer in inventory.buffers}
     extra: dict[nn.Module, Any] = {}
     for name, module in inventory.extra_state.items():
         if name not in offered:
@@ -154,16 +155,10 @@ def format_names(names: Iterable[Any]) -> str:
     return join_some([repr(name) for name in names], 6)
 
 
-def _misfit(
-    name: str,
-    stored: ReadableTensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    cast: bool,
-    remedy: str,
-) -> str | None:
-    if tuple(stored.shape) != tuple(shape):
-        return f"{name!r} has shape {list(stored.shape)}, but {list(shape)} in the model"
+def _misfit(name: str, stored: ReadableTensor, entry: Entry, cast: bool, remedy: str) -> str | None:
+    dtype = entry.dtype
+    if tuple(stored.shape) != entry.shape:
+        return f"{name!r} has shape {list(stored.shape)}, but {list(entry.shape)} in the model"
     floats = dtype.is_floating_point and stored.dtype.is_floating_point
     if stored.dtype is dtype or (cast and floats):
         return None
@@ -171,9 +166,7 @@ def _misfit(
     return f"{name!r} is {stored.dtype}, but {dtype} in the model{more}"
 
 
-def _untied(
-    found: Mapping[ReadableTensor, str], shard: ParameterShard | ReplicatedBuffer, same_run: bool
-) -> Iterable[str]:
+def _untied(found: Mapping[ReadableTensor, str], entry: Entry, same_run: bool) -> Iterable[str]:
     """Problems if the tensors for one parameter have different bits.
 
     If they are in files, each rank compares only its part.
@@ -187,16 +180,10 @@ def _untied(
             yield f"{names} were saved as two parameters, but are one in the model"
         elif not first.collective:  # rank 0 has compared values that it sends
             begin, end = 0, first.numel
-            if isinstance(shard, ParameterShard) and not first.in_memory:
-                begin, end = shard.begin, shard.end
+            if isinstance(entry, ParameterShard) and not first.in_memory:
+                begin, end = entry.begin, entry.end
             if not same_bits(first.read(begin, end), other.read(begin, end)):
                 yield f"{names} have different values, but are one parameter in the model"
-
-
-# Options that select an implementation. The optimizer's own values are kept, not the saved ones.
-_HOW = {"foreach", "fused", "capturable", "differentiable"}
-# Options that torch added later: state saved by earlier versions lacks them.
-_LATE = {*_HOW, "maximize", "decoupled_weight_decay"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,17 +207,15 @@ class OptimizerState:
             :class:`~.readable_tensor.ReadableTensor` or a :class:`Number`; otherwise it may also
             be a tensor or a plain value.
         groups: for each parameter group, the options and the names of its parameters.
-        lists_all_groups: ``False`` if options are stored by parameter. Then groups without
-            parameters are not recorded.
         kind: class name of the optimizer if it was saved in a checkpoint to resume training. Then
             the groups must be the same, and options that select an implementation are loaded too.
-        is_converted: whether the optimizer has converted ``state``, see ``optimizers``.
+        lists_all_groups: ``False`` if options are stored by parameter. Then groups without
+            parameters are not recorded.
     """
 
     state: Mapping[str, Mapping[str, Any]]
     groups: list[tuple[dict[str, Any], list[str]]]
     kind: str | None = None
-    is_converted: bool = False
     lists_all_groups: bool = True
 
 
@@ -241,7 +226,11 @@ class Elements:
     shape: torch.Size
     dtype: torch.dtype
     members: Mapping[ParameterShard, ReadableTensor | None]
-    ready: torch.Tensor | None = None  # this rank's part, after it is read
+
+
+# The state of a holder by key: its elements, or after reading this rank's part of them; one value;
+# or one value or None for each parameter of the unsharded model in it.
+HolderState = dict[str, "Elements | torch.Tensor | Number | tuple[Any, ...]"]
 
 
 @dataclass(frozen=True)
@@ -256,7 +245,7 @@ class OptimizerMatch:
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any] | None]
-    state: dict[nn.Parameter, dict[str, Elements | Number | MemberValues]]
+    state: dict[nn.Parameter, HolderState]
 
 
 def match_optimizer(
@@ -302,11 +291,12 @@ def match_optimizer(
     problems: list[str] = []
     saver = state_converter_of(optimizer)
     member_state = None if saver is None else saver.member_state
-    if saved.kind is None:
-        # The caller has converted the state.
-        assert saved.is_converted is (member_state is not None)
+    if saved.kind is None and saver is None:
+        state = {**_classify_values(state, problems)}
+    elif saved.kind is None:  # :func:`convert_numbers_to_names` has converted the state
         state = {
-            **(_wrap_numbers(state) if saved.is_converted else _classify_values(state, problems))
+            shard: {k: v if isinstance(v, ReadableTensor) else Number(v) for k, v in own.items()}
+            for shard, own in state.items()
         }
     found = {}
     for holder, members in inventory.by_holder().items():
@@ -407,11 +397,7 @@ def _classify_values(
         for key, value in own.items():
             is_tensor = isinstance(value, (torch.Tensor, ReadableTensor))
             if is_tensor and key in elementwise and tuple(value.shape) == shard.shape:
-                found[shard][key] = (
-                    value
-                    if isinstance(value, ReadableTensor)
-                    else ReadableTensor.from_tensor(value)
-                )
+                found[shard][key] = as_readable(value)
                 continue
             if is_tensor and (key in elementwise or tuple(value.shape) not in ((), shard.shape)):
                 problems.append(
@@ -423,23 +409,13 @@ def _classify_values(
     return found
 
 
-def _wrap_numbers(
-    state: Mapping[ParameterShard, Mapping[str, Any]],
-) -> dict[ParameterShard, dict[str, ReadableTensor | Number]]:
-    """Wraps the values of converted state, except elementwise ones, as :class:`Number`."""
-    return {
-        shard: {k: v if isinstance(v, ReadableTensor) else Number(v) for k, v in own.items()}
-        for shard, own in state.items()
-    }
-
-
 def _match_holder(
     holder: nn.Parameter,
     members: list[ParameterShard],
     own: Mapping[ParameterShard, Mapping[str, ReadableTensor | Number]],
     member_state: frozenset[str] | None,
     problems: list[str],
-) -> dict[str, Elements | Number | MemberValues]:
+) -> HolderState:
     """The state of one holder, a tensor that the optimizer sees.
 
     ``member_state``: for an optimizer that converts its state, the keys of values that differ
@@ -455,8 +431,8 @@ def _match_holder(
                 f"have state {sorted(reference)} and {sorted(state)}"
             )
             return {}
-    found: dict[str, Elements | Number | MemberValues] = {}
-    for key, one in reference.items():
+    found: HolderState = {}
+    for key in reference:
         each = {shard: state[key] for shard, state in own.items() if key in state}
         stored = {
             shard: value for shard, value in each.items() if isinstance(value, ReadableTensor)
@@ -464,9 +440,11 @@ def _match_holder(
         numbers = {shard: value for shard, value in each.items() if isinstance(value, Number)}
         dtypes = {str(value.dtype): value.dtype for value in stored.values()}
         if not stored and member_state is not None and key in member_state:
-            found[key] = by_number(members, {shard: n.value for shard, n in numbers.items()})
+            values = {number_in_holder(shard): n.value for shard, n in numbers.items()}
+            last = max(map(number_in_holder, members))
+            found[key] = tuple(values.get(number) for number in range(last + 1))
         elif not stored:
-            found[key] = one if isinstance(one, Number) else numbers[first]
+            found[key] = one = next(iter(numbers.values()))
             problems += [
                 f"{first.name!r} and {shard.name!r} are stored as one tensor in the model, but "
                 f"{key!r} differs"
@@ -507,9 +485,11 @@ def _equal(one: Any, two: Any) -> bool:
 
 
 def convert_numbers_to_names(
-    saved: Any, inventory: Inventory, groups: Groups, label: str
+    saved: Any, inventory: Inventory, optimizer: torch.optim.Optimizer, label: str
 ) -> OptimizerState:
-    """Converts an optimizer's state dict to names. ``groups``: those of the optimizer to load into.
+    """Converts the state dict of an optimizer of the unwrapped model to names.
+
+    ``optimizer``: to load into. If it converts its state, the result is converted.
 
     Raises:
         ModelMismatchError: ``saved`` is not an optimizer's state dict, or it numbers parameters and
@@ -533,27 +513,35 @@ def convert_numbers_to_names(
         )
     params = [list(group["params"]) for group in saved_groups]
     kinds = {type(one) for one in [*state, *(one for own in params for one in own)]}
-    if kinds <= {str}:
-        return OptimizerState(
-            {name: dict(own) for name, own in state.items()},
-            [(options(g), own) for g, own in zip(saved_groups, params, strict=True)],
-        )
-    if kinds != {int}:
+    if kinds == {int}:
+        groups = members_of_groups(inventory, optimizer)
+        names: Any = _names_of_numbers(saved_groups, inventory, groups, label)
+        unknown = [number for number in state if number not in names]
+        if unknown:
+            raise ModelMismatchError(
+                f"{label}: has state of {format_names(unknown)}, which no group has. Pass an "
+                "unchanged state_dict() of an optimizer."
+            )
+    elif kinds <= {str}:
+        names = {name: name for name in [*state, *(one for own in params for one in own)]}
+    else:
         raise ModelMismatchError(
             f"{label}: parameters must be either all names or all numbers, got both or others"
         )
-    names = _names_of_numbers(saved_groups, inventory, groups, label)
-    unknown = [number for number in state if number not in names]
-    if unknown:
-        raise ModelMismatchError(
-            f"{label}: has state of {format_names(unknown)}, which no group has. Pass an unchanged "
-            "state_dict() of an optimizer."
-        )
+    by_name: dict[str, dict[str, Any]] = {names[one]: dict(own) for one, own in state.items()}
+    saver = state_converter_of(optimizer)
+    if saver is not None:
+        by_name = convert_state_to_load(saver, by_name, inventory, label)
+    else:  # 0-d tensors such as ``step`` stay plain values
+        for own in by_name.values():
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    own[key] = as_readable(value)
     return OptimizerState(
-        {names[number]: dict(own) for number, own in state.items()},
+        by_name,
         [
-            (options(g), [names[number] for number in own])
-            for g, own in zip(saved_groups, params, strict=True)
+            (options(group), [names[one] for one in own])
+            for group, own in zip(saved_groups, params, strict=True)
         ],
     )
 
@@ -573,7 +561,12 @@ def _names_of_numbers(
         for number, own in enumerate(groups):
             # The order inside flattened vectors and stacks is fixed. Only parameters that are
             # sharded separately show in which order the user put them into the group.
-            single = [place[shard] for shard in own if shard.numel == _numel_of_holder(shard)]
+            # Their layout, without padding or stacking, has no other elements.
+            single = [
+                place[shard]
+                for shard in own
+                if shard.layout is None or shard.numel == shard.layout.numel
+            ]
             if single != sorted(single):
                 raise ModelMismatchError(
                     f"{label}: has numbered parameters, but those of group {number} of the "
@@ -593,8 +586,3 @@ def _names_of_numbers(
         for group, own in zip(saved_groups, ordered, strict=True)
         for number, shard in zip(group["params"], own, strict=True)
     }
-
-
-def _numel_of_holder(shard: ParameterShard) -> int:
-    """Number of elements of all parameters that share the holder, without padding or stacking."""
-    return shard.numel if shard.layout is None else shard.layout.numel

@@ -24,7 +24,8 @@ from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
 from ..sharding.attributes import flattened_in
 from ..sharding.state import unit_of, units_in
 from ..sharding.user_checks import require_values
-from .inventory import CPU, Inventory, ParameterShard, ReplicatedBuffer, gather_members, parts_of
+from ..tree import tensors_in
+from .inventory import CPU, Entry, Inventory, ParameterShard, gather_members
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor, is_dense
 
@@ -116,23 +117,14 @@ class PlaceholderTensor(torch.Tensor):
 
 
 def _need_values(given: Any, func: Any) -> Any:
-    for each in _find_placeholders(given):
-        each.uses.values_needed = True
+    for each in tensors_in(given):
+        if isinstance(each, PlaceholderTensor):
+            each.uses.values_needed = True
     raise ValuesNeededError(
         f"{func} needs the values of a placeholder tensor, which has none. The placeholder was "
         "kept after the state_dict() or load_state_dict() in which it was used: keep no tensors "
         "of a state dict in hooks."
     )
-
-
-def _find_placeholders(value: Any) -> Iterable[PlaceholderTensor]:
-    if isinstance(value, PlaceholderTensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _find_placeholders(each)
-    elif isinstance(value, dict):
-        yield from _find_placeholders(list(value.values()))
 
 
 _HOOKS = (
@@ -141,9 +133,6 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-
-# A parameter or buffer, each of which has an entry in a state dict.
-Entry = ParameterShard | ReplicatedBuffer
 
 
 @dataclass(frozen=True)
@@ -213,40 +202,36 @@ def capture_loaded_values(
         Exception: any exception of hooks and the module's own methods; :class:`OtherRankError` on
             the other ranks.
     """
-    found: list[Mapping[str, Any] | None] = []
-    offered: list[CapturedLoad] = []
 
-    def try_with_placeholders() -> bool:
-        found.append(given())
-        if found[0] is None:
-            return False
-        uses = Uses()
+    def try_with_placeholders() -> tuple[Any, bool]:
+        state, uses = given(), Uses()
+        captured: CapturedLoad | None = None
+        if state is None:
+            return (None, None), False
         inputs = _inputs(
-            _checked(found[0], label),
-            lambda one: PlaceholderTensor(one, uses, one.shape, one.dtype),
+            _checked(state, label), lambda one: PlaceholderTensor(one, uses, one.shape, one.dtype)
         )
         try:
-            offered.append(
-                _load(model, inventory, _make_placeholders(inventory, uses), inputs, uses, label)
-            )
+            values = _make_placeholders(inventory, uses)
+            captured = _load(model, inventory, values, inputs, uses, label)
         except Exception:
             if not uses.values_needed:
                 raise
-        return uses.values_needed
+        return (state, captured), uses.values_needed
 
-    needing = exchange.run_and_gather(doing, try_with_placeholders)
+    (state, captured), needing = exchange.run(doing, try_with_placeholders)
     if not any(needing):
-        return offered[0] if offered else None
+        return captured
     require_values(
         units_in(model), f"a hook that computes with parameters, while loading {label}, was called"
     )
-    values = full_values(inventory, CPU if needing[exchange.rank] else None)
+    needed = needing[exchange.rank]
+    values = full_values(inventory, CPU if needed else None)
 
     def load_full() -> CapturedLoad | None:
-        if not needing[exchange.rank]:
-            return offered[0] if offered else None
-        assert found[0] is not None
-        inputs = _inputs(found[0], ReadableTensor.read_full)
+        if state is None or not needed:
+            return captured
+        inputs = _inputs(state, ReadableTensor.read_full)
         return _load(model, inventory, values, inputs, Uses(), label)
 
     return exchange.run_on_each_rank(doing, load_full)
@@ -258,31 +243,20 @@ def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, to
     Call it on every rank. Ranks that pass ``None`` for ``to`` get an empty dict.
     """
     values: dict[Entry, torch.Tensor] = {}
-    for part in parts_of(inventory):
-        full = gather_members(part, part.holder, to)
-        values.update(zip(part.members, full or (), strict=full is not None))
+    for members in inventory.parts():
+        full = gather_members(members, members[0].holder, to)
+        values.update(zip(members, full or (), strict=full is not None))
     if to is not None:
-        values.update((buffer, copied_buffer(buffer, to)) for buffer in inventory.buffers)
+        values.update((buffer, buffer.copy_to(to)) for buffer in inventory.buffers)
     return values
-
-
-def copied_buffer(buffer: ReplicatedBuffer, to: torch.device) -> torch.Tensor:
-    """A copy of the buffer's value on the device ``to``."""
-    value = buffer.value()
-    return value.clone() if to == CPU else value.to(to)
 
 
 def _make_placeholders(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Tensor]:
     """A :class:`PlaceholderTensor` for each parameter and persistent buffer."""
     return {
         entry: PlaceholderTensor(entry, uses, entry.shape, entry.dtype)
-        for entry in entries_of(inventory)
+        for entry in inventory.entries()
     }
-
-
-def entries_of(inventory: Inventory) -> tuple[Entry, ...]:
-    """All parameters and buffers, which are the entries of a state dict except extra state."""
-    return (*inventory.parameters, *inventory.buffers)
 
 
 def _checked(given: Any, label: str) -> Mapping[str, Any]:
@@ -332,7 +306,7 @@ def _load(
     found: dict[str, Any] = {}
     untouched: set[str] = set()
     seen: dict[int, ReadableTensor] = {}
-    for entry in entries_of(inventory):
+    for entry in inventory.entries():
         offered = {name: held[name] for name in entry.names if name in held}
         if all(isinstance(value, PlaceholderTensor) for value in offered.values()):
             # A tied parameter was overwritten once for each of its names in the state dict.
@@ -375,7 +349,7 @@ def _reported(
     """
     absent = set(getattr(reported, "missing_keys", untouched))
     missing = []
-    for entry in entries_of(inventory):
+    for entry in inventory.entries():
         if absent.issuperset(entry.names):
             missing.append(entry.name)
         absent.difference_update(entry.names)

@@ -1,4 +1,9 @@
-"""``save_checkpoint``: saves a checkpoint and returns when it is complete."""
+"""``save_checkpoint``, which returns when a checkpoint is complete, and ``AsyncCheckpointer``.
+
+Every rank writes one file into a partial folder. When all files are durable, rank 0 writes the
+manifest and renames the folder, which makes it a checkpoint. A failure before that leaves earlier
+checkpoints unchanged; the next save removes the partial folder.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -29,13 +34,18 @@ from ..consolidate.format.rank_file import FileRecord, write_file
 from ..consolidate.format.store import Store, join, open_store, read, write
 from ..consolidate.format.strict import read_json, write_json
 from .contents import Contents, list_contents
-from .rank_exchange import RankExchange, describe
+from .rank_exchange import RankExchange, describe_error, wait_until
 
-# Longest time, in seconds, until a file that one host wrote is visible on another host.
-_VISIBLE_SECONDS = 30.0
 _STARTED_FILE = "begun"
 # Maximum number of concurrent requests of rank 0 to the store.
-MAX_CONCURRENT_REQUESTS = 32
+_MAX_CONCURRENT_REQUESTS = 32
+# Longest time, in seconds, between two checks for the files of other ranks.
+_LONGEST_WAIT = 0.5
+# Seconds that rank 0 waits for the other ranks' files after its main thread has ended.
+_SECONDS_AFTER_EXIT = 120.0
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,15 @@ class Request:
     path: str
     step: int
     keep_last: int | None
+
+    @classmethod
+    def agree(
+        cls, exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
+    ) -> Request:
+        """Validates the arguments on all ranks."""
+        return exchange.run_on_each_rank(
+            "save with these arguments", lambda: cls(os.fsdecode(path), step, keep_last)
+        )
 
     def __post_init__(self) -> None:
         if isinstance(self.step, bool) or not isinstance(self.step, int):
@@ -56,29 +75,185 @@ class Request:
             raise ValueError(f"keep_last must be an int of at least 1, or None, got {kept!r}")
 
 
+def save_checkpoint(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    step: int,
+    extra: Any = None,
+    keep_last: int | None = None,
+) -> str:
+    """Saves a checkpoint into a new folder ``step-XXXXXXXX`` in ``path``. Call it on every rank.
+
+    Each rank writes its shards. The checkpoint can be loaded by any number of ranks and with any
+    wrapping of the model (:func:`load_checkpoint`), and converted into one file
+    (``python -m xla_fsdp.consolidate``). The folder appears only when the checkpoint is complete: a
+    save that fails or is killed leaves all earlier checkpoints unchanged. Host memory: one tensor
+    at a time.
+
+    Args:
+        path: a folder that all ranks share: local, mounted, or a URL of fsspec (``gs://...``).
+        model: a module, wrapped in any way or not wrapped.
+        optimizer: a torch optimizer of ``model.parameters()``. Its state must be tensors of the
+            parameter's shape and plain values.
+        scheduler: any object with a ``state_dict()`` of plain values.
+        step: number of the training step, at least 0. A checkpoint of the same step is replaced.
+        extra: a value made of None, numbers, strings, bytes, lists, tuples, dicts and small tensors
+            (up to 1 MiB each). The value of rank 0 is saved.
+        keep_last: number of steps to keep. Rank 0 removes older ones after the save, while the
+            other ranks continue. Steps after this one are not removed. ``None`` keeps all.
+
+    Returns:
+        The path of the checkpoint's folder.
+
+    Raises:
+        TypeError, ValueError, UnsupportedValueError: an argument cannot be saved.
+        OutputError: no space, no permission, or an I/O error.
+        SharedStorageError: the ranks do not see each other's files.
+        ModelMismatchError: the ranks save different models, optimizers or steps.
+        OtherRankError: another rank failed. If one rank raises, all ranks do.
+    """
+    exchange = RankExchange()
+    with synced_device() as random:
+        request = Request.agree(exchange, path, step, keep_last)
+        incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
+        try:
+            written = exchange.run_and_gather("write its file", incomplete.write)
+            saved = exchange.run_on_first_rank(
+                "complete the checkpoint", lambda: incomplete.commit(written)
+            )
+        except Exception:
+            incomplete.remove_on_failure(exchange)
+            raise
+    if exchange.rank == 0:  # the other ranks continue training
+        incomplete.remove_old_checkpoints()
+    return saved
+
+
+class AsyncCheckpointer:
+    """Saves as :func:`save_checkpoint` does, but blocks training only for the copy to the host.
+
+    On each rank, a thread writes the rank's file. The thread of rank 0 completes the checkpoint
+    when all files are written. Ranks report to rank 0 through small files, not through collectives,
+    so the devices continue training. Only one save runs at a time: the next ``save`` waits for the
+    previous one. An error is raised on all ranks by the next call of a method. Call all methods on
+    every rank. As a context manager, it waits for the last save at the end::
+
+        with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
+            for step in range(1, steps + 1):
+                ...
+                if step % 1000 == 0:
+                    checkpointer.save(model, optimizer, scheduler, step=step)
+
+    Host memory: a copy of the rank's shards and buffers, until they are written.
+
+    Args:
+        path, keep_last: see :func:`save_checkpoint`.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, keep_last: int | None = None) -> None:
+        self.path = path
+        self.keep_last = keep_last
+        self._running: RunningSave | None = None
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        step: int,
+        extra: Any = None,
+    ) -> None:
+        """Starts a save and returns when all values are copied to the host.
+
+        Training may change the model after that. The arguments are those of
+        :func:`save_checkpoint`.
+
+        Raises:
+            CheckpointError: the previous save failed, and this one was not started; or this one
+                cannot start, see :func:`save_checkpoint`.
+        """
+        with synced_device() as random:
+            self.wait()
+            exchange = RankExchange()
+            request = Request.agree(exchange, self.path, step, self.keep_last)
+            incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
+            try:
+                contents = exchange.run_on_each_rank(
+                    "copy to the host", incomplete.contents.on_host
+                )
+            except Exception:
+                incomplete.remove_on_failure(exchange)
+                raise
+        self._running = RunningSave(replace(incomplete, contents=contents), exchange)
+
+    def wait(self) -> str | None:
+        """Waits until the running save is complete and returns the path of its checkpoint.
+
+        Returns ``None`` if no save is running.
+
+        Raises:
+            CheckpointError: the checkpoint could not be saved. Earlier checkpoints are unchanged.
+        """
+        running, self._running = self._running, None
+        # Also without a running save: a resumed run has none at first, and must act the same.
+        with synced_device():
+            path = None if running is None else running.finish()
+        if running is not None:
+            running.wait_for_removal()  # rank 0 waits here, the other ranks do not
+        return path
+
+    def close(self) -> None:
+        """Same as :meth:`wait`, so that the object can be closed like a file."""
+        self.wait()
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None:
+            self.wait()
+        # After an exception, other ranks may not reach a barrier. The thread ends on its own.
+
+
 @dataclass(frozen=True)
 class IncompleteSave:
-    """An incomplete save.
+    """A save that is not complete yet.
 
     Attributes:
-        folder: path of the complete checkpoint.
-        partial: folder for files that are not part of the checkpoint. In a store that can rename
-            folders, it also has the files of the checkpoint until the save is complete.
-        display_path: ``folder`` as the user would write it, for messages.
+        root: the folder of all checkpoints, in the store. The user wrote it as ``path``.
+        place: step and version of this one.
         locks: on rank 0, the lock of the partial folder. While it exists, other saves see that
             this one is running.
     """
 
     store: Store
     root: str
+    path: str
     place: folders.CheckpointFolder
-    folder: str
-    partial: str
-    display_path: str
     contents: Contents
     rank: int
     keep_last: int | None
     locks: Sequence[object] = ()
+
+    @property
+    def folder(self) -> str:
+        """Path of the complete checkpoint."""
+        return join(self.root, self.place.name)
+
+    @property
+    def display_path(self) -> str:
+        """:attr:`folder` as the user would write it, for messages."""
+        return join(self.path.rstrip("/") or "/", self.place.name)
+
+    @property
+    def partial(self) -> str:
+        """The folder for files that are not part of the checkpoint. In a store that can rename
+        folders, it also has the files of the checkpoint until the save is complete."""
+        return join(self.root, self.place.partial_name(self.contents.manifest.save_id))
 
     @property
     def data(self) -> str:
@@ -88,21 +263,28 @@ class IncompleteSave:
     def file(self, rank: int) -> str:
         return join(self.data, manifest.file_name(rank, self.contents.manifest.world_size))
 
-    def write(self) -> FileRecord:
-        """Writes this rank's file. The file is durable when this returns."""
+    def write(self) -> dict[str, Any]:
+        """Writes this rank's file. Returns its :class:`FileRecord` as a JSON object.
+
+        The file is durable when this returns.
+        """
         record = write_file(
             self.store, self.file(self.rank), self.contents.items, self.contents.metadata(self.rank)
         )
         self.store.sync_folder(self.data)
-        return record
+        return asdict(record)
 
-    def commit(self, records: Sequence[FileRecord]) -> str:
+    def commit(self, written: Sequence[dict[str, Any]]) -> str:
         """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
 
         :meth:`remove_old_checkpoints` later removes the checkpoints that this one replaces.
+
+        Args:
+            written: the result of :meth:`write` of each rank.
         """
+        records = [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
         # A request to an object store takes long, and there may be thousands of files.
-        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
+        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
             list(pool.map(self._await_file, range(len(records)), records))
         complete = replace(self.contents.manifest, files=tuple(records))
         write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(complete))
@@ -189,31 +371,32 @@ def begin_save(
         CheckpointError, TypeError, ValueError: a value cannot be saved, or the path is not usable.
         SharedStorageError: a rank does not see the folder that rank 0 made.
     """
-    opened: list[tuple[Store, str]] = []
 
-    def describe() -> Contents:
-        opened.append(open_store(request.path))
-        return list_contents(model, optimizer, scheduler, request.step, extra, random)
+    def describe() -> tuple[tuple[Store, str], Contents]:
+        opened = open_store(request.path)
+        return opened, list_contents(model, optimizer, scheduler, request.step, extra, random)
 
-    contents = agree_on_contents(exchange, describe)
-    return create_folder(exchange, request, opened[0], contents)
+    opened, contents = agree_on_contents(exchange, describe)
+    return create_folder(exchange, request, opened, contents)
 
 
-def agree_on_contents(exchange: RankExchange, describe: Callable[[], Contents]) -> Contents:
-    """Returns the contents of this rank's file, after a check that they match those of other ranks.
+def agree_on_contents(
+    exchange: RankExchange, describe: Callable[[], tuple[T, Contents]]
+) -> tuple[T, Contents]:
+    """Returns the result of ``describe()``, after a check that its contents of this rank's file
+    match those of other ranks.
 
     Raises:
         UnsupportedValueError, ModelMismatchError: the ranks have different models, optimizers,
             steps or single values of optimizer state.
         CheckpointError, TypeError, ValueError: a value cannot be saved.
     """
-    contents: list[Contents] = []
 
-    def own() -> list[str]:
-        contents.append(describe())
-        return contents[0].agreement()
+    def own() -> tuple[tuple[T, Contents], list[str]]:
+        described = describe()
+        return described, described[1].agreement()
 
-    agreements = exchange.run_and_gather("describe what to save", own)
+    described, agreements = exchange.run("describe what to save", own)
     for rank, agreement in enumerate(agreements):
         if agreement[0] == agreements[0][0] and agreement != agreements[0]:
             raise UnsupportedValueError(
@@ -226,7 +409,7 @@ def agree_on_contents(exchange: RankExchange, describe: Callable[[], Contents]) 
                 f"rank {rank} and rank 0 save different models, optimizers or steps. Call this on "
                 "all ranks with the same model, optimizer and step."
             )
-    return contents[0]
+    return described
 
 
 def create_folder(
@@ -237,31 +420,42 @@ def create_folder(
     Raises as :func:`begin_save`.
     """
     store, root = opened
-    locks: list[object] = []
 
-    def prepare() -> list:
+    def prepare() -> tuple[list[object], Any]:
+        if exchange.rank:
+            return [], None
         save_id, version = _prepare(store, root, request.step)
         name = folders.CheckpointFolder(request.step, version).partial_name(save_id)
-        locks.append(store.hold_lock(join(root, name)))
-        return [save_id, version]
+        return [store.hold_lock(join(root, name))], [save_id, version]
 
-    save_id, version = exchange.run_on_first_rank("prepare the folder", prepare)
-    where = folders.CheckpointFolder(request.step, version)
-    known = replace(contents.manifest, save_id=save_id)
+    locks, prepared = exchange.run("prepare the folder", prepare)
+    save_id, version = prepared[0]
     incomplete = IncompleteSave(
         store=store,
         root=root,
-        place=where,
-        folder=join(root, where.name),
-        partial=join(root, where.partial_name(save_id)),
-        display_path=join(request.path.rstrip("/") or "/", where.name),
-        contents=replace(contents, manifest=known),
+        path=request.path,
+        place=folders.CheckpointFolder(request.step, version),
+        contents=replace(contents, manifest=replace(contents.manifest, save_id=save_id)),
         rank=exchange.rank,
         keep_last=request.keep_last,
         locks=locks,
     )
+
+    def seen() -> bool:
+        if store.renames:
+            return store.is_folder(incomplete.partial)
+        return _STARTED_FILE in store.list(incomplete.partial)
+
+    def require_shared() -> None:
+        if not wait_until(seen):
+            raise SharedStorageError(
+                f"{root}: this rank does not see the folder that rank 0 made there. Save to a file "
+                "system or object store that all hosts share, or gather the model on rank 0 with "
+                "full_state_dict()."
+            )
+
     try:
-        exchange.run_and_gather("see rank 0's folder", lambda: _raise_if_not_shared(incomplete))
+        exchange.run_and_gather("see rank 0's folder", require_shared)
     except Exception:
         incomplete.remove_on_failure(exchange)
         raise
@@ -292,201 +486,6 @@ def _prepare(store: Store, root: str, step: int) -> list:
     return [save_id, place.version]
 
 
-def _raise_if_not_shared(incomplete: IncompleteSave) -> None:
-    def seen() -> bool:
-        if incomplete.store.renames:
-            return incomplete.store.is_folder(incomplete.partial)
-        return _STARTED_FILE in incomplete.store.list(incomplete.partial)
-
-    if not wait_until(seen):
-        raise SharedStorageError(
-            f"{incomplete.root}: this rank does not see the folder that rank 0 made there. Save to "
-            "a file system or object store that all hosts share, or gather the model on rank 0 "
-            "with full_state_dict()."
-        )
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    """Waits up to 30 s until ``condition()`` is true, and returns whether it is.
-
-    On network file systems, a file becomes visible on other hosts with a delay.
-    """
-    deadline = time.monotonic() + _VISIBLE_SECONDS
-    wait = 0.01
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(wait)
-        wait = min(2 * wait, 1.0)
-    return True
-
-
-def save_checkpoint(
-    path: str | os.PathLike,
-    model: nn.Module,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    *,
-    step: int,
-    extra: Any = None,
-    keep_last: int | None = None,
-) -> str:
-    """Saves a checkpoint into a new folder ``step-XXXXXXXX`` in ``path``. Call it on every rank.
-
-    Each rank writes its shards. The checkpoint can be loaded by any number of ranks and with any
-    wrapping of the model (:func:`load_checkpoint`), and converted into one file
-    (``python -m xla_fsdp.consolidate``). The folder appears only when the checkpoint is complete: a
-    save that fails or is killed leaves all earlier checkpoints unchanged. Host memory: one tensor
-    at a time.
-
-    Args:
-        path: a folder that all ranks share: local, mounted, or a URL of fsspec (``gs://...``).
-        model: a module, wrapped in any way or not wrapped.
-        optimizer: a torch optimizer of ``model.parameters()``. Its state must be tensors of the
-            parameter's shape and plain values.
-        scheduler: any object with a ``state_dict()`` of plain values.
-        step: number of the training step, at least 0. A checkpoint of the same step is replaced.
-        extra: a value made of None, numbers, strings, bytes, lists, tuples, dicts and small tensors
-            (up to 1 MiB each). The value of rank 0 is saved.
-        keep_last: number of steps to keep. Rank 0 removes older ones after the save, while the
-            other ranks continue. Steps after this one are not removed. ``None`` keeps all.
-
-    Returns:
-        The path of the checkpoint's folder.
-
-    Raises:
-        TypeError, ValueError, UnsupportedValueError: an argument cannot be saved.
-        OutputError: no space, no permission, or an I/O error.
-        SharedStorageError: the ranks do not see each other's files.
-        ModelMismatchError: the ranks save different models, optimizers or steps.
-        OtherRankError: another rank failed. If one rank raises, all ranks do.
-    """
-    exchange = RankExchange()
-    with synced_device() as random:
-        request = validate_request(exchange, path, step, keep_last)
-        incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
-        try:
-            written = exchange.run_and_gather("write its file", lambda: asdict(incomplete.write()))
-            saved = exchange.run_on_first_rank(
-                "complete the checkpoint", lambda: incomplete.commit(records(written))
-            )
-        except Exception:
-            incomplete.remove_on_failure(exchange)
-            raise
-    if exchange.rank == 0:  # the other ranks continue training
-        incomplete.remove_old_checkpoints()
-    return saved
-
-
-def validate_request(
-    exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
-) -> Request:
-    """Validates the arguments on all ranks."""
-    return exchange.run_on_each_rank(
-        "save with these arguments", lambda: Request(os.fsdecode(path), step, keep_last)
-    )
-
-
-def records(written: list[dict[str, Any]]) -> list[FileRecord]:
-    """The file records of all ranks, from the values that they sent as JSON."""
-    return [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
-
-
-# Longest time, in seconds, between two checks for the files of other ranks.
-_LONGEST_WAIT = 0.5
-# Seconds after which rank 0 must see the files that the other ranks have written.
-_SECONDS_AFTER_WRITTEN = 30.0
-# Seconds that rank 0 waits for the other ranks' files after its main thread has ended.
-_SECONDS_AFTER_EXIT = 120.0
-
-
-class AsyncCheckpointer:
-    """Saves as :func:`save_checkpoint` does, but blocks training only for the copy to the host.
-
-    On each rank, a thread writes the rank's file. The thread of rank 0 completes the checkpoint
-    when all files are written. Ranks report to rank 0 through small files, not through collectives,
-    so the devices continue training. Only one save runs at a time: the next ``save`` waits for the
-    previous one. An error is raised on all ranks by the next call of a method. Call all methods on
-    every rank. As a context manager, it waits for the last save at the end::
-
-        with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
-            for step in range(1, steps + 1):
-                ...
-                if step % 1000 == 0:
-                    checkpointer.save(model, optimizer, scheduler, step=step)
-
-    Host memory: a copy of the rank's shards and buffers, until they are written.
-
-    Args:
-        path, keep_last: see :func:`save_checkpoint`.
-    """
-
-    def __init__(self, path: str | os.PathLike, *, keep_last: int | None = None) -> None:
-        self.path = path
-        self.keep_last = keep_last
-        self._running: RunningSave | None = None
-
-    def save(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        *,
-        step: int,
-        extra: Any = None,
-    ) -> None:
-        """Starts a save and returns when all values are copied to the host.
-
-        Training may change the model after that. The arguments are those of
-        :func:`save_checkpoint`.
-
-        Raises:
-            CheckpointError: the previous save failed, and this one was not started; or this one
-                cannot start, see :func:`save_checkpoint`.
-        """
-        with synced_device() as random:
-            self.wait()
-            exchange = RankExchange()
-            request = validate_request(exchange, self.path, step, self.keep_last)
-            incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
-            try:
-                contents = exchange.run_on_each_rank(
-                    "copy to the host", incomplete.contents.on_host
-                )
-            except Exception:
-                incomplete.remove_on_failure(exchange)
-                raise
-        self._running = RunningSave(replace(incomplete, contents=contents), exchange)
-
-    def wait(self) -> str | None:
-        """Waits until the running save is complete and returns the path of its checkpoint.
-
-        Returns ``None`` if no save is running.
-
-        Raises:
-            CheckpointError: the checkpoint could not be saved. Earlier checkpoints are unchanged.
-        """
-        running, self._running = self._running, None
-        # Also without a running save: a resumed run has none at first, and must act the same.
-        with synced_device():
-            path = None if running is None else running.finish()
-        if running is not None:
-            running.wait_for_removal()  # rank 0 waits here, the other ranks do not
-        return path
-
-    def close(self) -> None:
-        """Same as :meth:`wait`, so that the object can be closed like a file."""
-        self.wait()
-
-    def __enter__(self) -> AsyncCheckpointer:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if kind is None:
-            self.wait()
-        # After an exception, other ranks may not reach a barrier. The thread ends on its own.
-
-
 class RunningSave:
     """A save that is running on this rank.
 
@@ -496,13 +495,11 @@ class RunningSave:
     def __init__(self, incomplete: IncompleteSave, exchange: RankExchange) -> None:
         self.incomplete = incomplete
         self.exchange = exchange
-        self._error: Exception | None = None
-        self._path: str | None = None
-        self._written = threading.Event()
+        self._written: Future[dict[str, Any]] = Future()
+        # On rank 0 the path, when the checkpoint is complete. Old ones may still be removed then.
+        self._completed: Future[str | None] = Future()
+        self._records: list[dict[str, Any]] | None = None  # of all ranks, in :meth:`finish`
         self._cancelled = threading.Event()
-        self._all_wrote = threading.Event()
-        # Set when the save is complete or has failed. Rank 0 may still be removing old checkpoints.
-        self._finished = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
             name=f"xla_fsdp checkpoint, rank {incomplete.rank}",
@@ -512,27 +509,18 @@ class RunningSave:
 
     def finish(self) -> str:
         """Waits for all ranks and returns the path; raises on every rank if one of them failed."""
-        self._written.wait()
         try:
-            self.exchange.run_and_gather("write its file", self._raise)
-            self._all_wrote.set()
-            self._finished.wait()
-            self._path = self.exchange.run_on_first_rank("complete the checkpoint", self._result)
+            self._records = self.exchange.run_and_gather("write its file", self._written.result)
+            path: str = self.exchange.run_on_first_rank(
+                "complete the checkpoint", self._completed.result
+            )
         except Exception:
             self._cancelled.set()
             self._thread.join()
             self.exchange.gather_values("stop writing", None)
             self.incomplete.remove_on_failure(self.exchange)
             raise
-        return self._path
-
-    def _result(self) -> str | None:
-        self._raise()
-        return self._path
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        return path
 
     def wait_for_removal(self) -> None:
         """Waits until the checkpoints that this one replaces are removed."""
@@ -540,58 +528,46 @@ class RunningSave:
 
     def is_finished(self) -> bool:
         """Whether this rank has finished, so that :meth:`finish` does not wait for it."""
-        return self._finished.is_set()
+        return self._completed.done()
 
     def _run(self) -> None:
         try:
             record = self._write()
-            if self.incomplete.rank == 0:
-                self._path = self._complete(record)
+            path = self._complete(record) if self.incomplete.rank == 0 else None
         except Exception as error:
-            self._fail(error)
-        finally:
-            self._finished.set()
-        if self.incomplete.rank == 0 and self._error is None and self._path is not None:
-            self.incomplete.remove_old_checkpoints()
+            # This may fail too (disk full). Then the next call on this rank reports it to all.
+            with contextlib.suppress(CheckpointError):
+                self._announce("failed", describe_error(error))
+            self._completed.set_exception(error)
+        else:
+            self._completed.set_result(path)
+            if path is not None:
+                self.incomplete.remove_old_checkpoints()
         # Frees the copies on the host.
         self.incomplete = replace(
             self.incomplete, contents=replace(self.incomplete.contents, items=[])
         )
 
-    def _write(self) -> FileRecord:
+    def _write(self) -> dict[str, Any]:
         try:
             record = self.incomplete.write()
-            self._announce("record", asdict(record))
+            self._announce("record", record)
         except Exception as error:
-            self._error = error  # set before `_written`, which other threads wait for
+            self._written.set_exception(error)
             raise
-        finally:
-            self._written.set()
+        self._written.set_result(record)
         return record
 
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        # This may fail too (disk full). Then the next call on this rank reports the error to all.
-        with contextlib.suppress(CheckpointError):
-            self._announce("failed", describe(error))
-
-    def _complete(self, own: FileRecord) -> str | None:
+    def _complete(self, own: dict[str, Any]) -> str | None:
         """On rank 0: waits for the files of all ranks, then completes the checkpoint."""
-        found: dict[int, dict[str, Any]] = {0: asdict(own)}
-        wait, alone_since, wrote_since = 0.01, None, None
-        while len(found) < self.exchange.size:
+        found: dict[int, dict[str, Any]] = {0: own}
+        wait = 0.01
+        alone_since: float | None = None
+        while self._records is None and len(found) < self.exchange.size:
             if self._cancelled.wait(wait):
                 return None
             wait = min(2 * wait, _LONGEST_WAIT)
             self._collect(found)
-            if self._all_wrote.is_set():  # all files exist, and should become visible soon
-                wrote_since = wrote_since or time.monotonic()
-                late = time.monotonic() > wrote_since + _SECONDS_AFTER_WRITTEN
-                if len(found) < self.exchange.size and late:
-                    raise SharedStorageError(
-                        f"{self.incomplete.partial}: other ranks wrote files there that rank 0 "
-                        "does not see. Save to a file system or object store that all hosts share."
-                    )
             if not threading.main_thread().is_alive():  # `finish` will not be called any more
                 alone_since = alone_since or time.monotonic()
                 if time.monotonic() > alone_since + _SECONDS_AFTER_EXIT:
@@ -599,50 +575,40 @@ class RunningSave:
                         "the program ended before all ranks wrote their files. Call wait() or "
                         "close() before the program ends."
                     )
-        self._remove_announcements()
-        return self.incomplete.commit(records([found[rank] for rank in range(self.exchange.size)]))
+        records = self._records or [found[rank] for rank in range(self.exchange.size)]
+        paths = [self._announcement(rank, "record") for rank in range(1, self.exchange.size)]
+        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
+            list(pool.map(self.incomplete.store.remove, paths))
+        return self.incomplete.commit(records)
 
     def _collect(self, found: dict[int, dict[str, Any]]) -> None:
-        store, folder = self.incomplete.store, self.incomplete.partial
-        names = set(store.list(folder))
+        """Reads the new announcements of other ranks."""
+        store = self.incomplete.store
+        names = set(store.list(self.incomplete.partial))
         new = [rank for rank in range(self.exchange.size) if rank not in found]
+
+        def content(rank: int, kind: str) -> Any:
+            path = self._announcement(rank, kind)
+            return read_json(read(store, path, 0, store.size(path)), path)[0]
+
         for rank in new:
-            name = _announcement(rank, "failed")
-            if name in names:
-                reason = _read_when_complete(store, join(folder, name))
+            if self._announcement(rank, "failed").rpartition("/")[2] in names:
+                reason = content(rank, "failed")
                 raise OtherRankError(f"rank {rank} could not write its file: {reason}")
-        there = [rank for rank in new if _announcement(rank, "record") in names]
-        paths = [join(folder, _announcement(rank, "record")) for rank in there]
-        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
-            read_records = pool.map(lambda path: _read_when_complete(store, path), paths)
-            found.update(zip(there, read_records, strict=True))
+        there = [r for r in new if self._announcement(r, "record").rpartition("/")[2] in names]
+        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
+            records = pool.map(lambda rank: content(rank, "record"), there)
+            found.update(zip(there, records, strict=True))
 
     def _announce(self, kind: str, value: Any) -> None:
         if self.incomplete.rank == 0 or self.exchange.size == 1:
             return
-        path = join(self.incomplete.partial, _announcement(self.incomplete.rank, kind))
-        write(self.incomplete.store, path, write_json([value]))
+        store, path = self.incomplete.store, self._announcement(self.incomplete.rank, kind)
+        written = f"{path}.new" if store.renames else path
+        write(store, written, write_json([value]))
+        if store.renames:  # so that the file is never visible before its content is
+            store.rename(written, path)
 
-    def _remove_announcements(self) -> None:
-        store = self.incomplete.store
-        ranks = range(1, self.exchange.size)
-        paths = [join(self.incomplete.partial, _announcement(rank, "record")) for rank in ranks]
-        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
-            list(pool.map(store.remove, paths))
-
-
-def _announcement(rank: int, kind: str) -> str:
-    return f"rank-{rank:05d}.{kind}"
-
-
-def _read_when_complete(store: Store, path: str) -> Any:
-    """The content of an announcement file. The file may be visible before its content is."""
-    for _ in range(100):
-        data = read(store, path, 0, store.size(path))
-        if data.endswith(b"]"):
-            try:
-                return read_json(data, "announcement")[0]
-            except CheckpointError:
-                pass
-        time.sleep(0.05)
-    raise OtherRankError(f"{path}: this status file of another rank stays incomplete. Save again.")
+    def _announcement(self, rank: int, kind: str) -> str:
+        """The path of the file by which ``rank`` reports to rank 0."""
+        return join(self.incomplete.partial, f"rank-{rank:05d}.{kind}")
