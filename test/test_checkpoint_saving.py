@@ -119,14 +119,18 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(run_ranks, tmp_pat
 
 def test_one_process_without_a_launch_saves_and_loads(run_script, tmp_path):
     script = """
-import sys, torch, xla_fsdp
+import os, sys, time, torch, xla_fsdp
 model = torch.nn.Linear(3, 2)
 print(xla_fsdp.save_checkpoint(sys.argv[1], model, step=7))
 other = torch.nn.Linear(3, 2)
 print(xla_fsdp.load_checkpoint(sys.argv[1], other).step, torch.equal(model.weight, other.weight))
+fsync = os.fsync
+os.fsync = lambda file: (time.sleep(0.3), fsync(file))  # the program ends before the save
+xla_fsdp.AsyncCheckpointer(sys.argv[1]).save(model, step=8)
 """
     done = run_script(script, tmp_path, env={"PJRT_DEVICE": "CPU"})
     assert done.stdout.split() == [f"{tmp_path}/step-00000007", "7", "True"], done.stderr
+    assert xla_fsdp.latest_checkpoint(tmp_path) == f"{tmp_path}/step-00000008", done.stderr
 
 
 def _own_disk(rank, size, folder):

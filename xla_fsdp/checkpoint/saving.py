@@ -14,8 +14,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
 from torch import nn
@@ -283,9 +284,7 @@ class IncompleteSave:
             written: the result of :meth:`write` of each rank.
         """
         records = [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
-        # A request to an object store takes long, and there may be thousands of files.
-        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
-            list(pool.map(self._await_file, range(len(records)), records))
+        _run_concurrently(self._await_file, list(enumerate(records)))
         complete = replace(self.contents.manifest, files=tuple(records))
         write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(complete))
         self.store.sync_folder(self.data)
@@ -346,6 +345,16 @@ class IncompleteSave:
                 f"{self.display_path} is complete, but an older checkpoint could not be removed: "
                 f"{error}"
             )
+
+
+def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> list[T]:
+    """Calls ``work`` with each of the tuples of ``arguments``, and returns the results.
+
+    A request to an object store takes long, and there may be thousands of files. An executor would
+    not work while the interpreter ends, when the thread of a :class:`RunningSave` still runs.
+    """
+    with ThreadPool(min(_MAX_CONCURRENT_REQUESTS, len(arguments) or 1)) as pool:
+        return pool.starmap(work, arguments, chunksize=1)
 
 
 def _warn(text: str) -> None:
@@ -577,8 +586,7 @@ class RunningSave:
                     )
         records = self._records or [found[rank] for rank in range(self.exchange.size)]
         paths = [self._announcement(rank, "record") for rank in range(1, self.exchange.size)]
-        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
-            list(pool.map(self.incomplete.store.remove, paths))
+        _run_concurrently(self.incomplete.store.remove, [(path,) for path in paths])
         return self.incomplete.commit(records)
 
     def _collect(self, found: dict[int, dict[str, Any]]) -> None:
@@ -596,9 +604,8 @@ class RunningSave:
                 reason = content(rank, "failed")
                 raise OtherRankError(f"rank {rank} could not write its file: {reason}")
         there = [r for r in new if self._announcement(r, "record").rpartition("/")[2] in names]
-        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
-            records = pool.map(lambda rank: content(rank, "record"), there)
-            found.update(zip(there, records, strict=True))
+        records = _run_concurrently(content, [(rank, "record") for rank in there])
+        found.update(zip(there, records, strict=True))
 
     def _announce(self, kind: str, value: Any) -> None:
         if self.incomplete.rank == 0 or self.exchange.size == 1:
