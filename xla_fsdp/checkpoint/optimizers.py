@@ -70,51 +70,52 @@ def describe_optimizer(
     )
     state: dict[str, State] = {}
     tensors: dict[tuple[str, int], OptimizerStateShard] = {}
-    for shard, own in _state_of_members(optimizer, inventory):
+    converts = state_converter_of(optimizer) is not None
+    for shards, own in _state_of_members(optimizer, inventory):
         sharded: dict[str, str] = {}
         single: dict[str, Any] = {}
-        shape = local(shard.holder).shape
+        shape = local(shards[0].holder).shape
         for key, value in own.items():
-            where = f"optimizer state {key!r} of {shard.name!r}"
+            where = f"optimizer state {key!r} of {shards[0].name!r}"
             if not isinstance(key, str) or not key or "/" in key:
                 raise UnsupportedValueError(
                     f"{where}: keys of state must be non-empty strings without a slash"
                 )
             is_tensor = isinstance(value, torch.Tensor)
-            if isinstance(value, LazyState) or (
-                is_tensor and value.shape == shape and key in elementwise
-            ):
+            is_elementwise = is_tensor and value.shape == shape and key in elementwise
+            if isinstance(value, LazyState) or (is_elementwise and not converts):
                 sharded[key] = dtype_name(value.dtype, where)
                 one = tensors.setdefault((key, id(value)), OptimizerStateShard(key, value, []))
-                one.parameters.append(shard)
+                one.parameters.extend(shards)
                 continue
-            if is_tensor and value.numel() != 1 and state_converter_of(optimizer) is None:
+            if is_tensor and value.numel() != 1 and not converts:
                 raise UnsupportedValueError(
                     f"{where} has shape {list(value.shape)}, but the parameter's shard has "
                     f"{list(shape)}. State must have the parameter's shape, or be one value. "
                     "Optimizers whose state depends on the full matrix cannot be resharded: use "
                     "another one."
                 )
-            if state_converter_of(optimizer) is None:
+            if not converts:
                 _refuse_tensors_in(value, where)
             single[key] = {"value": values.encode(value, where)}
             if is_tensor:
                 single[key]["on"] = "host" if value.device.type == "cpu" else "device"
         if own:
-            state[shard.name] = State(sharded, single)
+            state.update((shard.name, State(sharded, single)) for shard in shards)
     return Optimizer(type(optimizer).__name__, groups, state), list(tensors.values())
 
 
 def _state_of_members(
     optimizer: torch.optim.Optimizer, inventory: Inventory
-) -> Iterator[tuple[ParameterShard, Mapping[str, Any]]]:
-    """The state of each parameter of the unsharded model, converted if the optimizer does that."""
+) -> Iterator[tuple[list[ParameterShard], Mapping[str, Any]]]:
+    """State, and the parameters of the unsharded model that it belongs to: those of one holder, or
+    each parameter if the optimizer converts its state."""
     for holder, shards in inventory.by_holder().items():
         converted = convert_state_to_save(optimizer, holder, shards)
         if converted is None:
-            own = local_state(optimizer, holder)
-            converted = [(shard, own) for shard in shards]
-        yield from converted
+            yield shards, local_state(optimizer, holder)
+        for shard, own in converted or ():
+            yield [shard], own
 
 
 def local_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
