@@ -405,23 +405,27 @@ def test_two_jobs_in_one_folder(tmp_path):
 
 
 class Interrupting:
-    """A store in which something happens at the ``at``-th change."""
+    """A store in which something happens before each operation, with its name and path."""
 
     CHANGES = ("create", "make_folder", "rename", "remove", "sync_folder", "write", "close")
+    READS = ("size", "list", "is_folder", "read_into")
 
-    def __init__(self, inner, happen):
-        self._inner = inner
-        self._happen = happen
+    def __init__(self, inner, happen, operations=CHANGES, path=""):
+        self._inner, self._happen = inner, happen
+        self._operations, self._path = operations, path
 
     def __getattr__(self, name):
         value = getattr(self._inner, name)
-        if name not in self.CHANGES:
+        if name not in self._operations:
             return value
 
         def call(*args):
-            self._happen(name)
+            path = self._path or args[0]
+            self._happen(name, path)
             result = value(*args)
-            return Interrupting(result, self._happen) if name == "create" else result
+            if name == "create":
+                return Interrupting(result, self._happen, self._operations, path)
+            return result
 
         return call
 
@@ -432,7 +436,7 @@ def _interrupted(monkeypatch, at, error):
 
     count = []
 
-    def happen(name):
+    def happen(name, path):
         count.append(name)
         if len(count) == at:
             raise error(f"injected at {name}")
@@ -444,7 +448,7 @@ def _interrupted(monkeypatch, at, error):
         return Interrupting(store, happen), folder
 
     def rm_file(self, path):
-        happen("rm_file")
+        happen("rm_file", path)
         return real_rm(self, path)
 
     with monkeypatch.context() as patch:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from test_checkpoint_crash import Boundaries, in_child, kill
+from test_checkpoint_crash import Boundaries, Interrupting, in_child, kill
 
 from xla_fsdp.consolidate.errors import CheckpointNotFoundError, OutputError
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint, latest_checkpoint
@@ -95,41 +95,19 @@ def value_of(path) -> float:
 # --- errors of the n-th operation
 
 
-class Failing:
-    """A store whose ``at``-th operation fails."""
-
-    WRITES = ("create", "make_folder", "rename", "remove", "sync_folder", "write", "close")
-    READS = ("size", "list", "is_folder", "read_into")
-
-    def __init__(self, inner, plan, path=""):
-        self._inner = inner
-        self._plan = plan
-        self._path = path
-
-    def __getattr__(self, name):
-        value = getattr(self._inner, name)
-        if name not in self.WRITES + self.READS:
-            return value
-
-        def call(*args):
-            path = self._path or args[0]
-            if name == "sync_folder" and "step-" not in path:
-                return value(*args)  # of the parent: it may be somebody else's
-            self._plan.count += 1
-            if self._plan.count == self._plan.at:
-                self._plan.hit = name
-                raise OutputError(f"{path}: cannot be written: injected")
-            result = value(*args)
-            return Failing(result, self._plan, path) if name == "create" else result
-
-        return call
-
-
 class Plan:
     """Of one rank: which of its operations fails, and whether it did."""
 
     def __init__(self, at):
         self.at, self.count, self.hit = at, 0, None
+
+    def happen(self, name, path):
+        if name == "sync_folder" and "step-" not in path:
+            return  # of the parent: it may be somebody else's
+        self.count += 1
+        if self.count == self.at:
+            self.hit = name
+            raise OutputError(f"{path}: cannot be written: injected")
 
 
 _plans = {}  # by thread: a rank opens its stores on its own
@@ -142,7 +120,8 @@ def _failing_stores(exchange):
     def opened(path, *args):
         store, folder = open_store(path, *args)
         plan = _plans.get(threading.get_ident())
-        return (store if plan is None else Failing(store, plan)), folder
+        operations = Interrupting.CHANGES + Interrupting.READS
+        return (store if plan is None else Interrupting(store, plan.happen, operations)), folder
 
     def use(plan):
         _plans[threading.get_ident()] = None if plan is ... else plan

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from test_full_optimizer import adamw, asgd
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from wrappings import assert_equal, plain_zoo, stacked, step, zoo
@@ -21,14 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated"),
 ]
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.0)
-
-
-def asgd(parameters):
-    return torch.optim.ASGD(parameters, lr=0.1, t0=1)
 
 
 def trained(make):
