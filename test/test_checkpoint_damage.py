@@ -9,8 +9,11 @@ from pathlib import Path
 import checkpoint_files as files
 import pytest
 import torch
+import torch_xla
 from checkpoint_files import copied, flip, forged, forged_header, take_out
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import load_checkpoint, save_checkpoint
 from xla_fsdp.consolidate.errors import (
     CheckpointError,
     CorruptFileError,
@@ -21,8 +24,11 @@ from xla_fsdp.consolidate.errors import (
     ShardMismatchError,
     UnreadableFileError,
 )
+from xla_fsdp.consolidate.format.local import LocalStore
 from xla_fsdp.consolidate.format.manifest import NAME, file_name
+from xla_fsdp.consolidate.format.rank_file import CheckedFile, Item, write_file
 from xla_fsdp.consolidate.format.reader import RankFile, ShardedCheckpoint, latest_checkpoint
+from xla_fsdp.testing import run_in_ranks
 
 WORLD = 3
 RANK_FILES = [file_name(rank, WORLD) for rank in range(WORLD)]
@@ -30,10 +36,6 @@ RANK_FILES = [file_name(rank, WORLD) for rank in range(WORLD)]
 
 def _trained(seed):
     """A model and an optimizer that has a state."""
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     torch.manual_seed(seed)
     model = FSDP(files.Small())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -46,8 +48,6 @@ def _trained(seed):
 
 
 def _save_twice(rank, root):
-    from xla_fsdp import save_checkpoint
-
     model, optimizer = _trained(seed=1)
     return [save_checkpoint(root, model, optimizer, step=step, extra=step) for step in (5, 6)]
 
@@ -55,8 +55,6 @@ def _save_twice(rank, root):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The folders of two steps of a run, and of step 5 of another run, saved by three ranks."""
-    from xla_fsdp.testing import run_in_ranks
-
     roots = [tmp_path_factory.mktemp(name) for name in ("run", "other")]
     (five, six), (other, _) = (
         map(Path, run_in_ranks(_save_twice, WORLD, str(root))[0]) for root in roots
@@ -105,9 +103,6 @@ def test_a_bit_flipped_anywhere_in_the_manifest(saved, tmp_path):
 
 def test_a_bit_flipped_in_every_chunk_of_a_larger_file(tmp_path):
     """A part is read without the rest: only what is damaged is refused."""
-    from xla_fsdp.consolidate.format.local import LocalStore
-    from xla_fsdp.consolidate.format.rank_file import CheckedFile, Item, write_file
-
     path, chunk = str(tmp_path / "file"), 1 << 20
     value = torch.arange(3 * chunk // 4 + 100, dtype=torch.float32)
     store, item = LocalStore(), Item("x", "F32", tuple(value.shape), lambda: value)
@@ -428,8 +423,6 @@ def _snapshot(model, optimizer):
 
 def _load_all(rank, folders):
     """What loading each of the folders raises, and that it changes nothing."""
-    from xla_fsdp import load_checkpoint
-
     model, optimizer = _trained(seed=2)
     before = _snapshot(model, optimizer)
     outcomes = []

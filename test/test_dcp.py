@@ -14,6 +14,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from wrappings import assert_equal, plain_zoo, stacked, step, zoo
 
+from xla_fsdp import (
+    XlaFullyShardedDataParallel,
+    from_dcp,
+    full_optim_state_dict,
+    full_state_dict,
+    to_dcp,
+)
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.checkpoint import dcp_writing
+from xla_fsdp.checkpoint.dcp_reading import split_index_range
+
 RANKS = 3
 
 # torch says that it saves without a process group, and of its own deprecated calls.
@@ -40,8 +51,6 @@ def by_name(model, optimizer):
 
 
 def test_boxes_are_every_run_of_elements():
-    from xla_fsdp.checkpoint.dcp_reading import split_index_range
-
     for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 2, 3)]:
         count = torch.Size(shape).numel()
         whole = torch.arange(count).reshape(shape)
@@ -95,8 +104,6 @@ def as_later_torch(path):
 
 
 def read_here(rank, written):
-    from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict
-
     kinds = itertools.cycle(["nested", "dim0", "flat", "none", "root"])
     for (path, make, state, optim), kind in zip(written, kinds, strict=False):
         model = zoo(kind, 5)
@@ -126,8 +133,6 @@ class Numbered(torch.nn.Module):
 
 
 def read_numbered(rank, root):
-    from xla_fsdp import XlaFullyShardedDataParallel, from_dcp, full_optim_state_dict
-
     found = {}
     for way in ("names", "flat", "numbers"):
         model = XlaFullyShardedDataParallel(Numbered())
@@ -159,9 +164,6 @@ def test_parameters_with_numbers_as_names(run_ranks, tmp_path):
 
 
 def write_here(rank, folder, kinds):
-    from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict, to_dcp
-    from xla_fsdp.checkpoint import dcp_writing
-
     expected = {}
     for kind in kinds:
         build = stacked if kind == "scan" else zoo
@@ -222,9 +224,6 @@ class Counting(torch.nn.Linear):
 
 
 def extra_state(rank, folder):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import from_dcp, to_dcp
-
     expected = Counting().seen
     for number in range(2):
         model = FSDP(torch.nn.Sequential(Counting()))
@@ -245,8 +244,6 @@ def extra_state(rank, folder):
 
 
 def refused(rank, folder, written):
-    from xla_fsdp import from_dcp, full_state_dict, to_dcp
-
     model = zoo("nested")
     optimizer = adamw(model.parameters())
 
