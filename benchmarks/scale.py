@@ -104,22 +104,21 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
 
 def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tuple[str, dict]:
     """A checkpoint by ``world`` stand-in ranks, and what it took."""
-    from xla_fsdp.checkpoint import incomplete_save
+    from xla_fsdp.checkpoint import saving
     from xla_fsdp.consolidate.format.folders import CheckpointFolder
     from xla_fsdp.consolidate.format.store import open_store
 
     inner, folder = open_store(str(root))
     store = Counted(inner)
-    save_id, version = incomplete_save._prepare(store, folder, 1)
+    save_id, version = saving._prepare(store, folder, 1)
     place = CheckpointFolder(1, version)
     records, one, first = [], 0, None
     for rank in range(world):
         own = contents(rank, world, parameters, halves)
         own = replace(own, manifest=replace(own.manifest, save_id=save_id))
-        incomplete = incomplete_save.IncompleteSave(
-            store=store, root=folder, place=place, folder=f"{folder}/{place.name}",
-            partial=f"{folder}/{place.partial_name(save_id)}", contents=own, rank=rank,
-            display_path=f"{folder}/{place.name}", keep_last=None,
+        incomplete = saving.IncompleteSave(
+            store=store, root=folder, path=folder, place=place, contents=own, rank=rank,
+            keep_last=None,
         )  # fmt: skip
         before = store.total
         records.append(incomplete.write())
@@ -137,11 +136,7 @@ def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tupl
 
 def measure_exchange(records: list) -> dict:
     """What the exchange of these records is, as each rank has it to send and to read."""
-    from dataclasses import asdict
-
-    payloads = [
-        json.dumps([rank, [asdict(record), None]]).encode() for rank, record in enumerate(records)
-    ]
+    payloads = [json.dumps([rank, [each, None]]).encode() for rank, each in enumerate(records)]
     length = 1 << max(8, (max(map(len, payloads)) - 1).bit_length())
     padded = [payload.ljust(length) for payload in payloads]
     return {

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from xla_fsdp.checkpoint import incomplete_save
+from xla_fsdp.checkpoint import saving
 from xla_fsdp.checkpoint.contents import Contents
 from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.digests import chunk_bytes, digest
@@ -33,7 +33,6 @@ from xla_fsdp.consolidate.format.manifest import (
 )
 from xla_fsdp.consolidate.format.rank_file import Item
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
-from xla_fsdp.consolidate.format.store import join
 
 HEAD, MIDDLE, TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
 
@@ -96,22 +95,20 @@ def _item(key, dtype, shape, value) -> Item:
 
 def begin(
     root, step: int, value: float, world: int = 3, keep_last=None
-) -> list[incomplete_save.IncompleteSave]:
+) -> list[saving.IncompleteSave]:
     """What ``save_checkpoint`` does on ``world`` ranks before they write: one object per rank."""
-    store, folder = incomplete_save.open_store(str(root))
-    save_id, version = incomplete_save._prepare(store, folder, step)
+    store, folder = saving.open_store(str(root))
+    save_id, version = saving._prepare(store, folder, step)
     place = CheckpointFolder(step, version)
     made = []
     for rank in range(world):
         own = contents(rank, world, step, value)
         made.append(
-            incomplete_save.IncompleteSave(
+            saving.IncompleteSave(
                 store=store,
                 root=folder,
+                path=str(root),
                 place=place,
-                folder=join(folder, place.name),
-                partial=join(folder, place.partial_name(save_id)),
-                display_path=join(str(root), place.name),
                 contents=_with_id(own, save_id),
                 rank=rank,
                 keep_last=keep_last,

@@ -1,5 +1,7 @@
 """Saved by N ranks in one wrapping, loaded by M in another: same values, and training goes on."""
 
+import itertools
+
 import pytest
 import torch
 from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
@@ -12,9 +14,10 @@ from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.sharding.layout import Layout
 from xla_fsdp.sharding.sharded_parameter import local
 
-COUNTS = (1, 2, 3, 4, 7, 8)
+FEW, MANY = (1, 4), (1, 2, 3, 4, 7, 8)
 # A wrapping for each number of ranks, so that every pair of counts also changes the wrapping.
-BY_COUNT = dict(zip(COUNTS, WRAPPINGS, strict=True))
+BY_COUNT = dict(zip(MANY, WRAPPINGS, strict=True))
+full = pytest.mark.full
 
 
 def _held(run: Run) -> dict[str, tuple[int, torch.Tensor]]:
@@ -79,20 +82,22 @@ def _read_as(path, layout_of, size: int, names) -> dict[str, torch.Tensor]:
     return {name: whole[name] for name in names if name in whole}
 
 
-def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path):
+@pytest.mark.parametrize("counts", [FEW, pytest.param(MANY, marks=full)], ids=["few", "many"])
+def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path, counts):
     ranks = run_ranks(_train_and_save, 3, 3, "nested", tmp_path / "start", adam)
     expected = _whole([held for held, _ in ranks])
     last = "start"
-    for size, kind in BY_COUNT.items():
-        held = run_ranks(_load_and_save, size, size, kind, tmp_path / last, tmp_path / str(size))
+    for size in counts:
+        places = tmp_path / last, tmp_path / str(size)
+        held = run_ranks(_load_and_save, size, size, BY_COUNT[size], *places)
         assert not _different(_whole(held), expected), size
         last = str(size)
-    # 8 to 3, of which a worker is still there.
-    held = run_ranks(_load_and_save, 3, 3, "rows", tmp_path / "8", tmp_path / "again")
+    # The first number of ranks, of which a worker is still there.
+    held = run_ranks(_load_and_save, 3, 3, "rows", tmp_path / last, tmp_path / "again")
     assert not _different(_whole(held), expected)
     elements = {name: value for name, value in expected.items() if not name.endswith(" step")}
-    for saved in COUNTS:
-        for size in COUNTS:
+    for saved in counts:
+        for size in MANY:
             for layout_of in (lambda shape, n: Layout.flat([shape], n), _rows):
                 read = _read_as(tmp_path / str(saved), layout_of, size, elements)
                 assert not _different(read, elements), (saved, size)
@@ -102,8 +107,8 @@ def _rows(shape, size: int) -> Layout:
     return Layout.rows(shape, size) if shape else Layout.flat([shape], size)
 
 
-def _every_wrapping(rank, size, folder):
-    """Saves in every wrapping, loads each into every wrapping; returns what differs."""
+def _every_wrapping(rank, size, folder, pairs):
+    """Saves in every wrapping, and loads the pairs of saved and other wrapping."""
     first = Run("nested", rank, size)
     first.train(0, 2)
     first.save(f"{folder}/start", 2)
@@ -113,15 +118,21 @@ def _every_wrapping(rank, size, folder):
         run.save(f"{folder}/{kind}", 2)
     runs = {kind: Run(kind, rank, size, seed=4) for kind in WRAPPINGS}
     found = {}
-    for saved in WRAPPINGS:
-        for kind, run in runs.items():
-            run.load(f"{folder}/{saved}")
-            found[saved, kind] = _held(run)
+    for saved, kind in pairs:
+        runs[kind].load(f"{folder}/{saved}")
+        found[saved, kind] = _held(runs[kind])
     return _held(first), found
 
 
-def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path):
-    ranks = run_ranks(_every_wrapping, 3, 3, tmp_path)
+IN_A_RING = list(zip(WRAPPINGS, (*WRAPPINGS[1:], WRAPPINGS[0]), strict=True))
+ALL_PAIRS = list(itertools.product(WRAPPINGS, WRAPPINGS))
+
+
+@pytest.mark.parametrize(
+    "pairs", [IN_A_RING, pytest.param(ALL_PAIRS, marks=full)], ids=["ring", "all"]
+)
+def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path, pairs):
+    ranks = run_ranks(_every_wrapping, 3, 3, tmp_path, pairs)
     expected = _whole([held for held, _ in ranks])
     for pair in ranks[0][1]:
         assert not _different(_whole([found[pair] for _, found in ranks]), expected), pair
@@ -147,7 +158,12 @@ def _train_resume_train(rank, size, kind, path, optimizer):
 
 @pytest.mark.parametrize(
     "kind, optimizer",
-    [("nested", adam), ("flat", nesterov), ("rows", averaged), ("none", heavy_ball)],
+    [
+        ("nested", adam),
+        pytest.param("flat", nesterov, marks=full),
+        pytest.param("rows", averaged, marks=full),
+        pytest.param("none", heavy_ball, marks=full),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_on_as_many_ranks_training_resumes_bit_for_bit(run_ranks, tmp_path, kind, optimizer):
@@ -160,7 +176,9 @@ def _resume(rank, size, kind, path, optimizer):
     return run.train(2, 4)
 
 
-@pytest.mark.parametrize("optimizer", [adam, averaged], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "optimizer", [adam, pytest.param(averaged, marks=full)], ids=lambda fn: fn.__name__
+)
 def test_on_other_ranks_training_resumes_to_rounding(run_ranks, tmp_path, optimizer):
     _, expected = run_ranks(_train_and_save, 3, 3, "nested", tmp_path, optimizer)[0]
     resumed = run_ranks(_resume, 4, 4, "root", tmp_path, optimizer)

@@ -10,7 +10,7 @@ import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
 
 import xla_fsdp
-from xla_fsdp.checkpoint import incomplete_save
+from xla_fsdp.checkpoint import rank_exchange, saving
 from xla_fsdp.consolidate.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -82,80 +82,6 @@ def test_object_stores_get_the_manifest_last_and_keep_nothing_else(run_ranks):
     run_ranks(_in_memory, 3, 3, "memory://bucket/run")
 
 
-def _asynchronously(rank, size, folder):
-    run = Run("nested", rank, size)
-    run.train(0, 1)
-    checkpointer = xla_fsdp.AsyncCheckpointer(folder)
-    checkpointer.save(run.model, run.optimizer, run.scheduler, step=1, extra={"loss": 0.5})
-    expected = run.train(1, 3)  # changes what is being saved
-    checkpointer.save(run.model, run.optimizer, run.scheduler, step=3)
-    with torch.no_grad():
-        for parameter in run.model.parameters():
-            parameter.zero_()
-    torch_xla.sync()
-    assert checkpointer.wait() == f"{folder}/step-00000003"
-    assert _names(folder) == ["step-00000001", "step-00000003"]
-    other = Run("nested", rank, size, seed=6)
-    assert other.load(f"{folder}/step-00000001").extra == {"loss": 0.5}
-    assert other.train(1, 3) == expected
-    later = other.train(3, 4)
-    other.load(folder)
-    assert other.train(3, 4) == later
-
-
-def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(run_ranks, tmp_path):
-    run_ranks(_asynchronously, 3, 3, str(tmp_path))
-
-
-class _Broken:
-    """A store on which one rank cannot write its file."""
-
-    def __init__(self, store):
-        self._store = store
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-    def create(self, path):
-        if "rank-" in path:
-            raise OutputError(f"{path}: cannot be written: No space left on device")
-        return self._store.create(path)
-
-
-def _one_rank_fails(rank, size, folder, failing):
-    run = Run("nested", rank, size)
-    run.save(folder, 1)
-    checkpointer = xla_fsdp.AsyncCheckpointer(folder)
-    original = incomplete_save.open_store
-    if rank == 0:  # ranks are threads of one process: one of them changes it for all
-
-        def broken(path, label="path"):
-            store, root = original(path, label)
-            return (_Broken(store), root) if current_rank().rank == failing else (store, root)
-
-        incomplete_save.open_store = broken
-    try:
-        kind = OutputError if rank == failing else OtherRankError
-        with pytest.raises(kind, match="No space left on device"):
-            run.save(folder, 2)
-        checkpointer.save(run.model, run.optimizer, step=2)
-        run.train(0, 1)
-        with pytest.raises(kind, match="No space left on device"):
-            checkpointer.save(run.model, run.optimizer, step=3)
-        assert checkpointer.wait() is None
-    finally:
-        if rank == 0:
-            incomplete_save.open_store = original
-    assert _names(folder) == ["step-00000001"]
-    run.save(folder, 2)
-    assert _names(folder) == ["step-00000001", "step-00000002"]
-
-
-@pytest.mark.parametrize("failing", [0, 2])
-def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(run_ranks, tmp_path, failing):
-    run_ranks(_one_rank_fails, 3, 3, str(tmp_path), failing)
-
-
 def _refused(rank, size, folder):
     run = Run("nested", rank, size)
     for options, kind, message in (
@@ -193,27 +119,31 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(run_ranks, tmp_pat
 
 def test_one_process_without_a_launch_saves_and_loads(run_script, tmp_path):
     script = """
-import sys, torch, xla_fsdp
+import os, sys, time, torch, xla_fsdp
 model = torch.nn.Linear(3, 2)
 print(xla_fsdp.save_checkpoint(sys.argv[1], model, step=7))
 other = torch.nn.Linear(3, 2)
 print(xla_fsdp.load_checkpoint(sys.argv[1], other).step, torch.equal(model.weight, other.weight))
+fsync = os.fsync
+os.fsync = lambda file: (time.sleep(0.3), fsync(file))  # the program ends before the save
+xla_fsdp.AsyncCheckpointer(sys.argv[1]).save(model, step=8)
 """
     done = run_script(script, tmp_path, env={"PJRT_DEVICE": "CPU"})
     assert done.stdout.split() == [f"{tmp_path}/step-00000007", "7", "True"], done.stderr
+    assert xla_fsdp.latest_checkpoint(tmp_path) == f"{tmp_path}/step-00000008", done.stderr
 
 
 def _own_disk(rank, size, folder):
     """Ranks with a file system each: rank 1 looks into another folder."""
     run = Run("nested", rank, size)
-    original = incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS
+    original = saving.open_store, rank_exchange._VISIBLE_SECONDS
     if rank == 0:
 
         def elsewhere(path, label="path"):
             own = f"{path}-of-rank-1" if current_rank().rank == 1 else path
             return original[0](own, label)
 
-        incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS = elsewhere, 0.2
+        saving.open_store, rank_exchange._VISIBLE_SECONDS = elsewhere, 0.2
     try:
         kind = SharedStorageError if rank == 1 else OtherRankError
         with pytest.raises(kind, match="a file system or object store that all hosts share"):
@@ -224,7 +154,7 @@ def _own_disk(rank, size, folder):
         assert checkpointer.wait() is None
     finally:
         if rank == 0:
-            incomplete_save.open_store, incomplete_save._VISIBLE_SECONDS = original
+            saving.open_store, rank_exchange._VISIBLE_SECONDS = original
     assert _names(folder) == []
 
 

@@ -6,6 +6,10 @@ import torch
 from checkpoint_runs import WRAPPINGS, Run
 from zoo import Zoo
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import save_checkpoint
+from xla_fsdp.checkpoint.loading import Reader, prepare
+from xla_fsdp.checkpoint.rank_exchange import RankExchange
 from xla_fsdp.consolidate.errors import CoverageError, InvalidMetadataError
 from xla_fsdp.consolidate.format.manifest import ShardingRule
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
@@ -17,11 +21,6 @@ def _save_all(rank, size, folder):
 
 def _replicas(rank, size, folder):
     """Two replicas of two shards: which files a rank opens to load what it saved."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import save_checkpoint
-    from xla_fsdp.checkpoint.rank_exchange import RankExchange
-    from xla_fsdp.checkpoint.reading import Reader, prepare
-
     torch.manual_seed(0)
     model = FSDP(
         Zoo(),

@@ -9,9 +9,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from test_full_optimizer import adamw, asgd
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from wrappings import assert_equal, plain_zoo, stacked, step, zoo
+
+from xla_fsdp import (
+    XlaFullyShardedDataParallel,
+    from_dcp,
+    full_optim_state_dict,
+    full_state_dict,
+    to_dcp,
+)
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.checkpoint import dcp_writing
+from xla_fsdp.checkpoint.dcp_reading import split_index_range
 
 RANKS = 3
 
@@ -21,14 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated"),
 ]
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.0)
-
-
-def asgd(parameters):
-    return torch.optim.ASGD(parameters, lr=0.1, t0=1)
 
 
 def trained(make):
@@ -47,8 +51,6 @@ def by_name(model, optimizer):
 
 
 def test_boxes_are_every_run_of_elements():
-    from xla_fsdp.checkpoint.index_ranges import split_index_range
-
     for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 2, 3)]:
         count = torch.Size(shape).numel()
         whole = torch.arange(count).reshape(shape)
@@ -102,8 +104,6 @@ def as_later_torch(path):
 
 
 def read_here(rank, written):
-    from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict
-
     kinds = itertools.cycle(["nested", "dim0", "flat", "none", "root"])
     for (path, make, state, optim), kind in zip(written, kinds, strict=False):
         model = zoo(kind, 5)
@@ -133,8 +133,6 @@ class Numbered(torch.nn.Module):
 
 
 def read_numbered(rank, root):
-    from xla_fsdp import XlaFullyShardedDataParallel, from_dcp, full_optim_state_dict
-
     found = {}
     for way in ("names", "flat", "numbers"):
         model = XlaFullyShardedDataParallel(Numbered())
@@ -165,13 +163,10 @@ def test_parameters_with_numbers_as_names(run_ranks, tmp_path):
             assert_equal({key: found[name][key] for key in values}, values)
 
 
-def write_here(rank, folder):
-    from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict, to_dcp
-    from xla_fsdp.checkpoint import dcp_writing
-
+def write_here(rank, folder, kinds):
     expected = {}
-    builds = {"nested": zoo, "dim0": zoo, "none": zoo, "scan": stacked}
-    for kind, build in builds.items():
+    for kind in kinds:
+        build = stacked if kind == "scan" else zoo
         model = build(kind)
         optimizer = adamw(model.parameters())
         if kind in ("nested", "scan"):
@@ -229,9 +224,6 @@ class Counting(torch.nn.Linear):
 
 
 def extra_state(rank, folder):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import from_dcp, to_dcp
-
     expected = Counting().seen
     for number in range(2):
         model = FSDP(torch.nn.Sequential(Counting()))
@@ -252,8 +244,6 @@ def extra_state(rank, folder):
 
 
 def refused(rank, folder, written):
-    from xla_fsdp import from_dcp, full_state_dict, to_dcp
-
     model = zoo("nested")
     optimizer = adamw(model.parameters())
 
@@ -310,7 +300,12 @@ def spoil(tmp_path):
     (tmp_path / "gap" / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_to_and_from_torch(run_ranks, tmp_path):
+@pytest.mark.parametrize(
+    "kinds",
+    [("nested", "scan"), pytest.param(("dim0", "none"), marks=pytest.mark.full)],
+    ids=" ".join,
+)
+def test_to_and_from_torch(run_ranks, tmp_path, kinds):
     written = written_by_torch(tmp_path)
     spoil(tmp_path)
     extra = {"model": torch.nn.Sequential(Counting()).state_dict()}
@@ -320,7 +315,7 @@ def test_to_and_from_torch(run_ranks, tmp_path):
         read_here(rank, written)
         extra_state(rank, str(tmp_path))
         refused(rank, str(tmp_path), written)
-        return write_here(rank, str(tmp_path / "ours"))
+        return write_here(rank, str(tmp_path / "ours"), kinds)
 
     expected = run_ranks(run, RANKS)[0]
     for kind, values in expected.items():

@@ -1,19 +1,28 @@
 """Full state out of sharded models and into them, against the unwrapped model."""
 
+import weakref
+
 import pytest
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
 from test_full_optimizer import go_on, sgd
 from wrappings import KINDS, assert_equal, plain_zoo, stacked, zoo
 
-
-def functions():
-    from xla_fsdp import full_state_dict, load_full_state_dict
-
-    return full_state_dict, load_full_state_dict
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import (
+    compilation_counts,
+    full_state_dict,
+    load_checkpoint,
+    load_full_state_dict,
+    save_checkpoint,
+)
+from xla_fsdp.checkpoint import inventory
+from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
+from xla_fsdp.ranks.rank import current_rank
 
 
 def out_and_in(rank, size):
-    full_state_dict, load_full_state_dict = functions()
     other = plain_zoo(9).state_dict()
     wrapped = {kind: zoo(kind) for kind in KINDS}
     if size == 4:
@@ -43,7 +52,6 @@ def out_and_in(rank, size):
 
 
 def buffers_and_stacks(rank, size):
-    full_state_dict, load_full_state_dict = functions()
     expected, other = stacked("plain").state_dict(), stacked("plain", 9).state_dict()
     for name in other:
         if name.endswith("count"):
@@ -64,8 +72,6 @@ def buffers_and_stacks(rank, size):
 
 
 def extra_and_partial(rank, size):
-    full_state_dict, load_full_state_dict = functions()
-
     class Counting(torch.nn.Linear):
         seen = 0
 
@@ -74,8 +80,6 @@ def extra_and_partial(rank, size):
 
         def set_extra_state(self, state):
             self.seen = state["seen"]
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     model = FSDP(torch.nn.Sequential(FSDP(Counting(3, 5)), torch.nn.Linear(5, 2)))
     model[0].module.seen = 7
@@ -101,16 +105,6 @@ def extra_and_partial(rank, size):
 
 def few_at_a_time(rank):
     """One full parameter is there at a time, and equal shapes are gathered by one program."""
-    import weakref
-
-    import torch_xla.core.xla_model as xm
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import compilation_counts
-    from xla_fsdp.checkpoint import parts
-    from xla_fsdp.ranks.rank import current_rank
-
-    full_state_dict, load_full_state_dict = functions()
 
     def compiled():
         xm.rendezvous("compiled")  # counts are the process's
@@ -129,27 +123,29 @@ def few_at_a_time(rank):
         load_full_state_dict(model, state or None)
         more = compiled() - before
         assert more == 0 or depth == 2
-    gather, seen = parts._gather, {number: [] for number in range(4)}
+    gather, seen = inventory._gather, {number: [] for number in range(4)}
 
-    def watched(part, value):
+    def watched(first, value):
         own = seen[current_rank().rank]
         assert all(tensor() is None for tensor in own)
-        full = gather(part, value)
+        full = gather(first, value)
         own.append(weakref.ref(full))
         return full
 
     xm.rendezvous("before")
     if rank == 0:
-        parts._gather = watched
+        inventory._gather = watched
     xm.rendezvous("watch")
     full_state_dict(deep(3))
     xm.rendezvous("watched")
     if rank == 0:  # ranks are threads: its function was everyone's
-        parts._gather = gather
+        inventory._gather = gather
         assert [len(own) for own in seen.values()] == [6] * 4
 
 
-@pytest.mark.parametrize("ranks", [1, 4, 3])  # three last, as in the tests that follow
+@pytest.mark.parametrize(
+    "ranks", [4, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
 def test_state_of_every_wrapping_out_and_in(run_ranks, ranks):
     def run(rank):
         out_and_in(rank, ranks)
@@ -164,9 +160,6 @@ def test_state_of_every_wrapping_out_and_in(run_ranks, ranks):
 
 
 def refusals(rank):
-    from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
-
-    full_state_dict, load_full_state_dict = functions()
     model = zoo("nested")
     good = plain_zoo(9).state_dict()
 
@@ -206,11 +199,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(run_ranks):
 
 def changed_before(rank, folder):
     """Shards that were changed in place (as every step does), then loaded, then read again."""
-    import torch_xla
-
-    from xla_fsdp import load_checkpoint, save_checkpoint
-
-    full_state_dict, load_full_state_dict = functions()
     other = plain_zoo(9).state_dict()
     for kind in ("nested", "flat", "none"):
         model = zoo(kind)

@@ -9,6 +9,13 @@ import torch
 from safetensors.torch import save_file
 from wrappings import assert_equal, plain_zoo, stacked, zoo
 
+from xla_fsdp import full_state_dict, load_weights
+from xla_fsdp.checkpoint.inventory import make_inventory
+from xla_fsdp.checkpoint.matching import match_model
+from xla_fsdp.checkpoint.value_loading import load_model_values
+from xla_fsdp.checkpoint.weights import _open_file
+from xla_fsdp.consolidate.format.local import LocalStore
+
 RANKS = 3
 
 
@@ -70,9 +77,6 @@ def makes(tmp_path):
 
 
 def load_all(rank, paths):
-    from xla_fsdp import full_state_dict, load_weights
-    from xla_fsdp.consolidate.format.local import LocalStore
-
     kinds = ["nested", "flat", "dim0", "none", "root"]
     for number, path in enumerate(paths):
         model = zoo(kinds[number % len(kinds)])
@@ -86,11 +90,6 @@ def load_all(rank, paths):
             counted.append(len(out))
             super().read_into(path, begin, out)
 
-    from xla_fsdp.checkpoint.inventory import make_inventory
-    from xla_fsdp.checkpoint.matching import match_model
-    from xla_fsdp.checkpoint.value_loading import load_model_values
-    from xla_fsdp.checkpoint.weights import _open_file
-
     inventory = make_inventory(zoo("flat"))
     tensors = _open_file(Counting(), str(paths[0]))
     match = match_model(inventory, tensors, "counted")
@@ -100,8 +99,6 @@ def load_all(rank, paths):
 
 
 def named_otherwise(rank, folder):
-    from xla_fsdp import full_state_dict, load_weights
-
     model = zoo("nested")
     keys = load_weights(
         model,
@@ -198,8 +195,6 @@ def spoilt(tmp_path):
 
 
 def refuse_all(rank, cases):
-    from xla_fsdp import full_state_dict, load_weights
-
     model = zoo("nested")
     for path, kinds, text in cases:
         kinds = kinds if isinstance(kinds, tuple) else kinds.split("|")

@@ -5,8 +5,13 @@ import torch
 from torch import nn
 
 from xla_fsdp.checkpoint.inventory import Inventory, ParameterShard, ReplicatedBuffer
-from xla_fsdp.checkpoint.matching import LoadedKeys, match_model
-from xla_fsdp.checkpoint.optimizer_matching import Number, OptimizerState, match_optimizer
+from xla_fsdp.checkpoint.matching import (
+    LoadedKeys,
+    Number,
+    OptimizerState,
+    match_model,
+    match_optimizer,
+)
 from xla_fsdp.checkpoint.optimizers import elementwise_keys, members_of_groups
 from xla_fsdp.checkpoint.readable_tensor import ReadableTensor
 from xla_fsdp.checkpoint.value_loading import load_model_values, load_optimizer_values, read_to_host

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+import torch_xla
 from torch import nn
+
+import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 
 class Scaled(nn.Module):
@@ -49,11 +53,6 @@ CHANGES = [swap, rename, remove, surround]
 
 def trained(rank, form, change, folder):
     """Full state, full optimizer state and a checkpoint, after a change and a step."""
-    import torch_xla
-
-    import xla_fsdp
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     inner = Model()
     model = FSDP(inner) if form == "wrapper" else xla_fsdp.fully_shard(inner)
     change(inner.layers)

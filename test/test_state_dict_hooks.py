@@ -4,8 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch_xla.core.xla_model as xm
 from torch import nn
 from wrappings import assert_equal
+
+import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import full_state_dict, fully_shard, load_full_state_dict
+from xla_fsdp.consolidate.errors import OtherRankError
 
 WIDTH = 4
 
@@ -204,9 +210,6 @@ def hooked_afterwards(model):
 
 
 def wrap(net, form):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import fully_shard
-
     if form == "in place":
         for child in (net.a, net.b):
             fully_shard(child)
@@ -231,8 +234,6 @@ def same(found, expected):
 
 def _hooks(rank, form):
     from torch.nn.modules.module import _IncompatibleKeys
-
-    from xla_fsdp import full_state_dict, load_full_state_dict
 
     for name in MODELS:
         if form != "class" and name in ("pre-hook that changes values",):
@@ -263,7 +264,11 @@ def _hooks(rank, form):
             assert torch.allclose(got, plain.eval()(x), atol=1e-5), (name, form)
 
 
-@pytest.mark.parametrize("form", ["class", "nested", "flat", "in place", "none"])
+@pytest.mark.parametrize(
+    "form",
+    ["class", "in place"]
+    + [pytest.param(form, marks=pytest.mark.full) for form in ("nested", "flat", "none")],
+)
 def test_full_state_is_what_the_module_makes_of_it(run_ranks, form):
     run_ranks(_hooks, 2, form)
 
@@ -306,9 +311,6 @@ class Blocks(nn.Module):
 def _files(rank, folder):
     """Files and directories of torch.distributed.checkpoint, and scanned blocks."""
     import torch.distributed.checkpoint as dcp
-    import torch_xla.core.xla_model as xm
-
-    import xla_fsdp
 
     torch.manual_seed(3)
     expected = Blocks()
@@ -361,9 +363,6 @@ def test_files_and_scanned_blocks_go_the_same_way(run_ranks, tmp_path):
 
 
 def _failing(rank):
-    from xla_fsdp import full_state_dict, load_full_state_dict
-    from xla_fsdp.consolidate.errors import OtherRankError
-
     def fail(*args):
         raise KeyError("of the user")
 

@@ -11,13 +11,16 @@ from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
-    from .checkpoint.asynchronous import AsyncCheckpointer
     from .checkpoint.dcp_reading import from_dcp
     from .checkpoint.dcp_writing import to_dcp
-    from .checkpoint.full_optimizer import full_optim_state_dict, load_full_optim_state_dict
-    from .checkpoint.full_state import full_state_dict, load_full_state_dict
+    from .checkpoint.full_state import (
+        full_optim_state_dict,
+        full_state_dict,
+        load_full_optim_state_dict,
+        load_full_state_dict,
+    )
     from .checkpoint.loading import LoadedCheckpoint, load_checkpoint
-    from .checkpoint.saving import save_checkpoint
+    from .checkpoint.saving import AsyncCheckpointer, save_checkpoint
     from .checkpoint.tiers.checkpointer import TieredCheckpointer
     from .checkpoint.weights import load_weights
     from .collectives.order import BackwardPrefetch
@@ -111,7 +114,7 @@ _MODULE_OF_NAME = {
     "save_checkpoint": "checkpoint.saving",
     "load_checkpoint": "checkpoint.loading",
     "LoadedCheckpoint": "checkpoint.loading",
-    "AsyncCheckpointer": "checkpoint.asynchronous",
+    "AsyncCheckpointer": "checkpoint.saving",
     "TieredCheckpointer": "checkpoint.tiers.checkpointer",
     "latest_checkpoint": "consolidate.format.reader",
     "plan": "planning.api",
@@ -130,8 +133,8 @@ _MODULE_OF_NAME = {
     "MissingExtraError": "extras",
     "full_state_dict": "checkpoint.full_state",
     "load_full_state_dict": "checkpoint.full_state",
-    "full_optim_state_dict": "checkpoint.full_optimizer",
-    "load_full_optim_state_dict": "checkpoint.full_optimizer",
+    "full_optim_state_dict": "checkpoint.full_state",
+    "load_full_optim_state_dict": "checkpoint.full_state",
     "load_weights": "checkpoint.weights",
     "to_dcp": "checkpoint.dcp_writing",
     "from_dcp": "checkpoint.dcp_reading",

@@ -3,12 +3,11 @@
 Shared by all modules: ``inventory`` and ``optimizers`` list which elements of the unsharded model
 and of its optimizer state this rank stores. ``rank_exchange`` exchanges small values and errors
 between ranks. To load, ``readable_tensor`` represents a tensor of which any range can be read,
-``matching`` and ``optimizer_matching`` decide which stored tensor goes into which parameter, and
-``value_loading`` copies the values.
+``matching`` decides which stored tensor goes into which parameter, and ``value_loading`` copies the
+values.
 
-Checkpoints are saved by ``contents`` (the tensors of a rank's file), ``incomplete_save``,
-``saving`` and ``asynchronous``, and loaded by ``reading`` and ``loading``. Full state dicts:
-``parts`` (gathers), ``protocol`` (torch's own state_dict, with ``placeholder_tensor``),
-``full_state``, ``full_optimizer``, ``optimizer_names``. Weights from files: ``weights``.
-Directories of torch.distributed.checkpoint: ``index_ranges``, ``dcp_reading``, ``dcp_writing``.
+Checkpoints are saved by ``contents`` (the tensors of a rank's file) and ``saving``, and loaded by
+``loading``. Full state dicts: ``protocol`` (torch's own state_dict) and ``full_state``. Weights
+from files: ``weights``. Directories of torch.distributed.checkpoint: ``dcp_reading``,
+``dcp_writing``.
 """

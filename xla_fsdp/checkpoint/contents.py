@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,9 +30,8 @@ from ..consolidate.format.strict import write_json
 from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
-from .inventory import Inventory, ParameterShard, ReplicatedBuffer, make_inventory
-from .optimizer_forms import LazyState
-from .optimizers import OptimizerStateShard, describe_optimizer
+from .inventory import Inventory, ReplicatedBuffer, make_inventory
+from .optimizers import LazyState, OptimizerStateShard, describe_optimizer
 
 RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
 
@@ -168,44 +169,35 @@ class _HostCopies:
 
 def _items(
     inventory: Inventory, states: Iterable[OptimizerStateShard], random: DeviceRandomState
-) -> Iterable[Item]:
+) -> Iterator[Item]:
     host = _HostCopies()
+
+    def item(
+        key: str, tensor: torch.Tensor | LazyState, begin: int, shape: tuple[int, ...]
+    ) -> Item:
+        end = begin + math.prod(shape)
+        name = dtype_name(tensor.dtype, key)
+        return Item(key, name, shape, lambda: host.flat(tensor)[begin:end])
+
     for shard in chain.from_iterable(inventory.by_holder().values()):
         if shard.writes and shard.length:
-            yield _piece(parameter_key(shard.name), shard.holder, shard, host)
+            yield item(parameter_key(shard.name), shard.holder, shard.at, (shard.length,))
     for state in states:
         for shard in state.parameters:
             if shard.writes and shard.length:
-                yield _piece(state_key(state.key, shard.name), state.tensor, shard, host)
+                key = state_key(state.key, shard.name)
+                yield item(key, state.tensor, shard.at, (shard.length,))
     for buffer in inventory.buffers:
-        name = dtype_name(buffer.tensor.dtype, buffer.name)
-        yield Item(buffer_key(buffer.name), name, buffer.shape, _buffer_value(buffer, host))
-    drawn = torch.get_rng_state()
-    yield Item(RNG_TORCH, "U8", tuple(drawn.shape), lambda: drawn)
-    on_device = torch.tensor(list(random.to_bytes()), dtype=torch.uint8)
-    yield Item(RNG_XLA, "U8", tuple(on_device.shape), lambda: on_device)
+        begin = (buffer.row or 0) * math.prod(buffer.shape)
+        yield item(buffer_key(buffer.name), buffer.tensor, begin, buffer.shape)
+    bytes_of_device = torch.tensor(list(random.to_bytes()), dtype=torch.uint8)
+    for key, value in ((RNG_TORCH, torch.get_rng_state()), (RNG_XLA, bytes_of_device)):
+        yield Item(key, "U8", tuple(value.shape), partial(_same, value))
 
 
-def _piece(
-    key: str, tensor: torch.Tensor | LazyState, shard: ParameterShard, host: _HostCopies
-) -> Item:
-    dtype = dtype_name(tensor.dtype, key)
-    return Item(
-        key, dtype, (shard.length,), lambda: host.flat(tensor)[shard.at : shard.at + shard.length]
-    )
-
-
-def _buffer_value(buffer: ReplicatedBuffer, host: _HostCopies) -> Callable[[], torch.Tensor]:
-    def value() -> torch.Tensor:
-        flat = host.flat(buffer.tensor)
-        if buffer.row is None:
-            return flat
-        length = flat.numel() // buffer.tensor.shape[0]
-        return flat[buffer.row * length : (buffer.row + 1) * length]
-
+def _same(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
 def _copied(item: Item) -> Item:
-    value = item.value().clone()
-    return replace(item, value=lambda: value)
+    return replace(item, value=partial(_same, item.value().clone()))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,18 +35,68 @@ from ..consolidate.errors import (
     UnsafeFileError,
 )
 from ..wording import first_line
-from .index_ranges import split_index_range
-from .inventory import Inventory
-from .matching import LoadedKeys, Match, format_names, match_model
-from .optimizer_forms import convert_state_to_load, state_converter_of
-from .optimizer_matching import OptimizerMatch, match_optimizer
-from .optimizer_names import convert_numbers_to_names
+from .inventory import Inventory, agree_on_inventory
+from .matching import (
+    LoadedKeys,
+    Match,
+    OptimizerMatch,
+    convert_numbers_to_names,
+    format_names,
+    match_model,
+    match_optimizer,
+)
 from .optimizers import members_of_groups
-from .parts import agree_on_inventory
-from .protocol import capture_loaded_values, entries_of, placeholder_state_dict
+from .protocol import capture_loaded_values, placeholder_state_dict
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
 from .value_loading import load_model_values, load_optimizer_values
+
+
+class IndexRange(NamedTuple):
+    """A block whose elements are consecutive in the flattened tensor, the first at ``begin``."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.sizes.numel()
+
+
+def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[IndexRange]:
+    """Splits the range ``begin <= i < end`` of a flattened tensor into index ranges, in order.
+
+    A tensor of ``n`` dimensions needs at most ``2 * n - 1`` of them. For a matrix these are the end
+    of one row, the complete rows, and the beginning of another row: with shape ``(3, 4)``, the
+    range 2 to 9 is two elements of row 0, all of row 1, and one element of row 2.
+    """
+    if begin >= end:
+        return []
+    if not shape:
+        return [IndexRange(torch.Size(), torch.Size(), 0)]
+    inner = tuple(shape[1:])
+    row = math.prod(inner)
+
+    def in_row(number: int, first: int, last: int) -> list[IndexRange]:
+        return [
+            IndexRange(
+                torch.Size((number, *each.offsets)),
+                torch.Size((1, *each.sizes)),
+                number * row + each.begin,
+            )
+            for each in split_index_range(inner, first, last)
+        ]
+
+    first, last = -(-begin // row), end // row  # complete rows
+    if first > last:
+        return in_row(last, begin - last * row, end - last * row)
+    found = in_row(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
+    if first < last:
+        offsets = torch.Size((first, *[0] * len(inner)))
+        found.append(IndexRange(offsets, torch.Size((last - first, *inner)), first * row))
+    return found + in_row(last, 0, end - last * row)
+
 
 # Usual names of the model and the optimizer in the saved dict. torch's tutorials add "app" on top.
 _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
@@ -91,25 +142,27 @@ def from_dcp(
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
 
-    directories: list[_Directory] = []
-
-    def opened() -> dict[str, Any]:
+    def open_directory() -> _Directory:
         if not allow_pickle:
             raise UnsafeFileError(
                 f"{path}: its metadata is a pickle, and reading a pickle runs code that its author "
                 "chose. Nothing was read. Pass allow_pickle=True if you trust the author, or "
                 "convert it to safetensors where it was written and use load_weights."
             )
-        directories.append(_Directory(os.fspath(path)))
-        return _model_in(directories[0], inventory, _keys(model, inventory))
+        return _Directory(os.fspath(path))
 
+    directory = exchange.run_on_each_rank("open the checkpoint", open_directory)
     offered = capture_loaded_values(
-        exchange, model, inventory, os.fspath(path), "open the checkpoint", opened
+        exchange,
+        model,
+        inventory,
+        directory.path,
+        "read the checkpoint",
+        lambda: _model_in(directory, inventory, _keys(model, inventory)),
     )
 
     def match() -> tuple[Match, OptimizerMatch | None]:
         assert offered is not None  # every rank has read the directory
-        directory = directories[0]
         reported = LoadedKeys(offered.missing, offered.unexpected)
         matched = match_model(inventory, offered.values, directory.path, strict, reported=reported)
         if optimizer is None:
@@ -117,12 +170,8 @@ def from_dcp(
         label = f"{directory.path}: optim"
         groups = members_of_groups(inventory, optimizer)
         given = _optimizer_in(directory)
-        saved = convert_numbers_to_names(given, inventory, groups, label)
+        saved = convert_numbers_to_names(given, inventory, optimizer, label)
         saved = replace(saved, lists_all_groups=given["lists_all_groups"])
-        saver = state_converter_of(optimizer)
-        if saver is not None:
-            state = convert_state_to_load(saver, saved.state, inventory, label)
-            saved = replace(saved, state=state, is_converted=True)
         return matched, match_optimizer(inventory, optimizer, groups, saved, label)
 
     def fill() -> None:
@@ -143,7 +192,7 @@ def _keys(model: nn.Module, inventory: Inventory) -> list[str]:
     state = placeholder_state_dict(model, inventory)
     if state is not None:
         return list(state)
-    return [name for entry in entries_of(inventory) for name in entry.names]
+    return [name for entry in inventory.entries() for name in entry.names]
 
 
 def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str]) -> dict[str, Any]:
@@ -293,8 +342,8 @@ class _Directory:
     def _stored(self, key: str, about: TensorStorageMetadata) -> ReadableTensor:
         shape, dtype = tuple(about.size), about.properties.dtype
 
-        def read(begin: int, end: int) -> torch.Tensor:
-            out = torch.empty(end - begin, dtype=dtype)
+        def fill(out: torch.Tensor, begin: int) -> None:
+            end = begin + out.numel()
             targets = split_index_range(shape, begin, end)
             views = [out[b.begin - begin : b.end - begin].view(b.sizes) for b in targets]
             wanted = [ChunkStorageMetadata(box.offsets, box.sizes) for box in targets]
@@ -306,9 +355,8 @@ class _Directory:
                     "Use another checkpoint."
                 )
             self._guarded(repr(key), lambda: self._read(items, _Planner(views, {})))
-            return out
 
-        return ReadableTensor(shape, dtype, read)
+        return ReadableTensor(shape, dtype, fill=fill)
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         self.reader.read_data(LoadPlan(items), planner).wait()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,16 +42,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..collectives.random_state import synced_device
 from ..consolidate.errors import OutputError, SharedStorageError
 from ..sharding.sharded_parameter import local
-from .full_optimizer import state_kinds
-from .incomplete_save import wait_until
-from .index_ranges import IndexRange, split_index_range
-from .inventory import Inventory, ParameterShard
-from .optimizer_forms import state_converter_of
-from .optimizers import local_state, members_of_groups, options
-from .parts import agree_on_inventory
-from .placeholder_tensor import PlaceholderTensor
-from .protocol import placeholder_state_dict
-from .rank_exchange import RankExchange
+from .dcp_reading import IndexRange, split_index_range
+from .full_state import state_kinds
+from .inventory import Inventory, ParameterShard, agree_on_inventory
+from .optimizers import local_state, members_of_groups, options, state_converter_of
+from .protocol import PlaceholderTensor, placeholder_state_dict
+from .rank_exchange import RankExchange, wait_until
 
 # Files that a directory has before its metadata is written.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
@@ -197,7 +194,9 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
         for name in (key, *contents.aliases.get(key, ())):
             found.append(WriteResult(MetadataIndex(name, offsets), size, info))
         chunks[key].append(ChunkStorageMetadata(offsets, sizes))
-    described: dict[str, Any] = {key: BytesStorageMetadata() for key in contents.objects}
+    described: dict[str, Any] = {
+        key: BytesStorageMetadata() for key in contents.values if key not in contents.shapes
+    }
     for key, (shape, dtype) in contents.shapes.items():
         tensor = TensorStorageMetadata(
             TensorProperties(dtype=dtype), torch.Size(shape), chunks[key]
@@ -210,26 +209,28 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
         raise OutputError(f"{folder}: cannot be written: {error}") from error
 
 
-@dataclass
-class _DcpContents:
+class _DcpContents(DefaultSavePlanner):
     """The values that this rank writes, and the keys of the complete checkpoint.
 
+    It gives torch's writer the value of each item when it writes the item.
+
     Attributes:
-        whole: replicated tensors by key: buffers and 0-d tensors.
-        objects: values that are not tensors, by key.
-        runs: for each sharded tensor, its parameter and a tensor of the holder's shape with this
+        values: replicated tensors (buffers and 0-d tensors) and other values, by key.
+        shards: for each sharded tensor, its parameter and a tensor of the holder's shape with this
             rank's elements.
         shapes: shape and dtype of every tensor.
         paths: for each key, the parts that make it up.
         aliases: for each key, other keys of the same tensor.
     """
 
-    full_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-    shards: dict[str, tuple[ParameterShard, torch.Tensor]] = field(default_factory=dict)
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-    paths: dict[str, _Path] = field(default_factory=dict)
-    aliases: dict[str, list[str]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, Any] = {}
+        self.shards: dict[str, tuple[ParameterShard, torch.Tensor]] = {}
+        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.paths: dict[str, _Path] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def key(self, *path: str | int) -> str:
         key = ".".join(map(str, path))
@@ -249,17 +250,62 @@ class _DcpContents:
                 self.add((*path, name if isinstance(value, list) else str(name)), inner)
             return
         key = self.key(*path)
+        self.values[key] = value
         if isinstance(value, torch.Tensor):
-            self.full_tensors[key] = value
             self.shapes[key] = tuple(value.shape), value.dtype
-        else:
-            self.objects[key] = value
 
     def add_shard(self, path: _Path, shard: ParameterShard, value: torch.Tensor) -> None:
         """Adds this rank's part of a parameter, or of an optimizer state of the same shape."""
         key = self.key(*path)
         self.shards[key] = shard, value
         self.shapes[key] = shard.shape, value.dtype
+
+    def items(self, inventory: Inventory) -> Iterator[WriteItem]:
+        """What this rank writes. Rank 0 also writes replicated values and empty tensors."""
+        for key in self.values if inventory.rank == 0 else ():
+            if key in self.shapes:
+                yield self._item(key, _all(self.shapes[key][0]))
+            else:
+                yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+        for key, (shard, _) in self.shards.items():
+            if shard.writes:
+                for index_range in split_index_range(shard.shape, shard.begin, shard.end):
+                    yield self._item(key, index_range)
+            if shard.numel == 0 and inventory.rank == 0:
+                yield self._item(key, _all(shard.shape))
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        key = write_item.index.fqn
+        if key in self.values and key in self.shapes:
+            value: torch.Tensor = self.values[key].detach().cpu()
+            return value
+        if key in self.values:
+            data = io.BytesIO()
+            torch.save(self.values[key], data)
+            return data
+        shard, value = self.shards[key]
+        # All index ranges of a shard are written in turn: copy the shard from the device once.
+        if self._last is None or self._last[0] is not value:
+            self._last = value, local(value.detach()).cpu().reshape(-1)
+        assert write_item.tensor_data is not None  # it is None only for BYTE_IO items
+        chunk = write_item.tensor_data.chunk
+        first = shard.at - shard.begin
+        for place, offset in enumerate(chunk.offsets):
+            first += offset * math.prod(shard.shape[place + 1 :])
+        if not chunk.sizes.numel():
+            first = 0
+        return self._last[1][first : first + chunk.sizes.numel()].view(chunk.sizes)
+
+    def _item(self, key: str, index_range: IndexRange) -> WriteItem:
+        shape, dtype = self.shapes[key]
+        data = TensorWriteData(
+            ChunkStorageMetadata(index_range.offsets, index_range.sizes),
+            TensorProperties(dtype=dtype),
+            torch.Size(shape),
+        )
+        return WriteItem(
+            MetadataIndex(key, index_range.offsets), WriteItemType.SHARD, tensor_data=data
+        )
 
 
 def _is_taken_apart(value: Any) -> bool:
@@ -271,76 +317,16 @@ def _is_taken_apart(value: Any) -> bool:
     )
 
 
-class _Planner(DefaultSavePlanner):
-    """Gives torch's writer the value of each item when it writes the item."""
-
-    def __init__(self, contents: _DcpContents):
-        super().__init__()
-        self.contents = contents
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def items(self, inventory: Inventory) -> Iterator[WriteItem]:
-        contents = self.contents
-        if inventory.rank == 0:
-            for key in contents.objects:
-                yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-            for key, value in contents.full_tensors.items():
-                yield self._item(key, _all(value.shape))
-        for key, (shard, _) in contents.shards.items():
-            if shard.writes:
-                for index_range in split_index_range(shard.shape, shard.begin, shard.end):
-                    yield self._item(key, index_range)
-            if shard.numel == 0 and inventory.rank == 0:
-                yield self._item(key, _all(shard.shape))
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        key, contents = write_item.index.fqn, self.contents
-        if key in contents.objects:
-            data = io.BytesIO()
-            torch.save(contents.objects[key], data)
-            return data
-        if key in contents.full_tensors:
-            return contents.full_tensors[key].detach().cpu()
-        shard, value = contents.shards[key]
-        # All index ranges of a shard are written in turn: copy the shard from the device once.
-        if self._last is None or self._last[0] is not value:
-            self._last = value, local(value.detach()).cpu().reshape(-1)
-        assert write_item.tensor_data is not None  # it is None only for BYTE_IO items
-        chunk = write_item.tensor_data.chunk
-        first = shard.at + _first_element(shard.shape, chunk.offsets) - shard.begin
-        if not chunk.sizes.numel():
-            first = 0
-        return self._last[1][first : first + chunk.sizes.numel()].view(chunk.sizes)
-
-    def _item(self, key: str, index_range: IndexRange) -> WriteItem:
-        shape, dtype = self.contents.shapes[key]
-        data = TensorWriteData(
-            ChunkStorageMetadata(index_range.offsets, index_range.sizes),
-            TensorProperties(dtype=dtype),
-            torch.Size(shape),
-        )
-        return WriteItem(
-            MetadataIndex(key, index_range.offsets), WriteItemType.SHARD, tensor_data=data
-        )
-
-
 def _all(shape: tuple[int, ...]) -> IndexRange:
     return IndexRange(torch.Size([0] * len(shape)), torch.Size(shape), 0)
 
 
-def _first_element(shape: tuple[int, ...], offsets: torch.Size) -> int:
-    number = 0
-    for size, offset in zip(shape, offsets, strict=True):
-        number = number * size + offset
-    return number
-
-
 def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> list[Any]:
     """Writes this rank's files. Returns a description of their content for rank 0, as JSON."""
-    planner, written = _Planner(contents), []
+    written: list[Any] = []
     batches: list[list[WriteItem]] = [[]]
     size = 0
-    for item in planner.items(inventory):
+    for item in contents.items(inventory):
         data = item.tensor_data
         own = data.chunk.sizes.numel() * data.properties.dtype.itemsize if data else 0
         if size + own > FILE_BYTES and batches[-1]:
@@ -357,7 +343,7 @@ def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> li
         plan = writer.prepare_global_plan(plans)[-1]
         sizes = {item.index: item.tensor_data.chunk.sizes for item in items if item.tensor_data}
         try:
-            results = writer.write_data(plan, planner).wait() if items else []
+            results = writer.write_data(plan, contents).wait() if items else []
         except (OSError, RuntimeError) as error:
             raise OutputError(f"{folder}: cannot be written: {error}") from error
         for result in results:

@@ -1,9 +1,9 @@
-"""Gathers the full (unsharded) state dict of a sharded model, and loads one into it."""
+"""Full (unsharded) state dicts of a sharded model and its optimizer: gathers and loads them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,23 +12,39 @@ from torch import nn
 
 from ..collectives.random_state import synced_device
 from ..collectives.world import World
+from ..optim.saved import LazyState, StateConverter, state_converter_of
+from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from ..tree import map_tensors, tensors_in
-from .inventory import ParameterShard
-from .matching import LoadedKeys, Match, match_model
-from .parts import CPU, agree_on_inventory, gather_members, parts_of
-from .placeholder_tensor import PlaceholderTensor
+from .inventory import CPU, Inventory, ParameterShard, agree_on_inventory, gather_members
+from .matching import (
+    LoadedKeys,
+    Match,
+    OptimizerMatch,
+    OptimizerState,
+    convert_numbers_to_names,
+    match_model,
+    match_optimizer,
+)
+from .optimizers import (
+    Groups,
+    convert_state_to_save,
+    local_state,
+    members_of_groups,
+    options,
+    unsharded_placeholder,
+)
 from .protocol import (
+    PlaceholderTensor,
     capture_loaded_values,
-    copied_buffer,
     full_values,
     placeholder_state_dict,
     state_dict_of,
 )
 from .rank_exchange import RankExchange
 from .readable_tensor import describe, sent_by_first_rank
-from .value_loading import load_model_values
+from .value_loading import load_model_values, load_optimizer_values
 
 T = TypeVar("T")
 
@@ -78,44 +94,41 @@ def gather_state(
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
     require_values(units_in(model), "full_state_dict was called")
-    getting = exchange.rank == 0 or not rank0_only
-    to = (CPU if offload_to_cpu else torch_xla.device()) if getting else None
-    parts = parts_of(inventory)
-    number_of = {shard: number for number, part in enumerate(parts) for shard in part.members}
-    states: list[dict[str, Any]] = []
+    to = _device_of_result(exchange, rank0_only, offload_to_cpu)
+    parts = inventory.parts()
+    number_of = {shard: number for number, members in enumerate(parts) for shard in members}
 
-    def keep(state: Mapping[str, Any]) -> None:
-        mine = copy.copy(state) if isinstance(state, dict) else dict(state)
-        for name in list(mine):
+    def select(state: Mapping[str, Any] | None) -> dict[str, Any]:
+        chosen = copy.copy(state) if isinstance(state, dict) else dict(state or {})
+        for name in list(chosen):
             if not wanted(name):
-                del mine[name]
-        states[:] = [mine]
+                del chosen[name]
+        return chosen
 
-    def call_with_placeholders() -> list[int] | None:
-        """Calls ``state_dict()`` without values. Returns the numbers of the parts to gather, or
-        ``None`` if ``state_dict()`` needs values."""
+    def call_with_placeholders() -> tuple[dict[str, Any], list[int] | None]:
+        """Calls ``state_dict()`` without values. Returns also the numbers of the parts to gather,
+        or ``None`` if ``state_dict()`` needs values."""
         if to is None:
-            return []
-        state = placeholder_state_dict(model, inventory, path)
-        if state is None:
-            return None
-        keep(state)
-        sources = (one.source for one in tensors_in(states) if isinstance(one, PlaceholderTensor))
-        return sorted({number_of[one] for one in sources if isinstance(one, ParameterShard)})
+            return {}, []
+        found = placeholder_state_dict(model, inventory, path)
+        state = select(found)
+        sources = (one.source for one in tensors_in(state) if isinstance(one, PlaceholderTensor))
+        numbers = sorted({number_of[one] for one in sources if isinstance(one, ParameterShard)})
+        return state, None if found is None else numbers
 
     what = "call state_dict() of the unwrapped module"
-    needed = exchange.run_and_gather(what, call_with_placeholders)
+    state, needed = exchange.run(what, call_with_placeholders)
     values: dict[Any, torch.Tensor] = {}
     if None in needed:
         values = full_values(inventory, to)
-        exchange.run_and_gather(
-            what, lambda: None if to is None else keep(state_dict_of(model, values, path))
+        state = exchange.run_on_each_rank(
+            what, lambda: {} if to is None else select(state_dict_of(model, values, path))
         )
     else:
         for number in sorted(set().union(*needed)):
-            part, mine = parts[number], number in needed[exchange.rank]
-            full = gather_members(part, part.holder, to if mine else None)
-            values.update(zip(part.members, full or (), strict=full is not None))
+            members, mine = parts[number], number in needed[exchange.rank]
+            full = gather_members(members, members[0].holder, to if mine else None)
+            values.update(zip(members, full or (), strict=full is not None))
             del full
 
     def resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,17 +136,24 @@ def gather_state(
         if not isinstance(tensor, PlaceholderTensor):
             return tensor.to(to)
         if tensor.source not in values:
-            values[tensor.source] = copied_buffer(tensor.source, to)
+            values[tensor.source] = tensor.source.copy_to(to)
         return values[tensor.source]
 
     def resolve() -> dict[str, Any]:
-        if to is None:
-            return {}
-        for name, value in states[0].items():
-            states[0][name] = map_tensors(resolved, value)
-        return states[0]
+        for name, value in state.items():
+            state[name] = map_tensors(resolved, value)
+        return state
 
     return exchange.run_on_each_rank("gather the model state", resolve)
+
+
+def _device_of_result(
+    exchange: RankExchange, rank0_only: bool, offload_to_cpu: bool
+) -> torch.device | None:
+    """Where this rank gets the result. ``None`` if it does not get it."""
+    if rank0_only and exchange.rank:
+        return None
+    return CPU if offload_to_cpu else torch_xla.device()
 
 
 @synced_device()
@@ -204,22 +224,234 @@ def match_given(
     having = exchange.gather_values(f"who has {label}", given is not None)
     if not having[0]:
         raise ValueError(f"{label} is None on rank 0. Pass it on rank 0 or on every rank.")
-    looked: dict[str, Any] = {}
-    matched: list[T] = []
+    if all(having):
+        return exchange.run_on_each_rank(f"match {label}", lambda: match(look(given)))
 
-    def match_own() -> Any:
-        if exchange.rank and not all(having):
-            return None
-        looked.update(look(given))
-        matched.append(match(looked))
-        return None if all(having) else describe(looked, label)
+    def match_own() -> tuple[dict[str, Any] | None, Any]:
+        if exchange.rank:
+            return None, None
+        looked = look(given)
+        match(looked)
+        return looked, describe(looked, label)
 
-    def match_sent() -> T:
-        return match(sent_by_first_rank(World.current(), described, looked or None, label))
-
-    described = exchange.run_and_gather(f"match {label}", match_own)[0]
-    return (
-        matched[0]
-        if all(having)
-        else exchange.run_on_each_rank(f"match rank 0's {label}", match_sent)
+    looked, described = exchange.run(f"match {label}", match_own)
+    return exchange.run_on_each_rank(
+        f"match rank 0's {label}",
+        lambda: match(sent_by_first_rank(World.current(), described[0], looked, label)),
     )
+
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+
+
+@synced_device()
+def full_optim_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank0_only: bool = True,
+    offload_to_cpu: bool = True,
+) -> dict[str, Any]:
+    """Returns the full (unsharded) optimizer state by parameter name. Call it on every rank.
+
+    The result has the format of torch FSDP:
+    ``{"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}``.
+    A tied parameter appears under its first name. State of the parameter's shape is gathered, one
+    tensor at a time. Numbers and 0-d tensors (``step``) of a flattened vector or of stacked blocks
+    are copied for each of their parameters. Parameters without state have no entry. Ranks that do
+    not get the result get ``{}``.
+
+    For an optimizer whose state has other shapes, the state is that of the same optimizer on the
+    unwrapped model: ``xla_fsdp.optim.Adafactor`` gives the state of ``torch.optim.Adafactor``.
+    ``AdamW8bit`` encodes the full parameter again, in blocks (exact where blocks do not change).
+
+    Args:
+        rank0_only, offload_to_cpu: see :func:`full_state_dict`.
+
+    Raises:
+        TypeError: a state has neither its parameter's shape nor is it a number or 0-d tensor. The
+            message names the parameter and the key.
+        ModelMismatchError: the optimizer has parameters that are not in the model.
+        MetadataMismatchError: the optimizers of two ranks have different state.
+        OtherRankError: another rank raised one of these.
+    """
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
+    groups = state_kinds(exchange, inventory, optimizer)
+    to = _device_of_result(exchange, rank0_only, offload_to_cpu)
+    found: dict[str, dict[str, Any]] = {}
+    saver = state_converter_of(optimizer)
+    options_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for members in inventory.parts():
+        holder = members[0].holder
+        if saver is not None:
+            group = options_of.get(holder, {})
+            found |= _gather_converted(members, optimizer, saver, group, to)
+            continue
+        for key, value in local_state(optimizer, holder).items():
+            full: list[Any] | None = None
+            if isinstance(value, torch.Tensor) and value.shape == local(holder).shape:
+                full = gather_members(members, value, to)
+            elif to is not None:
+                full = [_detached(value) if to == CPU else copy.deepcopy(value) for _ in members]
+            for shard, each in zip(members, full or (), strict=full is not None):
+                found.setdefault(shard.name, {})[key] = each
+
+    def describe_groups() -> list[dict[str, Any]]:
+        return [
+            {key: _detached(value) for key, value in options(group).items()}
+            | {"params": [shard.name for shard in members]}
+            for group, members in zip(optimizer.param_groups, groups, strict=True)
+        ]
+
+    described = exchange.run_on_each_rank("gather the optimizer state", describe_groups)
+    if to is None:
+        return {}
+    order = [shard.name for shard in inventory.parameters if shard.name in found]
+    return {"state": {name: found[name] for name in order}, "param_groups": described}
+
+
+@synced_device()
+def load_full_optim_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    optim_state_dict: Mapping[str, Any] | None,
+) -> None:
+    """Loads the full optimizer state of an unsharded model. Call it on every rank.
+
+    Every rank takes its own part, one tensor at a time. If only rank 0 has the state, the other
+    ranks pass ``None`` and receive it through collectives. State keeps its dtype. A 0-d tensor such
+    as ``step`` goes to the device of the optimizer's present value; without one, it goes to the
+    CPU, or to the XLA device with ``capturable`` or ``fused``. In a flattened vector, parameters
+    without state get zeros.
+
+    Args:
+        optim_state_dict: either state by name, as :func:`full_optim_state_dict` and
+            ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` return it; or the
+            ``state_dict()`` of an optimizer of the unwrapped model. Such a state dict numbers
+            parameters; the numbers must follow ``parameters()`` of the unwrapped model, group by
+            group. Options of parameter groups are loaded too, except those that only select an
+            implementation (``foreach``, ``fused``, ...).
+
+    Raises:
+        ModelMismatchError: parameters, groups, shapes or options do not match. Nothing is changed.
+        ValueError: ``optim_state_dict`` is ``None`` on rank 0.
+        UnsupportedValueError: rank 0 cannot send an option or state.
+        OtherRankError: another rank raised one of these.
+    """
+    exchange = RankExchange()
+    inventory = agree_on_inventory(exchange, model)
+    label = "optim_state_dict"
+
+    def look(given: Any) -> dict[str, Any]:
+        saved = convert_numbers_to_names(given, inventory, optimizer, label)
+        return {"state": saved.state, "groups": saved.groups}
+
+    def match(found: dict[str, Any]) -> OptimizerMatch:
+        groups, saved = members_of_groups(inventory, optimizer), OptimizerState(**found)
+        return match_optimizer(inventory, optimizer, groups, saved, label)
+
+    matched = match_given(exchange, label, optim_state_dict, look, match)
+    exchange.run_and_gather(f"load {label}", lambda: load_optimizer_values(matched))
+
+
+def _gather_converted(
+    members: Sequence[ParameterShard],
+    optimizer: torch.optim.Optimizer,
+    saver: StateConverter,
+    group: Mapping[str, Any],
+    to: torch.device | None,
+) -> dict[str, dict[str, Any]]:
+    """The state of ``members`` by name, in the form that ``saver`` uses for full (unsharded)
+    parameters."""
+    layout, first, holder = members[0].layout, members[0].first, members[0].holder
+    shape = local(holder).shape if layout is None else torch.Size(layout.shard_shape)
+    saved: dict[ParameterShard, dict[str, Any]] = {}
+    made: dict[LazyState, tuple[str, list[ParameterShard]]] = {}
+    for shard, converted in convert_state_to_save(optimizer, holder, members) or ():
+        saved[shard] = {}
+        for key, value in converted.items():
+            if isinstance(value, LazyState):
+                made.setdefault(value, (key, []))[1].append(shard)
+            else:
+                saved[shard][key] = [value] if key in saver.member_state else value
+    for lazy, (key, shards) in made.items():
+        values = lazy.make().reshape(-1)[first : first + shape.numel()]  # one of the stacked blocks
+        full = gather_members(members, values.view(shape), None if to is None else CPU)
+        for shard, each in zip(members, full or (), strict=full is not None):
+            if shard in shards:
+                saved[shard][key] = each
+    if to is None:
+        return {}
+    return {
+        shard.name: {
+            key: value.to(to) if isinstance(value, torch.Tensor) else value
+            for key, value in saver.load_saved_state(
+                unsharded_placeholder(shard), converted, group
+            ).items()
+        }
+        for shard, converted in saved.items()
+    }
+
+
+def state_kinds(
+    exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
+) -> Groups:
+    """Checks that all state can be unsharded and has the same keys and dtypes on every rank.
+
+    Returns the parameters in each of the optimizer's groups. Raises the errors of
+    :func:`full_optim_state_dict`.
+    """
+    converts = state_converter_of(optimizer) is not None
+
+    def look() -> tuple[Groups, list[Any]]:
+        groups = members_of_groups(inventory, optimizer)
+        kinds = [
+            # A list of pairs keeps the order of the keys, which is the order of the collectives.
+            [
+                shard.name,
+                [
+                    [key, _kind(shard, key, value, converts)]
+                    for key, value in local_state(optimizer, shard.holder).items()
+                ],
+            ]
+            for shard in inventory.parameters
+            if shard.holder in optimizer.state
+        ]
+        return groups, kinds
+
+    return exchange.run_and_compare(
+        "inspect the optimizer",
+        look,
+        "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
+        "than that of rank 0. Make the same optimizer steps on all ranks.",
+    )
+
+
+def _kind(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
+    """Describes a state, for comparison between ranks. TypeError if it cannot be unsharded.
+
+    ``converts``: the optimizer converts its state.
+    """
+    if isinstance(value, torch.Tensor):
+        if converts:
+            return f"{value.dim()} {value.dtype}"
+        if value.shape == local(shard.holder).shape:
+            return f"sharded {value.dtype}"
+        if value.dim() == 0:
+            return f"0-d {value.dtype}"
+        what = f"a tensor of shape {list(value.shape)}"
+    elif converts or isinstance(value, _PLAIN):
+        return type(value).__name__
+    else:
+        what = f"of type {type(value).__name__}"
+    raise TypeError(
+        f"optimizer state {key!r} of parameter {shard.name!r} is {what}. Expected a tensor of the "
+        f"shard's shape {list(local(shard.holder).shape)}, a 0-d tensor or a number. Use an "
+        "optimizer of torch.optim or xla_fsdp.optim."
+    )
+
+
+def _detached(value: Any) -> Any:
+    """A copy of ``value``. A tensor is copied to the CPU."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

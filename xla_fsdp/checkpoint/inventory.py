@@ -6,11 +6,13 @@ consecutive elements of each flattened parameter. A checkpoint needs no other de
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch_xla
 import torch_xla.runtime as xr
 from torch import nn
 
@@ -19,8 +21,12 @@ from ..consolidate.format.manifest import ShardingRule
 from ..names import dotted
 from ..sharding.layout import Layout
 from ..sharding.metadata import sharded_names
+from ..sharding.sharded_parameter import local
 from ..sharding.state import find_sharded_outside, unit_of, units_in
 from ..sharding.unit import NamedUnits
+from .rank_exchange import RankExchange
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +106,19 @@ class ReplicatedBuffer:
         return tuple(self.tensor.shape if self.row is None else self.tensor.shape[1:])
 
     def value(self) -> torch.Tensor:
-        """The value on the CPU, in the dtype from before wrapping."""
+        """The value on the CPU, in the dtype from before wrapping. It may be the buffer itself."""
         # Copy to the CPU first: on the device, selecting a row compiles one program per row.
         value = self.tensor.detach().cpu()
         value = value if self.row is None else value[self.row]
         return value.to(self.dtype)
+
+    def copy_to(self, device: torch.device) -> torch.Tensor:
+        """A copy of :meth:`value` on ``device``."""
+        return self.value().clone() if device == CPU else self.value().to(device)
+
+
+# A parameter or buffer, each of which has an entry in a state dict.
+Entry = ParameterShard | ReplicatedBuffer
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,17 @@ class Inventory:
         for shard in self.parameters:
             found.setdefault(shard.holder, []).append(shard)
         return found
+
+    def parts(self) -> list[list[ParameterShard]]:
+        """The parameters that one collective gathers, in the order of the unsharded model."""
+        found: dict[tuple, list[ParameterShard]] = {}
+        for shard in self.parameters:
+            found.setdefault((shard.holder, shard.first), []).append(shard)
+        return list(found.values())
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All parameters and buffers, which are the entries of a state dict except extra state."""
+        return (*self.parameters, *self.buffers)
 
 
 def make_inventory(model: nn.Module) -> Inventory:
@@ -313,3 +338,81 @@ def _all_names(model: nn.Module) -> Iterator[str]:
                     yield dotted(path, own)
         for name in module._parameters:
             yield dotted(path, name)
+
+
+CPU = torch.device("cpu")
+
+
+def agree_on_inventory(exchange: RankExchange, model: nn.Module) -> Inventory:
+    """The inventory of ``model``. Raises on every rank if the models of two ranks differ.
+
+    Raises:
+        TypeError, ValueError: see :func:`make_inventory`.
+        MetadataMismatchError: the models of two ranks differ.
+    """
+
+    def make() -> tuple[Inventory, str]:
+        made = make_inventory(model)
+        described: list[tuple] = [
+            (h.names, h.shape, str(h.dtype), h.layout, h.first) for h in made.parameters
+        ]
+        described += [(b.names, b.shape, str(b.tensor.dtype), b.row) for b in made.buffers]
+        text = repr([described, list(made.extra_state)])
+        return made, hashlib.sha256(text.encode()).hexdigest()
+
+    return exchange.run_and_compare(
+        "inspect its model",
+        make,
+        "rank {rank} has another model than rank 0. Names, shapes, dtypes and wrapping of all "
+        "parameters and buffers must be equal on every rank.",
+    )
+
+
+def gather_members(
+    members: Sequence[ParameterShard], value: torch.Tensor, to: torch.device | None
+) -> list[torch.Tensor] | None:
+    """Gathers the full tensors of ``members`` on the device ``to``. Call it on every rank.
+
+    ``members``: an element of :meth:`Inventory.parts`. ``value``: this rank's shard, which is their
+    holder or has its shape. Ranks that pass ``None`` for ``to`` take part in the collective and get
+    ``None``. Only these members are gathered at a time.
+    """
+    value, layout = local(value).detach(), members[0].layout
+    if layout is None:
+        if to is None:
+            return None
+        return [value.clone() if to != CPU or value.device == CPU else value.cpu()]
+    full = _gather(members[0], value)
+    if to is None:
+        return None
+    if to != CPU:
+        tensors = layout.split(full)
+        torch_xla.sync(wait=True)
+        return [tensors[shard.member] for shard in members]
+    # Padding is at the end in both layouts, so each member is a range of the flattened tensor.
+    flat = full.cpu().view(-1)
+    tensors = []
+    for shard in members:
+        offset = layout.members[shard.member].offset
+        piece = flat[offset : offset + shard.numel].view(shard.shape)
+        tensors.append(piece if shard.numel == flat.numel() else piece.clone())
+    return tensors
+
+
+def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:
+    """Gathers the tensor in which ``first`` is the first member."""
+    layout, world = first.layout, first.world
+    assert layout is not None and world is not None  # it is sharded
+    count = torch.Size(layout.shard_shape).numel()
+    shard = value.to(world.device)
+    if count == 0:
+        return shard.new_zeros(layout.padded_shape)
+    # One of several stacked blocks. Its index is an input: a constant would compile one program for
+    # each block.
+    if shard.numel() != count:
+        block = torch.tensor([first.first // count]).to(world.device)
+        shard = torch.index_select(shard.view(-1, count), 0, block)
+    full = world.all_gather(shard.view(layout.comm_shape), first.name)
+    del shard
+    torch_xla.sync(wait=True)
+    return full

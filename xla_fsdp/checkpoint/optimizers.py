@@ -2,23 +2,28 @@
 
 State with the shape of its parameter has a value for every element, and is sharded as the
 parameter is. Other state (``step``) is one value for the parameter, and the same on every rank.
+Optimizers whose state has other shapes (Adafactor, 8-bit AdamW) convert it into such values, see
+:mod:`xla_fsdp.optim.saved`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..consolidate.errors import ModelMismatchError, UnsupportedValueError
 from ..consolidate.format import values
 from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import NOT_OPTIONS, Group, Optimizer, State
-from ..sharding.sharded_parameter import local
+from ..optim.saved import LazyState, StateConverter, state_converter_of
+from ..sharding.sharded_parameter import local, on_local_parts
 from .inventory import Inventory, ParameterShard
-from .optimizer_forms import LazyState, convert_state_to_save
+from .readable_tensor import ReadableTensor
 
 # For each group of the optimizer, the parameters of the unsharded model.
 Groups = list[list[ParameterShard]]
@@ -33,7 +38,7 @@ class OptimizerStateShard:
 
     key: str
     tensor: torch.Tensor | LazyState
-    parameters: Sequence[ParameterShard]
+    parameters: list[ParameterShard]
 
 
 def describe_optimizer(
@@ -64,57 +69,53 @@ def describe_optimizer(
         for number, (group, own) in enumerate(zip(optimizer.param_groups, members, strict=True))
     )
     state: dict[str, State] = {}
-    tensors: list[OptimizerStateShard] = []
-    for parameter, shards in inventory.by_holder().items():
-        converted = convert_state_to_save(optimizer, parameter, shards)
-        if converted is not None:
-            tensors += _describe_converted(converted, state)
-            continue
+    tensors: dict[tuple[str, int], OptimizerStateShard] = {}
+    converts = state_converter_of(optimizer) is not None
+    for shards, own in _state_of_members(optimizer, inventory):
         sharded: dict[str, str] = {}
         single: dict[str, Any] = {}
-        for key, value in local_state(optimizer, parameter).items():
+        shape = local(shards[0].holder).shape
+        for key, value in own.items():
             where = f"optimizer state {key!r} of {shards[0].name!r}"
             if not isinstance(key, str) or not key or "/" in key:
                 raise UnsupportedValueError(
                     f"{where}: keys of state must be non-empty strings without a slash"
                 )
             is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and value.shape == local(parameter).shape and key in elementwise:
+            is_elementwise = is_tensor and value.shape == shape and key in elementwise
+            if isinstance(value, LazyState) or (is_elementwise and not converts):
                 sharded[key] = dtype_name(value.dtype, where)
-                tensors.append(OptimizerStateShard(key, value, shards))
-            elif is_tensor and value.numel() != 1:
-                shape = list(local(parameter).shape)
+                one = tensors.setdefault((key, id(value)), OptimizerStateShard(key, value, []))
+                one.parameters.extend(shards)
+                continue
+            if is_tensor and value.numel() != 1 and not converts:
                 raise UnsupportedValueError(
                     f"{where} has shape {list(value.shape)}, but the parameter's shard has "
-                    f"{shape}. State must have the parameter's shape, or be one value. Optimizers "
-                    "whose state depends on the full matrix cannot be resharded: use another one."
+                    f"{list(shape)}. State must have the parameter's shape, or be one value. "
+                    "Optimizers whose state depends on the full matrix cannot be resharded: use "
+                    "another one."
                 )
-            else:
+            if not converts:
                 _refuse_tensors_in(value, where)
-                single[key] = _encode_single(value, where)
-        if sharded or single:
-            for shard in shards:
-                state[shard.name] = State(sharded, single)
-    return Optimizer(type(optimizer).__name__, groups, state), tensors
+            single[key] = {"value": values.encode(value, where)}
+            if is_tensor:
+                single[key]["on"] = "host" if value.device.type == "cpu" else "device"
+        if own:
+            state.update((shard.name, State(sharded, single)) for shard in shards)
+    return Optimizer(type(optimizer).__name__, groups, state), list(tensors.values())
 
 
-def _describe_converted(
-    converted: Sequence[tuple[ParameterShard, Mapping[str, Any]]], state: dict[str, State]
-) -> list[OptimizerStateShard]:
-    """Adds the converted state ``converted`` to ``state``, and returns the tensors of this rank."""
-    made: dict[LazyState, tuple[str, list[ParameterShard]]] = {}
-    for shard, own in converted:
-        sharded: dict[str, str] = {}
-        single: dict[str, Any] = {}
-        for key, value in own.items():
-            where = f"optimizer state {key!r} of {shard.name!r}"
-            if isinstance(value, LazyState):
-                sharded[key] = dtype_name(value.dtype, where)
-                made.setdefault(value, (key, []))[1].append(shard)
-            else:
-                single[key] = _encode_single(value, where)
-        state[shard.name] = State(sharded, single)
-    return [OptimizerStateShard(key, value, shards) for value, (key, shards) in made.items()]
+def _state_of_members(
+    optimizer: torch.optim.Optimizer, inventory: Inventory
+) -> Iterator[tuple[list[ParameterShard], Mapping[str, Any]]]:
+    """State, and the parameters of the unsharded model that it belongs to: those of one holder, or
+    each parameter if the optimizer converts its state."""
+    for holder, shards in inventory.by_holder().items():
+        converted = convert_state_to_save(optimizer, holder, shards)
+        if converted is None:
+            yield shards, local_state(optimizer, holder)
+        for shard, own in converted or ():
+            yield [shard], own
 
 
 def local_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
@@ -189,8 +190,70 @@ def _refuse_tensors_in(value: Any, where: str) -> None:
             _refuse_tensors_in(each, where)
 
 
-def _encode_single(value: Any, where: str) -> dict[str, Any]:
-    encoded = {"value": values.encode(value, where)}
-    if isinstance(value, torch.Tensor):
-        encoded["on"] = "host" if value.device.type == "cpu" else "device"
-    return encoded
+def convert_state_to_save(
+    optimizer: torch.optim.Optimizer, holder: nn.Parameter, shards: Sequence[ParameterShard]
+) -> list[tuple[ParameterShard, Mapping[str, Any]]] | None:
+    """The converted state of each of ``shards``, the parameters of the unsharded model in
+    ``holder``. ``None`` if the optimizer does not convert its state."""
+    saver = state_converter_of(optimizer)
+    if saver is None:
+        return None
+    state = optimizer.state.get(holder)
+    if not state:
+        return []
+    with on_local_parts():
+        members = saver.saved_state(holder, state)
+    return [(shard, members[number_in_holder(shard)]) for shard in shards]
+
+
+def unsharded_placeholder(shard: ParameterShard) -> nn.Parameter:
+    """A placeholder for the parameter of the unsharded model: it has the shape, on the CPU, and
+    stores one element only."""
+    return nn.Parameter(torch.zeros((), dtype=shard.dtype).expand(shard.shape), requires_grad=False)
+
+
+def convert_state_to_load(
+    saver: StateConverter, state: Mapping[str, Mapping[str, Any]], inventory: Inventory, label: str
+) -> dict[str, dict[str, Any]]:
+    """Converts the ``state`` of an unsharded optimizer, by name. Elements are read on request.
+
+    Raises:
+        ModelMismatchError: the state of a parameter is not that of this kind of optimizer.
+    """
+    known = {name: shard for shard in inventory.parameters for name in shard.names}
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in state.items():
+        if name not in known:
+            found[name] = {}  # match_optimizer raises an error for unknown names
+            continue
+        full = {
+            k: v.read_full() if isinstance(v, ReadableTensor) and v.shape else v
+            for k, v in own.items()
+        }
+        try:
+            (converted,) = saver.saved_state(unsharded_placeholder(known[name]), full)
+        except ValueError as error:
+            raise ModelMismatchError(
+                f"{label}: the state of {name!r} is not as this optimizer has it: {error}. Load "
+                "it into the kind of optimizer that saved it."
+            ) from error
+        found[name] = {
+            key: _readable(value, known[name].shape) if isinstance(value, LazyState) else value
+            for key, value in converted.items()
+        }
+    return found
+
+
+def _readable(made: LazyState, shape: tuple[int, ...]) -> ReadableTensor:
+    def read(begin: int, end: int) -> torch.Tensor:
+        return made.make().reshape(-1)[begin:end]
+
+    return ReadableTensor(shape, made.dtype, read, in_memory=True)
+
+
+def number_in_holder(shard: ParameterShard) -> int:
+    """The index of the parameter among those of its holder. A stack is counted block by block."""
+    if shard.layout is None:
+        return 0
+    block = shard.first // math.prod(shard.layout.shard_shape) if shard.first else 0
+    return block * len(shard.layout.members) + shard.member

@@ -1,7 +1,7 @@
 """Calls torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module.
 
 So overridden methods, hooks, and renamed or omitted keys have their usual effect. The calls use a
-tree of modules without wrappers, in which a :class:`~.placeholder_tensor.PlaceholderTensor`
+tree of modules without wrappers, in which a :class:`PlaceholderTensor`
 replaces each parameter and persistent buffer; therefore nothing is gathered or read.
 If the module computes with values, the call is repeated with full (unsharded) values.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,11 +24,108 @@ from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
 from ..sharding.sharded_tensor import flattened_in
 from ..sharding.state import unit_of, units_in
 from ..sharding.user_checks import require_values
-from .inventory import Inventory, ParameterShard, ReplicatedBuffer
-from .parts import CPU, gather_members, parts_of
-from .placeholder_tensor import PlaceholderTensor, Uses, ValuesNeededError
+from ..tree import tensors_in
+from .inventory import CPU, Entry, Inventory, ParameterShard, gather_members
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor, is_dense
+
+_ATEN = torch.ops.aten
+# Operations that read or replace values but do not call torch's dispatcher.
+_AROUND_THE_DISPATCHER = {
+    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.set_,
+}
+
+
+class ValuesNeededError(RuntimeError):
+    """Something computes with values that are not in memory."""
+
+
+@dataclass
+class Uses:
+    """Records how the placeholder tensors of one call were used.
+
+    Attributes:
+        values_needed: an operation needed values. Then the other results of the call are invalid.
+        copied: pairs of a placeholder and the tensor that was copied into it, in order.
+    """
+
+    values_needed: bool = False
+    copied: list[tuple[PlaceholderTensor, torch.Tensor]] = field(default_factory=list)
+
+
+class PlaceholderTensor(torch.Tensor):
+    """A placeholder that has the shape and dtype of ``source``, but no values.
+
+    ``detach()`` and other views of the full tensor have the same source. ``copy_`` of a tensor of
+    its shape into it is recorded in ``uses``. Every other operation raises
+    :class:`ValuesNeededError`, and records it in ``uses`` in case the caller catches the error.
+    """
+
+    source: Any
+    uses: Uses
+
+    @staticmethod
+    def __new__(
+        cls, source: Any, uses: Uses, shape: Iterable[int], dtype: torch.dtype
+    ) -> PlaceholderTensor:
+        own: PlaceholderTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        own.source, own.uses = source, uses
+        return own
+
+    def __init__(self, *args: Any) -> None:
+        pass  # __new__ sets all attributes
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _AROUND_THE_DISPATCHER:
+            _need_values(args, func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch has no classmethod in its stubs
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        first = args[0]
+        if func in (_ATEN.detach.default, _ATEN.alias.default):
+            return cls(first.source, first.uses, first.shape, first.dtype)
+        if func is _ATEN.copy_.default and isinstance(first, cls) and first.shape == args[1].shape:
+            first.uses.copied.append((first, args[1]))
+            return first
+        return _need_values((args, kwargs), func)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"PlaceholderTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _need_values(given: Any, func: Any) -> Any:
+    for each in tensors_in(given):
+        if isinstance(each, PlaceholderTensor):
+            each.uses.values_needed = True
+    raise ValuesNeededError(
+        f"{func} needs the values of a placeholder tensor, which has none. The placeholder was "
+        "kept after the state_dict() or load_state_dict() in which it was used: keep no tensors "
+        "of a state dict in hooks."
+    )
+
 
 _HOOKS = (
     "_state_dict_pre_hooks",
@@ -36,9 +133,6 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-
-# A parameter or buffer, each of which has an entry in a state dict.
-Entry = ParameterShard | ReplicatedBuffer
 
 
 @dataclass(frozen=True)
@@ -108,40 +202,36 @@ def capture_loaded_values(
         Exception: any exception of hooks and the module's own methods; :class:`OtherRankError` on
             the other ranks.
     """
-    found: list[Mapping[str, Any] | None] = []
-    offered: list[CapturedLoad] = []
 
-    def try_with_placeholders() -> bool:
-        found.append(given())
-        if found[0] is None:
-            return False
-        uses = Uses()
+    def try_with_placeholders() -> tuple[Any, bool]:
+        state, uses = given(), Uses()
+        captured: CapturedLoad | None = None
+        if state is None:
+            return (None, None), False
         inputs = _inputs(
-            _checked(found[0], label),
-            lambda one: PlaceholderTensor(one, uses, one.shape, one.dtype),
+            _checked(state, label), lambda one: PlaceholderTensor(one, uses, one.shape, one.dtype)
         )
         try:
-            offered.append(
-                _load(model, inventory, _make_placeholders(inventory, uses), inputs, uses, label)
-            )
+            values = _make_placeholders(inventory, uses)
+            captured = _load(model, inventory, values, inputs, uses, label)
         except Exception:
             if not uses.values_needed:
                 raise
-        return uses.values_needed
+        return (state, captured), uses.values_needed
 
-    needing = exchange.run_and_gather(doing, try_with_placeholders)
+    (state, captured), needing = exchange.run(doing, try_with_placeholders)
     if not any(needing):
-        return offered[0] if offered else None
+        return captured
     require_values(
         units_in(model), f"a hook that computes with parameters, while loading {label}, was called"
     )
-    values = full_values(inventory, CPU if needing[exchange.rank] else None)
+    needed = needing[exchange.rank]
+    values = full_values(inventory, CPU if needed else None)
 
     def load_full() -> CapturedLoad | None:
-        if not needing[exchange.rank]:
-            return offered[0] if offered else None
-        assert found[0] is not None
-        inputs = _inputs(found[0], ReadableTensor.read_full)
+        if state is None or not needed:
+            return captured
+        inputs = _inputs(state, ReadableTensor.read_full)
         return _load(model, inventory, values, inputs, Uses(), label)
 
     return exchange.run_on_each_rank(doing, load_full)
@@ -153,31 +243,20 @@ def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, to
     Call it on every rank. Ranks that pass ``None`` for ``to`` get an empty dict.
     """
     values: dict[Entry, torch.Tensor] = {}
-    for part in parts_of(inventory):
-        full = gather_members(part, part.holder, to)
-        values.update(zip(part.members, full or (), strict=full is not None))
+    for members in inventory.parts():
+        full = gather_members(members, members[0].holder, to)
+        values.update(zip(members, full or (), strict=full is not None))
     if to is not None:
-        values.update((buffer, copied_buffer(buffer, to)) for buffer in inventory.buffers)
+        values.update((buffer, buffer.copy_to(to)) for buffer in inventory.buffers)
     return values
-
-
-def copied_buffer(buffer: ReplicatedBuffer, to: torch.device) -> torch.Tensor:
-    """A copy of the buffer's value on the device ``to``."""
-    value = buffer.value()
-    return value.clone() if to == CPU else value.to(to)
 
 
 def _make_placeholders(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Tensor]:
     """A :class:`PlaceholderTensor` for each parameter and persistent buffer."""
     return {
         entry: PlaceholderTensor(entry, uses, entry.shape, entry.dtype)
-        for entry in entries_of(inventory)
+        for entry in inventory.entries()
     }
-
-
-def entries_of(inventory: Inventory) -> tuple[Entry, ...]:
-    """All parameters and buffers, which are the entries of a state dict except extra state."""
-    return (*inventory.parameters, *inventory.buffers)
 
 
 def _checked(given: Any, label: str) -> Mapping[str, Any]:
@@ -227,7 +306,7 @@ def _load(
     found: dict[str, Any] = {}
     untouched: set[str] = set()
     seen: dict[int, ReadableTensor] = {}
-    for entry in entries_of(inventory):
+    for entry in inventory.entries():
         offered = {name: held[name] for name in entry.names if name in held}
         if all(isinstance(value, PlaceholderTensor) for value in offered.values()):
             # A tied parameter was overwritten once for each of its names in the state dict.
@@ -270,7 +349,7 @@ def _reported(
     """
     absent = set(getattr(reported, "missing_keys", untouched))
     missing = []
-    for entry in entries_of(inventory):
+    for entry in inventory.entries():
         if absent.issuperset(entry.names):
             missing.append(entry.name)
         absent.difference_update(entry.names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,9 @@ from ..collectives.random_state import preserve_random_state
 from ..consolidate.errors import MetadataMismatchError, OtherRankError
 
 T = TypeVar("T")
+
+# Longest time, in seconds, until a file that one host wrote is visible on another host.
+_VISIBLE_SECONDS = 30.0
 
 
 class RankExchange:
@@ -39,61 +43,78 @@ class RankExchange:
         found = dict(json.loads(bytes(payload)) for payload in payloads)
         return [found[rank] for rank in range(self.size)]
 
-    def run_and_gather(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Calls ``work`` on every rank and returns all results (JSON values), in rank order.
+    def run(self, what: str, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Calls ``work`` on every rank.
+
+        It returns two values: this rank's result, which may be any object, and a JSON value, of
+        which all ranks get a list in rank order.
 
         Raises:
             OtherRankError: ``work`` raised on another rank. If it raised on this rank, that
                 exception is raised.
         """
-        own: Exception | None = None
-        result = None
         try:
-            result = work()
+            result, value = work()
         except Exception as error:
-            own = error
-        outcomes = self.gather_values(
-            what, [result, None] if own is None else [None, describe(own)]
-        )
-        if own is not None:
-            raise own
+            self.gather_values(what, [None, describe_error(error)])
+            raise
+        outcomes = self.gather_values(what, [value, None])
         for rank, (_, failure) in enumerate(outcomes):
             if failure is not None:
                 raise OtherRankError(f"rank {rank} could not {what}: {failure}")
-        return [value for value, _ in outcomes]
+        return result, [value for value, _ in outcomes]
+
+    def run_and_gather(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Calls ``work`` on every rank and returns all results (JSON values), in rank order.
+
+        Raises as :meth:`run`.
+        """
+        return self.run(what, lambda: (None, work()))[1]
 
     def run_on_each_rank(self, what: str, work: Callable[[], T]) -> T:
         """Calls ``work`` on every rank and returns this rank's result, which may be any object.
 
-        Raises as :meth:`run_and_gather`.
+        Raises as :meth:`run`.
         """
-        own: list[T] = []
-        self.run_and_gather(what, lambda: own.append(work()))
-        return own[0]
-
-    def require_equal(self, what: str, work: Callable[[], Any], differ: str) -> None:
-        """Checks that ``work`` returns the same on every rank.
-
-        Raises also as :meth:`run_and_gather`.
-
-        Raises:
-            MetadataMismatchError: a rank returned something else than rank 0. The message is
-                ``differ``, with the first such rank for ``{rank}``.
-        """
-        values = self.run_and_gather(what, work)
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise MetadataMismatchError(differ.format(rank=rank))
+        return self.run(what, lambda: (work(), None))[0]
 
     def run_on_first_rank(self, what: str, work: Callable[[], Any]) -> Any:
         """Calls ``work`` on rank 0 only and returns its result on every rank.
 
-        Raises as :meth:`run_and_gather`.
+        Raises as :meth:`run`.
         """
         return self.run_and_gather(what, work if self.rank == 0 else lambda: None)[0]
 
+    def run_and_compare(self, what: str, work: Callable[[], tuple[T, Any]], differ: str) -> T:
+        """:meth:`run`, with a check that the second value is the same on every rank.
 
-def describe(error: Exception) -> str:
+        Raises:
+            MetadataMismatchError: a rank has another value than rank 0. The message is ``differ``,
+                with the first such rank for ``{rank}``.
+        """
+        result, values = self.run(what, work)
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise MetadataMismatchError(differ.format(rank=rank))
+        return result
+
+
+def describe_error(error: Exception) -> str:
     """One line with the type and the message of ``error``, to send to other ranks."""
     text = " ".join(str(error).splitlines())
     return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Waits up to 30 s until ``condition()`` is true, and returns whether it is.
+
+    On network file systems, a file becomes visible on other hosts with a delay.
+    """
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    wait = 0.01
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(wait)
+        wait = min(2 * wait, 1.0)
+    return True

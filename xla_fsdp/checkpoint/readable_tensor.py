@@ -26,18 +26,18 @@ class ReadableTensor:
     """One tensor whose values can be read.
 
     Attributes:
-        read: ``read(begin, end)`` returns the elements ``begin <= i < end`` of the flattened
-            tensor, one-dimensional, on the CPU.
-        collective: every rank must call ``read``, in the same order, even for an empty range.
+        read_range: ``read_range(begin, end)`` returns the elements ``begin <= i < end`` of the
+            flattened tensor, one-dimensional, on the CPU.
+        fill: in place of ``read_range``, to avoid a copy: ``fill(out, begin)`` fills ``out``, a
+            contiguous one-dimensional CPU tensor of this dtype, with the elements from ``begin``.
+        collective: every rank must read, in the same order, even an empty range.
         in_memory: all values are in this rank's memory.
         kind: whether it was a parameter or a buffer of the saved model, ``None`` if not known.
-        fill: if it avoids a copy, ``fill(out, begin)`` fills ``out``, a contiguous one-dimensional
-            CPU tensor of this dtype, with the elements from ``begin``.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[int, int], torch.Tensor]
+    read_range: Callable[[int, int], torch.Tensor] | None = None
     collective: bool = False
     in_memory: bool = False
     kind: Literal["parameter", "buffer"] | None = None
@@ -46,6 +46,14 @@ class ReadableTensor:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """The elements ``begin <= i < end`` of the flattened tensor, on the CPU."""
+        if self.read_range is not None:
+            return self.read_range(begin, end)
+        out = torch.empty(end - begin, dtype=self.dtype)
+        self.read_to(out, begin)
+        return out
 
     def read_full(self) -> torch.Tensor:
         """The full tensor, on the CPU."""
@@ -66,6 +74,11 @@ class ReadableTensor:
             return tensor.detach().reshape(-1)[begin:end].cpu()
 
         return cls(tuple(tensor.shape), tensor.dtype, read, in_memory=True)
+
+
+def as_readable(value: torch.Tensor | ReadableTensor) -> ReadableTensor:
+    """``value`` as a :class:`ReadableTensor`."""
+    return value if isinstance(value, ReadableTensor) else ReadableTensor.from_tensor(value)
 
 
 def is_dense(value: Any) -> bool:

@@ -1,17 +1,79 @@
-"""``save_checkpoint``: saves a checkpoint and returns when it is complete."""
+"""``save_checkpoint``, which returns when a checkpoint is complete, and ``AsyncCheckpointer``.
+
+Every rank writes one file into a partial folder. When all files are durable, rank 0 writes the
+manifest and renames the folder, which makes it a checkpoint. A failure before that leaves earlier
+checkpoints unchanged; the next save removes the partial folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from dataclasses import asdict
-from typing import Any
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.pool import ThreadPool
+from typing import Any, TypeVar
 
 from torch import nn
 
-from ..collectives.random_state import synced_device
-from ..consolidate.format.rank_file import FileRecord
-from .incomplete_save import Request, begin_save
-from .rank_exchange import RankExchange
+from ..collectives.random_state import DeviceRandomState, synced_device
+from ..consolidate.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ModelMismatchError,
+    OtherRankError,
+    SharedStorageError,
+    UnsupportedValueError,
+)
+from ..consolidate.format import folders, manifest
+from ..consolidate.format.rank_file import FileRecord, write_file
+from ..consolidate.format.store import Store, join, open_store, read, write
+from ..consolidate.format.strict import read_json, write_json
+from .contents import Contents, list_contents
+from .rank_exchange import RankExchange, describe_error, wait_until
+
+_STARTED_FILE = "begun"
+# Maximum number of concurrent requests of rank 0 to the store.
+_MAX_CONCURRENT_REQUESTS = 32
+# Longest time, in seconds, between two checks for the files of other ranks.
+_LONGEST_WAIT = 0.5
+# Seconds that rank 0 waits for the other ranks' files after its main thread has ended.
+_SECONDS_AFTER_EXIT = 120.0
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The user's arguments, validated."""
+
+    path: str
+    step: int
+    keep_last: int | None
+
+    @classmethod
+    def agree(
+        cls, exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
+    ) -> Request:
+        """Validates the arguments on all ranks."""
+        return exchange.run_on_each_rank(
+            "save with these arguments", lambda: cls(os.fsdecode(path), step, keep_last)
+        )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.step, bool) or not isinstance(self.step, int):
+            raise TypeError(f"step must be an int, got {type(self.step).__name__}")
+        if not 0 <= self.step < 10**18:
+            raise ValueError(f"step must be at least 0 and less than 10**18, got {self.step}")
+        kept = self.keep_last
+        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
+            raise ValueError(f"keep_last must be an int of at least 1, or None, got {kept!r}")
 
 
 def save_checkpoint(
@@ -56,12 +118,12 @@ def save_checkpoint(
     """
     exchange = RankExchange()
     with synced_device() as random:
-        request = validate_request(exchange, path, step, keep_last)
+        request = Request.agree(exchange, path, step, keep_last)
         incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
         try:
-            written = exchange.run_and_gather("write its file", lambda: asdict(incomplete.write()))
+            written = exchange.run_and_gather("write its file", incomplete.write)
             saved = exchange.run_on_first_rank(
-                "complete the checkpoint", lambda: incomplete.commit(records(written))
+                "complete the checkpoint", lambda: incomplete.commit(written)
             )
         except Exception:
             incomplete.remove_on_failure(exchange)
@@ -71,15 +133,489 @@ def save_checkpoint(
     return saved
 
 
-def validate_request(
-    exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
-) -> Request:
-    """Validates the arguments on all ranks."""
-    return exchange.run_on_each_rank(
-        "save with these arguments", lambda: Request(os.fsdecode(path), step, keep_last)
+class AsyncCheckpointer:
+    """Saves as :func:`save_checkpoint` does, but blocks training only for the copy to the host.
+
+    On each rank, a thread writes the rank's file. The thread of rank 0 completes the checkpoint
+    when all files are written. Ranks report to rank 0 through small files, not through collectives,
+    so the devices continue training. Only one save runs at a time: the next ``save`` waits for the
+    previous one. An error is raised on all ranks by the next call of a method. Call all methods on
+    every rank. As a context manager, it waits for the last save at the end::
+
+        with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
+            for step in range(1, steps + 1):
+                ...
+                if step % 1000 == 0:
+                    checkpointer.save(model, optimizer, scheduler, step=step)
+
+    Host memory: a copy of the rank's shards and buffers, until they are written.
+
+    Args:
+        path, keep_last: see :func:`save_checkpoint`.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, keep_last: int | None = None) -> None:
+        self.path = path
+        self.keep_last = keep_last
+        self._running: RunningSave | None = None
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        step: int,
+        extra: Any = None,
+    ) -> None:
+        """Starts a save and returns when all values are copied to the host.
+
+        Training may change the model after that. The arguments are those of
+        :func:`save_checkpoint`.
+
+        Raises:
+            CheckpointError: the previous save failed, and this one was not started; or this one
+                cannot start, see :func:`save_checkpoint`.
+        """
+        with synced_device() as random:
+            self.wait()
+            exchange = RankExchange()
+            request = Request.agree(exchange, self.path, step, self.keep_last)
+            incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
+            try:
+                contents = exchange.run_on_each_rank(
+                    "copy to the host", incomplete.contents.on_host
+                )
+            except Exception:
+                incomplete.remove_on_failure(exchange)
+                raise
+        self._running = RunningSave(replace(incomplete, contents=contents), exchange)
+
+    def wait(self) -> str | None:
+        """Waits until the running save is complete and returns the path of its checkpoint.
+
+        Returns ``None`` if no save is running.
+
+        Raises:
+            CheckpointError: the checkpoint could not be saved. Earlier checkpoints are unchanged.
+        """
+        running, self._running = self._running, None
+        # Also without a running save: a resumed run has none at first, and must act the same.
+        with synced_device():
+            path = None if running is None else running.finish()
+        if running is not None:
+            running.wait_for_removal()  # rank 0 waits here, the other ranks do not
+        return path
+
+    def close(self) -> None:
+        """Same as :meth:`wait`, so that the object can be closed like a file."""
+        self.wait()
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None:
+            self.wait()
+        # After an exception, other ranks may not reach a barrier. The thread ends on its own.
+
+
+@dataclass(frozen=True)
+class IncompleteSave:
+    """A save that is not complete yet.
+
+    Attributes:
+        root: the folder of all checkpoints, in the store. The user wrote it as ``path``.
+        place: step and version of this one.
+        locks: on rank 0, the lock of the partial folder. While it exists, other saves see that
+            this one is running.
+    """
+
+    store: Store
+    root: str
+    path: str
+    place: folders.CheckpointFolder
+    contents: Contents
+    rank: int
+    keep_last: int | None
+    locks: Sequence[object] = ()
+
+    @property
+    def folder(self) -> str:
+        """Path of the complete checkpoint."""
+        return join(self.root, self.place.name)
+
+    @property
+    def display_path(self) -> str:
+        """:attr:`folder` as the user would write it, for messages."""
+        return join(self.path.rstrip("/") or "/", self.place.name)
+
+    @property
+    def partial(self) -> str:
+        """The folder for files that are not part of the checkpoint. In a store that can rename
+        folders, it also has the files of the checkpoint until the save is complete."""
+        return join(self.root, self.place.partial_name(self.contents.manifest.save_id))
+
+    @property
+    def data(self) -> str:
+        """The folder into which the ranks write their files."""
+        return self.partial if self.store.renames else self.folder
+
+    def file(self, rank: int) -> str:
+        return join(self.data, manifest.file_name(rank, self.contents.manifest.world_size))
+
+    def write(self) -> dict[str, Any]:
+        """Writes this rank's file. Returns its :class:`FileRecord` as a JSON object.
+
+        The file is durable when this returns.
+        """
+        record = write_file(
+            self.store, self.file(self.rank), self.contents.items, self.contents.metadata(self.rank)
+        )
+        self.store.sync_folder(self.data)
+        return asdict(record)
+
+    def commit(self, written: Sequence[dict[str, Any]]) -> str:
+        """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
+
+        :meth:`remove_old_checkpoints` later removes the checkpoints that this one replaces.
+
+        Args:
+            written: the result of :meth:`write` of each rank.
+        """
+        records = [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
+        _run_concurrently(self._await_file, list(enumerate(records)))
+        complete = replace(self.contents.manifest, files=tuple(records))
+        write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(complete))
+        self.store.sync_folder(self.data)
+        if self.store.renames:
+            self.store.rename(self.partial, self.folder)
+        return self.display_path
+
+    def remove_on_failure(self, exchange: RankExchange) -> None:
+        """Calls :meth:`remove_files` on rank 0, and waits for it on all ranks, after a failure."""
+        if self.rank == 0:
+            self.remove_files()
+        exchange.gather_values("give up the save", None)
+
+    def remove_files(self) -> None:
+        """Removes the files of this save, as far as possible. Called on rank 0 when no rank writes
+        any more."""
+        for path in {self.partial, self.data}:
+            with contextlib.suppress(CheckpointError):
+                # The checkpoint may be complete: the failure may have come after the manifest.
+                if not folders.has_manifest(self.store, path) or path == self.partial:
+                    self.store.remove(path)
+
+    def _await_file(self, rank: int, record: FileRecord) -> None:
+        path = self.file(rank)
+
+        def there() -> bool:
+            try:
+                return self.store.size(path) == record.size
+            except CheckpointNotFoundError:
+                return False
+
+        if not wait_until(there):
+            raise SharedStorageError(
+                f"{path}: rank {rank} has written {record.size} bytes there, but rank 0 does not "
+                "see them. Save to a file system or object store that all hosts share."
+            )
+
+    def remove_old_checkpoints(self) -> None:
+        """Removes old checkpoints and temporary files. Called on rank 0 after :meth:`commit`.
+
+        Removing may take long; the other ranks do not wait for it.
+        """
+        # The checkpoint is complete. The next save removes what cannot be removed now.
+        try:
+            if not self.store.renames:
+                self.store.remove(self.partial)
+            for path in folders.find_superseded(self.store, self.root, self.place, self.keep_last):
+                folders.remove_checkpoint(self.store, path)
+            later = folders.list_folders(self.store, self.root)[-1]
+            if later > self.place:
+                _warn(
+                    f"{self.display_path} is complete, but the same folder has {later.name}, which "
+                    "is later and remains the latest checkpoint. Remove it if it belongs to an "
+                    "earlier run."
+                )
+        except CheckpointError as error:
+            _warn(
+                f"{self.display_path} is complete, but an older checkpoint could not be removed: "
+                f"{error}"
+            )
+
+
+def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> list[T]:
+    """Calls ``work`` with each of the tuples of ``arguments``, and returns the results.
+
+    A request to an object store takes long, and there may be thousands of files. An executor would
+    not work while the interpreter ends, when the thread of a :class:`RunningSave` still runs.
+    """
+    with ThreadPool(min(_MAX_CONCURRENT_REQUESTS, len(arguments) or 1)) as pool:
+        return pool.starmap(work, arguments, chunksize=1)
+
+
+def _warn(text: str) -> None:
+    # If warnings are errors, ignore the exception: the checkpoint is complete.
+    with contextlib.suppress(Warning):
+        warnings.warn(text, stacklevel=3)
+
+
+def begin_save(
+    exchange: RankExchange,
+    request: Request,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    extra: Any,
+    random: DeviceRandomState,
+) -> IncompleteSave:
+    """Starts a save: all ranks check their values and the folder. Called on every rank.
+
+    ``random``: the random state of the device before the save.
+
+    Raises:
+        CheckpointError, TypeError, ValueError: a value cannot be saved, or the path is not usable.
+        SharedStorageError: a rank does not see the folder that rank 0 made.
+    """
+
+    def describe() -> tuple[tuple[Store, str], Contents]:
+        opened = open_store(request.path)
+        return opened, list_contents(model, optimizer, scheduler, request.step, extra, random)
+
+    opened, contents = agree_on_contents(exchange, describe)
+    return create_folder(exchange, request, opened, contents)
+
+
+def agree_on_contents(
+    exchange: RankExchange, describe: Callable[[], tuple[T, Contents]]
+) -> tuple[T, Contents]:
+    """Returns the result of ``describe()``, after a check that its contents of this rank's file
+    match those of other ranks.
+
+    Raises:
+        UnsupportedValueError, ModelMismatchError: the ranks have different models, optimizers,
+            steps or single values of optimizer state.
+        CheckpointError, TypeError, ValueError: a value cannot be saved.
+    """
+
+    def own() -> tuple[tuple[T, Contents], list[str]]:
+        described = describe()
+        return described, described[1].agreement()
+
+    described, agreements = exchange.run("describe what to save", own)
+    for rank, agreement in enumerate(agreements):
+        if agreement[0] == agreements[0][0] and agreement != agreements[0]:
+            raise UnsupportedValueError(
+                f"the optimizers of rank {rank} and rank 0 have different single values "
+                "(such as step, or a statistic of the rank's shard). A checkpoint stores one value "
+                "for all ranks: make them equal, or save without the optimizer."
+            )
+        if agreement != agreements[0]:
+            raise ModelMismatchError(
+                f"rank {rank} and rank 0 save different models, optimizers or steps. Call this on "
+                "all ranks with the same model, optimizer and step."
+            )
+    return described
+
+
+def create_folder(
+    exchange: RankExchange, request: Request, opened: tuple[Store, str], contents: Contents
+) -> IncompleteSave:
+    """Makes the partial folder for ``contents``. Called on every rank.
+
+    Raises as :func:`begin_save`.
+    """
+    store, root = opened
+
+    def prepare() -> tuple[list[object], Any]:
+        if exchange.rank:
+            return [], None
+        save_id, version = _prepare(store, root, request.step)
+        name = folders.CheckpointFolder(request.step, version).partial_name(save_id)
+        return [store.hold_lock(join(root, name))], [save_id, version]
+
+    locks, prepared = exchange.run("prepare the folder", prepare)
+    save_id, version = prepared[0]
+    incomplete = IncompleteSave(
+        store=store,
+        root=root,
+        path=request.path,
+        place=folders.CheckpointFolder(request.step, version),
+        contents=replace(contents, manifest=replace(contents.manifest, save_id=save_id)),
+        rank=exchange.rank,
+        keep_last=request.keep_last,
+        locks=locks,
     )
 
+    def seen() -> bool:
+        if store.renames:
+            return store.is_folder(incomplete.partial)
+        return _STARTED_FILE in store.list(incomplete.partial)
 
-def records(written: list[dict[str, Any]]) -> list[FileRecord]:
-    """The file records of all ranks, from the values that they sent as JSON."""
-    return [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
+    def require_shared() -> None:
+        if not wait_until(seen):
+            raise SharedStorageError(
+                f"{root}: this rank does not see the folder that rank 0 made there. Save to a file "
+                "system or object store that all hosts share, or gather the model on rank 0 with "
+                "full_state_dict()."
+            )
+
+    try:
+        exchange.run_and_gather("see rank 0's folder", require_shared)
+    except Exception:
+        incomplete.remove_on_failure(exchange)
+        raise
+    return incomplete
+
+
+def _prepare(store: Store, root: str, step: int) -> list:
+    """Removes leftovers and makes the partial folder. Returns the id and the version of the save.
+
+    The version counts the saves of the same step.
+    """
+    store.make_folder(root)
+    if store.renames:
+        parent = root.rpartition("/")[0] or ("/" if root.startswith("/") else ".")
+        with contextlib.suppress(CheckpointError):  # no permission to read the parent
+            store.sync_folder(parent)
+    for path in folders.find_leftovers(store, root):
+        try:
+            store.remove(path)
+        except CheckpointError as error:  # the save can continue
+            _warn(f"a leftover of an earlier save could not be removed: {error}")
+    place = folders.next_folder(store, root, step)
+    save_id = secrets.token_hex(8)
+    partial = join(root, place.partial_name(save_id))
+    store.make_folder(partial)
+    if not store.renames:  # an object store has no empty folders: mark it with a file
+        write(store, join(partial, _STARTED_FILE), save_id.encode())
+    return [save_id, place.version]
+
+
+class RunningSave:
+    """A save that is running on this rank.
+
+    Its thread is not a daemon thread: a process that ends without waiting still finishes its file.
+    """
+
+    def __init__(self, incomplete: IncompleteSave, exchange: RankExchange) -> None:
+        self.incomplete = incomplete
+        self.exchange = exchange
+        self._written: Future[dict[str, Any]] = Future()
+        # On rank 0 the path, when the checkpoint is complete. Old ones may still be removed then.
+        self._completed: Future[str | None] = Future()
+        self._records: list[dict[str, Any]] | None = None  # of all ranks, in :meth:`finish`
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run,
+            name=f"xla_fsdp checkpoint, rank {incomplete.rank}",
+            daemon=False,  # the default is that of the current thread, which may be a daemon
+        )
+        self._thread.start()
+
+    def finish(self) -> str:
+        """Waits for all ranks and returns the path; raises on every rank if one of them failed."""
+        try:
+            self._records = self.exchange.run_and_gather("write its file", self._written.result)
+            path: str = self.exchange.run_on_first_rank(
+                "complete the checkpoint", self._completed.result
+            )
+        except Exception:
+            self._cancelled.set()
+            self._thread.join()
+            self.exchange.gather_values("stop writing", None)
+            self.incomplete.remove_on_failure(self.exchange)
+            raise
+        return path
+
+    def wait_for_removal(self) -> None:
+        """Waits until the checkpoints that this one replaces are removed."""
+        self._thread.join()
+
+    def is_finished(self) -> bool:
+        """Whether this rank has finished, so that :meth:`finish` does not wait for it."""
+        return self._completed.done()
+
+    def _run(self) -> None:
+        try:
+            record = self._write()
+            path = self._complete(record) if self.incomplete.rank == 0 else None
+        except Exception as error:
+            # This may fail too (disk full). Then the next call on this rank reports it to all.
+            with contextlib.suppress(CheckpointError):
+                self._announce("failed", describe_error(error))
+            self._completed.set_exception(error)
+        else:
+            self._completed.set_result(path)
+            if path is not None:
+                self.incomplete.remove_old_checkpoints()
+        # Frees the copies on the host.
+        self.incomplete = replace(
+            self.incomplete, contents=replace(self.incomplete.contents, items=[])
+        )
+
+    def _write(self) -> dict[str, Any]:
+        try:
+            record = self.incomplete.write()
+            self._announce("record", record)
+        except Exception as error:
+            self._written.set_exception(error)
+            raise
+        self._written.set_result(record)
+        return record
+
+    def _complete(self, own: dict[str, Any]) -> str | None:
+        """On rank 0: waits for the files of all ranks, then completes the checkpoint."""
+        found: dict[int, dict[str, Any]] = {0: own}
+        wait = 0.01
+        alone_since: float | None = None
+        while self._records is None and len(found) < self.exchange.size:
+            if self._cancelled.wait(wait):
+                return None
+            wait = min(2 * wait, _LONGEST_WAIT)
+            self._collect(found)
+            if not threading.main_thread().is_alive():  # `finish` will not be called any more
+                alone_since = alone_since or time.monotonic()
+                if time.monotonic() > alone_since + _SECONDS_AFTER_EXIT:
+                    raise OtherRankError(
+                        "the program ended before all ranks wrote their files. Call wait() or "
+                        "close() before the program ends."
+                    )
+        records = self._records or [found[rank] for rank in range(self.exchange.size)]
+        paths = [self._announcement(rank, "record") for rank in range(1, self.exchange.size)]
+        _run_concurrently(self.incomplete.store.remove, [(path,) for path in paths])
+        return self.incomplete.commit(records)
+
+    def _collect(self, found: dict[int, dict[str, Any]]) -> None:
+        """Reads the new announcements of other ranks."""
+        store = self.incomplete.store
+        names = set(store.list(self.incomplete.partial))
+        new = [rank for rank in range(self.exchange.size) if rank not in found]
+
+        def content(rank: int, kind: str) -> Any:
+            path = self._announcement(rank, kind)
+            return read_json(read(store, path, 0, store.size(path)), path)[0]
+
+        for rank in new:
+            if self._announcement(rank, "failed").rpartition("/")[2] in names:
+                reason = content(rank, "failed")
+                raise OtherRankError(f"rank {rank} could not write its file: {reason}")
+        there = [r for r in new if self._announcement(r, "record").rpartition("/")[2] in names]
+        records = _run_concurrently(content, [(rank, "record") for rank in there])
+        found.update(zip(there, records, strict=True))
+
+    def _announce(self, kind: str, value: Any) -> None:
+        if self.incomplete.rank == 0 or self.exchange.size == 1:
+            return
+        store, path = self.incomplete.store, self._announcement(self.incomplete.rank, kind)
+        written = f"{path}.new" if store.renames else path
+        write(store, written, write_json([value]))
+        if store.renames:  # so that the file is never visible before its content is
+            store.rename(written, path)
+
+    def _announcement(self, rank: int, kind: str) -> str:
+        """The path of the file by which ``rank`` reports to rank 0."""
+        return join(self.incomplete.partial, f"rank-{rank:05d}.{kind}")

@@ -11,15 +11,14 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
+from ..optim.saved import state_converter_of
 from ..sharding.deferred_values import begin_load, end_load
 from ..sharding.freeing import assign_
-from ..sharding.layout import ShardSpec, spec_of
+from ..sharding.layout import spec_of
 from ..sharding.optimizer_hook import state_is_by_name
 from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
-from .inventory import Inventory, ParameterShard, ReplicatedBuffer
-from .matching import Match
-from .optimizer_forms import MemberValues, state_converter_of
-from .optimizer_matching import Elements, Number, OptimizerMatch
+from .inventory import CPU, Inventory, ParameterShard
+from .matching import Elements, HolderState, Match, Number, OptimizerMatch
 from .optimizers import options
 from .readable_tensor import ReadableTensor
 
@@ -28,7 +27,8 @@ def load_model_values(inventory: Inventory, match: Match) -> None:
     """Copies the values into the model, one tensor at a time. Parameters stay the same objects."""
     for pair in iterate_new_values(inventory, match):
         set_tensor_values([pair])
-    set_extra_state(match.extra_state)
+    for module, state in match.extra_state.items():
+        module.set_extra_state(state)
 
 
 def load_optimizer_values(match: OptimizerMatch) -> None:
@@ -62,23 +62,21 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
                 with on_local_parts():
                     optimizer.state[holder] = saver.load_saved_state(holder, saved, group)
                 continue
-            spec = spec_of(holder)
-            optimizer.state[holder] = {
-                key: _elements_on_device(value, holder.device, spec)
-                if isinstance(value, Elements)
-                else _move_single_value(value, holder, devices.get(key), prefers_device)
-                for key, value in match.state[holder].items()
-                if not isinstance(value, MemberValues)
-            }
+            spec, state = spec_of(holder), {}
+            for key, value in match.state[holder].items():
+                if isinstance(value, Number):
+                    state[key] = _move_number(value, holder, devices.get(key), prefers_device)
+                else:
+                    moved = _to_saved_value(value).to(holder.device)
+                    state[key] = moved if spec is None else as_sharded(moved, spec)
+            optimizer.state[holder] = state
 
 
 def read_to_host(match: OptimizerMatch) -> OptimizerMatch:
     """Reads all values to the host, so that :func:`load_optimizer_values` cannot fail then."""
-    state = {
+    state: dict[nn.Parameter, HolderState] = {
         holder: {
-            key: replace(value, ready=_read_elements(value))
-            if isinstance(value, Elements)
-            else value
+            key: _to_saved_value(value) if isinstance(value, Elements) else value
             for key, value in own.items()
         }
         for holder, own in match.state.items()
@@ -96,19 +94,17 @@ def iterate_new_values(
             begin_load(holder, ((h.first, h.member) for h, stored in found.items() if stored))
             start = None if all(found.values()) else holder
             yield holder, read_holder_values(local(holder).shape, holder.dtype, found, start)
-    rows: dict[torch.Tensor, list[tuple[ReplicatedBuffer, ReadableTensor]]] = {}
+    rows: dict[torch.Tensor, list[tuple[int, ReadableTensor]]] = {}
     for buffer, stored in match.buffers.items():
-        rows.setdefault(buffer.tensor, []).append((buffer, stored))
+        if buffer.row is None:
+            yield buffer.tensor, stored.read_full().to(buffer.tensor.dtype)
+        else:
+            rows.setdefault(buffer.tensor, []).append((buffer.row, stored))
     for tensor, each in rows.items():
-        value = None
-        for buffer, stored in each:
-            if buffer.row is None:
-                value = stored.read_full().to(tensor.dtype)
-            else:
-                value = tensor.detach().cpu().clone() if value is None else value
-                value[buffer.row] = stored.read_full()
-        if value is not None:
-            yield tensor, value
+        value = tensor.detach().cpu().clone()
+        for row, stored in each:
+            value[row] = stored.read_full()
+        yield tensor, value
 
 
 def set_tensor_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -130,12 +126,6 @@ def set_tensor_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Non
             if tensor.device.type != "xla":
                 tensor.copy_(value)
                 end_load(tensor)
-
-
-def set_extra_state(states: Mapping[nn.Module, Any]) -> None:
-    """Calls ``set_extra_state`` of each module with the value that ``get_extra_state`` returned."""
-    for module, state in states.items():
-        module.set_extra_state(state)
 
 
 def read_holder_values(
@@ -161,25 +151,16 @@ def read_holder_values(
     return flat.view(shape)
 
 
-def _elements_on_device(
-    value: Elements, device: torch.device, spec: ShardSpec | None
-) -> torch.Tensor:
-    moved = _read_elements(value).to(device)
-    return moved if spec is None else as_sharded(moved, spec)
-
-
-def _read_elements(state: Elements) -> torch.Tensor:
-    ready = state.ready
-    return read_holder_values(state.shape, state.dtype, state.members) if ready is None else ready
-
-
-def _to_saved_value(value: Elements | Number | MemberValues) -> Any:
+def _to_saved_value(value: Elements | torch.Tensor | Number | tuple[Any, ...]) -> Any:
+    """The value of a key as :class:`~xla_fsdp.optim.saved.StateConverter` takes it."""
     if isinstance(value, Elements):
-        return _read_elements(value)
-    return list(value.values) if isinstance(value, MemberValues) else value.value
+        return read_holder_values(value.shape, value.dtype, value.members)
+    if isinstance(value, Number):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value
 
 
-def _move_single_value(
+def _move_number(
     number: Number, holder: nn.Parameter, present: torch.device | None, prefers_device: bool
 ) -> Any:
     """The value on the kind of device that it was saved from.
@@ -191,5 +172,5 @@ def _move_single_value(
         return copy.deepcopy(number.value)
     if number.on_device is not None:
         present, prefers_device = None, number.on_device
-    device = present or (holder.device if prefers_device else torch.device("cpu"))
+    device = present or (holder.device if prefers_device else CPU)
     return number.value.detach().to(device, copy=True)

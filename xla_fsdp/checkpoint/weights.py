@@ -26,8 +26,8 @@ from ..consolidate.format.local import LocalStore
 from ..consolidate.format.store import Store, join, open_store, read
 from ..consolidate.format.strict import read_json
 from ..consolidate.legacy.source import read_file
+from .inventory import agree_on_inventory
 from .matching import LoadedKeys, Match, match_model
-from .parts import agree_on_inventory
 from .protocol import capture_loaded_values
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor, is_dense
@@ -98,7 +98,6 @@ def load_weights(
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
-
     label = str(path)
 
     def opened() -> dict[str, Any]:
@@ -179,19 +178,21 @@ def _open_weights(path: Any) -> dict[str, ReadableTensor]:
                 )
             found = several[0]
         place = join(place, found)
-    if place.endswith(_INDEX):
-        return _open_index(store, place)
-    return _open_file(store, place)
+    return _open_index(store, place) if place.endswith(_INDEX) else _open_file(store, place)
 
 
 def _open_file(store: Store, place: str) -> dict[str, ReadableTensor]:
-    if place.endswith(_SAFETENSORS):
-        return _open_safetensors(store, place)
-    return _open_torch(store, place)
+    return (_open_safetensors if place.endswith(_SAFETENSORS) else _open_torch)(store, place)
 
 
 def _open_index(store: Store, place: str) -> dict[str, ReadableTensor]:
-    index = read_json(read(store, *_read_file(store, place, _MOST_INDEX_BYTES)), place)
+    file = _resolved(store, place)
+    size = store.size(file)
+    if size > _MOST_INDEX_BYTES:
+        raise InvalidMetadataError(
+            f"{file}: has {size} bytes, an index has at most {_MOST_INDEX_BYTES}"
+        )
+    index = read_json(read(store, file, 0, size), place)
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise InvalidMetadataError(
@@ -229,16 +230,12 @@ def _open_safetensors(store: Store, place: str) -> dict[str, ReadableTensor]:
     )
 
     def stored(entry: Entry) -> ReadableTensor:
-        dtype = DTYPES[entry.dtype]
+        def fill(out: torch.Tensor, begin: int) -> None:
+            if out.numel():
+                at = entry.begin + begin * entry.itemsize
+                store.read_into(place, at, out.view(torch.uint8).numpy().data)
 
-        def part(begin: int, end: int) -> torch.Tensor:
-            data = torch.empty((end - begin) * entry.itemsize, dtype=torch.uint8)
-            at = entry.begin + begin * entry.itemsize
-            if data.numel():
-                store.read_into(place, at, data.numpy().data)
-            return data.view(dtype)
-
-        return ReadableTensor(entry.shape, dtype, part)
+        return ReadableTensor(entry.shape, DTYPES[entry.dtype], fill=fill)
 
     return {name: stored(entry) for name, entry in container.entries.items()}
 
@@ -263,7 +260,12 @@ def _open_torch(store: Store, place: str) -> dict[str, ReadableTensor]:
             break
     if not isinstance(content, Mapping):
         raise ForeignFileError(f"{place}: has a {type(content).__name__}, expected a state dict")
-    content = {name: value for name, value in content.items() if not _is_extra(name)}
+    # Extra state of modules may be a tensor, but is not a weight.
+    content = {
+        name: value
+        for name, value in content.items()
+        if not isinstance(name, str) or name.rpartition(".")[2] != "_extra_state"
+    }
     tensors = {name: value for name, value in content.items() if is_dense(value)}
     strange = [name for name in content if name not in tensors]
     if strange or not all(isinstance(name, str) for name in tensors):
@@ -274,19 +276,6 @@ def _open_torch(store: Store, place: str) -> dict[str, ReadableTensor]:
     return {name: ReadableTensor.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def _is_extra(name: Any) -> bool:
-    # Extra state of modules may be a tensor, but is not a weight.
-    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
-
-
 def _resolved(store: Store, place: str) -> str:
     """Resolves links of a local path: the cache of the Hugging Face hub consists of links."""
     return os.path.realpath(place) if isinstance(store, LocalStore) else place
-
-
-def _read_file(store: Store, place: str, most: int) -> tuple[str, int, int]:
-    place = _resolved(store, place)
-    size = store.size(place)
-    if size > most:
-        raise InvalidMetadataError(f"{place}: has {size} bytes, an index has at most {most}")
-    return place, 0, size

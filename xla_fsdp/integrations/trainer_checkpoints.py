@@ -27,8 +27,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME, _is_peft_model
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-from ..checkpoint.full_optimizer import load_full_optim_state_dict
-from ..checkpoint.full_state import full_state_dict
+from ..checkpoint.full_state import full_state_dict, load_full_optim_state_dict
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.rank_exchange import RankExchange
 from ..checkpoint.saving import save_checkpoint

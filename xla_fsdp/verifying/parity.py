@@ -18,8 +18,7 @@ import torch_xla.backends
 import torch_xla.runtime as xr
 from torch import nn
 
-from ..checkpoint.full_optimizer import full_optim_state_dict
-from ..checkpoint.full_state import full_state_dict
+from ..checkpoint.full_state import full_optim_state_dict, full_state_dict
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.saving import save_checkpoint
 from ..consolidate.errors import SharedStorageError

@@ -10,13 +10,14 @@ anything is changed.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -24,17 +25,19 @@ from ...collectives.random_state import synced_device
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
-from ..asynchronous import RunningSave
 from ..contents import Contents, list_contents
-from ..incomplete_save import Request, agree_on_contents, create_folder
-from ..loading import apply_prepared, find_checkpoint, open_checkpoint
-from ..rank_exchange import RankExchange, describe
-from ..reading import LoadedCheckpoint, Prepared, Reader, prepare
-from ..saving import validate_request
-from .host_tier import Card, HostTier, Save, manifest_of, own_card
+from ..loading import (
+    LoadedCheckpoint,
+    Prepared,
+    Reader,
+    find_checkpoint,
+    open_checkpoint,
+    prepare,
+)
+from ..rank_exchange import RankExchange, describe_error
+from ..saving import IncompleteSave, Request, RunningSave, agree_on_contents, create_folder
+from .host_tier import Card, HostTier, Save, manifest_of
 from .hosts import Hosts, MultiHostStore, Peer
-
-T = TypeVar("T")
 
 # One save on one host: step, save id, world size, and the ranks whose files the host has.
 SaveDescription = tuple[int, str, int, Sequence[int]]
@@ -110,7 +113,9 @@ class TieredCheckpointer:
                 self._tier.clean()
             self._exchange.gather_values("begin", None)  # a barrier: write only after the cleaning
         self._mirror = mirror and len(self._hosts.peers) > 1
-        self._writing: _Writing | None = None
+        # Its threads are not daemon threads: a process that ends without waiting finishes its file.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="xla_fsdp tier")
+        self._writing: tuple[Save, Future[None]] | None = None
         self._draining: RunningSave | None = None
         self._saved = 0
 
@@ -140,17 +145,23 @@ class TieredCheckpointer:
         with synced_device() as random:
             exchange = self._exchange
             self._flush()
-            request = validate_request(exchange, self.path, step, self.keep_last)
-            contents = agree_on_contents(
-                exchange, lambda: list_contents(model, optimizer, scheduler, step, extra, random)
+            request = Request.agree(exchange, self.path, step, self.keep_last)
+            _, contents = agree_on_contents(
+                exchange,
+                lambda: (None, list_contents(model, optimizer, scheduler, step, extra, random)),
             )
-            save = Save(step, exchange.run_on_first_rank("name the save", _new_id))
+            # Greater than all earlier ids, so that the last save of a step is found.
+            save_id = exchange.run_on_first_rank("name the save", lambda: f"{time.time_ns():016x}")
+            save = Save(step, save_id)
             if self._hosts.is_leader:
-                self._remove_later_saves(save)
+                # Training has gone back to an earlier step: later saves must not be loaded again.
+                self._tier.discard([old for old in self._tier.present() if old.step > step])
             contents_on_host = exchange.run_on_each_rank("copy to the host", contents.on_host)
             drained = self._drain(request, contents_on_host, durable)
         self._saved += 1
-        self._writing = _Writing(self._tier, save, contents_on_host, exchange.rank, self._partner())
+        named = replace(contents_on_host.manifest, save_id=save_id)
+        contents = replace(contents_on_host, manifest=named)
+        self._writing = save, self._writer.submit(self._write, save, contents)
         if drained is not None:
             self._draining = RunningSave(drained, exchange)
 
@@ -184,12 +195,10 @@ class TieredCheckpointer:
 
         with synced_device():
             self._flush()
-            prepared = _read_newest(
-                self._tier, self._hosts, exchange, self.path, step, missing_ok, read
-            )
+            prepared = self._read_newest(step, missing_ok, read)
             if prepared is None:
                 return None
-            apply_prepared(exchange, prepared)
+            prepared.apply(exchange)
         prepared.restore_rng()
         return prepared.result
 
@@ -221,22 +230,24 @@ class TieredCheckpointer:
         else:  # other ranks may not reach a barrier; running saves end on their own
             self._hosts.close()
 
+    def _write(self, save: Save, contents: Contents) -> None:
+        card = self._tier.write(save, contents, self._exchange.rank)
+        if self._mirror:
+            self._hosts.partner().put(self._tier, card)
+
     def _flush(self) -> None:
         """Waits until the previous save is written on all ranks, then removes older saves."""
-        writing, self._writing = self._writing, None
-        if writing is None:
+        if self._writing is None:
             return
-        self._exchange.run_and_gather("write into the fast tier", writing.finish)
+        (save, written), self._writing = self._writing, None
+        self._exchange.run_and_gather("write into the fast tier", written.result)
         if self._hosts.is_leader:
-            complete = sorted(save for save in self._tier.present() if save <= writing.save)
+            complete = sorted(old for old in self._tier.present() if old <= save)
             self._tier.discard(complete[: -self._keep_fast])
 
-    def _remove_later_saves(self, begun: Save) -> None:
-        """Removes saves of later steps: training has gone back to an earlier step, so they must
-        not be loaded again."""
-        self._tier.discard([save for save in self._tier.present() if save.step > begun.step])
-
-    def _drain(self, request: Request, contents_on_host: Contents, durable: bool) -> Any:
+    def _drain(
+        self, request: Request, contents_on_host: Contents, durable: bool
+    ) -> IncompleteSave | None:
         """Starts to save in ``path`` if this save is due; returns ``None`` otherwise."""
         due = durable or (self._drain_every > 0 and self._saved % self._drain_every == 0)
         if not due:
@@ -258,188 +269,124 @@ class TieredCheckpointer:
             running.finish()
             running.wait_for_removal()
 
-    def _partner(self) -> Peer | None:
-        return self._hosts.partner() if self._mirror else None
+    def _read_newest(
+        self, step: int | None, missing_ok: bool, read: Callable[[ShardedCheckpoint], Prepared]
+    ) -> Prepared | None:
+        """Returns the result of ``read`` for the newest save that all ranks can read.
 
-
-class _Writing:
-    """A save that a thread of this rank writes into host memory."""
-
-    def __init__(
-        self,
-        tier: HostTier,
-        save: Save,
-        contents_on_host: Contents,
-        rank: int,
-        partner: Peer | None,
-    ) -> None:
-        self.save = save
-        known = replace(
-            contents_on_host, manifest=replace(contents_on_host.manifest, save_id=save.save_id)
+        Returns ``None`` if there is no save and ``missing_ok`` is true. Rank 0 warns about skipped
+        saves in memory. ``read`` must not change anything, because it is called again for an older
+        save after damage.
+        """
+        exchange = self._exchange
+        found = exchange.run_and_gather("list the fast tier", self._list_saves)
+        durable = exchange.run_on_first_rank(
+            "find the checkpoint", lambda: find_checkpoint(self.path, True, step)
         )
-        self._error: Exception | None = None
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(tier, known, rank, partner),
-            name=f"xla_fsdp tier, rank {rank}",
-            daemon=False,  # a process that ends without waiting still finishes its file
-        )
-        self._thread.start()
-
-    def finish(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(
-        self, tier: HostTier, contents_on_host: Contents, rank: int, partner: Peer | None
-    ) -> None:
-        try:
-            card = tier.write(self.save, contents_on_host, rank)
-            if partner is not None:
-                partner.put(tier, card)
-        except Exception as error:
-            self._error = error
-
-
-def _new_id() -> str:
-    """An id that is greater than all earlier ones, so that the last save of a step is found."""
-    return f"{time.time_ns():016x}"
-
-
-def _read_newest(
-    tier: HostTier,
-    hosts: Hosts,
-    exchange: RankExchange,
-    path: str | os.PathLike[str],
-    step: int | None,
-    missing_ok: bool,
-    read: Callable[[ShardedCheckpoint], T],
-) -> T | None:
-    """Returns the result of ``read`` for the newest save that all ranks can read.
-
-    Call it on every rank. Returns ``None`` if there is no save and ``missing_ok`` is true. Rank 0
-    warns about skipped saves in memory. ``read`` must not change anything, because it is called
-    again for an older save after damage.
-
-    Raises:
-        CheckpointNotFoundError: there is no save.
-        CorruptFileError: all saves in memory are damaged, and ``path`` has no checkpoint. This is
-            raised also with ``missing_ok``: a new training run would remove files that can perhaps
-            be repaired.
-        CheckpointError: ``read`` raised it on a rank, also for damage in the durable store.
-    """
-    found = exchange.run_and_gather("list the fast tier", lambda: _list_saves(tier, hosts))
-    durable = exchange.run_on_first_rank(
-        "find the checkpoint", lambda: find_checkpoint(path, True, step)
-    )
-    damaged: dict[Save, str] = {}
-    while True:
-        choice = choose_save([found[rank] for rank in hosts.leaders], step, damaged)
         kept = durable[2] if durable else -1
-        newest = max(choice.save.step if choice.save else -1, kept)
-        if newest < 0:
-            _raise_or_warn_without_save(exchange, tier, path, choice, damaged, missing_ok)
-            return None
-        values: list[T] = []
-        if choice.save is None or choice.save.step < newest:
-            _warn_about_skipped_saves(exchange, choice, newest, damaged)
-            return exchange.run_on_each_rank(
-                "read the checkpoint", lambda: read(open_checkpoint(durable))
+        damaged: dict[Save, str] = {}
+        while True:
+            choice = choose_save([found[rank] for rank in self._hosts.leaders], step, damaged)
+            newest = max(choice.save.step if choice.save else -1, kept)
+            if newest < 0:
+                self._raise_if_damaged_or_missing(choice, damaged, missing_ok)
+                self._warn_about_skipped_saves(choice, newest, damaged)
+                return None
+            if choice.save is None or choice.save.step < newest:
+                self._warn_about_skipped_saves(choice, newest, damaged)
+                return exchange.run_on_each_rank(
+                    "read the checkpoint", lambda: read(open_checkpoint(durable))
+                )
+            store = self._open_chosen_save(choice)
+            prepared, damage = exchange.run("read the checkpoint", partial(_try, read, store))
+            if not any(damage):
+                self._warn_about_skipped_saves(choice, newest, damaged)
+                return prepared
+            rank = next(rank for rank, text in enumerate(damage) if text)
+            damaged[choice.save] = (
+                f"step {newest}: damaged on every host that has it: {damage[rank]}"
             )
-        store = _open_chosen_save(tier, hosts, exchange, choice)
 
-        def attempt(store: MultiHostStore = store, values: list[T] = values) -> str | None:
-            try:
-                values.append(read(ShardedCheckpoint(store.folder, store)))
-            except CorruptFileError as error:
-                return describe(error)
-            return None
-
-        wrong = exchange.run_and_gather("read the checkpoint", attempt)
-        if not any(wrong):
-            _warn_about_skipped_saves(exchange, choice, newest, damaged)
-            return values[0]
-        rank = next(rank for rank, text in enumerate(wrong) if text)
-        damaged[choice.save] = f"step {newest}: damaged on every host that has it: {wrong[rank]}"
-
-
-def _list_saves(tier: HostTier, hosts: Hosts) -> list:
-    if not hosts.is_leader:
-        return []
-    saves = (describe_save(tier.cards(save)) for save in tier.saves())
-    return [found for found in saves if found is not None]
-
-
-def _open_chosen_save(
-    tier: HostTier, hosts: Hosts, exchange: RankExchange, choice: SaveChoice
-) -> MultiHostStore:
-    """A store with the chosen save, from which this rank can read."""
-    assert choice.save is not None
-
-    def read_own_cards() -> list[str]:
-        if not hosts.is_leader:
+    def _list_saves(self) -> list[SaveDescription]:
+        if not self._hosts.is_leader:
             return []
-        cards = tier.cards(choice.save)  # type: ignore[arg-type]
-        own = [rank for rank, numbers in choice.hosts_by_rank.items() if numbers[0] == hosts.number]
-        return [card.without_manifest().dump().decode() for card in cards if card.rank in own]
+        saves = (describe_save(self._tier.cards(save)) for save in self._tier.saves())
+        return [found for found in saves if found is not None]
 
-    gathered = exchange.run_and_gather("exchange the cards of the chosen save", read_own_cards)
-    cards = {
-        card.rank: card
-        for texts in gathered
-        for card in (Card.load(text.encode(), "another host") for text in texts)
-    }
+    def _open_chosen_save(self, choice: SaveChoice) -> MultiHostStore:
+        """A store with the chosen save, from which this rank can read."""
+        tier, hosts, save = self._tier, self._hosts, choice.save
+        assert save is not None
 
-    def copies_of(rank: int) -> list[Peer | None]:
-        numbers = sorted(choice.hosts_by_rank[rank], key=lambda host: host != hosts.number)
-        return [None if one == hosts.number else hosts.peers[one] for one in numbers]
+        def read_own_cards() -> list[str]:
+            if not hosts.is_leader:
+                return []
+            own = [rank for rank, on in choice.hosts_by_rank.items() if on[0] == hosts.number]
+            cards = [card for card in tier.cards(save) if card.rank in own]
+            return [card.without_manifest().dump().decode() for card in cards]
 
-    def with_manifest() -> Card:
-        for peer in copies_of(0):
-            try:
-                if peer is None:
-                    return own_card(tier, cards[0])
-                return peer.manifest(cards[0])
-            except CheckpointError as error:
-                failed = error
-        raise failed
-
-    # The manifest is read separately: a gather pads the values of all ranks to the longest one.
-    cards[0] = exchange.run_on_each_rank("read the manifest", with_manifest)
-    return MultiHostStore(tier, cards, manifest_of(cards), copies_of)
-
-
-def _raise_or_warn_without_save(
-    exchange: RankExchange,
-    tier: HostTier,
-    path: str | os.PathLike[str],
-    choice: SaveChoice,
-    damaged: Mapping[Save, str],
-    missing_ok: bool,
-) -> None:
-    skipped = "; ".join(choice.skipped.values()) or f"there is no save of this run in {tier.root}"
-    where = os.fsdecode(path)
-    if damaged:
-        raise CorruptFileError(
-            f"{where}: has no checkpoint, and {skipped}. Check the memory of the hosts. To start "
-            f"a new run, remove {tier.root} on all hosts."
+        gathered = self._exchange.run_and_gather(
+            "exchange the cards of the chosen save", read_own_cards
         )
-    if not missing_ok:
-        raise CheckpointNotFoundError(f"{where}: has no checkpoint, and {skipped}")
-    _warn_about_skipped_saves(exchange, choice, -1, damaged)
+        cards = {
+            card.rank: card
+            for texts in gathered
+            for card in (Card.load(text.encode(), "another host") for text in texts)
+        }
+
+        def copies_of(rank: int) -> list[Peer | None]:
+            numbers = sorted(choice.hosts_by_rank[rank], key=lambda host: host != hosts.number)
+            return [None if one == hosts.number else hosts.peers[one] for one in numbers]
+
+        def with_manifest() -> Card:
+            for peer in copies_of(0):
+                try:
+                    return tier.card(cards[0]) if peer is None else peer.card(cards[0])
+                except CheckpointError as error:
+                    failed = error
+            raise failed
+
+        # The manifest is read separately: a gather pads the values of all ranks to the longest one.
+        cards[0] = self._exchange.run_on_each_rank("read the manifest", with_manifest)
+        return MultiHostStore(tier, cards, manifest_of(cards), copies_of)
+
+    def _raise_if_damaged_or_missing(
+        self, choice: SaveChoice, damaged: Mapping[Save, str], missing_ok: bool
+    ) -> None:
+        """Raises also with ``missing_ok`` if saves are damaged: a new training run would remove
+        files that can perhaps be repaired."""
+        root, where = self._tier.root, os.fsdecode(self.path)
+        skipped = "; ".join(choice.skipped.values()) or f"there is no save of this run in {root}"
+        if damaged:
+            raise CorruptFileError(
+                f"{where}: has no checkpoint, and {skipped}. Check the memory of the hosts. To "
+                f"start a new run, remove {root} on all hosts."
+            )
+        if not missing_ok:
+            raise CheckpointNotFoundError(f"{where}: has no checkpoint, and {skipped}")
+
+    def _warn_about_skipped_saves(
+        self, choice: SaveChoice, newest: int, damaged: Mapping[Save, str]
+    ) -> None:
+        if self._exchange.rank:
+            return
+        loaded = f"step {newest} is the newest complete step"
+        by_step = {save.step: text for save, text in damaged.items()}
+        for step, text in {**choice.skipped, **by_step}.items():
+            if step > newest or step in by_step:
+                warnings.warn(
+                    f"{text}; {loaded if newest >= 0 else 'no step is complete'}", stacklevel=4
+                )
 
 
-def _warn_about_skipped_saves(
-    exchange: RankExchange, choice: SaveChoice, newest: int, damaged: Mapping[Save, str]
-) -> None:
-    if exchange.rank:
-        return
-    loaded = f"step {newest} is the newest complete step" if newest >= 0 else "no step is complete"
-    by_step: dict[int, Any] = {save.step: text for save, text in damaged.items()}
-    for step, text in {**choice.skipped, **by_step}.items():
-        if step > newest or step in by_step:
-            warnings.warn(f"{text}; {loaded}", stacklevel=4)
+def _try(
+    read: Callable[[ShardedCheckpoint], Prepared], store: MultiHostStore
+) -> tuple[Prepared | None, str | None]:
+    """The result of ``read``, or a description of the damage."""
+    try:
+        return read(ShardedCheckpoint(store.folder, store)), None
+    except CorruptFileError as error:
+        return None, describe_error(error)
 
 
 @dataclass(frozen=True)
@@ -448,13 +395,11 @@ class SaveChoice:
 
     Attributes:
         save: the save, ``None`` if none is complete.
-        world_size: the number of ranks that saved it.
         hosts_by_rank: for each rank, the hosts that have its file.
         skipped: for each newer step that was skipped, the reason.
     """
 
     save: Save | None
-    world_size: int
     hosts_by_rank: Mapping[int, Sequence[int]]
     skipped: Mapping[int, str]
 
@@ -496,8 +441,8 @@ def choose_save(
             skipped.setdefault(save.step, damaged[save])
             continue
         if not missing:
-            return SaveChoice(save, world, hosts_by_rank, skipped)
+            return SaveChoice(save, hosts_by_rank, skipped)
         shown = ", ".join(map(str, missing[:_SHOWN])) + ", ..." * (len(missing) > _SHOWN)
         text = f"step {save.step}: no host has the files of ranks {shown} (of {world})"
         skipped.setdefault(save.step, text)
-    return SaveChoice(None, 0, {}, skipped)
+    return SaveChoice(None, {}, skipped)

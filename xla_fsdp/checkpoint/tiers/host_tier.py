@@ -122,19 +122,21 @@ class HostTier:
     def folder(self, save: Save) -> str:
         return join(self.root, save.folder)
 
+    def temporary_file(self, save: Save) -> str:
+        """A new path for a file that is being written."""
+        return join(self.folder(save), f".{secrets.token_hex(8)}.draft")
+
     def write(self, save: Save, contents: Contents, rank: int) -> Card:
         """Writes a rank's file and its card. The file is valid when this returns.
 
         ``contents``: its manifest has the id of ``save``.
         """
         world = contents.manifest.world_size
-        folder = self.folder(save)
-        self.store.make_folder(folder)
-        name = file_name(rank, world)
-        temporary = join(folder, f".{secrets.token_hex(8)}.draft")
+        self.store.make_folder(self.folder(save))
+        name, temporary = file_name(rank, world), self.temporary_file(save)
         record = write_file(self.store, temporary, contents.items, contents.metadata(rank))
         record = FileRecord(name, record.size, record.chunk, record.digests)
-        self.store.rename(temporary, join(folder, name))
+        self.store.rename(temporary, join(self.folder(save), name))
         manifest = dump_manifest(contents.manifest).decode() if rank == 0 else ""
         card = Card(save, world, rank, self.run, record, manifest)
         self.add_card(card)
@@ -142,10 +144,9 @@ class HostTier:
 
     def add_card(self, card: Card) -> None:
         """Writes the card of a file that exists, which makes the file valid."""
-        folder = self.folder(card.save)
-        temporary = join(folder, f".{secrets.token_hex(8)}.draft")
+        temporary = self.temporary_file(card.save)
         write(self.store, temporary, card.dump())
-        self.store.rename(temporary, join(folder, _card_name(card.name)))
+        self.store.rename(temporary, join(self.folder(card.save), _card_name(card.name)))
 
     def saves(self) -> Iterator[Save]:
         """All saves that have a folder, complete or not, of any run."""
@@ -181,36 +182,34 @@ class HostTier:
                         found.append(card)
         return sorted(found, key=lambda card: card.rank)
 
+    def card(self, wanted: Card) -> Card:
+        """This host's card for the file of ``wanted``, including the manifest.
+
+        Raises:
+            CheckpointNotFoundError: this host does not have the file.
+        """
+        for card in self.cards(wanted.save):
+            if card.without_manifest() == wanted:
+                return card
+        raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not on this host")
+
     def discard(self, unwanted: Iterable[Save]) -> None:
         """Removes saves. Cards are removed first, so a partly removed save is not complete."""
         for save in unwanted:
-            folder = self.folder(save)
             with contextlib.suppress(CheckpointError):
-                for name in self.store.list(folder):
-                    if _CARD.fullmatch(name):
-                        self.store.remove(join(folder, name))
-                self.store.remove(folder)
+                self._remove_files(save, _CARD)
+                self.store.remove(self.folder(save))
 
     def clean(self) -> None:
         """Removes incomplete files of killed processes. No process may write at this time."""
         for save in self.present():
-            folder = self.folder(save)
             with contextlib.suppress(CheckpointError):
-                for name in self.store.list(folder):
-                    if _TEMPORARY_FILE.fullmatch(name):
-                        self.store.remove(join(folder, name))
+                self._remove_files(save, _TEMPORARY_FILE)
 
-
-def own_card(tier: HostTier, wanted: Card) -> Card:
-    """This host's card for the file of ``wanted``, including the manifest.
-
-    Raises:
-        CheckpointNotFoundError: this host does not have the file.
-    """
-    for card in tier.cards(wanted.save):
-        if card.without_manifest() == wanted:
-            return card
-    raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not on this host")
+    def _remove_files(self, save: Save, names: re.Pattern[str]) -> None:
+        for name in self.store.list(self.folder(save)):
+            if names.fullmatch(name):
+                self.store.remove(join(self.folder(save), name))
 
 
 def _card_name(file: str) -> str:

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase
-from typing import Any, NoReturn
+from typing import Any
 
 from ...consolidate.errors import (
     CheckpointError,
@@ -34,12 +34,13 @@ from ...consolidate.errors import (
 )
 from ...consolidate.format import manifest
 from ...consolidate.format.digests import ChunkDigests, digest
-from ...consolidate.format.store import Output, join
+from ...consolidate.format.local import LocalStore
+from ...consolidate.format.store import join
 from ...ranks.slices import slices_of_ranks
 from ...tpu.slices import Groups
 from ...wording import to_one_line
 from ..rank_exchange import RankExchange
-from .host_tier import Card, HostTier, own_card
+from .host_tier import Card, HostTier
 
 _PIECE = 1 << 22
 _LINE = 1 << 26  # maximum bytes of a line: the card of rank 0 includes the manifest
@@ -146,88 +147,88 @@ def _own_address() -> str:
         ) from error
 
 
-class TierServer:
+class TierServer(socketserver.ThreadingTCPServer):
     """A server for the folder of this host. It runs until it is closed."""
 
-    def __init__(self, tier: HostTier, key: bytes, host: str) -> None:
-        handler = _handler(tier, key)
-        self._server = _Server((host, 0), handler)
-        self.address: Address = (host, self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL,), name="xla_fsdp tier", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
 
+    def __init__(self, tier: HostTier, key: bytes, host: str) -> None:
+        super().__init__((host, 0), _Handler)
+        self.tier, self.key = tier, key
+        self.address: Address = (host, self.server_address[1])
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(_POLL,), name="xla_fsdp tier", daemon=True
+        )
+        self._thread.start()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Prints nothing if a client closes its connection."""
 
-
-def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandler]:
-    class Handler(socketserver.StreamRequestHandler):
-        timeout = TIMEOUT
-        disable_nagle_algorithm = True  # do not delay the line that precedes the bytes
-
-        def handle(self) -> None:
-            nonce = secrets.token_bytes(_NONCE)
-            self.wfile.write(nonce)
-            if not hmac.compare_digest(self.rfile.read(_NONCE), _answer(key, nonce)):
-                return
-            while line := self.rfile.readline(_LINE):
-                try:
-                    request = json.loads(line)
-                    if request["do"] == "put":
-                        _receive(tier, request, self.rfile)
-                        _send_line(self.wfile, {"ok": True})
-                    elif request["do"] == "card":
-                        card = own_card(tier, Card.load(request["card"].encode(), "a request"))
-                        _send_line(self.wfile, {"ok": True, "card": card.dump().decode()})
-                    else:
-                        _send(tier, request, self.wfile)
-                except (CheckpointError, KeyError, ValueError, TypeError) as error:
-                    _send_line(
-                        self.wfile, {"error": f"{type(error).__name__}: {to_one_line(error, 500)}"}
-                    )
-                    return  # close the connection: the rest of the request was not read
-
-    return Handler
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
 
-def _send(tier: HostTier, request: dict[str, Any], out: BufferedIOBase) -> None:
-    card = Card.load(request["card"].encode(), "a request")
-    begin, count = int(request["begin"]), int(request["count"])
+class _Handler(socketserver.StreamRequestHandler):
+    server: TierServer
+    timeout = TIMEOUT
+    disable_nagle_algorithm = True  # do not delay the line that precedes the bytes
+
+    def handle(self) -> None:
+        tier, nonce = self.server.tier, secrets.token_bytes(_NONCE)
+        self.wfile.write(nonce)
+        if not hmac.compare_digest(self.rfile.read(_NONCE), _answer(self.server.key, nonce)):
+            return
+        while line := self.rfile.readline(_LINE):
+            try:
+                request = json.loads(line)
+                card = Card.load(request["card"].encode(), "a request")
+                if request["do"] == "put":
+                    _receive(tier, card, self.rfile)
+                    _send_line(self.wfile, {"ok": True})
+                elif request["do"] == "card":
+                    answer = tier.card(card).dump().decode()
+                    _send_line(self.wfile, {"ok": True, "card": answer})
+                else:
+                    begin, count = int(request["begin"]), int(request["count"])
+                    _send(tier, card, begin, count, self.wfile)
+            except (CheckpointError, KeyError, ValueError, TypeError) as error:
+                _send_line(
+                    self.wfile, {"error": f"{type(error).__name__}: {to_one_line(error, 500)}"}
+                )
+                return  # close the connection: the rest of the request was not read
+
+
+def _send(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
     if not 0 <= begin <= begin + count <= card.record.size:
         raise ValueError(
             f"bytes {begin} to {begin + count} requested, but the file has {card.record.size}"
         )
+    tier.store.size(join(tier.folder(card.save), card.name))  # raises before "ok" if there is none
+    _send_line(out, {"ok": True})
+    _copy(tier, card, begin, count, out)
+
+
+def _copy(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
+    """Writes bytes of the file of ``card`` to ``out``."""
     path = join(tier.folder(card.save), card.name)
     piece = memoryview(bytearray(min(count, _PIECE)))
-    tier.store.size(path)  # raises before "ok" is sent if there is no file
-    _send_line(out, {"ok": True})
     for at in range(begin, begin + count, _PIECE):
         part = piece[: min(_PIECE, begin + count - at)]
         tier.store.read_into(path, at, part)
         out.write(part)
 
 
-def _receive(tier: HostTier, request: dict[str, Any], source: BufferedIOBase) -> None:
+def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
     """Receives a file of another host and its card. Stores it only if its digests match."""
-    card = Card.load(request["card"].encode(), "a request")
     if card.run != tier.run:
         raise ValueError("the file belongs to another run")
     folder = tier.folder(card.save)
     tier.store.make_folder(folder)
-    temporary = join(folder, f".{secrets.token_hex(8)}.draft")
+    temporary = tier.temporary_file(card.save)
     output = tier.store.create(temporary)
     digests = ChunkDigests(card.record.chunk)
     try:
@@ -269,16 +270,8 @@ class Peer:
         Raises:
             UnreadableFileError: the host does not answer, or does not have the file.
         """
-        request = {
-            "do": "read",
-            "card": card.without_manifest().dump().decode(),
-            "begin": begin,
-            "count": len(out),
-        }
 
-        def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
-            _send_line(sink, request)
-            _require(source)
+        def receive(source: BufferedIOBase) -> None:
             done = 0
             while done < len(out):
                 count = source.readinto(out[done:])
@@ -287,21 +280,18 @@ class Peer:
                 done += count
 
         self._request(
-            answer, f"{card.name} of {card.save.folder} cannot be read", UnreadableFileError
+            {"do": "read", "begin": begin, "count": len(out)},
+            card.without_manifest(),
+            f"{card.name} of {card.save.folder} cannot be read",
+            UnreadableFileError,
+            receive=receive,
         )
 
-    def manifest(self, card: Card) -> Card:
+    def card(self, card: Card) -> Card:
         """Reads from the host the card that includes the manifest; ``card`` has none."""
-        found: list[Card] = []
-
-        def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
-            _send_line(sink, {"do": "card", "card": card.dump().decode()})
-            found.append(Card.load(_require(source)["card"].encode(), self.name))
-
-        self._request(
-            answer, f"the manifest of {card.save.folder} cannot be read", UnreadableFileError
-        )
-        return found[0]
+        what = f"the manifest of {card.save.folder} cannot be read"
+        answer = self._request({"do": "card"}, card, what, UnreadableFileError)
+        return Card.load(answer["card"].encode(), self.name)
 
     def put(self, tier: HostTier, card: Card) -> None:
         """Copies a file of ``tier`` and its card to the host.
@@ -309,19 +299,12 @@ class Peer:
         Raises:
             OutputError: the host does not answer, or has not enough space.
         """
-        path = join(tier.folder(card.save), card.name)
+        what = f"{join(tier.folder(card.save), card.name)} cannot be copied there"
 
-        def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
-            _send_line(sink, {"do": "put", "card": card.dump().decode()})
-            piece = memoryview(bytearray(min(_PIECE, card.record.size)))
-            for at in range(0, card.record.size, _PIECE):
-                part = piece[: min(_PIECE, card.record.size - at)]
-                tier.store.read_into(path, at, part)
-                sink.write(part)
-            sink.flush()
-            _require(source)
+        def send(sink: BufferedIOBase) -> None:
+            _copy(tier, card, 0, card.record.size, sink)
 
-        self._request(answer, f"{path} cannot be copied there", OutputError)
+        self._request({"do": "put"}, card, what, OutputError, send=send)
 
     def close(self) -> None:
         with self._lock:
@@ -329,13 +312,26 @@ class Peer:
 
     def _request(
         self,
-        work: Callable[[BufferedIOBase, BufferedIOBase], None],
+        request: dict[str, Any],
+        card: Card,
         what: str,
         kind: type[CheckpointError],
-    ) -> None:
+        send: Callable[[BufferedIOBase], None] = lambda sink: None,
+        receive: Callable[[BufferedIOBase], None] = lambda source: None,
+    ) -> dict[str, Any]:
+        """Sends a request and what ``send`` writes, and returns the answer.
+
+        If that fails, raises an error of class ``kind``, whose message begins with ``what``.
+        """
         with self._lock:
             try:
-                work(*self._connected())
+                source, sink = self._connected()
+                _send_line(sink, {**request, "card": card.dump().decode()})
+                send(sink)
+                sink.flush()
+                answer = _require(source)
+                receive(source)
+                return answer
             except (OSError, ValueError) as error:
                 self._disconnect()
                 host, port = self.address
@@ -382,8 +378,8 @@ def _require(source: BufferedIOBase) -> dict[str, Any]:
     return answer
 
 
-class MultiHostStore:
-    """A read-only store (see :class:`~..consolidate.format.store.Store`) with one folder.
+class MultiHostStore(LocalStore):
+    """A store with one folder, whose files may be on other hosts. Nothing is written into it.
 
     A chunk that is damaged on one host is read from the next host, with a warning. The caller must
     compare all bytes with the digests of the manifest, because those of the last host are not
@@ -395,8 +391,6 @@ class MultiHostStore:
         copies_of: returns the hosts that have the file of a rank, in the order in which to read
             from them. ``None`` is this host.
     """
-
-    renames = True
 
     def __init__(
         self,
@@ -471,27 +465,3 @@ class MultiHostStore:
         if card is None:
             raise CheckpointNotFoundError(f"{path}: does not exist in this save")
         return card
-
-    def create(self, path: str) -> Output:
-        self._refuse(path)
-
-    def make_folder(self, path: str) -> None:
-        self._refuse(path)
-
-    def rename(self, old: str, new: str) -> None:
-        self._refuse(new)
-
-    def remove(self, path: str) -> None:
-        self._refuse(path)
-
-    def sync_folder(self, path: str) -> None:
-        self._refuse(path)
-
-    def hold_lock(self, path: str) -> Any:
-        self._refuse(path)
-
-    def is_locked(self, path: str) -> bool:
-        return False
-
-    def _refuse(self, path: str) -> NoReturn:
-        raise NotImplementedError(f"{path}: a save in memory is read-only here")

@@ -24,8 +24,12 @@ from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 from torch.optim import Optimizer
 
-from ...checkpoint.full_optimizer import full_optim_state_dict, load_full_optim_state_dict
-from ...checkpoint.full_state import full_state_dict, load_full_state_dict
+from ...checkpoint.full_state import (
+    full_optim_state_dict,
+    full_state_dict,
+    load_full_optim_state_dict,
+    load_full_state_dict,
+)
 from ...checkpoint.loading import load_checkpoint
 from ...checkpoint.rank_exchange import RankExchange
 from ...checkpoint.saving import save_checkpoint
