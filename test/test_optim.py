@@ -10,8 +10,7 @@ from rank_warnings import every_rank_warns
 from test_special_uses import whole
 from torch import nn
 
-STEPS = 3
-SIZES = (1, 2, 4)
+STEPS = (1, 2, 3)
 
 
 class Unused(nn.Module):
@@ -112,24 +111,46 @@ def reference(step, block=Block, trained=None) -> dict[str, torch.Tensor]:
     """Weights after training plain parameters with ``step(name, parameter, grad, state, t)``."""
     model = plain(block)
     states: dict[str, dict] = {}
-    for t in range(1, STEPS + 1):
+    for t in STEPS:
         for name, grad in gradients(model, t).items():
             parameter = model.get_parameter(name)
             if trained is None or trained(parameter):
                 with torch.no_grad():
                     step(parameter, grad, states.setdefault(name, {}), t)
+    return weights(model)
+
+
+def put_plain_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
+    for name, grad in grads.items():
+        parameter = model.get_parameter(name)
+        parameter.grad = grad.to(parameter.dtype)
+
+
+def train_plain(model: nn.Module, optimizer, steps=STEPS) -> dict[str, torch.Tensor]:
+    """Steps on parameters of the CPU; returns the weights."""
+    for t in steps:
+        put_plain_gradients(model, gradients(model, t))
+        optimizer.step()
+    return weights(model)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(model, optimizer, block, steps):
+    """Steps on shards."""
+    import torch_xla
+
+    for t in steps:
+        put_gradients(model, gradients(plain(block), t))
+        optimizer.step()
+        torch_xla.sync()
 
 
 def with_plain(make, block=Block) -> dict[str, torch.Tensor]:
-    """The same with an optimizer on plain parameters of the CPU."""
     model = plain(block)
-    optimizer = make(model.parameters())
-    for t in range(1, STEPS + 1):
-        for name, grad in gradients(model, t).items():
-            model.get_parameter(name).grad = grad
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return train_plain(model, make(model.parameters()))
 
 
 def assert_weights(found, expected, rtol=1e-5, atol=1e-6):
@@ -217,7 +238,7 @@ def trained_on_ranks(rank, kinds, expected):
                 continue
             model = wrapped(kind, block)
             models[name] = model, make(model.parameters()), block
-        for t in range(1, STEPS + 1):
+        for t in STEPS:
             for model, optimizer, block in models.values():
                 put_gradients(model, gradients(plain(block), t))
                 optimizer.step()
@@ -247,9 +268,20 @@ def expected_weights():
     }
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_shards_are_trained_as_the_unsharded_model(run_ranks, size):
-    kinds = KINDS if size == 2 else ("flat", "dim0scan", "scan")
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "size, kinds",
+    [
+        (1, ["scan"]),
+        (2, ["nested", "flat", "dim0scan"]),
+        (4, ["dim0"]),
+        pytest.param(2, ["dim0", "scan"], marks=FULL),
+        pytest.param(4, ["flat", "dim0scan", "scan"], marks=FULL),
+    ],
+)
+def test_shards_are_trained_as_the_unsharded_model(run_ranks, size, kinds):
     run_ranks(trained_on_ranks, size, kinds, expected_weights(), timeout=1500)
 
 
@@ -273,43 +305,34 @@ def test_muon_is_that_of_torch(nesterov):
 # -- a step goes on after a load --------------------------------------------------------------
 
 
-def train(model, optimizer, block, steps):
-    import torch_xla
-
-    for t in steps:
-        put_gradients(model, gradients(plain(block), t))
-        optimizer.step()
-    torch_xla.sync()
-
-
 def saved(rank, folder):
     from xla_fsdp import save_checkpoint
 
-    for name, (make, block) in EVERY.items():
-        if name in ("lamb", "lars", "muon"):
-            model = wrapped("nested", block)
-            optimizer = make(model.parameters())
-            train(model, optimizer, block, (1, 2))
-            save_checkpoint(f"{folder}/{name}", model, optimizer, step=2)
+    for name in ("lamb", "lars", "muon"):
+        make, block = EVERY[name]
+        model = wrapped("nested", block)
+        optimizer = make(model.parameters())
+        train(model, optimizer, block, (1, 2))
+        save_checkpoint(f"{folder}/{name}", model, optimizer, step=2)
 
 
 def loaded(rank, folder, kind, expected):
     from xla_fsdp import load_checkpoint
 
-    for name, (make, block) in EVERY.items():
-        if name in ("lamb", "lars", "muon"):
-            model = wrapped(kind, block)
-            optimizer = make(model.parameters())
-            load_checkpoint(f"{folder}/{name}", model, optimizer)
-            train(model, optimizer, block, (3,))
-            found = whole(model, model.state_dict())
-            assert_weights(found, expected[name], rtol=2e-4, atol=2e-5)
+    for name in ("lamb", "lars", "muon"):
+        make, block = EVERY[name]
+        model = wrapped(kind, block)
+        optimizer = make(model.parameters())
+        load_checkpoint(f"{folder}/{name}", model, optimizer)
+        train(model, optimizer, block, (3,))
+        found = whole(model, model.state_dict())
+        assert_weights(found, expected[name], rtol=2e-4, atol=2e-5)
 
 
-def test_their_state_is_saved_and_loads_on_other_ranks_and_wrappings(run_ranks, tmp_path):
+@pytest.mark.parametrize("kind", ["dim0scan", pytest.param("flat", marks=FULL)])
+def test_their_state_is_saved_and_loads_on_other_ranks_and_wrappings(run_ranks, tmp_path, kind):
     run_ranks(saved, 4, str(tmp_path))
-    for kind in ("flat", "dim0scan"):
-        run_ranks(loaded, 2, str(tmp_path), kind, expected_weights())
+    run_ranks(loaded, 2, str(tmp_path), kind, expected_weights())
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "adafactor", "muon", "8bit"])
@@ -323,8 +346,7 @@ def test_state_dicts_load_as_those_of_torch(name, dtype):
     optimizers = [make(model.parameters()) for model in (one, other)]
     for t in (1, 2, 3):
         for model, optimizer in zip((one, other), optimizers, strict=True):
-            for key, grad in gradients(one, t).items():
-                model.get_parameter(key).grad = grad.to(dtype)
+            put_plain_gradients(model, gradients(one, t))
             if model is other and t == 2:
                 optimizer.load_state_dict(optimizer.state_dict())
             optimizer.step()
@@ -350,7 +372,7 @@ def replicated(rank, expected):
         torch_xla.sync()
         model.first.to("xla")
         optimizer = make(model.parameters())
-        for t in range(1, STEPS + 1):
+        for t in STEPS:
             grads = gradients(plain(block), t)
             put_gradients(model, grads)
             for key, parameter in model.first.named_parameters():
@@ -432,16 +454,24 @@ def of_others(rank):
         model, one = wrapped("dim0", Matrices), plain(Matrices)
         optimizers = [make(each.parameters()) for each in (model, one)]
         put_gradients(model, gradients(one, 1))
-        for name, grad in gradients(one, 1).items():
-            one.get_parameter(name).grad = grad
+        put_plain_gradients(one, gradients(one, 1))
         with every_rank_warns(rank, None):
             for optimizer in optimizers:
                 optimizer.step()
         assert_weights(whole(model, model.state_dict()), dict(one.state_dict()))
 
 
-def test_others_of_their_kind_are_right_or_raise(run_ranks):
-    run_ranks(of_others, 2)
+def refused(rank):
+    from xla_fsdp.optim import Muon, split_matrices
+
+    model = wrapped("flat")
+    with pytest.raises(ValueError, match="'flat_param_0' .* shape .*flatten_parameters"):
+        Muon(model.parameters())
+    nested = wrapped("nested")
+    matrices, others = split_matrices(nested.parameters())
+    with pytest.raises(ValueError, match="a parameter of shape"):
+        Muon(others)
+    assert len(matrices) == 1 + 2 * 3  # frozen ones too
 
 
 def lbfgs(rank):
@@ -479,25 +509,22 @@ def lbfgs(rank):
         torch.testing.assert_close(ours.reshape(-1)[: plain_one.numel()], plain_one.reshape(-1))
 
 
-def test_lbfgs_is_refused_on_shards_and_right_without(run_ranks):
-    run_ranks(lbfgs, 2)
+def copied(rank):
+    """A copy of a model knows its shards too, those of scanned blocks included."""
+    import copy
+
+    for kind in ("flat", "scan"):
+        model = wrapped(kind)
+        twin = copy.deepcopy(model)
+        for one in (model, twin):
+            train(one, make_lamb(one.parameters()), Block, (1, 2))
+        expected = {name: value.cpu() for name, value in model.state_dict().items()}
+        assert_weights({n: v.cpu() for n, v in twin.state_dict().items()}, expected, 0, 0)
 
 
-def refused(rank):
-    from xla_fsdp.optim import Muon, split_matrices
-
-    model = wrapped("flat")
-    with pytest.raises(ValueError, match="'flat_param_0' .* shape .*flatten_parameters"):
-        Muon(model.parameters())
-    nested = wrapped("nested")
-    matrices, others = split_matrices(nested.parameters())
-    with pytest.raises(ValueError, match="a parameter of shape"):
-        Muon(others)
-    assert len(matrices) == 1 + 2 * 3  # frozen ones too
-
-
-def test_what_they_cannot_do_is_refused(run_ranks):
-    run_ranks(refused, 2)
+@pytest.mark.parametrize("check", [of_others, refused, lbfgs, copied])
+def test_on_two_ranks(run_ranks, check):
+    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize(
@@ -515,6 +542,9 @@ def test_what_they_cannot_do_is_refused(run_ranks):
         ("Muon", {"ns_coefficients": (1, 2)}, "ns_coefficients must be three numbers"),
         ("Muon", {"adjust_lr_fn": "other"}, "adjust_lr_fn must be None, 'original' or"),
         ("Muon", {"compute_dtype": torch.int8}, "compute_dtype must be a floating-point dtype"),
+        ("AdamW8bit", {"eps": 0.0}, "eps must be > 0, got 0.0"),
+        ("AdamW8bit", {"betas": (1.0, 0.9)}, r"betas\[0\] must be >= 0 and < 1, got 1.0"),
+        ("AdamW8bit", {"min_8bit_size": -1}, "min_8bit_size must be >= 0, got -1"),
     ],
 )
 def test_options_are_checked(name, options, match):
@@ -598,23 +628,6 @@ def compiled_anew(rank):
         assert counts[1] == counts[4], (make, counts)
     # Nothing is computed by torch on the host either.
     assert not [name for name in met.counter_names() if name.startswith("aten::")]
-
-
-def copied(rank):
-    """A copy of a model knows its shards too, those of scanned blocks included."""
-    import copy
-
-    for kind in ("flat", "scan"):
-        model = wrapped(kind)
-        twin = copy.deepcopy(model)
-        for one in (model, twin):
-            train(one, make_lamb(one.parameters()), Block, (1, 2))
-        expected = {name: value.cpu() for name, value in model.state_dict().items()}
-        assert_weights({n: v.cpu() for n, v in twin.state_dict().items()}, expected, 0, 0)
-
-
-def test_a_copied_model_is_trained_alike(run_ranks):
-    run_ranks(copied, 2)
 
 
 def test_every_step_is_one_program(run_ranks):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from test_optim import gradients, plain, put_gradients, wrapped
+from test_optim import Block, plain, train_plain, wrapped
+from test_optim import train as train_block
 from test_special_uses import whole
 
 from xla_fsdp.optim import Adafactor, AdamW8bit, adam8bit
@@ -16,23 +19,12 @@ MAKES = {
 }
 
 
-def train(model, optimizer, steps) -> None:
-    import torch_xla
-
-    for t in steps:
-        put_gradients(model, gradients(plain(), t))
-        optimizer.step()
-        torch_xla.sync()
+train = functools.partial(train_block, block=Block)
 
 
 def unsharded(name: str) -> dict[str, torch.Tensor]:
     model = plain()
-    optimizer = MAKES[name](model.parameters())
-    for t in (1, 2, 3, 4):
-        for key, grad in gradients(model, t).items():
-            model.get_parameter(key).grad = grad
-        optimizer.step()
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+    return train_plain(model, MAKES[name](model.parameters()), (1, 2, 3, 4))
 
 
 def state_of(model, optimizer):
@@ -49,10 +41,7 @@ def full_state_is_the_unsharded(name, full):
     make = MAKES[name] if name != "adafactor" else torch_adafactor
     model = plain()
     optimizer = make(model.parameters())
-    for t in (1, 2):
-        for key, grad in gradients(model, t).items():
-            model.get_parameter(key).grad = grad
-        optimizer.step()
+    train_plain(model, optimizer, (1, 2))
     expected = {
         n: optimizer.state[p] for n, p in model.named_parameters() if optimizer.state.get(p)
     }
@@ -73,7 +62,6 @@ def full_state_is_the_unsharded(name, full):
             )
             # The block of a shard may be one of other blocks of a stack too.
             assert (ours - theirs).abs().max() < 4 * 0.0071 * max(theirs.abs().max(), 0.5)
-    return model, optimizer
 
 
 def torch_adafactor(parameters):
@@ -94,7 +82,7 @@ def save_and_go_on(rank, folder, kinds, expected):
         make = MAKES[name]
         model = wrapped(kind)
         optimizer = make(model.parameters())
-        train(model, optimizer, (1, 2))
+        train(model, optimizer, steps=(1, 2))
         path = f"{folder}/{name}-{kind}"
         save_checkpoint(path, model, optimizer, step=2)
         full = full_state_dict(model), full_optim_state_dict(model, optimizer)
@@ -111,8 +99,8 @@ def save_and_go_on(rank, folder, kinds, expected):
             assert after[key, what].dtype is value.dtype and after[key, what].shape == value.shape
             if what != "variance" or kind != "flat":  # has elements of matrices, which are unused
                 assert torch.equal(after[key, what], value), (kind, name, key, what)
-        train(model, optimizer, (3, 4))
-        train(again, resumed, (3, 4))
+        train(model, optimizer, steps=(3, 4))
+        train(again, resumed, steps=(3, 4))
         found = whole(again, again.state_dict())
         for key, value in whole(model, model.state_dict()).items():
             assert torch.equal(found[key], value), (kind, name, key)
@@ -140,22 +128,34 @@ def on_other_ranks(rank, folder, pairs, expected):
             wrong["param_groups"][0]["maximize"] = True
             with pytest.raises(ModelMismatchError, match="trained with maximize"):
                 load_full_optim_state_dict(model, optimizer, {**wrong, "state": {}})
-        train(model, optimizer, (3, 4))
+        train(model, optimizer, steps=(3, 4))
         close(whole(model, model.state_dict()), expected[name], name)
 
 
-def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(run_ranks, tmp_path):
-    expected = {name: unsharded(name) for name in MAKES}
-    here = [("nested", "adafactor"), ("nested", "8bit"), ("nested", "small"), ("flat", "adafactor")]
-    run_ranks(save_and_go_on, 2, str(tmp_path), here, expected)
-    there = [("nested", "flat", "adafactor"), ("flat", "scan", "adafactor")]
-    there += [("nested", "scan", "8bit"), ("nested", "flat", "small")]
-    run_ranks(on_other_ranks, 4, str(tmp_path), there, expected)
-    in_plain_torch(f"{tmp_path}/adafactor-flat.pt", torch_adafactor, expected["adafactor"])
-    in_plain_torch(f"{tmp_path}/8bit-nested.pt", MAKES["8bit"], expected["8bit"], name="8bit")
+FULL = pytest.mark.full
 
 
-def in_plain_torch(path, make, expected, name="adafactor"):
+@pytest.mark.parametrize(
+    "name, here, there",
+    [
+        ("adafactor", ["flat"], [("flat", "scan")]),
+        ("8bit", ["nested"], [("nested", "scan")]),
+        pytest.param("adafactor", ["flat", "nested"], [("nested", "flat")], marks=FULL),
+        pytest.param("small", ["nested"], [("nested", "flat")], marks=FULL),
+    ],
+)
+def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(
+    run_ranks, tmp_path, name, here, there
+):
+    expected = {name: unsharded(name)}
+    run_ranks(save_and_go_on, 2, str(tmp_path), [(kind, name) for kind in here], expected)
+    pairs = [(*pair, name) for pair in there]
+    run_ranks(on_other_ranks, 4, str(tmp_path), pairs, expected)
+    make = torch_adafactor if name == "adafactor" else MAKES[name]
+    in_plain_torch(f"{tmp_path}/{name}-{here[0]}.pt", make, expected[name], name)
+
+
+def in_plain_torch(path, make, expected, name):
     """Goes on with the full state in the unsharded model."""
     weights, full = torch.load(path)
     model = plain()
@@ -164,11 +164,7 @@ def in_plain_torch(path, make, expected, name="adafactor"):
     numbers = {n: i for i, (n, _) in enumerate(model.named_parameters())}
     state = {numbers[n]: own for n, own in full["state"].items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    for t in (3, 4):
-        for key, grad in gradients(model, t).items():
-            model.get_parameter(key).grad = grad
-        optimizer.step()
-    close(model.state_dict(), expected, name)
+    close(train_plain(model, optimizer, (3, 4)), expected, name)
 
 
 @pytest.mark.parametrize("signed", [True, False])

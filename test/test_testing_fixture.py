@@ -91,7 +91,7 @@ def test_at_most_two_idle_workers(run_ranks):
         run_ranks(pid, n)
     below = psutil.Process().children(recursive=True)
     below = [one for one in below if one.status() != psutil.STATUS_ZOMBIE]
-    servers = [one for one in below if "xla_fsdp.ranks.fork_server" in one.cmdline()]
+    servers = [one for one in below if "worker.main()" in " ".join(one.cmdline())]
     workers = [one for one in servers if one.parent() in servers]
     assert len(servers) - len(workers) == 1 and 0 < len(workers) <= 2
 

@@ -14,13 +14,13 @@ from ..sharding.freeing import Stamp, stamps
 from ..sharding.shard_spec import spec_of
 from ..sharding.sharded_parameter import local, make_sharded, on_local_parts
 from ..sharding.sharded_tensor import set_sharded_tensor, sharded_tensor_of
-from .base import KeepsDtypes
+from .base import ShardAwareOptimizer
 from .saved import StateConverter, WrappingStateConverter, state_converter_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class InFloat32(KeepsDtypes):
+class InFloat32(ShardAwareOptimizer):
     """Makes an optimizer of float32 tensors step for parameters in bfloat16 or float16.
 
     The state of the inner optimizer is the state of this one, so that it is saved and loaded like
@@ -35,9 +35,6 @@ class InFloat32(KeepsDtypes):
     Raises:
         TypeError: ``optimizer_class`` does not make an optimizer.
     """
-
-    # Plans do not replace its tensors, see planning/tracing/host_step.py.
-    knows_shards = True
 
     def __init__(
         self,
@@ -79,17 +76,7 @@ class InFloat32(KeepsDtypes):
             self._inner.add_param_group({**group, "params": wide})
             self._take_options(group, self._inner.param_groups[-1])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss again, which is returned.
-
-        Raises:
-            RuntimeError: loaded options and state belong to another kind of optimizer.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         inner = self._inner
         assert inner is not None  # set by the constructor
         pairs = list(self._pairs())
@@ -119,7 +106,6 @@ class InFloat32(KeepsDtypes):
                 with on_local_parts():
                     extra = self._finish(parameter, wide)
             self.state[parameter] = {**inner.state.get(wide, {}), **extra}
-        return loss
 
     # Keys of state that the inner optimizer does not know: elementwise state, and single values.
     _element_keys: tuple[str, ...] = ()

@@ -65,21 +65,11 @@ class Muon(ShardedOptimizer):
             )
         if not compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype must be a floating-point dtype, got {compute_dtype}")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "ns_coefficients": ns_coefficients,
-                "eps": eps,
-                "ns_steps": ns_steps,
-                "adjust_lr_fn": adjust_lr_fn,
-                # As a string: groups are saved in checkpoints, which support plain values only.
-                "compute_dtype": str(compute_dtype).removeprefix("torch."),
-            },
-        )
+        options = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
+        options |= dict(ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps)
+        # As a string: groups are saved in checkpoints, which support plain values only.
+        dtype = str(compute_dtype).removeprefix("torch.")
+        super().__init__(params, {**options, "adjust_lr_fn": adjust_lr_fn, "compute_dtype": dtype})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -95,7 +85,7 @@ class Muon(ShardedOptimizer):
                     "separated, so wrap without flatten_parameters"
                 )
 
-    def _update(self) -> None:
+    def _update_parts(self) -> None:
         for group in self.param_groups:
             own = [(p, part) for of, p, part in self._trained() if of is group]
             full_matrices = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 import time
@@ -32,8 +31,6 @@ from .session import Session, drop_pending, wait_for_programs
 _INTERRUPT_AFTER = 1.5
 _LEAVE_AFTER = 3.5
 _POLL_SECONDS = 0.2
-# The files that call the user's function.
-_OWN_FILES = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker.py"))
 
 
 def run_ranks(
@@ -316,7 +313,7 @@ def _rank_error(session: Session, context: RankContext, error: BaseException) ->
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     # The frames above the user's function do not explain the error.
     first = trace
-    while first is not None and first.tb_frame.f_code.co_filename in _OWN_FILES:
+    while first is not None and first.tb_frame.f_code.co_filename == __file__:
         first = first.tb_next
     return first or trace
 
