@@ -18,9 +18,8 @@ import xla_fsdp
 from xla_fsdp.tpu import chips, compiler_options
 from xla_fsdp.tpu.calibration import Calibration
 from xla_fsdp.tpu.chips import CHIPS, GIB, LAUNCH, Chip
-from xla_fsdp.tpu.links import collective_seconds, describe
+from xla_fsdp.tpu.links import OneCollective, collective_seconds, describe
 from xla_fsdp.tpu.topology import UnknownTopologyError, names, resolve
-from xla_fsdp.tpu.traffic import OneCollective
 
 
 @pytest.mark.parametrize("family", CHIPS)

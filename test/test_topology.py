@@ -61,12 +61,12 @@ class TestNames:
         assert (found.libtpu_name, found.devices) == (libtpu_name, devices)
         assert (found.chips, found.hosts) == (chips, hosts)
 
-    @pytest.mark.parametrize("name", names())
-    def test_counts_what_its_family_counts(self, name):
-        found = resolve(name)
-        unit = 1 if found.chip.family in ("v5e", "v6e") else found.chip.tensor_cores
-        assert found.chips * unit == int(name.partition("-")[2])
-        assert dataclasses.replace(resolve(found.libtpu_name), name=name) == found
+    def test_counts_what_its_family_counts(self):
+        for name in names():
+            found = resolve(name)
+            unit = 1 if found.chip.family in ("v5e", "v6e") else found.chip.tensor_cores
+            assert found.chips * unit == int(name.partition("-")[2]), name
+            assert dataclasses.replace(resolve(found.libtpu_name), name=name) == found
 
     @pytest.mark.parametrize("spelling", ["V3-8", " v3-8 ", "v3-8\n"])
     def test_case_and_surrounding_space_do_not_matter(self, spelling):

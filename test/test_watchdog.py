@@ -6,8 +6,8 @@ import re
 import pytest
 
 from xla_fsdp.ranks.watchdog import waits
+from xla_fsdp.ranks.watchdog.report import RankPlace, report
 from xla_fsdp.ranks.watchdog.settings import WatchSettings, settings
-from xla_fsdp.ranks.watchdog.watcher import RankPlace, report
 
 # Three processes, forked, each a world of its own for XLA: no CPU has collectives between
 # processes, so they wait for each other in a function that has its file in torch_xla's folder.

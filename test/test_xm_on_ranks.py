@@ -5,7 +5,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(params=[1, 2, 3, 4], scope="session")  # the scope groups tests by worker
+@pytest.fixture(params=[1, 2, 3], scope="session")  # the scope groups tests by worker
 def n(request):
     return request.param
 
