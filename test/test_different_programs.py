@@ -4,12 +4,11 @@ import functools
 
 import pytest
 import torch
+from lazy_modules import torch_xla, xm
 from torch import nn
 
 
 def gather(value):
-    import torch_xla.core.xla_model as xm
-
     return xm.all_gather(value.to("xla"))
 
 
@@ -135,26 +134,31 @@ def plain_losses(build, data, size, steps):
     return losses
 
 
-@pytest.mark.parametrize("scanned", [False, True], ids=["wrapped", "scanned"])
-@pytest.mark.parametrize(
-    "build, data, order",
-    [
-        (layers, lambda rank: functools.partial(batch, rank), by_rank),
-        (layers, longer_batches, forwards),
-        (experts, lambda rank: functools.partial(batch, rank), forwards),
-    ],
-    ids=["optimizers in another order", "batches of another length", "routing by rank"],
-)
-def test_losses_are_those_of_one_process(run_ranks, build, data, order, scanned):
-    def train(rank):
-        import torch_xla
+ALIKE = (layers, lambda rank: functools.partial(batch, rank), by_rank)
+LONGER = (layers, longer_batches, forwards)
+ROUTED = (experts, lambda rank: functools.partial(batch, rank), forwards)
 
+
+@pytest.mark.parametrize(
+    "case, scanned",
+    [
+        pytest.param(ALIKE, False, id="optimizers in another order"),
+        pytest.param(ALIKE, True, id="the same of scanned blocks"),
+        pytest.param(LONGER, True, id="batches of another length"),
+        pytest.param(LONGER, False, id="the same of wrapped ones", marks=pytest.mark.full),
+        pytest.param(ROUTED, False, id="routing by rank"),
+    ],
+)
+def test_losses_are_those_of_one_process(run_ranks, case, scanned):
+    build, data, order = case
+
+    def train(rank):
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
         from xla_fsdp import scan_blocks
 
         torch.manual_seed(0)
         units = build(rank)
-        if scanned and build is layers:
+        if scanned:
             model = scan_blocks(units)
         else:
             model = FSDP(nn.Sequential(*[FSDP(unit) for unit in units]))
@@ -176,8 +180,6 @@ def test_losses_are_those_of_one_process(run_ranks, build, data, order, scanned)
 
 def test_a_result_that_one_rank_alone_refers_to(run_ranks):
     def step(rank):
-        import torch_xla
-
         found = []
         for number in range(3):
             first = gather(torch.full((2,), rank + 1.5))
@@ -198,9 +200,6 @@ def test_channels_of_the_caller(run_ranks):
     """Collectives with a channel of their own are in order with the others."""
 
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         own = {"groups": [[0, 1]], "pin_layout": False}
         first = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"), channel_id=71, **own)
         second = gather(torch.full((2,), rank + 2.5))
@@ -220,9 +219,6 @@ def test_values_go_through_as_they_are(run_ranks):
     special = [float("nan"), float("inf"), -float("inf"), 0.5, 2e-38]
 
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         gathered = [gather(torch.tensor(special)[start:]) for start in range(len(special))]
         kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.int32]
         gathered += [gather(torch.tensor([1, 0, 1], dtype=kind)) for kind in kinds]
@@ -258,8 +254,6 @@ def test_an_optimizer_that_branches_on_a_value(run_ranks):
                     own.copy_(torch.tanh(own).sort().values)
 
     def train(rank):
-        import torch_xla
-
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
         model = FSDP(nn.Linear(6, 3))

@@ -10,12 +10,11 @@ import time
 import pytest
 import torch
 from conftest import ROOT
+from lazy_modules import torch_xla, xm
 
 
 def sharded_step(rank, size, step):
     """Gather, compute, reduce-scatter, as FSDP does; returns a value that depends on all ranks."""
-    import torch_xla.core.xla_model as xm
-
     shard = torch.full((2, 8), float(rank + step)).to("xla")
     full = xm.all_gather(shard)
     grad = full * 2 + 1
@@ -32,8 +31,6 @@ FULL = pytest.mark.full
 
 def test_many_consecutive_steps_on_4_ranks(run_ranks):
     def train(rank):
-        import torch_xla
-
         losses = []
         for step in range(100):
             loss = sharded_step(rank, 4, step)
@@ -52,8 +49,6 @@ def test_programs_do_not_depend_on_the_garbage_collector(run_ranks, tmp_path):
 
     def train(rank):
         import gc
-
-        import torch_xla
 
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
@@ -117,9 +112,6 @@ def test_consecutive_launches_on_4_ranks(run_script, launches):
 
 def test_ranks_of_uneven_speed(run_ranks):
     def train(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         uneven = random.Random(rank)
         losses = []
         for step in range(15):
@@ -159,8 +151,6 @@ READS = [
 
 def test_all_ranks_read_what_is_pending(run_ranks):
     def step(rank):
-        import torch_xla.core.xla_model as xm
-
         return [
             read(xm.all_gather(torch.full((3,), float(rank)).to("xla")).sum() * 2) for read in READS
         ]
@@ -170,9 +160,6 @@ def test_all_ranks_read_what_is_pending(run_ranks):
 
 def test_one_rank_may_do_local_things_alone(run_ranks):
     def train(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         seen = []
         for step in range(4):
             loss = sharded_step(rank, 4, step)
@@ -196,9 +183,6 @@ def test_one_rank_may_do_local_things_alone(run_ranks):
 
 def test_a_value_read_twice_and_more_collectives_after_it(run_ranks):
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         x = torch.full((2,), float(rank)).to("xla")
         gathered = xm.all_gather(x)
         first = gathered.sum().item()
@@ -213,9 +197,6 @@ def test_a_value_read_twice_and_more_collectives_after_it(run_ranks):
 def test_consecutive_programs_do_not_mix(run_ranks):
     # All have the same channel ids and do not depend on each other.
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         big = torch.full((300, 300), 1e-3).to("xla")
         torch_xla.sync()
         kept = []
@@ -233,9 +214,6 @@ def test_consecutive_programs_do_not_mix(run_ranks):
 
 def test_steps_compile_once_for_all_ranks(run_ranks):
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         import xla_fsdp
 
         counts = []
@@ -260,8 +238,6 @@ def test_steps_compile_once_for_all_ranks(run_ranks):
 def test_reads_without_a_sync_do_not_add_up(run_ranks):
     # Evaluation with .item() a batch. A sync, as in a rendezvous, would hide it.
     def evaluate(rank):
-        import torch_xla.core.xla_model as xm
-
         import xla_fsdp
         from xla_fsdp.ranks.rank import current_rank
 
@@ -282,8 +258,6 @@ def test_reads_without_a_sync_do_not_add_up(run_ranks):
 
 def test_eight_ranks(run_ranks):
     def train(rank):
-        import torch_xla
-
         for step in range(20):
             loss = sharded_step(rank, 8, step)
             torch_xla.sync()

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from lazy_modules import torch_xla, xm
 
 from xla_fsdp.testing import CollectiveMismatchError, RankError
 
@@ -14,14 +15,10 @@ FOR_EVER = 300.0
 
 
 def gather(value=1.0, shape=(4,), dtype=torch.float32):
-    import torch_xla.core.xla_model as xm
-
     return xm.all_gather(torch.full(shape, value, dtype=dtype).to("xla"))
 
 
 def sync():
-    import torch_xla
-
     torch_xla.sync()
 
 
@@ -113,21 +110,15 @@ def raise_while_cleaning_up(rank):
 
 
 def reduce_at_a_rendezvous(rank):
-    import torch_xla.core.xla_model as xm
-
     xm.mesh_reduce("loss", rank, lambda values: rank == 1 and 1 / 0)
     xm.rendezvous("end")
 
 
 def all_reduce(rank):
-    import torch_xla.core.xla_model as xm
-
     xm.all_reduce("sum", torch.ones(4).to("xla"))
 
 
 def rendezvous(tag):
-    import torch_xla.core.xla_model as xm
-
     xm.rendezvous(tag)
 
 

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from lazy_modules import torch_xla, xm, xr
 from rank_warnings import every_rank_warns
 from test_special_uses import whole
 from torch import nn
@@ -140,8 +141,6 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def train(model, optimizer, block, steps):
     """Steps on shards."""
-    import torch_xla
-
     for t in steps:
         put_gradients(model, gradients(plain(block), t))
         optimizer.step()
@@ -227,10 +226,6 @@ EVERY |= {"muon": (make_muon, Matrices), "muon beside others": (make_muon, Block
 
 
 def trained_on_ranks(rank, kinds, expected):
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as xr
-
     for kind in kinds:
         models = {}
         for name, (make, block) in EVERY.items():
@@ -359,8 +354,6 @@ def test_state_dicts_load_as_those_of_torch(name, dtype):
 
 def replicated(rank, expected):
     """Two copies of two shards, beside parameters that nobody has sharded."""
-    import torch_xla
-
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     groups = {"sharding_groups": [[0, 1], [2, 3]], "replication_groups": [[0, 2], [1, 3]]}
@@ -395,10 +388,6 @@ def test_replicas_and_parameters_that_are_not_sharded(run_ranks):
 # -- what is refused, and what is warned of ---------------------------------------------------
 
 
-class Lars(torch.optim.SGD):
-    """Somebody else's."""
-
-
 def unit_wise(grad):
     return torch.linalg.vector_norm(grad)
 
@@ -411,16 +400,6 @@ class Scaled(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad /= unit_wise(p.grad)
-        super().step(closure)
-
-
-class Signed(torch.optim.SGD):
-    """Computes with single elements, as Lion does."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad.sign_()
         super().step(closure)
 
 
@@ -450,7 +429,7 @@ def of_others(rank):
         put_gradients(model, gradients(plain(Matrices), 1))
         with pytest.raises(RuntimeError, match=r"needs parameter '.*full_tensor\(\)"):
             make(model.parameters()).step()
-    for make in (Lars, Scaled, Sharp, Signed):
+    for make in (Scaled, Sharp):
         model, one = wrapped("dim0", Matrices), plain(Matrices)
         optimizers = [make(each.parameters()) for each in (model, one)]
         put_gradients(model, gradients(one, 1))
@@ -475,8 +454,6 @@ def refused(rank):
 
 
 def lbfgs(rank):
-    import torch_xla
-
     from xla_fsdp import ShardingStrategy
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
@@ -607,7 +584,6 @@ def test_what_a_step_sends_is_in_its_plan(elsewhere, tmp_path):
 
 
 def compiled_anew(rank):
-    import torch_xla
     import torch_xla.debug.metrics as met
 
     from xla_fsdp.optim import AdamW8bit

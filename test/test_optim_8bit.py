@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lazy_modules import torch_xla
 from test_optim import gradients, plain, put_gradients, train_plain, weights, wrapped
 from test_special_uses import whole
 
@@ -85,8 +86,6 @@ def test_on_plain_parameters():
 
 
 def on_ranks(rank, kinds, start, exact, encoded):
-    import torch_xla
-
     for kind in kinds:
         small, large = (wrapped(kind) for _ in range(2))
         optimizers = [

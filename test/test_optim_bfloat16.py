@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from lazy_modules import torch_xla
 from test_optim import Block, Model, gradients, put_gradients, put_plain_gradients, weights
 from test_special_uses import whole
 from torch import nn
@@ -53,8 +54,6 @@ def grads_at(t: int) -> dict[str, torch.Tensor]:
 def train(model, optimizer, first: int, last: int) -> None:
     for t in range(first, last + 1):
         if hasattr(model, "fsdp_options"):
-            import torch_xla
-
             put_gradients(model, grads_at(t))
             optimizer.step()
             torch_xla.sync()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import Run
+from lazy_modules import torch_xla
 from safetensors.torch import load_file
 from test_special_uses import inputs, mlp
 from test_strategy import assert_trains_alike, small_policy
@@ -250,8 +251,6 @@ def on_two_slices() -> None:
 
 
 def defaults(rank):
-    import torch_xla
-
     from xla_fsdp import ShardingStrategy as S
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import fully_shard, scan_blocks
@@ -295,8 +294,6 @@ def test_sharded_within_a_slice_and_replicated_over_them(run_ranks):
 
 def traced(rank, **options: Any) -> list[tuple[str, str]]:
     """Collectives of a step's gradients, in order, with the groups of each."""
-    import torch_xla
-
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     on_two_slices()

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from lazy_modules import xm
 from processes import ended
 
 from xla_fsdp.testing import RankError, RankTimeoutError, WorkerDiedError, run_in_ranks
@@ -38,8 +39,6 @@ def pid(rank):
 
 
 def all_reduced(rank, start, factor=1.0):
-    import torch_xla.core.xla_model as xm
-
     return xm.all_reduce(xm.REDUCE_SUM, torch.full((2,), start + rank).to("xla")) * factor
 
 

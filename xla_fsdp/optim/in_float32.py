@@ -15,7 +15,7 @@ from ..sharding.shard_spec import spec_of
 from ..sharding.sharded_parameter import local, make_sharded, on_local_parts
 from ..sharding.sharded_tensor import set_sharded_tensor, sharded_tensor_of
 from .base import ShardAwareOptimizer
-from .saved import StateConverter, WrappingStateConverter, state_converter_of
+from .saved import LazyState, StateConverter, require_shape, state_converter_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -127,11 +127,44 @@ class InFloat32(ShardAwareOptimizer):
 
     @property
     def state_converter(self) -> StateConverter | None:
-        """Describes the state for checkpoints, if the inner optimizer's state needs that."""
-        inner = state_converter_of(self._inner)
-        if inner is None:
-            return None
-        return WrappingStateConverter(inner, self._element_keys, self._single_keys)
+        """This optimizer, if the inner optimizer's state must be converted for checkpoints."""
+        return None if state_converter_of(self._inner) is None else self
+
+    @property
+    def member_state(self) -> frozenset[str]:
+        """See :class:`StateConverter`."""
+        return self._inner_converter.member_state
+
+    def saved_state(
+        self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """See :class:`StateConverter`."""
+        rest, more = dict(state), {}
+        for key in self._element_keys:
+            if key in rest:
+                value = local(rest.pop(key))
+                require_shape(key, value, local(parameter).shape)
+                more[key] = LazyState(value.dtype, value.detach().cpu)
+        for key in self._single_keys:
+            if key in rest:
+                more[key] = rest.pop(key)
+        return [{**own, **more} for own in self._inner_converter.saved_state(parameter, rest)]
+
+    def load_saved_state(
+        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See :class:`StateConverter`."""
+        further = {*self._element_keys, *self._single_keys}
+        rest = {key: value for key, value in saved.items() if key not in further}
+        state = self._inner_converter.load_saved_state(parameter, rest, group)
+        more = {key: value for key, value in saved.items() if key in further}
+        return state | {key: value.to(parameter.device) for key, value in more.items()}
+
+    @property
+    def _inner_converter(self) -> StateConverter:
+        found = state_converter_of(self._inner)
+        assert found is not None  # otherwise this optimizer converts nothing either
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that torch copies and pickles for an optimizer, and attributes of this one."""

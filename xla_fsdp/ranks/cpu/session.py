@@ -187,11 +187,6 @@ class Session:
         arrival = _arrival("its function returned", "finish", context.pending)
         self.barrier.meet(context.rank, arrival)
 
-    def materialize(self, context: RankContext, results: Sequence[torch.Tensor]) -> None:
-        """Computes the results of a rank, all in one program."""
-        if results:
-            self.sync_tensors(context, "its function returned", results)
-
     def stop_if_deadlocked(self) -> None:
         """Stops the ranks if one runs a program that the others cannot run.
 
