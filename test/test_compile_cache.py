@@ -201,10 +201,8 @@ if __name__ == "__main__":
     started_here, os.environ[NAME] = os.environ[NAME], f"{os.getppid()}:/folder"
     assert in_spawned_processes(multiply) is multiply  # not of its parent
     os.environ[NAME] = started_here
-    processes = get_context("forkserver")
-    processes.set_forkserver_preload(["torch_xla.core.xla_model"])
     for _ in range(2):
-        with ProcessPoolExecutor(1, mp_context=processes) as pool:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             print(*pool.submit(fn, 0).result())
 """
 

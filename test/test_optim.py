@@ -75,9 +75,6 @@ def wrapped(kind: str, block=Block) -> nn.Module:
     return fsdp(Model(block, around))
 
 
-KINDS = ("nested", "flat", "dim0", "scan", "dim0scan")
-
-
 def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Of the unsharded model, other ones in each step; one parameter has none but zeros."""
     generator = torch.Generator().manual_seed(step)
@@ -295,39 +292,6 @@ def test_muon_is_that_of_torch(nesterov):
     # Both iterate in bfloat16, of 8 bits, and round after other operators; the elements of three
     # updates are 3 * 0.05 * 0.2 * sqrt(29) at most, and the formulas are compared in float32 above.
     assert_weights(ours, theirs, rtol=0, atol=0.16 * 2**-6)
-
-
-# -- a step goes on after a load --------------------------------------------------------------
-
-
-def saved(rank, folder):
-    from xla_fsdp import save_checkpoint
-
-    for name in ("lamb", "lars", "muon"):
-        make, block = EVERY[name]
-        model = wrapped("nested", block)
-        optimizer = make(model.parameters())
-        train(model, optimizer, block, (1, 2))
-        save_checkpoint(f"{folder}/{name}", model, optimizer, step=2)
-
-
-def loaded(rank, folder, kind, expected):
-    from xla_fsdp import load_checkpoint
-
-    for name in ("lamb", "lars", "muon"):
-        make, block = EVERY[name]
-        model = wrapped(kind, block)
-        optimizer = make(model.parameters())
-        load_checkpoint(f"{folder}/{name}", model, optimizer)
-        train(model, optimizer, block, (3,))
-        found = whole(model, model.state_dict())
-        assert_weights(found, expected[name], rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("kind", ["dim0scan", pytest.param("flat", marks=FULL)])
-def test_their_state_is_saved_and_loads_on_other_ranks_and_wrappings(run_ranks, tmp_path, kind):
-    run_ranks(saved, 4, str(tmp_path))
-    run_ranks(loaded, 2, str(tmp_path), kind, expected_weights())
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "adafactor", "muon", "8bit"])
