@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from lazy_modules import torch_xla, xm
+from test_launch_failures import LATE
 from torch import nn
 
 
@@ -12,63 +13,33 @@ def gather(value):
     return xm.all_gather(value.to("xla"))
 
 
-def test_a_rank_that_keeps_others_waiting_for_longer_than_xla_does(run_script):
-    """Rank 1 reaches its program 12 s after rank 0's has started, as if it had compiled meanwhile.
-    XLA ends the process after 10 s."""
-    result = run_script(
-        """
-import time, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch
-
-dispatch = torch_xla._XLAC._xla_step_marker
-
-def late(device, *args, **kwargs):
-    if device == "xla:1":
-        time.sleep(12)
-    dispatch(device, *args, **kwargs)
-
-torch_xla._XLAC._xla_step_marker = late
-
+STEP = """
 def step(rank):
     gathered = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"))
     torch_xla.sync()
     return gathered.tolist()
-
-print(launch(step, (), 2))
 """
-    )
+
+
+def test_a_rank_that_keeps_others_waiting_for_longer_than_xla_does(run_script):
+    """Rank 1 reaches its program 12 s after rank 0's has started, as if it had compiled meanwhile.
+    XLA ends the process after 10 s."""
+    result = run_script(f"{LATE}{STEP}before = lambda: time.sleep(12)\nprint(launch(step, (), 2))")
     assert result.stdout == f"{[[1.5, 1.5, 2.5, 2.5]] * 2}\n", result.stderr
 
 
 def test_a_rank_whose_program_cannot_be_compiled(run_script):
     """Rank 0's program has started by then and waits for one that will not come."""
     result = run_script(
-        """
-import torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import RankError, launch
-
-dispatch = torch_xla._XLAC._xla_step_marker
-fail = True
-
-def failing(device, *args, **kwargs):
-    if device == "xla:1" and fail:
-        raise RuntimeError("does not compile")
-    dispatch(device, *args, **kwargs)
-
-torch_xla._XLAC._xla_step_marker = failing
-
-def step(rank):
-    gathered = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"))
-    torch_xla.sync()
-    return gathered.tolist()
+        f"""{LATE}{STEP}
+def before():
+    raise RuntimeError("does not compile")
 
 try:
     launch(step, (), 2)
 except RankError as error:
     assert error.rank == 1 and "does not compile" in str(error), error
-    fail = False
+    before = lambda: None
     print(launch(step, (), 2))
 """
     )

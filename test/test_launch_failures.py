@@ -423,22 +423,29 @@ launch(step, (), 2)
     assert "script.py:9 in step" in report
 
 
-def test_programs_after_one_that_no_hook_has_seen(run_script):
-    """All ranks read inside of XLA. Later, rank 1 starts its program late."""
-    result = run_script(
-        """
+# Calls ``before()`` before the program of rank 1 starts.
+LATE = """
 import time, torch, torch_xla
 import torch_xla.core.xla_model as xm
-from xla_fsdp import launch
+from xla_fsdp import RankError, launch
 
 dispatch = torch_xla._XLAC._xla_step_marker
 
 def late(device, *args, **kwargs):
     if device == "xla:1":
-        time.sleep(1.5)
+        before()
     dispatch(device, *args, **kwargs)
 
 torch_xla._XLAC._xla_step_marker = late
+"""
+
+
+def test_programs_after_one_that_no_hook_has_seen(run_script):
+    """All ranks read inside of XLA. Later, rank 1 starts its program late."""
+    result = run_script(
+        LATE
+        + """
+before = lambda: time.sleep(1.5)
 
 def step(rank):
     gathered = xm.all_gather(torch.ones(2).to("xla"))

@@ -65,11 +65,12 @@ class Muon(ShardedOptimizer):
             )
         if not compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype must be a floating-point dtype, got {compute_dtype}")
-        options = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
-        options |= dict(ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps)
+        options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        options |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps)
         # As a string: groups are saved in checkpoints, which support plain values only.
         dtype = str(compute_dtype).removeprefix("torch.")
-        super().__init__(params, {**options, "adjust_lr_fn": adjust_lr_fn, "compute_dtype": dtype})
+        options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, compute_dtype=dtype)
+        super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

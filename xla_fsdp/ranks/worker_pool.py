@@ -199,11 +199,11 @@ class _Worker:
             sys.stderr.write(output)
             return [pickle.loads(result) for result in results]
         text, data, cause = failure
-        error = _loads_or_none(data) or RuntimeError(text)
-        error.__cause__ = _loads_or_none(cause)
+        raised = _loads_or_none(data) or RuntimeError(text)
+        raised.__cause__ = _loads_or_none(cause)
         if output and sys.version_info >= (3, 11):  # add_note needs Python 3.11
-            error.add_note(f"Printed by the ranks:\n{output}")
-        raise error
+            raised.add_note(f"Printed by the ranks:\n{output}")
+        raise raised
 
     def end(self) -> None:
         """Ends the process of this worker."""
