@@ -4,72 +4,42 @@ import functools
 
 import pytest
 import torch
+from lazy_modules import torch_xla, xm
+from test_launch_failures import LATE
 from torch import nn
 
 
 def gather(value):
-    import torch_xla.core.xla_model as xm
-
     return xm.all_gather(value.to("xla"))
+
+
+STEP = """
+def step(rank):
+    gathered = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"))
+    torch_xla.sync()
+    return gathered.tolist()
+"""
 
 
 def test_a_rank_that_keeps_others_waiting_for_longer_than_xla_does(run_script):
     """Rank 1 reaches its program 12 s after rank 0's has started, as if it had compiled meanwhile.
     XLA ends the process after 10 s."""
-    result = run_script(
-        """
-import time, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch
-
-dispatch = torch_xla._XLAC._xla_step_marker
-
-def late(device, *args, **kwargs):
-    if device == "xla:1":
-        time.sleep(12)
-    dispatch(device, *args, **kwargs)
-
-torch_xla._XLAC._xla_step_marker = late
-
-def step(rank):
-    gathered = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"))
-    torch_xla.sync()
-    return gathered.tolist()
-
-print(launch(step, (), 2))
-"""
-    )
+    result = run_script(f"{LATE}{STEP}before = lambda: time.sleep(12)\nprint(launch(step, (), 2))")
     assert result.stdout == f"{[[1.5, 1.5, 2.5, 2.5]] * 2}\n", result.stderr
 
 
 def test_a_rank_whose_program_cannot_be_compiled(run_script):
     """Rank 0's program has started by then and waits for one that will not come."""
     result = run_script(
-        """
-import torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import RankError, launch
-
-dispatch = torch_xla._XLAC._xla_step_marker
-fail = True
-
-def failing(device, *args, **kwargs):
-    if device == "xla:1" and fail:
-        raise RuntimeError("does not compile")
-    dispatch(device, *args, **kwargs)
-
-torch_xla._XLAC._xla_step_marker = failing
-
-def step(rank):
-    gathered = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"))
-    torch_xla.sync()
-    return gathered.tolist()
+        f"""{LATE}{STEP}
+def before():
+    raise RuntimeError("does not compile")
 
 try:
     launch(step, (), 2)
 except RankError as error:
     assert error.rank == 1 and "does not compile" in str(error), error
-    fail = False
+    before = lambda: None
     print(launch(step, (), 2))
 """
     )
@@ -135,26 +105,31 @@ def plain_losses(build, data, size, steps):
     return losses
 
 
-@pytest.mark.parametrize("scanned", [False, True], ids=["wrapped", "scanned"])
-@pytest.mark.parametrize(
-    "build, data, order",
-    [
-        (layers, lambda rank: functools.partial(batch, rank), by_rank),
-        (layers, longer_batches, forwards),
-        (experts, lambda rank: functools.partial(batch, rank), forwards),
-    ],
-    ids=["optimizers in another order", "batches of another length", "routing by rank"],
-)
-def test_losses_are_those_of_one_process(run_ranks, build, data, order, scanned):
-    def train(rank):
-        import torch_xla
+ALIKE = (layers, lambda rank: functools.partial(batch, rank), by_rank)
+LONGER = (layers, longer_batches, forwards)
+ROUTED = (experts, lambda rank: functools.partial(batch, rank), forwards)
 
+
+@pytest.mark.parametrize(
+    "case, scanned",
+    [
+        pytest.param(ALIKE, False, id="optimizers in another order"),
+        pytest.param(ALIKE, True, id="the same of scanned blocks"),
+        pytest.param(LONGER, True, id="batches of another length"),
+        pytest.param(LONGER, False, id="the same of wrapped ones", marks=pytest.mark.full),
+        pytest.param(ROUTED, False, id="routing by rank"),
+    ],
+)
+def test_losses_are_those_of_one_process(run_ranks, case, scanned):
+    build, data, order = case
+
+    def train(rank):
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
         from xla_fsdp import scan_blocks
 
         torch.manual_seed(0)
         units = build(rank)
-        if scanned and build is layers:
+        if scanned:
             model = scan_blocks(units)
         else:
             model = FSDP(nn.Sequential(*[FSDP(unit) for unit in units]))
@@ -176,8 +151,6 @@ def test_losses_are_those_of_one_process(run_ranks, build, data, order, scanned)
 
 def test_a_result_that_one_rank_alone_refers_to(run_ranks):
     def step(rank):
-        import torch_xla
-
         found = []
         for number in range(3):
             first = gather(torch.full((2,), rank + 1.5))
@@ -198,9 +171,6 @@ def test_channels_of_the_caller(run_ranks):
     """Collectives with a channel of their own are in order with the others."""
 
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         own = {"groups": [[0, 1]], "pin_layout": False}
         first = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"), channel_id=71, **own)
         second = gather(torch.full((2,), rank + 2.5))
@@ -220,9 +190,6 @@ def test_values_go_through_as_they_are(run_ranks):
     special = [float("nan"), float("inf"), -float("inf"), 0.5, 2e-38]
 
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         gathered = [gather(torch.tensor(special)[start:]) for start in range(len(special))]
         kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.int32]
         gathered += [gather(torch.tensor([1, 0, 1], dtype=kind)) for kind in kinds]
@@ -258,8 +225,6 @@ def test_an_optimizer_that_branches_on_a_value(run_ranks):
                     own.copy_(torch.tanh(own).sort().values)
 
     def train(rank):
-        import torch_xla
-
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
         model = FSDP(nn.Linear(6, 3))

@@ -1,38 +1,26 @@
-"""State that is no value an element, in checkpoints: Adafactor's factors, AdamW8bit's blocks."""
+"""Optimizer state in checkpoints, also what is no value an element: factors, blocks of 8 bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_optim import gradients, plain, put_gradients, wrapped
+from test_optim import EVERY, Block, plain, train, train_plain, wrapped
 from test_special_uses import whole
 
 from xla_fsdp.optim import Adafactor, AdamW8bit, adam8bit
 
 MAKES = {
-    "adafactor": lambda p: Adafactor(p, lr=0.65, weight_decay=0.1),
-    "8bit": lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9), min_8bit_size=0),
-    "small": lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9)),
+    "adafactor": (lambda p: Adafactor(p, lr=0.65, weight_decay=0.1), Block),
+    "8bit": (lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9), min_8bit_size=0), Block),
+    "small": (lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9)), Block),
+    **{name: EVERY[name] for name in ("lamb", "lars", "muon")},
 }
 
 
-def train(model, optimizer, steps) -> None:
-    import torch_xla
-
-    for t in steps:
-        put_gradients(model, gradients(plain(), t))
-        optimizer.step()
-        torch_xla.sync()
-
-
 def unsharded(name: str) -> dict[str, torch.Tensor]:
-    model = plain()
-    optimizer = MAKES[name](model.parameters())
-    for t in (1, 2, 3, 4):
-        for key, grad in gradients(model, t).items():
-            model.get_parameter(key).grad = grad
-        optimizer.step()
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+    make, block = MAKES[name]
+    model = plain(block)
+    return train_plain(model, make(model.parameters()), (1, 2, 3, 4))
 
 
 def state_of(model, optimizer):
@@ -46,13 +34,11 @@ def state_of(model, optimizer):
 
 def full_state_is_the_unsharded(name, full):
     """Of Adafactor that of torch's; 8 bits within the distance of two values of their block."""
-    make = MAKES[name] if name != "adafactor" else torch_adafactor
-    model = plain()
+    make, block = MAKES[name]
+    make = make if name != "adafactor" else torch_adafactor
+    model = plain(block)
     optimizer = make(model.parameters())
-    for t in (1, 2):
-        for key, grad in gradients(model, t).items():
-            model.get_parameter(key).grad = grad
-        optimizer.step()
+    train_plain(model, optimizer, (1, 2))
     expected = {
         n: optimizer.state[p] for n, p in model.named_parameters() if optimizer.state.get(p)
     }
@@ -73,7 +59,6 @@ def full_state_is_the_unsharded(name, full):
             )
             # The block of a shard may be one of other blocks of a stack too.
             assert (ours - theirs).abs().max() < 4 * 0.0071 * max(theirs.abs().max(), 0.5)
-    return model, optimizer
 
 
 def torch_adafactor(parameters):
@@ -91,17 +76,17 @@ def save_and_go_on(rank, folder, kinds, expected):
     from xla_fsdp import full_optim_state_dict, full_state_dict, load_checkpoint, save_checkpoint
 
     for kind, name in kinds:
-        make = MAKES[name]
-        model = wrapped(kind)
+        make, block = MAKES[name]
+        model = wrapped(kind, block)
         optimizer = make(model.parameters())
-        train(model, optimizer, (1, 2))
+        train(model, optimizer, block, (1, 2))
         path = f"{folder}/{name}-{kind}"
         save_checkpoint(path, model, optimizer, step=2)
         full = full_state_dict(model), full_optim_state_dict(model, optimizer)
         if rank == 0:
             full_state_is_the_unsharded(name, full[1])
             torch.save(full, f"{path}.pt")
-        again = wrapped(kind)
+        again = wrapped(kind, block)
         resumed = make(again.parameters())
         load_checkpoint(path, again, resumed)
         # As they were, bit for bit.
@@ -111,8 +96,8 @@ def save_and_go_on(rank, folder, kinds, expected):
             assert after[key, what].dtype is value.dtype and after[key, what].shape == value.shape
             if what != "variance" or kind != "flat":  # has elements of matrices, which are unused
                 assert torch.equal(after[key, what], value), (kind, name, key, what)
-        train(model, optimizer, (3, 4))
-        train(again, resumed, (3, 4))
+        train(model, optimizer, block, (3, 4))
+        train(again, resumed, block, (3, 4))
         found = whole(again, again.state_dict())
         for key, value in whole(model, model.state_dict()).items():
             assert torch.equal(found[key], value), (kind, name, key)
@@ -124,8 +109,9 @@ def on_other_ranks(rank, folder, pairs, expected):
     from xla_fsdp.consolidate.errors import ModelMismatchError
 
     for kind, other, name in pairs:
-        model = wrapped(other)
-        optimizer = MAKES[name](model.parameters())
+        make, block = MAKES[name]
+        model = wrapped(other, block)
+        optimizer = make(model.parameters())
         full = torch.load(f"{folder}/{name}-{kind}.pt") if rank == 0 else (None, None)
         if other == "flat":
             load_full_state_dict(model, full[0])
@@ -140,35 +126,47 @@ def on_other_ranks(rank, folder, pairs, expected):
             wrong["param_groups"][0]["maximize"] = True
             with pytest.raises(ModelMismatchError, match="trained with maximize"):
                 load_full_optim_state_dict(model, optimizer, {**wrong, "state": {}})
-        train(model, optimizer, (3, 4))
+        train(model, optimizer, block, (3, 4))
         close(whole(model, model.state_dict()), expected[name], name)
 
 
-def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(run_ranks, tmp_path):
-    expected = {name: unsharded(name) for name in MAKES}
-    here = [("nested", "adafactor"), ("nested", "8bit"), ("nested", "small"), ("flat", "adafactor")]
-    run_ranks(save_and_go_on, 2, str(tmp_path), here, expected)
-    there = [("nested", "flat", "adafactor"), ("flat", "scan", "adafactor")]
-    there += [("nested", "scan", "8bit"), ("nested", "flat", "small")]
-    run_ranks(on_other_ranks, 4, str(tmp_path), there, expected)
-    in_plain_torch(f"{tmp_path}/adafactor-flat.pt", torch_adafactor, expected["adafactor"])
-    in_plain_torch(f"{tmp_path}/8bit-nested.pt", MAKES["8bit"], expected["8bit"], name="8bit")
+FULL = pytest.mark.full
 
 
-def in_plain_torch(path, make, expected, name="adafactor"):
+@pytest.mark.parametrize(
+    "name, here, there",
+    [
+        ("adafactor", ["flat"], [("flat", "scan")]),
+        ("8bit", ["nested"], [("nested", "scan")]),
+        pytest.param("adafactor", ["flat", "nested"], [("nested", "flat")], marks=FULL),
+        pytest.param("small", ["nested"], [("nested", "flat")], marks=FULL),
+        ("lamb", ["nested"], [("nested", "dim0scan")]),
+        pytest.param("lars", ["nested"], [("nested", "flat")], marks=FULL),
+        pytest.param("muon", ["nested"], [("nested", "dim0scan")], marks=FULL),
+    ],
+)
+def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(
+    run_ranks, tmp_path, name, here, there
+):
+    expected = {name: unsharded(name)}
+    run_ranks(save_and_go_on, 2, str(tmp_path), [(kind, name) for kind in here], expected)
+    pairs = [(*pair, name) for pair in there]
+    run_ranks(on_other_ranks, 4, str(tmp_path), pairs, expected)
+    in_plain_torch(f"{tmp_path}/{name}-{here[0]}.pt", expected[name], name)
+
+
+def in_plain_torch(path, expected, name):
     """Goes on with the full state in the unsharded model."""
     weights, full = torch.load(path)
-    model = plain()
+    make, block = MAKES[name]
+    make = torch_adafactor if name == "adafactor" else make
+    model = plain(block)
     optimizer = make(model.parameters())
     model.load_state_dict(weights)
     numbers = {n: i for i, (n, _) in enumerate(model.named_parameters())}
     state = {numbers[n]: own for n, own in full["state"].items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    for t in (3, 4):
-        for key, grad in gradients(model, t).items():
-            model.get_parameter(key).grad = grad
-        optimizer.step()
-    close(model.state_dict(), expected, name)
+    close(train_plain(model, optimizer, (3, 4)), expected, name)
 
 
 @pytest.mark.parametrize("signed", [True, False])

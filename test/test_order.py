@@ -2,9 +2,11 @@
 
 import copy
 import re
+from unittest import mock
 
 import pytest
 import torch
+from lazy_modules import torch_xla, xr
 from test_special_uses import assert_same_gradients, inputs, mlp, run, trace_as_on_tpu, wrapped
 from torch import nn
 
@@ -28,9 +30,6 @@ def deep():
 
 
 def same_gradients(rank, options, checkpoint):
-    import torch_xla
-    import torch_xla.runtime as xr
-
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     trace_as_on_tpu()
@@ -75,8 +74,6 @@ class Opaque(nn.Module):
 
 
 def odd_ends(rank):
-    import torch_xla
-
     trace_as_on_tpu()
     x = torch.randn(2, 6).to(torch_xla.device())
     opaque = wrapped(Opaque())
@@ -106,14 +103,8 @@ def odd_ends(rank):
     assert nothing_held(model)
 
 
-def test_nothing_is_held_whatever_is_called(run_ranks):
-    run(run_ranks, odd_ends, ranks=1)
-
-
 def bit_for_bit(rank):
     """Whatever a gathered parameter begins with, the next is what it was."""
-    import torch_xla
-
     from xla_fsdp.collectives.order import Order
 
     device = torch_xla.device()
@@ -128,14 +119,8 @@ def bit_for_bit(rank):
             assert torch.equal(torch.signbit(waited), torch.signbit(shard.cpu()))
 
 
-def test_waiting_for_one_another_does_not_change_parameters(run_ranks):
-    run(run_ranks, bit_for_bit, ranks=1)
-
-
 def large_float16(rank):
     """Sums that float16 cannot hold; their mean it can."""
-    import torch_xla
-
     layer = nn.Linear(1, 1, bias=False)
     model = wrapped(nn.Sequential(layer), compute_dtype=torch.float16)
     model(torch.full((1, 1), 40000.0).to(torch_xla.device())).sum().backward()
@@ -149,34 +134,28 @@ def test_float16_gradients_are_divided_before_they_are_summed(run_ranks):
 
 def one_rank_that_sees_a_slice(rank):
     """Nobody launched ranks: a whole slice is there, but the process is alone."""
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as xr
-
     from xla_fsdp.collectives.routes import attributes_of
     from xla_fsdp.collectives.world import World
     from xla_fsdp.tpu.topology import resolve
 
-    attributes = attributes_of(resolve("v5litepod-8"))
-    kept = xr.global_runtime_device_attributes, xm.xla_device_kind
-    xr.global_runtime_device_attributes = lambda: attributes
-    xm.xla_device_kind = lambda device: resolve("v5litepod-8").chip.device_kind
-    try:
+    kind, devices = resolve("v5litepod-8").chip.device_kind, attributes_of(resolve("v5litepod-8"))
+    with (
+        mock.patch("torch_xla.runtime.global_runtime_device_attributes", lambda: devices),
+        mock.patch("torch_xla.core.xla_model.xla_device_kind", lambda device: kind),
+    ):
         world = World.current()
-    finally:
-        xr.global_runtime_device_attributes, xm.xla_device_kind = kept
     assert world.size == 1 and world.routes is None
     shard = torch.ones(4, 128).to(world.device)
     assert world.all_gather(shard).shape == world.reduce_scatter(shard).shape == (4, 128)
 
 
-def test_a_process_alone_on_a_slice(run_ranks):
-    run(run_ranks, one_rank_that_sees_a_slice, ranks=1)
+@pytest.mark.parametrize("check", [odd_ends, bit_for_bit, one_rank_that_sees_a_slice])
+def test_on_one_rank(run_ranks, check):
+    run(run_ranks, check, ranks=1)
 
 
 def selected(rank):
     """Types of what waits for the gather before."""
-    import torch_xla
-
     trace_as_on_tpu()
     model = wrapped(mlp(), "1", compute_dtype=torch.bfloat16)
     torch_xla.sync()

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from lazy_modules import torch_xla, xm
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -117,8 +118,6 @@ def values_of_a_library_that_replaces_torchs_initialization(build):
 
 def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
     def build(rank, on_ranks):
-        import torch_xla.core.xla_model as xm
-
         values = []
         for _ in range(3):
             torch.manual_seed(rank)
@@ -160,7 +159,6 @@ def test_shuffled_loader_and_random_split(run_ranks):
 
 def test_device_loader_thread_draws_for_its_rank(run_ranks):
     def batches(rank):
-        import torch_xla
         import torch_xla.distributed.parallel_loader as pl
 
         torch.manual_seed(rank)
@@ -225,9 +223,6 @@ def test_checkpoint_recomputes_with_the_ranks_state(run_ranks):
 
 def test_device_random_numbers_are_the_ranks_own_too(run_ranks):
     def draw(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         start = torch.rand(4, device="xla")
         torch_xla.sync()
         xm.set_rng_state(5 + rank % 2)

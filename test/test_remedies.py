@@ -502,24 +502,6 @@ def step_in_no_sync(wrong):
     optimizer.step()
 
 
-@case("sharding_strategy=NO_SHARD")
-def lbfgs(wrong):
-    def steps(model):
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = model(x()).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    with wrong():
-        steps(wrap(nn.Linear(4, 4)))
-    steps(wrap(nn.Linear(4, 4), sharding_strategy=xla_fsdp.ShardingStrategy.NO_SHARD))
-
-
 @case("from model.parameters()")
 def clipped_before_wrapping(wrong):
     plain = nn.Linear(4, 4)

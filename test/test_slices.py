@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import Run
+from lazy_modules import torch_xla
 from safetensors.torch import load_file
 from test_special_uses import inputs, mlp
 from test_strategy import assert_trains_alike, small_policy
@@ -250,8 +251,6 @@ def on_two_slices() -> None:
 
 
 def defaults(rank):
-    import torch_xla
-
     from xla_fsdp import ShardingStrategy as S
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import fully_shard, scan_blocks
@@ -295,8 +294,6 @@ def test_sharded_within_a_slice_and_replicated_over_them(run_ranks):
 
 def traced(rank, **options: Any) -> list[tuple[str, str]]:
     """Collectives of a step's gradients, in order, with the groups of each."""
-    import torch_xla
-
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     on_two_slices()
@@ -390,10 +387,9 @@ def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path):
     floats = [one for one in manifest.buffers.values() if one.dtype.startswith("F")]
     assert sum(held) == elements + sum(math.prod(one.shape) for one in floats)
     assert max(state.values()) == 2 and held[2:] == [0, 0]  # AdamW's moments
-    for size in (2, 4):
-        losses = run_ranks(go_on, size, tmp_path, size)
-        assert losses == [losses[0]] * size
-        torch.testing.assert_close(losses[0], expected[DIE_AT:], rtol=1e-5, atol=1e-6)
+    losses = run_ranks(go_on, 2, tmp_path, 2)
+    assert losses == [losses[0]] * 2
+    torch.testing.assert_close(losses[0], expected[DIE_AT:], rtol=1e-5, atol=1e-6)
     # What was in the memory of the first slice, which has all that is trained, the other one has.
     for host in ("host0", "host1"):
         shutil.rmtree(tmp_path / host)

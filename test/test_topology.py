@@ -19,35 +19,22 @@ class TestNames:
         [
             ("v2-8", "v2:2x2", 8, 4, 1),
             ("v2-512", "v2:16x16", 512, 256, 64),
-            ("v3-8", "v3:2x2", 8, 4, 1),
-            ("v3-32", "v3:4x4", 32, 16, 4),
             ("v3-128", "v3:8x8", 128, 64, 16),
             ("v3-2048", "v3:32x32", 2048, 1024, 256),
             ("v4-8", "v4:2x2x1", 4, 4, 1),
-            ("v4-64", "v4:2x4x4", 32, 32, 8),
             ("v4-128", "v4:4x4x4", 64, 64, 16),
-            ("v4-256", "v4:4x4x8", 128, 128, 32),
             ("v4-512", "v4:4x8x8", 256, 256, 64),
-            ("v4-1536", "v4:8x8x12", 768, 768, 192),
             ("v4-4096", "v4:8x16x16", 2048, 2048, 512),
             ("v5litepod-1", "v5e:1x1", 1, 1, 1),
             ("v5litepod-8", "v5e:2x4", 8, 8, 1),
             ("v5litepod-16", "v5e:4x4", 16, 16, 4),
             ("v5litepod-256", "v5e:16x16", 256, 256, 64),
-            ("v5p-8", "v5p:2x2x1", 4, 4, 1),
             ("v5p-640", "v5p:4x4x20", 320, 320, 80),
             ("v5p-12288", "v5p:16x16x24", 6144, 6144, 1536),
             ("v6e-4", "v6e:2x2", 4, 4, 1),
             ("v6e-256", "v6e:16x16", 256, 256, 64),
             ("tpu7x-8", "tpu7x:2x2x1", 8, 4, 1),
-            ("tpu7x-16", "tpu7x:2x2x2", 16, 8, 2),
-            ("tpu7x-32", "tpu7x:2x2x4", 32, 16, 4),
-            ("tpu7x-64", "tpu7x:2x4x4", 64, 32, 8),
             ("tpu7x-128", "tpu7x:4x4x4", 128, 64, 16),
-            ("tpu7x-256", "tpu7x:4x4x8", 256, 128, 32),
-            ("tpu7x-512", "tpu7x:4x8x8", 512, 256, 64),
-            ("tpu7x-1024", "tpu7x:8x8x8", 1024, 512, 128),
-            ("tpu7x-2048", "tpu7x:8x8x16", 2048, 1024, 256),
             ("tpu7x-4096", "tpu7x:8x16x16", 4096, 2048, 512),
             ("tpu7x-4224", "tpu7x:4x12x44", 4224, 2112, 528),
             ("tpu7x-18432", "tpu7x:16x24x24", 18432, 9216, 2304),
@@ -61,21 +48,20 @@ class TestNames:
         assert (found.libtpu_name, found.devices) == (libtpu_name, devices)
         assert (found.chips, found.hosts) == (chips, hosts)
 
-    @pytest.mark.parametrize("name", names())
-    def test_counts_what_its_family_counts(self, name):
-        found = resolve(name)
-        unit = 1 if found.chip.family in ("v5e", "v6e") else found.chip.tensor_cores
-        assert found.chips * unit == int(name.partition("-")[2])
-        assert dataclasses.replace(resolve(found.libtpu_name), name=name) == found
-
-    @pytest.mark.parametrize("spelling", ["V3-8", " v3-8 ", "v3-8\n"])
-    def test_case_and_surrounding_space_do_not_matter(self, spelling):
-        assert dataclasses.replace(resolve(spelling), name="v3-8") == resolve("v3-8")
+    def test_counts_what_its_family_counts(self):
+        for name in names():
+            found = resolve(name)
+            unit = 1 if found.chip.family in ("v5e", "v6e") else found.chip.tensor_cores
+            assert found.chips * unit == int(name.partition("-")[2]), name
+            assert dataclasses.replace(resolve(found.libtpu_name), name=name) == found
 
     @pytest.mark.parametrize(
         ("other", "name"),
-        [("v5e-8", "v5litepod-8"), ("v5litepod:4x4", "v5e:4x4"), ("v3:8x8x1", "v3:8x8")],
-    )
+        [
+            ("V3-8", "v3-8"), (" v3-8\n", "v3-8"), ("v5e-8", "v5litepod-8"),
+            ("v5litepod:4x4", "v5e:4x4"), ("v3:8x8x1", "v3:8x8"),
+        ],
+    )  # fmt: skip
     def test_other_spellings(self, other, name):
         assert dataclasses.replace(resolve(other), name=name) == resolve(name)
 
@@ -156,10 +142,9 @@ class TestRefusals:
             assert error.closest[0] == closest
         assert all(resolve(known) for known in error.closest)
 
-    @pytest.mark.parametrize("name", [None, 8, b"v3-8"])
-    def test_a_name_is_a_string(self, name):
+    def test_a_name_is_a_string(self):
         with pytest.raises(TypeError, match="v3-128"):
-            resolve(name)
+            resolve(8)
 
 
 # What the compiler says, in a process of its own: libtpu must not meet torch_xla's.

@@ -6,20 +6,19 @@ import re
 import pytest
 
 from xla_fsdp.ranks.watchdog import waits
+from xla_fsdp.ranks.watchdog.report import RankPlace, report
 from xla_fsdp.ranks.watchdog.settings import WatchSettings, settings
-from xla_fsdp.ranks.watchdog.watcher import RankPlace, report
 
-# Three processes, forked, each a world of its own for XLA: no CPU has collectives between
-# processes, so they wait for each other in a function that has its file in torch_xla's folder.
-PROCESSES = """
-import ctypes, json, multiprocessing, os, queue, signal, sys, threading, time
+# Ranks in processes wait for each other in files, in a function that has its file in torch_xla's
+# folder: no CPU has collectives between processes.
+WAITING = """
+import ctypes, json, multiprocessing, os, queue, signal, socket, sys, threading, time
 import torch, torch_xla
 import torch_xla.runtime as xr
 from pathlib import Path
 from xla_fsdp.ranks.channel import served
 from xla_fsdp.ranks.watchdog.watch import watched
 
-SIZE = 3
 folder = Path(sys.argv[1])
 waiting = '''
 def all_reduce(path, size):
@@ -27,6 +26,16 @@ def all_reduce(path, size):
         time.sleep(0.02)
 '''
 exec(compile(waiting, os.path.join(os.path.dirname(torch_xla.__file__), "waiting.py"), "exec"))
+
+def with_pythons_lock(name):
+    file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(file, True)
+    ctypes.PyDLL(None).read(file, ctypes.create_string_buffer(1), 1)
+"""
+
+# Three processes, forked, each a world of its own for XLA.
+PROCESSES = """
+SIZE = 3
 
 def collective(rank, name):
     (folder / f"{name}.{rank}").touch()
@@ -47,11 +56,6 @@ def in_data(name):
     batches = queue.Queue()
     threading.Thread(target=lambda: (until_told(name), batches.put(1)), daemon=True).start()
     batches.get()
-
-def with_pythons_lock(name):
-    file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(file, True)
-    ctypes.PyDLL(None).read(file, ctypes.create_string_buffer(1), 1)
 
 def train(rank):
     for number in range(2):
@@ -111,7 +115,9 @@ main()
 
 def test_a_rank_that_hangs_is_named_and_no_other(run_script, tmp_path):
     (tmp_path / "there").mkdir()
-    done = run_script(PROCESSES, tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=200)
+    done = run_script(
+        WAITING + PROCESSES, tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     host, data, lock, left_out, killed = json.loads(done.stdout)
 

@@ -3,6 +3,8 @@
 import json
 import re
 
+from test_watchdog import WAITING
+
 # torchrun's own agent, which forks the two workers. XLA has no collectives between them on a CPU.
 TORCHRUN = """
 import os, time
@@ -56,37 +58,21 @@ def test_workers_of_torchrun_are_watched_through_its_store(run_script):
 # Two hosts: launchers in process groups of their own, which meet at a port of the first, and whose
 # processes cannot signal each other's. Ranks wait for each other in files.
 HOSTS = """
-import ctypes, json, multiprocessing, os, signal, socket, sys, time
-import torch_xla
-import torch_xla.runtime as xr
-from pathlib import Path
 from xla_fsdp.ranks import channel
 from xla_fsdp.ranks.watchdog import watch
-from xla_fsdp.ranks.watchdog.watch import watched
 
-folder, ends = Path(sys.argv[1]), {}
-waiting = '''
-def all_reduce(path):
-    while len(list(path.parent.glob(path.name + ".*"))) < 4:
-        time.sleep(0.02)
-'''
-exec(compile(waiting, os.path.join(os.path.dirname(torch_xla.__file__), "waiting.py"), "exec"))
+ends = {}
 
 def step(rank, name):
     torch_xla.sync()
     (folder / f"{name}.{rank}").touch()
-    all_reduce(folder / name)
-
-def with_pythons_lock():
-    file = os.open(folder / "lock", os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(file, True)
-    ctypes.PyDLL(None).read(file, ctypes.create_string_buffer(1), 1)
+    all_reduce(folder / name, 4)
 
 def train(rank):
     for number in range(3):
         step(rank, f"first{number}")
     if rank == 3:
-        with_pythons_lock()
+        with_pythons_lock("lock")
     for number in range(10_000):
         step(rank, f"then{number}")
 
@@ -148,7 +134,7 @@ main()
 
 def test_ranks_of_several_hosts_are_watched_together(run_script, tmp_path):
     (tmp_path / "there").mkdir()
-    done = run_script(HOSTS, tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=200)
+    done = run_script(WAITING + HOSTS, tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=200)
     assert done.returncode == 0, done.stderr
     hangs, lost = json.loads(done.stdout)
     # Only its neighbour, rank 2, can get the stack of a rank that holds Python's lock.

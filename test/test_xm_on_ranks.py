@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from lazy_modules import torch_xla, xm, xr
 
 
-@pytest.fixture(params=[1, 2, 3, 4], scope="session")  # the scope groups tests by worker
+@pytest.fixture(params=[1, 2, 3], scope="session")  # the scope groups tests by worker
 def n(request):
     return request.param
 
@@ -18,8 +19,6 @@ def rows(n, shape=(6, 2)):
 
 def test_all_reduce(run_ranks, n):
     def step(rank):
-        import torch_xla.core.xla_model as xm
-
         x = rows(n)[rank].to("xla")
         flags = torch.tensor([1, 2, 4, 7], dtype=torch.int32).to("xla") + rank
         out = {kind: xm.all_reduce(kind, x) for kind in ("sum", "mul", "min", "max")}
@@ -51,8 +50,6 @@ def test_all_reduce(run_ranks, n):
 
 def test_all_gather(run_ranks, n):
     def step(rank):
-        import torch_xla.core.xla_model as xm
-
         x = rows(n)[rank].to("xla")
         output = torch.zeros(6 * n, 2).to("xla")
         assert xm.all_gather(x, output=output, pin_layout=False) is output
@@ -74,8 +71,6 @@ def test_all_gather(run_ranks, n):
 
 def test_reduce_scatter(run_ranks, n):
     def step(rank):
-        import torch_xla.core.xla_model as xm
-
         x = rows(n, (12, 2))[rank].to("xla")
         y = rows(n, (2, 12))[rank].to("xla")
         output = torch.zeros(12 // n, 2).to("xla")
@@ -105,8 +100,6 @@ def test_reduce_scatter(run_ranks, n):
 
 def test_all_to_all_and_permute(run_ranks, n):
     def step(rank):
-        import torch_xla.core.xla_model as xm
-
         x = (torch.arange(float(n * n * 2)).reshape(n, n * 2) + 100 * rank).to("xla")
         ring = xm.collective_permute(x, [[r, (r + 1) % n] for r in range(n)])
         # Not in the first element: torch_xla orders collectives through it, which spreads NaN.
@@ -132,8 +125,6 @@ def test_groups(run_ranks):
     groups = [[0, 2], [1, 3]]
 
     def step(rank):
-        import torch_xla.core.xla_model as xm
-
         x = rows(4, (4,))[rank].to("xla")
         return (
             xm.all_reduce("sum", x, groups=groups),
@@ -155,8 +146,6 @@ def test_groups(run_ranks):
 
 def test_rendezvous_and_mesh_reduce(run_ranks, n):
     def step(rank):
-        import torch_xla.core.xla_model as xm
-
         shared = {"rank": rank, "values": [rank] * 2}
         copies = xm.mesh_reduce("copies", shared, list)
         copies[rank]["values"].append("mine")
@@ -180,8 +169,6 @@ def test_rendezvous_and_mesh_reduce(run_ranks, n):
 
 def test_rendezvous_rejects_what_it_can_not_do(run_ranks):
     def step(rank):
-        import torch_xla.core.xla_model as xm
-
         with pytest.raises(ValueError, match="all 2 ranks"):
             xm.rendezvous("some", replicas=[0])
         with pytest.raises(TypeError, match="bytes"):
@@ -192,9 +179,6 @@ def test_rendezvous_rejects_what_it_can_not_do(run_ranks):
 
 def test_data_parallel_training_helpers(run_ranks, n):
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
         torch.manual_seed(rank)
         model = torch.nn.Linear(3, 2).to("xla")
         xm.broadcast_master_param(model)
@@ -221,7 +205,6 @@ def test_data_parallel_training_helpers(run_ranks, n):
 
 def test_differentiable_functions_and_sync_batch_norm(run_ranks):
     def step(rank):
-        import torch_xla
         import torch_xla.core.functions as xf
 
         norm = xf.SyncBatchNorm(4).to("xla")
@@ -262,10 +245,6 @@ print("same")
 
 def test_save_and_closures_are_the_ranks_own(run_ranks, tmp_path):
     def step(rank):
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-        import torch_xla.runtime as xr
-
         seen = []
         x = torch.full((2,), float(rank)).to("xla")
         total = xm.all_reduce("sum", x)
@@ -305,9 +284,6 @@ def test_save_and_closures_are_the_ranks_own(run_ranks, tmp_path):
 
 def test_autograd_thread_knows_its_rank(run_ranks):
     def step(rank):
-        import torch_xla
-        import torch_xla.runtime as xr
-
         from xla_fsdp.ranks.rank import current_rank
 
         seen = []

@@ -36,10 +36,9 @@ from math import prod
 from typing import Any
 
 from ..tpu.chips import chip_of
-from ..tpu.links import Links
+from ..tpu.links import Links, OneCollective
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
-from ..tpu.traffic import OneCollective
 
 # Stages of a route: digits of a rank by stage. A digit is a coordinate's range, or a part of it.
 _Stages = tuple[tuple[int, ...], ...]

@@ -26,6 +26,7 @@ whether arguments are overwritten. The name of a kind stands for what is missing
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import hashlib
 import json
@@ -113,23 +114,23 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
         OSError: the folder cannot be created or written, or anybody can write there: the programs
             in it are run.
     """
-    if path is None:
-        path = default_cache_folder("compiled")
     if isinstance(path, str) and not path.strip():
         raise ValueError(f"path must name a folder, or be None for the default one; got {path!r}")
-    folder = Path(path).absolute()
-    if _folder_in_use() == str(folder):
+    folder = Path(path or default_cache_folder("compiled")).absolute()
+    used = _folder_in_use()
+    if used == str(folder):
         return folder
-    if _folder_in_use() is not None:
-        raise RuntimeError(
-            f"this process keeps its compiled programs in {_folder_in_use()} already"
-        )
+    if used is not None:
+        raise RuntimeError(f"this process keeps its compiled programs in {used} already")
     if xlac.runtime_has_started() or xlac.compilation_cache_exists():
         raise RuntimeError(
             "enable_compilation_cache was called after XLA's runtime had started; call it in the "
             "main program before launch and before anything touches an XLA device"
         )
-    _open(folder, _part_by_environment())
+    part = "0 of 1"
+    if dist.is_torchelastic_launched():
+        part = f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+    _open(folder, part)
     os.environ[_STORE] = f"{os.getpid()}:{folder}"
     return folder
 
@@ -189,7 +190,7 @@ def _open(folder: Path, part: str) -> None:
                 errno.EPERM, "anybody can put programs there, which you would run"
             )
         kind = f"{on.lower()}-{digest[:16]}"
-        run = open_run(folder.resolve(), kind, about, _LIMIT, _has_a_program)
+        run = open_run(folder.resolve(), kind, about)
     except OSError as error:
         raise type(error)(
             error.errno,
@@ -204,10 +205,6 @@ def _open(folder: Path, part: str) -> None:
         os.environ.pop(name, None)
 
 
-def _has_a_program() -> bool:
-    return any(compilation_counts())
-
-
 def _platform() -> str:
     device = os.environ.get("PJRT_DEVICE")
     if device is None:
@@ -216,12 +213,6 @@ def _platform() -> str:
     if name not in ("CPU", "TPU"):
         raise NotImplementedError(f"programs of PJRT_DEVICE={device} are not kept; CPU and TPU are")
     return name
-
-
-def _part_by_environment() -> str:
-    if dist.is_torchelastic_launched():
-        return f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-    return "0 of 1"
 
 
 # -- which programs may run in each other's place --------------------------------------------------
@@ -288,10 +279,9 @@ class Program:
         return cls(path, match[1], int(match[2]), match[3]) if match else None
 
     def is_whole(self) -> bool:
-        try:
+        with contextlib.suppress(OSError):
             return self.path.stat().st_size == self.size and _digest_of(self.path) == self.digest
-        except OSError:
-            return False
+        return False
 
 
 def _entries_of(folder: Path) -> list[os.DirEntry]:
@@ -326,30 +316,30 @@ def _link(source: Path, target: Path) -> None:
     """
     try:
         os.link(source, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        if not source.exists():
+    except OSError as error:
+        if isinstance(error, FileExistsError) or not source.exists():
             raise
         # A file system without hard links.
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
-        os.close(descriptor)
-        try:
-            shutil.copyfile(source, temporary)
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        _write_at_once(target, lambda temporary: shutil.copyfile(source, temporary))
+
+
+def _write_at_once(path: Path, write: Callable[[str], object]) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    os.close(descriptor)
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def _open_files() -> set[str]:
     """Paths of the files that this process has open."""
     found = set()
     for entry in _entries_of(Path("/proc/self/fd")):
-        try:
+        with contextlib.suppress(OSError):  # closed meanwhile
             found.add(os.readlink(entry.path))
-        except OSError:
-            pass  # closed meanwhile
     return found
 
 
@@ -399,21 +389,17 @@ class Run:
         self._thread.join()
         atexit.unregister(self.end)
         self._loading.unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):  # what is not kept is compiled again
             self.keep_new()
-        except OSError:
-            pass  # what is not kept is compiled again
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self) -> None:
         # A process that is killed does not come to its end: keeps every program soon.
         while not self._ending.wait(_SECONDS_BETWEEN_LOOKS):
-            try:
+            with contextlib.suppress(OSError):
                 if self._began():
                     self._loading.unlink(missing_ok=True)
                 self.keep_new()
-            except OSError:
-                pass
 
     def _take(self, program: Program) -> tuple[str, int] | None:
         # Read completely at every start: nothing else would notice a change since then.
@@ -444,7 +430,11 @@ class Run:
 
 
 def open_run(
-    store: Path, name: str, about: Mapping[str, str], limit: int, began: Callable[[], bool]
+    store: Path,
+    name: str,
+    about: Mapping[str, str],
+    limit: int = _LIMIT,
+    began: Callable[[], bool] = lambda: any(compilation_counts()),
 ) -> Run:
     """Starts a run on the programs of one kind.
 
@@ -462,7 +452,9 @@ def open_run(
     _remove_dead_runs(store)
     _make_room(store, limit)
     kind.mkdir(exist_ok=True)  # may have been empty
-    _write_about(kind, about)
+    if not (kind / "about.json").exists():
+        text = json.dumps(dict(about), indent=1)
+        _write_at_once(kind / "about.json", lambda path: Path(path).write_text(text))
     return Run(kind, began)
 
 
@@ -496,12 +488,9 @@ def _host() -> str:
 def _make_room(store: Path, limit: int) -> None:
     aged = []
     for kind in store.iterdir():
-        if kind.is_dir():
-            for program in _programs_in(kind):
-                try:
-                    aged.append((program.path.stat().st_mtime, program))
-                except FileNotFoundError:
-                    pass  # another process was here
+        for program in _programs_in(kind) if kind.is_dir() else ():
+            with contextlib.suppress(FileNotFoundError):  # another process was here
+                aged.append((program.path.stat().st_mtime, program))
     total = 0
     for _, program in sorted(aged, key=lambda pair: pair[0], reverse=True):
         total += program.size
@@ -510,29 +499,12 @@ def _make_room(store: Path, limit: int) -> None:
 
 
 def _remove_dead_runs(store: Path) -> None:
-    for run in store.glob("*/run-*"):
-        match = _RUN.fullmatch(run.name)
-        if match is None:
-            continue
-        try:
+    for path in (*store.glob("*/run-*"), *store.glob("*/*.tmp")):
+        with contextlib.suppress(FileNotFoundError):  # another process was here
+            age = time.time() - path.stat().st_mtime
+            run = _RUN.fullmatch(path.name)
             # Of other hosts nothing is known. A run that loses its folder only stops keeping.
-            dead = _is_gone(match) or time.time() - run.stat().st_mtime > _FORGET_RUNS_AFTER
-        except FileNotFoundError:
-            continue
-        if dead:
-            shutil.rmtree(run, ignore_errors=True)
-    for temporary in store.glob("*/*.tmp"):
-        try:
-            if time.time() - temporary.stat().st_mtime > _DAY:
-                temporary.unlink()
-        except FileNotFoundError:
-            pass  # another process was here
-
-
-def _write_about(kind: Path, about: Mapping[str, str]) -> None:
-    path = kind / "about.json"
-    if not path.exists():
-        descriptor, temporary = tempfile.mkstemp(dir=kind, suffix=".tmp")
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(dict(about), file, indent=1)
-        os.replace(temporary, path)
+            if run and (_is_gone(run) or age > _FORGET_RUNS_AFTER):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.suffix == ".tmp" and age > _DAY:
+                path.unlink()

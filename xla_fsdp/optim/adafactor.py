@@ -60,18 +60,10 @@ class Adafactor(ShardedOptimizer):
         require_range("eps[1]", eps[1], 0)
         require_range("d", d, 1)
         require_range("weight_decay", weight_decay, 0)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "beta2_decay": beta2_decay,
-                "eps": eps,
-                "d": d,
-                "weight_decay": weight_decay,
-            },
-        )
+        options = dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay)
+        super().__init__(params, options)
 
-    def _update(self) -> None:
+    def _update_parts(self) -> None:
         trained = list(self._trained())
         parts = [part for *_, part in trained]
         own = [_Own(self.state[p], p, part, group) for group, p, part in trained]

@@ -61,18 +61,10 @@ class AdamW8bit(ShardedOptimizer):
         require_range("eps", eps, 0, open_low=True)  # otherwise padding divides by 0
         require_range("weight_decay", weight_decay, 0)
         require_range("min_8bit_size", min_8bit_size, 0)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "min_8bit_size": min_8bit_size,
-            },
-        )
+        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, {**options, "min_8bit_size": min_8bit_size})
 
-    def _update(self) -> None:
+    def _update_parts(self) -> None:
         for group, parameter, _ in self._trained():
             assert parameter.grad is not None  # parameters without gradient are skipped before
             grad, state = parameter.grad.float(), self.state[parameter]

@@ -14,8 +14,31 @@ from ..sharding.sharded_tensor import sharded_tensor_of
 from .parts import Parts
 
 
-class KeepsDtypes(Optimizer):
-    """An optimizer whose state keeps its dtype when it is loaded."""
+class ShardAwareOptimizer(Optimizer):
+    """An optimizer that steps on shards, and whose state keeps its dtype when it is loaded."""
+
+    # Plans do not replace its tensors, see planning/tracing/host_step.py.
+    knows_shards = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` computes the loss again, which is returned.
+
+        It may trace collectives: all ranks must call it, with gradients for the same parameters.
+
+        Raises:
+            RuntimeError: loaded options and state belong to another kind of optimizer; or a
+                gradient is sparse or complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for any optimizer, but state keeps its dtype, where torch would cast it to that of the
@@ -32,14 +55,11 @@ class KeepsDtypes(Optimizer):
                     self.state[parameter][key] = kept if spec is None else as_sharded(kept, spec)
 
 
-class ShardedOptimizer(KeepsDtypes):
+class ShardedOptimizer(ShardAwareOptimizer):
     """An optimizer whose update of a parameter is not elementwise.
 
     Accepts ``model.parameters()`` of a wrapped model, and parameters that are not sharded.
     """
-
-    # Plans do not replace its tensors, see planning/tracing/host_step.py.
-    knows_shards = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer.
@@ -58,21 +78,12 @@ class ShardedOptimizer(KeepsDtypes):
                     "or wrap without cpu_offload"
                 )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss again, which is returned.
-
-        It traces collectives: all ranks must call it, with gradients for the same parameters.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with on_local_parts():
-            self._update()
-        return loss
-
     def _update(self) -> None:
+        with on_local_parts():
+            self._update_parts()
+
+    def _update_parts(self) -> None:
+        """One step, on local tensors."""
         raise NotImplementedError
 
     def _trained(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, Parts]]:

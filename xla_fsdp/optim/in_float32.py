@@ -14,13 +14,13 @@ from ..sharding.freeing import Stamp, stamps
 from ..sharding.layout import spec_of
 from ..sharding.sharded_parameter import local, make_sharded, on_local_parts
 from ..sharding.sharded_tensor import set_sharded_tensor, sharded_tensor_of
-from .base import KeepsDtypes
-from .saved import StateConverter, WrappingStateConverter, state_converter_of
+from .base import ShardAwareOptimizer
+from .saved import LazyState, StateConverter, require_shape, state_converter_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class InFloat32(KeepsDtypes):
+class InFloat32(ShardAwareOptimizer):
     """Makes an optimizer of float32 tensors step for parameters in bfloat16 or float16.
 
     The state of the inner optimizer is the state of this one, so that it is saved and loaded like
@@ -35,9 +35,6 @@ class InFloat32(KeepsDtypes):
     Raises:
         TypeError: ``optimizer_class`` does not make an optimizer.
     """
-
-    # Plans do not replace its tensors, see planning/tracing/host_step.py.
-    knows_shards = True
 
     def __init__(
         self,
@@ -79,17 +76,7 @@ class InFloat32(KeepsDtypes):
             self._inner.add_param_group({**group, "params": wide})
             self._take_options(group, self._inner.param_groups[-1])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss again, which is returned.
-
-        Raises:
-            RuntimeError: loaded options and state belong to another kind of optimizer.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         inner = self._inner
         assert inner is not None  # set by the constructor
         pairs = list(self._pairs())
@@ -119,7 +106,6 @@ class InFloat32(KeepsDtypes):
                 with on_local_parts():
                     extra = self._finish(parameter, wide)
             self.state[parameter] = {**inner.state.get(wide, {}), **extra}
-        return loss
 
     # Keys of state that the inner optimizer does not know: elementwise state, and single values.
     _element_keys: tuple[str, ...] = ()
@@ -141,11 +127,44 @@ class InFloat32(KeepsDtypes):
 
     @property
     def state_converter(self) -> StateConverter | None:
-        """Describes the state for checkpoints, if the inner optimizer's state needs that."""
-        inner = state_converter_of(self._inner)
-        if inner is None:
-            return None
-        return WrappingStateConverter(inner, self._element_keys, self._single_keys)
+        """This optimizer, if the inner optimizer's state must be converted for checkpoints."""
+        return None if state_converter_of(self._inner) is None else self
+
+    @property
+    def member_state(self) -> frozenset[str]:
+        """See :class:`StateConverter`."""
+        return self._inner_converter.member_state
+
+    def saved_state(
+        self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """See :class:`StateConverter`."""
+        rest, more = dict(state), {}
+        for key in self._element_keys:
+            if key in rest:
+                value = local(rest.pop(key))
+                require_shape(key, value, local(parameter).shape)
+                more[key] = LazyState(value.dtype, value.detach().cpu)
+        for key in self._single_keys:
+            if key in rest:
+                more[key] = rest.pop(key)
+        return [{**own, **more} for own in self._inner_converter.saved_state(parameter, rest)]
+
+    def load_saved_state(
+        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See :class:`StateConverter`."""
+        further = {*self._element_keys, *self._single_keys}
+        rest = {key: value for key, value in saved.items() if key not in further}
+        state = self._inner_converter.load_saved_state(parameter, rest, group)
+        more = {key: value for key, value in saved.items() if key in further}
+        return state | {key: value.to(parameter.device) for key, value in more.items()}
+
+    @property
+    def _inner_converter(self) -> StateConverter:
+        found = state_converter_of(self._inner)
+        assert found is not None  # otherwise this optimizer converts nothing either
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that torch copies and pickles for an optimizer, and attributes of this one."""

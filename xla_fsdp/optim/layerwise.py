@@ -53,7 +53,7 @@ class LAMB(ShardedOptimizer):
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt},
         )
 
-    def _update(self) -> None:
+    def _update_parts(self) -> None:
         trained = list(self._trained())
         updates = []
         for group, parameter, _ in trained:
@@ -117,18 +117,10 @@ class LARS(ShardedOptimizer):
         require_range("momentum", momentum, 0, 1)
         require_range("weight_decay", weight_decay, 0)
         require_range("trust_coefficient", trust_coefficient, 0, open_low=True)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "trust_coefficient": trust_coefficient,
-                "adapt": adapt,
-            },
-        )
+        options = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, adapt=adapt)
+        super().__init__(params, {**options, "trust_coefficient": trust_coefficient})
 
-    def _update(self) -> None:
+    def _update_parts(self) -> None:
         trained = list(self._trained())
         parts = [part for *_, part in trained]
         parameters = [parameter for _, parameter, _ in trained]

@@ -65,21 +65,12 @@ class Muon(ShardedOptimizer):
             )
         if not compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype must be a floating-point dtype, got {compute_dtype}")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "ns_coefficients": ns_coefficients,
-                "eps": eps,
-                "ns_steps": ns_steps,
-                "adjust_lr_fn": adjust_lr_fn,
-                # As a string: groups are saved in checkpoints, which support plain values only.
-                "compute_dtype": str(compute_dtype).removeprefix("torch."),
-            },
-        )
+        options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        options |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps)
+        # As a string: groups are saved in checkpoints, which support plain values only.
+        dtype = str(compute_dtype).removeprefix("torch.")
+        options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, compute_dtype=dtype)
+        super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -95,7 +86,7 @@ class Muon(ShardedOptimizer):
                     "separated, so wrap without flatten_parameters"
                 )
 
-    def _update(self) -> None:
+    def _update_parts(self) -> None:
         for group in self.param_groups:
             own = [(p, part) for of, p, part in self._trained() if of is group]
             full_matrices = [

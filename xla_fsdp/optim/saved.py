@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
-
-from ..sharding.sharded_parameter import local
 
 # The number of float32 elements in one value of a checkpoint's manifest, which takes 1 MiB.
 _CHUNK = 1 << 17
@@ -30,7 +28,6 @@ class LazyState:
     make: Callable[[], torch.Tensor]
 
 
-@runtime_checkable
 class StateConverter(Protocol):
     """An optimizer that converts its state for checkpoints.
 
@@ -42,7 +39,8 @@ class StateConverter(Protocol):
             model; other values are the same for all parameters in one tensor.
     """
 
-    member_state: frozenset[str]
+    @property
+    def member_state(self) -> frozenset[str]: ...
 
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
@@ -66,47 +64,8 @@ def state_converter_of(optimizer: object) -> StateConverter | None:
     """The object that converts the state of ``optimizer``: itself or its attribute
     ``state_converter``. ``None`` if the state consists of tensors of the parameters' shapes and of
     plain values."""
-    state_converter = getattr(optimizer, "state_converter", optimizer)
-    return state_converter if isinstance(state_converter, StateConverter) else None
-
-
-class WrappingStateConverter:
-    """Converts the state of an optimizer that contains another one.
-
-    Args:
-        inner: converts the state of the contained optimizer.
-        elements: keys of further elementwise state.
-        singles: keys of further state that is one value.
-    """
-
-    def __init__(self, inner: StateConverter, elements: Sequence[str], singles: Sequence[str]):
-        self._inner, self._elements, self._singles = inner, elements, singles
-        self.member_state = inner.member_state
-
-    def saved_state(
-        self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """See :class:`StateConverter`."""
-        rest, more = dict(state), {}
-        for key in self._elements:
-            if key in rest:
-                value = local(rest.pop(key))
-                require_shape(key, value, local(parameter).shape)
-                more[key] = LazyState(value.dtype, value.detach().cpu)
-        for key in self._singles:
-            if key in rest:
-                more[key] = rest.pop(key)
-        return [{**own, **more} for own in self._inner.saved_state(parameter, rest)]
-
-    def load_saved_state(
-        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """See :class:`StateConverter`."""
-        further = {*self._elements, *self._singles}
-        rest = {key: value for key, value in saved.items() if key not in further}
-        state = self._inner.load_saved_state(parameter, rest, group)
-        more = {key: value for key, value in saved.items() if key in further}
-        return state | {key: value.to(parameter.device) for key, value in more.items()}
+    converter: Any = getattr(optimizer, "state_converter", optimizer)
+    return converter if hasattr(converter, "saved_state") else None
 
 
 def require_shape(key: str, value: Any, shape: Sequence[int]) -> None:

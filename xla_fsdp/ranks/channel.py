@@ -8,9 +8,9 @@ device or a collective hangs, because no XLA program contains any part of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
-import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,6 +31,8 @@ _ADDRESS = "XLA_FSDP_STORE"
 # the ports from 8471 on.
 _PORT_VARIABLE, _PORT = "XLA_FSDP_STORE_PORT", 12377
 _SECONDS_TO_CONNECT = 60.0
+# How many channels for each use this process has opened, by rank: TPU v2 and v3 have two in one.
+_numbers = defaultdict[str, Iterator[int]](itertools.count)
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,11 @@ def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
         return Channel(0, 1, dist.HashStore(), False)
     context = current_rank()
     if context is not None:
-        own = dist.PrefixStore(f"{use}/{context.number_of(use)}", context.store)
+        own = dist.PrefixStore(f"{use}/{context.number_of(use)}", context.board.store)
         return Channel(context.rank, context.size, own, False)
     rank, size = place or (xr.global_ordinal(), xr.world_size())
-    number = _process.number_of(f"{rank}/{use}")
-    shared, distant = _process.store(size)
-    return Channel(rank, size, dist.PrefixStore(f"{use}/{number}", shared), distant)
+    own = dist.PrefixStore(f"{use}/{next(_numbers[f'{rank}/{use}'])}", _connect(size))
+    return Channel(rank, size, own, not isinstance(_connect(size), dist.HashStore))
 
 
 @contextlib.contextmanager
@@ -116,32 +117,9 @@ def _hosts() -> tuple[list[str], int]:
     return hosts, number if len(hosts) > 1 else 0
 
 
-class _Process:
-    """The connection to the store in a process whose ranks are not threads of a CPU launch."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._store: dist.Store | None = None
-        self._distant = False
-        self._numbers = defaultdict[str, Iterator[int]](itertools.count)
-
-    def number_of(self, use: str) -> int:
-        with self._lock:
-            return next(self._numbers[use])
-
-    def store(self, size: int) -> tuple[dist.Store, bool]:
-        with self._lock:  # TPU v2 and v3 run two ranks in a process
-            if self._store is None:
-                self._store = _connect(size)
-                self._distant = not isinstance(self._store, dist.HashStore)
-            return self._store, self._distant
-
-
-# One for each process, like the XLA runtime.
-_process = _Process()
-
-
+@functools.cache
 def _connect(size: int) -> dist.Store:
+    """The store of this process, whose ranks are not threads of a CPU launch."""
     address, within = os.environ.get(_ADDRESS), timedelta(seconds=_SECONDS_TO_CONNECT)
     attempt = ""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

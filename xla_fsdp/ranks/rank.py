@@ -164,6 +164,7 @@ class RankContext:
         rank: this rank's number, ``0 <= rank < size``.
         size: the number of ranks of the launch.
         device: the rank's XLA device.
+        board: exchanges values with the other ranks.
         thread: the identifier of the thread that runs its function; ``None`` until that begins.
         pending: collectives traced since the last full sync, in order.
         active: whether the launch is still running. Threads of autograd or the user outlive it.
@@ -179,7 +180,7 @@ class RankContext:
         rank: int,
         size: int,
         device: torch.device,
-        board: Board | None = None,
+        board: Board,
         slices: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.rank = rank
@@ -192,8 +193,7 @@ class RankContext:
         self.slices = slices
         self.as_on_tpu = False
         self._order: CollectiveOrder | None = None
-        self._board = board or Board(size)
-        self._posts = 0
+        self.board = board
         self._numbers = defaultdict[str, Iterator[int]](itertools.count)
         self._issued = 0
         self._lock = threading.Lock()
@@ -272,13 +272,7 @@ class RankContext:
 
     def post(self, tag: str, value: Any) -> list[Any] | None:
         """See :meth:`Board.post`; the n-th post of a rank belongs to the n-th of every other."""
-        self._posts += 1
-        return self._board.post((tag, self._posts), self.rank, value)
-
-    @property
-    def store(self) -> dist.Store:
-        """See :class:`Board`."""
-        return self._board.store
+        return self.board.post((tag, self.number_of("post")), self.rank, value)
 
     def number_of(self, use: str) -> int:
         """How often this rank has called this for ``use`` before.
@@ -290,9 +284,6 @@ class RankContext:
 
     def __deepcopy__(self, memo: dict) -> RankContext:
         return self  # a copy of a model belongs to the same rank
-
-    def __repr__(self) -> str:
-        return f"RankContext(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
 
 
 class _ThisThread(threading.local):

@@ -24,6 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -54,7 +55,7 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
         folder = Path(name)
         try:
             with served(), _ending_all(folder):
-                torch_xla.launch(_Reporting(folder, fn), tuple(args))
+                torch_xla.launch(partial(_run_and_report, folder, fn), tuple(args))
         except BrokenProcessPool as error:
             if (folder / _PREEMPTED).exists():
                 raise Preempted((folder / _PREEMPTED).read_text()) from None
@@ -92,27 +93,22 @@ def require_importable(fn: Callable) -> None:
         )
 
 
-class _Reporting:
+def _run_and_report(folder: Path, fn: Callable, rank: int, *args: Any) -> None:
     """Calls ``fn``; if it raises, writes a report into ``folder`` and ends the process.
 
     While ``fn`` runs, there is a file ``<process id>.<rank>`` in ``folder``.
     """
-
-    def __init__(self, folder: Path, fn: Callable) -> None:
-        self.folder, self.fn = folder, fn
-
-    def __call__(self, rank: int, *args: Any) -> None:
-        running = self.folder / f"{os.getpid()}.{rank}"
-        os.environ[_FOLDER] = str(self.folder)
-        try:
-            running.touch()
-            self.fn(rank, *args)
-        except Preempted as end:  # all ranks raise it, after each has saved
-            (self.folder / _PREEMPTED).write_text(end.reason)
-        except BaseException as error:
-            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                _report_and_exit(self.folder, rank, error)
-        running.unlink(missing_ok=True)
+    running = folder / f"{os.getpid()}.{rank}"
+    os.environ[_FOLDER] = str(folder)
+    try:
+        running.touch()
+        fn(rank, *args)
+    except Preempted as end:  # all ranks raise it, after each has saved
+        (folder / _PREEMPTED).write_text(end.reason)
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            _report_and_exit(folder, rank, error)
+    running.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,21 +1,30 @@
-"""The worker process of ``xla_fsdp.testing``: one XLA runtime, one launch after another.
+"""The processes of ``xla_fsdp.testing``: a server, and the workers that it forks.
 
-Requests and replies are pickled tuples over a socket. A request is ``(sys_path, cwd, call)``, where
-``call`` is a pickled ``(fn, args, kwargs)``. A reply is ``(outcome, value, healthy)``.
+The server has imported torch_xla, but has started neither a thread nor an XLA runtime, so that its
+forks can start them. Requests to it and its replies are pickled, one in each packet.
+``("start", size, programs, environment)`` comes with the two file descriptors of a worker, for its
+socket and its output; the reply is its process id. The reply to ``("wait", pid, seconds)`` is the
+worker's exit status, or None if it is still running.
+
+A worker has one XLA runtime and runs one launch after another. A request to it is ``(sys_path, cwd,
+call)``, where ``call`` is a pickled ``(fn, args, kwargs)``. A reply is ``(results, failure,
+healthy)``; ``failure`` is ``None``, or the error as text, the pickled error and its pickled cause.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import gc
 import io
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -24,8 +33,49 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from ..compiled.cache import enable_compilation_cache
-from .errors import RankError, portable
+from .cpu.operators import look_up_operators
+from .errors import portable
 from .launch import _runtime, launch
+
+
+def main() -> NoReturn:
+    """Forks workers, until the process that started this one closes its socket."""
+    look_up_operators()
+    gc.freeze()
+    gc.enable()
+    server = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(server, 1 << 20, 2)
+        if not packet:
+            os._exit(0)
+        kind, *request = pickle.loads(packet)
+        if kind == "wait":
+            server.send(pickle.dumps(_wait(*request)))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            server.close()
+            size, programs, environment = request
+            os.environ.clear()
+            os.environ.update(environment)
+            connection, output = descriptors
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            serve(connection, size, programs)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        server.send(pickle.dumps(pid))
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.01)
 
 
 def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
@@ -53,7 +103,8 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
         # Every call starts with the state of the first one, independent of earlier calls.
         torch.set_rng_state(random_state)
         if xla_seed is None:
-            xla_seed = _first_seed(size)
+            _runtime.start(size)
+            xla_seed = xm.get_rng_state("xla:0")
             environment = dict(os.environ)
         os.environ.clear()  # libraries, for example Accelerate, leave settings in it
         os.environ.update(environment)
@@ -64,31 +115,15 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
         connection.send((*outcome, not _runtime.leftover))
 
 
-def _run(call: bytes, size: int) -> tuple[str, Any]:
+def _run(call: bytes, size: int) -> tuple[list[bytes] | None, tuple | None]:
     try:
         fn, args, kwargs = pickle.loads(call)
-        results = launch(_Call(fn, kwargs), args, size)
+        results = launch(functools.partial(fn, **kwargs), args, size)
         assert results is not None  # launch on a CPU returns results
-        return "results", [_dumps(result, f"the result of rank {r}") for r, result in
-                           enumerate(results)]  # fmt: skip
-    except RankError as error:
-        cause = error.__cause__
-        return "rank error", (type(error).__name__, *error.__reduce__()[1], portable(cause, _dumps))
+        return [_dumps(result, f"the result of rank {r}") for r, result in enumerate(results)], None
     except BaseException as error:
-        return "error", (portable(error, _dumps), f"{type(error).__name__}: {error}")
-
-
-class _Call:
-    def __init__(self, fn: Callable, kwargs: dict[str, Any]) -> None:
-        self.fn, self.kwargs = fn, kwargs
-
-    def __call__(self, rank: int, *args: Any) -> Any:
-        return self.fn(rank, *args, **self.kwargs)
-
-
-def _first_seed(size: int) -> int:
-    _runtime.start(size)
-    return xm.get_rng_state("xla:0")
+        text = f"{type(error).__name__}: {error}"
+        return None, (text, portable(error, _dumps), portable(error.__cause__, _dumps))
 
 
 class _ToCpuPickler(cloudpickle.Pickler):

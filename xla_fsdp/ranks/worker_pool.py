@@ -18,13 +18,13 @@ from multiprocessing.connection import Connection
 from types import CodeType, ModuleType
 from typing import Any
 
-from . import errors
 from .errors import RankError, RankTimeoutError
-from .fork_server import ForkServer
 
 _MAX_IDLE = 2  # each uses some hundred MB
 _START_SECONDS = 60.0
 _MAX_RANKS = 8
+# Imported modules stay: garbage collection need not scan them, in the server and in workers.
+_SERVER = "import gc; gc.disable(); from xla_fsdp.ranks import worker; worker.main()"
 
 
 class WorkerDiedError(RankError):
@@ -47,14 +47,15 @@ class WorkerPool:
     def __init__(self) -> None:
         self.programs: str | None = None
         self._idle: list[_Worker] = []  # least recently used first
-        self._server: ForkServer | None = None
+        self._server: _ForkServer | None = None
 
     def run(self, fn: Callable, size: int, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
         """See :func:`xla_fsdp.testing.run_in_ranks`."""
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"num_ranks must be an int from 1 to {_MAX_RANKS}, got {size!r}")
-        if not 1 <= size <= _MAX_RANKS:
-            raise ValueError(f"num_ranks must be an int from 1 to {_MAX_RANKS}, got {size!r}")
+        is_int = isinstance(size, int) and not isinstance(size, bool)
+        if not is_int or not 1 <= size <= _MAX_RANKS:
+            raise (ValueError if is_int else TypeError)(
+                f"num_ranks must be an int from 1 to {_MAX_RANKS}, got {size!r}"
+            )
         call = _dumps_call(fn, args, kwargs)
         worker = self._take(size)
         first_call = worker.fresh
@@ -86,7 +87,7 @@ class WorkerPool:
         for worker in self._idle:
             if worker.size == size:
                 self._idle.remove(worker)
-                if worker.alive():
+                if worker.status() is None:
                     return worker
                 worker.end()
                 break
@@ -94,7 +95,7 @@ class WorkerPool:
 
     def _start(self, size: int) -> _Worker:
         if self._server is None or not self._server.alive():
-            self._server = ForkServer()
+            self._server = _ForkServer()
         return _Worker(self._server, size, self.programs)
 
     def _give_back(self, worker: _Worker) -> None:
@@ -106,26 +107,79 @@ class WorkerPool:
             worker.end()
 
 
+class _ForkServer:
+    """The process that forks workers (worker.py). It and they end when this object is closed.
+
+    The import of torch_xla takes seconds, a fork milliseconds. Python's fork server would run the
+    caller's main module again; this one does not.
+    """
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {
+            **os.environ,
+            "PJRT_DEVICE": "CPU",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONUNBUFFERED": "1",
+            "OPENBLAS_NUM_THREADS": "1",  # otherwise importing numpy starts threads
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVER, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: tuple, *descriptors: int) -> Any:
+        """Sends a request, see worker.py, and returns the reply."""
+        try:
+            socket.send_fds(self._socket, [pickle.dumps(request)], descriptors)
+            answer = self._socket.recv(1 << 20)
+        except OSError as error:
+            raise RuntimeError(f"the process that starts workers has ended: {error}") from error
+        if not answer:
+            raise RuntimeError(
+                f"the process that starts workers ended with status {self._process.wait()}; "
+                "see its output in the standard error of this process"
+            )
+        return pickle.loads(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
 class _Worker:
-    """One worker process.
+    """One worker process, started with the current environment of this process.
 
     Attributes:
         size: its number of ranks.
         usable: whether another call may be sent to it.
     """
 
-    def __init__(self, server: ForkServer, size: int, programs: str | None) -> None:
+    def __init__(self, server: _ForkServer, size: int, programs: str | None) -> None:
         self.size = size
         self.usable = True
         self.fresh = True
+        self._server = server
+        self._status: int | None = None
         self._output = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
+        environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(size)}
+        request = ("start", size, programs, environment)
         with theirs:
-            self._process = server.start(size, programs, theirs.fileno(), self._output.fileno())
+            self._pid = server.ask(request, theirs.fileno(), self._output.fileno())
         self._connection = Connection(ours.detach())
 
-    def alive(self) -> bool:
-        return self._process.poll() is None
+    def status(self, seconds: float = 0.0) -> int | None:
+        """Its exit status, as ``Popen.returncode``; ``None`` if it still runs after ``seconds``."""
+        if self._status is None:
+            self._status = self._server.ask(("wait", self._pid, seconds))
+        return self._status
 
     def run(self, call: bytes, timeout: float) -> list[Any]:
         """Sends one call and waits for its results."""
@@ -136,28 +190,32 @@ class _Worker:
             self._connection.send((list(sys.path), os.getcwd(), call))
             if not self._connection.poll(limit):
                 raise self._timed_out(limit, start)
-            outcome, value, self.usable = self._connection.recv()
+            results, failure, self.usable = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._died(start) from error
         self.fresh = False
         output = self._printed(start)
-        if outcome == "results":
+        if failure is None:
             sys.stderr.write(output)
-            return [pickle.loads(result) for result in value]
-        failure = _rank_error(*value) if outcome == "rank error" else _other_error(*value)
+            return [pickle.loads(result) for result in results]
+        text, data, cause = failure
+        raised = _loads_or_none(data) or RuntimeError(text)
+        raised.__cause__ = _loads_or_none(cause)
         if output and sys.version_info >= (3, 11):  # add_note needs Python 3.11
-            failure.add_note(f"Printed by the ranks:\n{output}")
-        raise failure
+            raised.add_note(f"Printed by the ranks:\n{output}")
+        raise raised
 
     def end(self) -> None:
         """Ends the process of this worker."""
         self._connection.close()  # an idle worker ends when its socket is closed
-        try:
-            self._process.wait(timeout=2.0 if self.usable else 0.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self.status(2.0 if self.usable else 0.0) is None:
+            self._signal(signal.SIGKILL)
+            self.status(60.0)
         self._output.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.status() is None:  # the process id stays valid until the server has waited for it
+            os.kill(self._pid, number)
 
     def _printed(self, start: int) -> str:
         self._output.seek(start)
@@ -166,7 +224,7 @@ class _Worker:
     def _timed_out(self, limit: float, start: int) -> RankTimeoutError:
         before = self._output.seek(0, os.SEEK_END)
         printed = self._printed(start)
-        self._process.send_signal(signal.SIGUSR1)  # the worker's faulthandler prints all stacks
+        self._signal(signal.SIGUSR1)  # the worker's faulthandler prints all stacks
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             time.sleep(0.2)
@@ -180,38 +238,20 @@ class _Worker:
         )
 
     def _died(self, start: int) -> WorkerDiedError:
-        killer = None
-        try:
-            status = self._process.wait(timeout=5.0)
-            killer = signal.Signals(-status) if status < 0 else None
-            how = f"signal {killer.name}" if killer else f"status {status}"
-        except subprocess.TimeoutExpired:
-            how = "its connection closed"
+        status = self.status(5.0)
+        killer = signal.Signals(-status) if status is not None and status < 0 else None
+        how = "its connection closed" if status is None else f"status {status}"
         error = WorkerDiedError(
-            f"the process of the {self.size} ranks ended ({how}). It printed:\n"
-            f"{self._printed(start)}"
+            f"the process of the {self.size} ranks ended "
+            f"({f'signal {killer.name}' if killer else how}). It printed:\n{self._printed(start)}"
         )
         error.signal = killer
         return error
 
 
-def _rank_error(
-    name: str, message: str, rank: int | None, text: str, cause: bytes | None
-) -> RankError:
-    error = getattr(errors, name)(message, rank, text)
-    if cause is not None:
-        error.__cause__ = _loads_or_none(cause)
-    return error
-
-
-def _other_error(data: bytes | None, text: str) -> BaseException:
-    error = None if data is None else _loads_or_none(data)
-    return RuntimeError(text) if error is None else error
-
-
-def _loads_or_none(data: bytes) -> BaseException | None:
+def _loads_or_none(data: bytes | None) -> BaseException | None:
     try:
-        return pickle.loads(data)
+        return None if data is None else pickle.loads(data)
     except Exception:  # its class may exist in the worker only; the message has the same text
         return None
 

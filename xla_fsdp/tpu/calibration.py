@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from .chips import CHIPS, Chip
 from .topology import Slice
@@ -85,11 +84,7 @@ class Calibration:
                 f"calibration {self.source} is of {of}; the plan is for {chip.family}: give a file "
                 "that was measured on such chips, or none"
             )
-        measured = {
-            name: value
-            for name in _CHIP
-            if (value := getattr(self, name)) is not None
-        }  # fmt: skip
+        measured = {n: value for n in _CHIP if (value := getattr(self, n)) is not None}
         if self.matrix_flops is not None:
             by_cycles = chip.matrix_cycles * chip.flops
             measured["clock_hz"] = chip.clock_hz * self.matrix_flops / by_cycles
@@ -144,25 +139,21 @@ class Calibration:
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise CalibrationError(f"{path} is some other JSON: {wanted}")
         if data.get("version") != _VERSION:
-            found = data.get("version")
             raise CalibrationError(
-                f"{path} has version {found!r}, allowed is {_VERSION}: measure again"
+                f"{path} has version {data.get('version')!r}, allowed is {_VERSION}: measure again"
             )
-        return cls._of(data.get("calibration"), os.path.basename(os.fspath(path)))
-
-    @classmethod
-    def _of(cls, data: Any, source: str) -> Calibration:
+        source, found = os.path.basename(os.fspath(path)), data.get("calibration")
         known = {one.name for one in fields(cls)} - {"source"}
-        if not isinstance(data, dict) or not set(data) <= known or "family" not in data:
-            odd = sorted(set(data) - known) if isinstance(data, dict) else data
+        if not isinstance(found, dict) or not {"family"} <= set(found) <= known:
+            odd = sorted(set(found) - known) if isinstance(found, dict) else found
             raise CalibrationError(f"{source}: {odd!r:.80} in a calibration; measure again")
-        about = data.get("about", {})
+        about = found.pop("about", {})
         if not isinstance(about, dict):
             raise CalibrationError(
                 f"{source}: about is {about!r:.80}, expected an object; measure again"
             )
-        about = {str(name): str(value) for name, value in about.items()}
-        return cls(**{**data, "about": MappingProxyType(about)}, source=source)
+        about = MappingProxyType({str(name): str(value) for name, value in about.items()})
+        return cls(**found, about=about, source=source)
 
 
 _CHIP = ("link_bandwidth", "launch_latency", "hop_latency", "hbm_bandwidth")

@@ -37,13 +37,71 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Protocol
 
 from .slices import Groups
 from .topology import Slice
-from .traffic import NamedTraffic, Traffic
 
 _Position = tuple[int, int, int]  # of a chip
 _Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that sends
+
+
+class Traffic(Protocol):
+    """A collective on the links: :class:`OneCollective`, or one of a plan, which says more.
+
+    ``kind``: as HLO calls it, such as "all-gather". ``bytes``: the larger of what goes in and what
+    comes out, without padding. ``wire_bytes``: what a device sends, see :func:`wire_bytes`.
+    ``groups``: ranks that take part together, or pairs of source and target; () means all.
+    ``emitter``: the algorithm that the compiler chose, as it calls it; "" if unknown.
+    ``across_slices``: whether it runs between slices, over the data-center network.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def wire_bytes(self) -> int: ...
+    @property
+    def groups(self) -> Groups: ...
+    @property
+    def emitter(self) -> str: ...
+    @property
+    def across_slices(self) -> bool: ...
+
+
+class NamedTraffic(Traffic, Protocol):
+    """Traffic of a program that calls it by a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
+    """Bytes a device sends in one collective of ``number_of_bytes``, the larger of its ends."""
+    if kind == "collective-permute":
+        return number_of_bytes
+    if group_size <= 1:
+        return 0
+    factor = 2 if kind == "all-reduce" else 1
+    return factor * number_of_bytes * (group_size - 1) // group_size
+
+
+@dataclass(frozen=True)
+class OneCollective:
+    """Traffic that is in no program: to ask how long it would take."""
+
+    kind: str
+    bytes: int
+    groups: Groups
+    emitter: str = ""
+    across_slices: bool = False
+
+    @property
+    def wire_bytes(self) -> int:
+        """See :class:`Traffic`."""
+        ranks = 2 if self.kind == "collective-permute" else len(self.groups[0])
+        return wire_bytes(self.kind, self.bytes, ranks)
 
 
 @dataclass(frozen=True)

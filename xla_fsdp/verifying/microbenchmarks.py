@@ -19,10 +19,9 @@ from ..collectives.world import World
 from ..scan.loop import Body, loop
 from ..sharding.trace_cache import Tensors
 from ..tpu.chips import Chip
-from ..tpu.links import collective_seconds
+from ..tpu.links import OneCollective, collective_seconds
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice
-from ..tpu.traffic import OneCollective
 from .records import CollectiveTime, Rate
 
 # Bytes of collectives, rounded down to float32 elements for each rank.

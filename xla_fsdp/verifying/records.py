@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..tpu.traffic import wire_bytes
+from ..tpu.links import wire_bytes
 
 
 class Status(enum.Enum):

@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ...tpu.links import wire_bytes
 from ...tpu.slices import Groups
-from ...tpu.traffic import wire_bytes
 from ..records import KINDS, Collective
 from .hlo import Computation, Instruction, Module
 from .places import Line, Place

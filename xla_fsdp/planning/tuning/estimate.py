@@ -27,9 +27,8 @@ from typing import NamedTuple
 from ...collectives.routes import Route, Routes
 from ...sharding.comm_plan import SMALL_BYTES
 from ...sharding.layout import LANES
-from ...tpu.links import Links
+from ...tpu.links import Links, OneCollective
 from ...tpu.topology import Slice
-from ...tpu.traffic import OneCollective
 from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
 from .kept import keeps

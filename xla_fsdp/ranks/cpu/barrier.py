@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from ..errors import CollectiveMismatchError, RankError, RankStopped, RankTimeoutError
+from ..errors import CollectiveMismatchError, RankStopped, RankTimeoutError
 
 _GRACE_SECONDS = 1.0  # from a mismatch to its report, so that running ranks can arrive
 
@@ -71,22 +72,22 @@ class Barrier:
         with self._changed:
             while rank in self._meeting.arrivals and self.failure is None:
                 self._changed.wait()  # another thread of this rank is waiting already
-            self._raise_if_stopped()
+            self.raise_if_stopped()
             meeting = self._meeting
             if not meeting.arrivals:
                 self._first_wait = time.monotonic()
             meeting.arrivals[rank] = arrival
-            if self._agreed(meeting):
+            if len({other.key for other in meeting.arrivals.values()}) == 1:
                 if len(meeting.arrivals) == self.size:
                     meeting.payloads = [meeting.arrivals[r].payload for r in range(self.size)]
                     self._meeting = _Round()
                     self._changed.notify_all()
             elif len(meeting.arrivals) == self.size:
-                self._stop(self._mismatch())
+                self.stop_mismatched()
             elif self._disagreed is None:
                 self._disagreed = time.monotonic()
             while meeting.payloads is None:
-                self._raise_if_stopped()
+                self.raise_if_stopped()
                 self._changed.wait()
             return meeting.payloads
 
@@ -95,19 +96,29 @@ class Barrier:
         if self.failure is not None:
             raise RankStopped
 
-    def stop(self, failure: BaseException) -> bool:
-        """Makes every rank stop at its next barrier; false if ranks are stopping already."""
+    def stop(self, failure: BaseException) -> None:
+        """Makes every rank stop at its next barrier, unless ranks are stopping already."""
         with self._changed:
-            return self._stop(failure)
+            if self.failure is None:
+                self.failure = failure
+                self._changed.notify_all()
 
-    def stop_mismatched(self, elsewhere: dict[int, str]) -> None:
+    def stop_mismatched(self, elsewhere: Mapping[int, str] = MappingProxyType({})) -> None:
         """Makes every rank stop, because ranks wait for each other at different places.
 
         Args:
             elsewhere: by rank, what the ranks wait for that are not at this barrier.
         """
         with self._changed:
-            self._stop(self._mismatch(elsewhere))
+            text = f"ranks wait for each other at different places:\n{self.places(elsewhere)}"
+            difference = _first_difference(self._meeting.arrivals)
+            if difference:
+                text += f"\n{difference}"
+            text += (
+                "\nEvery rank must run the same collectives, syncs and rendezvous in the same "
+                "order; on TPU this program would hang."
+            )
+            self.stop(CollectiveMismatchError(text))
 
     def waiting(self) -> set[int]:
         """The ranks that wait at this barrier."""
@@ -121,64 +132,29 @@ class Barrier:
                 return
             now = time.monotonic()
             if self._disagreed is not None and now - self._disagreed > _GRACE_SECONDS:
-                self._stop(self._mismatch())
+                self.stop_mismatched()
             elif self._first_wait is not None and now - self._first_wait > self._timeout:
-                self._stop(RankTimeoutError(
+                self.stop(RankTimeoutError(
                     f"ranks have waited {self._timeout:g} s (the timeout of launch) for "
-                    f"a rank that did not arrive:\n{self._places()}"
+                    f"a rank that did not arrive:\n{self.places()}"
                 ))  # fmt: skip
 
-    def places(self) -> str:
+    def places(self, elsewhere: Mapping[int, str] = MappingProxyType({})) -> str:
         """One line for each rank: what it waits for, or where it runs."""
-        with self._changed:
-            return self._places()
-
-    def _stop(self, failure: BaseException) -> bool:
-        if self.failure is not None:
-            return False
-        self.failure = failure
-        self._changed.notify_all()
-        return True
-
-    def _raise_if_stopped(self) -> None:
-        if self.failure is not None:
-            raise RankStopped
-
-    @staticmethod
-    def _agreed(meeting: _Round) -> bool:
-        arrivals = iter(meeting.arrivals.values())
-        first = next(arrivals).key
-        return all(other.key == first for other in arrivals)
-
-    def _mismatch(self, elsewhere: dict[int, str] | None = None) -> RankError:
-        places = self._places(elsewhere or {})
-        text = f"ranks wait for each other at different places:\n{places}"
-        difference = _first_difference(self._meeting.arrivals)
-        if difference:
-            text += f"\n{difference}"
-        text += (
-            "\nEvery rank must run the same collectives, syncs and rendezvous in the same order; "
-            "on TPU this program would hang."
-        )
-        return CollectiveMismatchError(text)
-
-    def _places(self, elsewhere: dict[int, str] | None = None) -> str:
         lines = []
-        for rank in range(self.size):
-            arrival = self._meeting.arrivals.get(rank)
-            if arrival is None:
-                what = (elsewhere or {}).get(rank, "running")
-                lines.append(f"  rank {rank}: {what}, at {self._locate(rank)}")
-                continue
-            line = f"  rank {rank}: {arrival.what}, at {arrival.where}"
-            if arrival.steps:
-                line += f", with {_count(len(arrival.steps), 'collective')} pending"
-            lines.append(line)
+        with self._changed:
+            for rank in range(self.size):
+                arrival = self._meeting.arrivals.get(rank)
+                if arrival is None:
+                    what = elsewhere.get(rank, "running")
+                    lines.append(f"  rank {rank}: {what}, at {self._locate(rank)}")
+                    continue
+                line = f"  rank {rank}: {arrival.what}, at {arrival.where}"
+                if arrival.steps:
+                    line += f", with {len(arrival.steps)} collective"
+                    line += f"{'s' * (len(arrival.steps) > 1)} pending"
+                lines.append(line)
         return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _first_difference(arrivals: dict[int, Arrival]) -> str:

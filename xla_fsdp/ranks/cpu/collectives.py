@@ -104,11 +104,7 @@ class Collectives:
                 pin_layout, channel_id, use_global_device_ids,
             )  # fmt: skip
             return _added(context, gathered)
-        with torch.no_grad():
-            if isinstance(value, torch.Tensor):
-                return _put(output, self._gather(context, value, dim, groups))
-            gathered = [self._gather(context, each, dim, groups) for each in value]
-            return _put_all(output, gathered, value)
+        return _for_each(value, output, lambda each: self._gather(context, each, dim, groups))
 
     def reduce_scatter(
         self,
@@ -143,10 +139,7 @@ class Collectives:
             )  # fmt: skip
             return _added(context, mine)
 
-        with torch.no_grad():
-            if isinstance(input, torch.Tensor):
-                return _put(output, scatter(input))
-            return _put_all(output, [scatter(each) for each in input], input)
+        return _for_each(input, output, scatter)
 
     def all_to_all(
         self,
@@ -328,19 +321,21 @@ def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:
     return rows.index_select(0, torch.tensor([index]).to(rows.device))[0]
 
 
-def _put(output: Any, value: torch.Tensor) -> torch.Tensor:
-    return value if output is None else output.copy_(value)
-
-
-def _put_all(output: Any, values: list[torch.Tensor], inputs: list) -> list[torch.Tensor]:
-    if output is None:
-        return values
-    if not isinstance(output, list) or len(output) != len(inputs):
-        raise ValueError(
-            f"output must be a list of {len(inputs)} tensors, one for each input, got {output!r}"
-        )
-    for target, value in zip(output, values, strict=True):
-        target.copy_(value)
+def _for_each(inputs: _Tensors, output: Any, run: Callable) -> _Tensors:
+    """The result of ``run`` for a tensor, or those for a list; in ``output``, if it is given."""
+    with torch.no_grad():
+        if isinstance(inputs, torch.Tensor):
+            return run(inputs) if output is None else output.copy_(run(inputs))
+        results = [run(each) for each in inputs]
+        if output is None:
+            return results
+        if not isinstance(output, list) or len(output) != len(inputs):
+            raise ValueError(
+                f"output must be a list of {len(inputs)} tensors, one for each input, got "
+                f"{output!r}"
+            )
+        for target, value in zip(output, results, strict=True):
+            target.copy_(value)
     return output
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 import time
@@ -21,8 +20,7 @@ from ..autograd_thread import run_there
 from ..errors import Preempted, RankError, RankStopped
 from ..rank import RankContext, _set_current_rank, current_rank
 from .collectives import Collectives
-from .fresh_state import FreshState
-from .mode import RankMode
+from .mode import FreshState, RankMode
 from .patches import Patches
 from .rng import GeneratorOfThisRank
 from .runtime import CpuRuntime
@@ -32,8 +30,6 @@ from .session import Session, drop_pending, wait_for_programs
 _INTERRUPT_AFTER = 1.5
 _LEAVE_AFTER = 3.5
 _POLL_SECONDS = 0.2
-# The files that call the user's function.
-_OWN_FILES = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker.py"))
 
 
 def run_ranks(
@@ -271,10 +267,10 @@ class _RankThread(threading.Thread):
             with RankMode(session, context):
                 _adopt_autograd_thread(session, context)
                 value = self._call()
-                session.materialize(
-                    context, [t for t in tensors_in(value) if t.device.type == "xla"]
-                )
-                self.result = _to_cpu(value)
+                results = [t for t in tensors_in(value) if t.device.type == "xla"]
+                if results:  # all in one program
+                    session.sync_tensors(context, "its function returned", results)
+                self.result = map_tensors(lambda t: t.detach().cpu() if t.is_xla else t, value)
                 session.finish(context)
         except RankStopped:
             pass
@@ -316,13 +312,9 @@ def _rank_error(session: Session, context: RankContext, error: BaseException) ->
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     # The frames above the user's function do not explain the error.
     first = trace
-    while first is not None and first.tb_frame.f_code.co_filename in _OWN_FILES:
+    while first is not None and first.tb_frame.f_code.co_filename == __file__:
         first = first.tb_next
     return first or trace
-
-
-def _to_cpu(value: Any) -> Any:
-    return map_tensors(lambda t: t.detach().cpu() if t.is_xla else t, value)
 
 
 def _adopt_autograd_thread(session: Session, context: RankContext) -> None:

@@ -13,6 +13,7 @@ import gc
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -187,11 +188,6 @@ class Session:
         arrival = _arrival("its function returned", "finish", context.pending)
         self.barrier.meet(context.rank, arrival)
 
-    def materialize(self, context: RankContext, results: Sequence[torch.Tensor]) -> None:
-        """Computes the results of a rank, all in one program."""
-        if results:
-            self.sync_tensors(context, "its function returned", results)
-
     def stop_if_deadlocked(self) -> None:
         """Stops the ranks if one runs a program that the others cannot run.
 
@@ -230,9 +226,9 @@ class Session:
         # One program with collectives at a time: the next one has the same channel ids, and XLA
         # would connect the collectives of both.
         self._wait_for_device(context)
-        turn = _Turn() if context.rank == 0 else None
-        turn = self.barrier.meet(context.rank, replace(arrival, payload=turn))[0]
         leads = context.rank == 0
+        own = Future[bool]() if leads else None  # whether rank 0 has dispatched its program
+        dispatched = self.barrier.meet(context.rank, replace(arrival, payload=own))[0]
         self.dispatching[context.rank] = True
         # Not the previous number plus one: an operator may have run a program that no hook detects.
         if context.order is not None:
@@ -240,8 +236,13 @@ class Session:
         try:
             # Nothing may interrupt a rank in this block, because other ranks wait for it.
             if leads:
-                turn.take(dispatch)
-            elif turn.follow():
+                try:
+                    dispatch()
+                except BaseException:
+                    dispatched.set_result(False)
+                    raise
+                dispatched.set_result(True)
+            elif dispatched.result():
                 dispatch()
         finally:
             self.dispatching[context.rank] = False
@@ -265,27 +266,6 @@ def _start_of_program(gate: StartGate, context: RankContext) -> Callable[[], tor
         return gate.wait_for_all(sent[0])
 
     return start
-
-
-class _Turn:
-    """Lets rank 0 dispatch a program before the other ranks do."""
-
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._dispatched = False
-
-    def take(self, dispatch: Callable[[], None]) -> None:
-        """Dispatches the program on rank 0."""
-        try:
-            dispatch()
-            self._dispatched = True
-        finally:
-            self._over.set()
-
-    def follow(self) -> bool:
-        """Waits until rank 0 has dispatched; false if its dispatch failed."""
-        self._over.wait()
-        return self._dispatched
 
 
 def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:

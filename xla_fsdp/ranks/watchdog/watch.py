@@ -1,7 +1,7 @@
 """The watchdog thread of each rank.
 
-It reports the rank's progress, and gets the stacks of other processes on the same host whose Python
-does not answer.
+It reports the rank's progress, checks that of all ranks while it is on duty, and gets the stacks of
+other processes on the same host whose Python does not answer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ from ..channel import open_channel
 from ..cpu.call_site import is_library
 from ..errors import RankTimeoutError
 from ..slices import slices_of_ranks
+from .report import RankPlace, report
 from .settings import WatchSettings, say, settings
 from .waits import Progress, doing
-from .watcher import Watcher
 
 # A real-time signal, which no library uses by default. It is only sent to processes that handle it.
 _SIGNAL = signal.SIGRTMAX - 7
 _MEMORY_FILE = "xla_fsdp-stacks"
 _CHARACTERS = 6_000
 _SECONDS_TO_DUMP = 0.3
+_STACKS_OF_SILENT_RANKS = 32
 
 
 def watched(fn: Callable, timeout: float) -> Callable:
@@ -45,23 +47,23 @@ def watched(fn: Callable, timeout: float) -> Callable:
         ValueError: ``XLA_FSDP_WATCHDOG`` has no valid value.
     """
     chosen = settings(timeout)
-    return fn if chosen is None else _Watched(fn, chosen)
+    return fn if chosen is None else partial(_run_watched, fn, chosen)
 
 
-class _Watched:
-    def __init__(self, fn: Callable, chosen: WatchSettings) -> None:
-        self.fn, self.chosen = fn, chosen
-
-    def __call__(self, rank: int, *args: Any) -> Any:
-        with _Watch(self.chosen).around():
-            return self.fn(rank, *args)
+def _run_watched(fn: Callable, chosen: WatchSettings, rank: int, *args: Any) -> Any:
+    with _Watch(chosen).around():
+        return fn(rank, *args)
 
 
 class _Watch:
-    """The watchdog of one rank, created on the rank's thread."""
+    """The watchdog of one rank, created on the rank's thread.
+
+    One of the ranks is on duty: it checks the progress of all. All ranks read its lease, which has
+    its rank, a number that increases, the number of its last request for stacks, the processes that
+    did not answer it, and the reason if all ranks must end.
+    """
 
     _store: Any  # torch's annotations lack half of its methods
-    _watcher: Watcher
 
     def __init__(self, chosen: WatchSettings) -> None:
         # On v2 and v3 only this thread knows which rank of its process it is.
@@ -79,6 +81,15 @@ class _Watch:
         self._lease_since = time.monotonic()
         self._answered = 0
         self._helped: set[str] = set()
+        # While on duty: its lease in the store, its last request, and what it has found.
+        self._own_lease = ""
+        self._ask, self._number = 0, 0
+        self._silent: dict[int, dict[str, Any]] = {}
+        self._end: str = ""
+        self._named: int | None = None
+        self._seen: dict[int, tuple[int, float]] = {}  # a rank's last beat, and when it was read
+        self._asked_at: float | None = None
+        self._reported_at: float | None = None
         self._beater = threading.Thread(
             target=self._run, name=f"xla_fsdp-watchdog-{self._rank}", daemon=True
         )
@@ -109,7 +120,7 @@ class _Watch:
         except (RuntimeError, OSError) as error:
             say(f"no watchdog for rank {self._rank}, so a hang is not reported: {error}")
             return
-        self._store, self._watcher = channel.store, Watcher(channel, self._settings, self._slices)
+        self._store = channel.store
         try:
             while not self._over.is_set():
                 self._beat()
@@ -131,20 +142,27 @@ class _Watch:
 
     def _listen(self) -> None:
         now = time.monotonic()
-        expected, own = self._watcher.lease()
+        self._number += 1
+        expected, own = self._own_lease, json.dumps({
+            "by": self._rank, "number": self._number, "ask": self._ask, "silent": self._silent,
+            "end": self._end, "named": self._named,
+        })  # fmt: skip
         if not expected and now - self._lease_since > 2 * self._settings.to_answer:
             expected = self._lease  # the rank on duty gives no sign of life: take its place
         current = self._store.compare_set("watcher", expected, own).decode()
         if current != self._lease:
             self._lease, self._lease_since = current, now
         lease = json.loads(current)
-        self._watcher.on_duty(own if current == own else "", lease["ask"])
+        self._own_lease = own if current == own else ""
+        if not self._own_lease:
+            self._ask, self._silent = lease["ask"], {}
+            self._asked_at = self._reported_at = None
         if lease["ask"] > self._answered:
             self._answered = lease["ask"]
             self._helped.clear()
             self._answer(lease["ask"], self._rank, *doing(self._thread))
         for rank, process in lease["silent"].items():
-            if rank not in self._helped and _are_neighbours(process, self._process):
+            if rank not in self._helped and process["host"] == self._process["host"]:
                 self._helped.add(rank)
                 if int(rank) != self._rank:
                     self._answer(lease["ask"], int(rank), "", *_stack_of(process))
@@ -153,11 +171,79 @@ class _Watch:
             time.sleep(self._settings.to_answer)
             spawned.fail(self._rank, RankTimeoutError(lease["end"], lease["named"]))
         if current == own:
-            self._watcher.look()
+            self._check_all()
 
     def _answer(self, ask: int, rank: int, what: str, where: str, stack: str) -> None:
         self._store.set(f"answer/{ask}/{rank}", json.dumps([what, where, stack]))
         self._store.append(f"answered/{ask}", f"{rank} ")
+
+    def _check_all(self) -> None:
+        """Checks the progress of all ranks once; the rank on duty calls it."""
+        now = time.monotonic()
+        signs = self._signs(now)
+        quiet = {rank: now - self._seen[rank][1] for rank in signs}
+        running = [rank for rank, sign in signs.items() if not sign["ended"]]
+        if not running:
+            return
+        idle = min(signs[rank]["idle"] + quiet[rank] for rank in running)
+        # A silent rank may not be working any more.
+        there = [rank for rank in running if quiet[rank] < self._settings.to_answer]
+        work = any(signs[rank]["work"] for rank in there)
+        steps = max(sign["steps"] for sign in signs.values())
+        if idle < self._settings.timeout / 2:
+            if self._reported_at is not None:
+                say(f"ranks make progress again, {now - self._reported_at:.0f} s after the report")
+            self._asked_at = self._reported_at = None
+            self._silent = {}
+        elif self._asked_at is not None:
+            self._collect(now, idle, signs, quiet)
+        elif self._reported_at is None and idle > self._settings.patience(steps, work):
+            self._ask += 1
+            self._asked_at = now
+
+    def _signs(self, now: float) -> dict[int, dict[str, Any]]:
+        roster = sorted({int(rank) for rank in self._store.get("roster").split()})
+        found = self._store.multi_get([f"sign/{rank}" for rank in roster])
+        signs = {rank: json.loads(sign) for rank, sign in zip(roster, found, strict=True)}
+        for rank, sign in signs.items():
+            if self._seen.get(rank, (0, 0.0))[0] != sign["beat"]:
+                self._seen[rank] = (sign["beat"], now)
+        return signs
+
+    def _collect(
+        self, now: float, idle: float, signs: dict[int, dict[str, Any]], quiet: dict[int, float]
+    ) -> None:
+        assert self._asked_at is not None  # only called after a request
+        answered, list_of_them = set[int](), f"answered/{self._ask}"
+        if self._store.check([list_of_them]):
+            answered = {int(rank) for rank in self._store.get(list_of_them).split()}
+        missing = [r for r, sign in signs.items() if not sign["ended"] and r not in answered]
+        if missing and now - self._asked_at < self._settings.to_answer:
+            return
+        if missing and not self._silent:
+            self._silent = {r: signs[r]["process"] for r in missing[:_STACKS_OF_SILENT_RANKS]}
+            self._asked_at = now
+            return
+        ranks = sorted(answered & signs.keys())
+        keys = [f"answer/{self._ask}/{rank}" for rank in ranks]
+        answers = dict(zip(ranks, self._store.multi_get(keys), strict=True)) if keys else {}
+        for key in keys:
+            self._store.delete_key(key)
+        places = []
+        for rank, sign in signs.items():
+            what, where, stack = json.loads(answers.get(rank, '["", "", ""]'))
+            silent = not sign["ended"] and not what  # another process may have answered for it
+            places.append(RankPlace(
+                rank, sign["steps"], quiet[rank] if silent else 0.0,
+                sign["ended"] or _describe_wait(what, sign["work"]), where, stack,
+                bool(sign["ended"]), sign["name"],
+            ))  # fmt: skip
+        head, text, named = report(places, idle, self._settings.timeout, self._slices)
+        say(f"{head}\n{text}")
+        self._asked_at, self._reported_at, self._silent = None, now, {}
+        if self._settings.end:
+            self._end = f"{head}. All stacks are in the output of rank {self._rank}"
+            self._named = named[0].rank if len(named) == 1 else None
 
     def _alone(self, why: str) -> None:
         """Watches only this rank, after the store was lost."""
@@ -176,6 +262,12 @@ class _Watch:
                 return
 
 
+def _describe_wait(what: str, work: str) -> str:
+    if work == "compiling":
+        return "compiling"
+    return f"{what}, and its process computes" if work and what else what
+
+
 def _prepare_dump(thread: int) -> dict[str, Any]:
     """Lets other processes of this host get the stack of a thread, also while the GIL is held.
 
@@ -188,11 +280,6 @@ def _prepare_dump(thread: int) -> dict[str, Any]:
         "pid": os.getpid(),
         "thread": f"{thread:#018x}",  # as faulthandler writes it
     }
-
-
-def _are_neighbours(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the two processes can send signals to each other by process id."""
-    return one["host"] == other["host"]
 
 
 def _stack_of(process: dict[str, Any]) -> tuple[str, str]:
