@@ -496,27 +496,18 @@ def support_torch_checkpoint() -> None:
                     setattr(module, name, own)
 
 
-def _generator(
-    function: Callable[..., Any],
-    preserve_rng_state: bool,
-    context_fn: Callable[..., Any],
-    determinism_check: str,
-    debug: bool,
-    early_stop: bool,
-    *args: Any,
-    **kwargs: Any,
-) -> Iterator[None]:
-    """torch's generator; it calls the function that it gets only in recomputations."""
+def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """torch's generator; it calls the function that it gets only in recomputations. ``args`` are
+    torch's options and the arguments of the function."""
     if not _checkpoints.get():
         yield
         return
-    options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
     device = _xla_device_of(tensors_in((args, kwargs))) if torch.is_grad_enabled() else None
     if device is None:
-        yield from _torch_generator(function, *options, *args, **kwargs)
+        yield from _torch_generator(function, *args, **kwargs)
         return
     recomputation = _Recomputation(function, device)
-    yield from _torch_generator(recomputation, *options, *args, **kwargs)
+    yield from _torch_generator(recomputation, *args, **kwargs)
     recomputation.end_forward()
 
 

@@ -127,7 +127,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
             run = _Run(unit, x, (args, kwargs))
             # Gather nothing early for the next unit: it would stay in memory during the loop.
             unit.order.end_forward()
-            return _Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
+            return _Scan.apply(run, x, *run.constants, *unit.shards)
         except RuntimeError as error:
             raise_if_on_other_device(
                 type(self).__name__, (x, args, kwargs), unit.world.device, error
@@ -247,28 +247,26 @@ def _by_name(module: ScannedBlocks) -> dict[str, Stack]:
 
 
 class _Scan(torch.autograd.Function):
-    """``apply(run, x, number_of_constants, *constants, *stacked shards)``."""
+    """``apply(run, x, *constants, *stacked shards)``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: _Run, x: torch.Tensor, number: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, run: _Run, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         y, *kept = run.forward(x)
         if kept:
-            ctx.run, ctx.number, ctx.kept = run, number, len(kept)
+            ctx.run, ctx.kept = run, len(kept)
             # Not the shards: torch drops the hooks of a leaf that a custom function saves while
             # saved-tensor hooks are active, as they are within a wrapper.
-            ctx.save_for_backward(*kept, *tensors[:number])
+            ctx.save_for_backward(*kept, *tensors[: len(run.constants)])
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, constants = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
-        needs, number = ctx.needs_input_grad[3:], ctx.number
-        needed = needs[:number], needs[number:]
+        saved, (_, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
+        kept, constants = saved[: ctx.kept], saved[ctx.kept :]
+        needed = needs[: len(constants)], needs[len(constants) :]
         of_x, of_constants, of_stacks = ctx.run.backward(grad, kept, constants, needed)
-        return None, of_x, None, *of_constants, *of_stacks
+        return None, of_x, *of_constants, *of_stacks
 
 
 class _Run:

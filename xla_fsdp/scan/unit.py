@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ class Stack:
         return self.names[0]
 
     @property
-    def value(self) -> torch.Tensor:
+    def value(self) -> Any:
         """A buffer ``(depth, ...)``, or ``(...)`` if shared; a parameter ``(depth, *shard_shape)``,
         and inside the loop a full parameter, which is no Parameter."""
         module, name = self.uses[0]
@@ -75,7 +76,7 @@ class Stack:
     def put(self, value: torch.Tensor) -> None:
         """Sets the attribute of the template to ``value``."""
         for module, name in self.uses:
-            (module._buffers if self.layout is None else module._parameters)[name] = value  # type: ignore[assignment, index]
+            (module._buffers if self.layout is None else module._parameters)[name] = value  # type: ignore[assignment]
 
 
 class ScanUnit(FSDPState):
@@ -107,25 +108,17 @@ class ScanUnit(FSDPState):
         ``cast``: buffers that were cast, by name in a block, with the dtype they had.
         """
         self.depth = depth
-        self.stored = [
-            ShardedTensor(
-                stack.value,
-                stack.layout,
-                stack.name,
-                wide=stack.wide,
-                world=self.world,
-                comms=self.comms,
-            )
-            for stack in self.parameters
-        ]
+        for stack in self.parameters:
+            assert stack.layout is not None  # it is a parameter
+            stored = ShardedTensor(stack.value, stack.layout, stack.name, wide=stack.wide)
+            stored.world, stored.comms = self.world, self.comms
+            self.stored.append(stored)
         for block in map(str, range(depth)):
-            for stack in self.parameters:
+            for stack, stored in zip(self.parameters, self.stored, strict=True):
                 row = torch.empty_like(local(stack.value)[0], device="meta")
                 row = nn.Parameter(row, requires_grad=stack.value.requires_grad)
-                tensor = ShardedTensor(
-                    row, stack.layout, dotted(block, stack.name), wide=stack.wide
-                )
-                index = self.add_tensor(tensor)
+                key = dotted(block, stack.name)
+                index = self.add_tensor(replace(stored, shard=row, key=key, world=None, comms=None))
                 for module, name in stack.uses:
                     mark_sharded(module)
                     self.slots.append(ParameterSlot(module, name, index, stack.value, block))
@@ -203,8 +196,6 @@ class ScanUnit(FSDPState):
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)
         )
-        for tensor, stored in zip(tensors, self.stored, strict=True):
-            tensor.widens = stored.widens
         self.memory = memory
         try:
             return self.comms.trace_reductions(tensors, fulls)[0] if fulls else {}
@@ -238,8 +229,8 @@ class ScanUnit(FSDPState):
     def _block(self, shards: Iterable[torch.Tensor]) -> list[ShardedTensor]:
         return [
             # In the trace a plain tensor replaces the shard.
-            ShardedTensor(shard, stack.layout, stack.name, wide=stack.wide)  # type: ignore[arg-type]
-            for shard, stack in zip(shards, self.parameters, strict=True)
+            replace(stored, shard=shard, world=None, copy=None, comms=None)  # type: ignore[arg-type]
+            for shard, stored in zip(shards, self.stored, strict=True)
         ]
 
 
@@ -343,7 +334,7 @@ class ScanBuilder:
             self._find_stacks(block)
         for name, stack in self._stacks.items():
             layout, first = stack.layout, number
-            tensor = block.get_buffer(name) if layout is None else block.get_parameter(name)
+            tensor: Any = block.get_buffer(name) if layout is None else block.get_parameter(name)
             if layout is not None:
                 first *= torch.Size(layout.shard_shape).numel()
             if is_deferred(tensor):  # a load gives it values, at this offset in the stack
@@ -374,7 +365,7 @@ class ScanBuilder:
             self._stacks[stack.name] = stack
             self._pieces[stack.name] = []
 
-    def _cut(self, parameter: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _cut(self, parameter: nn.Parameter, layout: Layout) -> torch.Tensor:
         with torch.no_grad():
             value = parameter.detach()
             if self.options.sync_module_states:
