@@ -32,22 +32,22 @@ def trained(rank, scanned, offload, prefetch=False):
     return full_state_dict(model, rank0_only=False)
 
 
-def every_way(rank):
+def every_way(rank, on_tpu):
+    if on_tpu:
+        trace_as_on_tpu()
     expected = unsharded(2, exact)
-    for on_tpu in (False, True):
-        if on_tpu:
-            trace_as_on_tpu()
-        for scanned in (True, False):
-            found = trained(rank, scanned, True)
-            assert_close(found, expected)
-            if not on_tpu:  # the same program
-                for name, value in trained(rank, scanned, False).items():
-                    torch.testing.assert_close(found[name], value, rtol=0, atol=0)
-        assert_close(trained(rank, True, True, prefetch=True), expected)
+    for scanned in (True, False):
+        found = trained(rank, scanned, True)
+        assert_close(found, expected)
+        if not on_tpu:  # the same program
+            for name, value in trained(rank, scanned, False).items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
-def test_values_are_those_without(run_ranks):
-    run_ranks(every_way, 2)
+@pytest.mark.parametrize("on_tpu", [pytest.param(False, marks=pytest.mark.full), True])
+def test_values_are_those_without(run_ranks, on_tpu):
+    run_ranks(every_way, 2, on_tpu)
 
 
 def on_one_rank(rank):

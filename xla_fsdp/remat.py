@@ -32,7 +32,7 @@ from . import xlac
 from .collectives import host_memory
 from .collectives.order import after, prevent_fusion
 from .layers import linear
-from .sharding.freeing import Stamp, stamps
+from .sharding.freeing import stamps
 from .sharding.gathering import computing, computing_passes
 from .sharding.state import unique_units
 from .tree import map_tensors, separate_tensors, tensors_in, with_tensors
@@ -401,26 +401,28 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = [
-            (owner, name, buffer, stamps([buffer]), buffer.detach().clone())
-            for owner, name, buffer in self._current()
-        ]
+        self._before = {
+            use: (buffer, stamps([buffer]), buffer.detach().clone())
+            for use, buffer in self._current().items()
+        }
 
-    def _current(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        return [
-            (owner, name, buffer)
+    def _current(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        return {
+            (owner, name): buffer
             for owner in self._module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
-        ]
+        }
 
     def end_forward(self) -> None:
-        """Drops the buffers that the forward did not change."""
-        self._before = [
-            (owner, name, buffer, stamp, value)
-            for owner, name, buffer, stamp, value in self._before
-            if owner._buffers.get(name) is not buffer or _may_have_changed(buffer, stamp, value)
-        ]
+        """Drops the buffers that the forward did not change. Batch norm updates leave the stamp as
+        it was; on XLA such a value is pending."""
+        for (owner, name), (buffer, stamp, before) in list(self._before.items()):
+            if owner._buffers.get(name) is buffer and stamps([buffer]) == stamp:
+                on_xla = buffer.device.type == "xla"
+                same = not xlac.are_pending([buffer])[0] if on_xla else torch.equal(buffer, before)
+                if same:
+                    del self._before[owner, name]
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
@@ -432,20 +434,20 @@ class _Buffers:
             RuntimeError: a buffer changed nevertheless, through a reference other than the module's
                 attribute.
         """
-        found = {(owner, name): value for owner, name, _, _, value in self._before}
-        now = [(*use, stamps([use[2]])) for use in self._current()]
+        now = {use: (buffer, stamps([buffer])) for use, buffer in self._current().items()}
         copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one tensor
-        for owner, name, buffer, _ in now:
+        for (owner, name), (buffer, _) in now.items():
             if id(buffer) not in copies:
-                value = found.get((owner, name), buffer).detach().clone()
+                *_, value = self._before.get((owner, name), (buffer,))
+                value = value.detach().clone()
                 copies[id(buffer)] = value.requires_grad_(buffer.requires_grad)
             owner._buffers[name] = copies[id(buffer)]
         try:
             yield
         finally:
-            for owner, name, buffer, _ in now:
+            for (owner, name), (buffer, _) in now.items():
                 owner._buffers[name] = buffer
-        for owner, name, buffer, stamp in now:
+        for (owner, name), (buffer, stamp) in now.items():
             if stamps([buffer]) != stamp:
                 raise RuntimeError(
                     f"the recomputation of {type(self._module).__name__} changed its buffer "
@@ -453,16 +455,6 @@ class _Buffers:
                     f"reference than self.{name} (a list, a closure, a view). Change it through "
                     "that attribute in the forward, or use the module without recomputation"
                 )
-
-
-def _may_have_changed(buffer: torch.Tensor, stamp: list[Stamp], before: torch.Tensor) -> bool:
-    """Whether a buffer may have changed although its stamp has not, as in batch norm updates. On
-    XLA such a value is pending."""
-    if stamps([buffer]) != stamp:
-        return True
-    if buffer.device.type == "xla":
-        return xlac.are_pending([buffer])[0]
-    return not torch.equal(buffer, before)
 
 
 # -- torch.utils.checkpoint on XLA: torch's wrappers, timm, diffusers and transformers call it -----
