@@ -15,7 +15,7 @@ import string
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -171,55 +171,26 @@ class Heads:
     size: int
     made: bool
 
-    def fit(self, weight: torch.Tensor) -> bool:
-        """Whether the rows (or columns) of a ``weight`` (m, n) are complete heads."""
-        return weight.shape[0 if self.made else 1] % self.size == 0
-
-
-def linear(
-    module: nn.Linear,
-    input: torch.Tensor,
-    keep: bool = False,
-    frees: bool = False,
-    heads: Heads | None = None,
-) -> torch.Tensor:
-    """The result of ``module`` for ``input`` ``(..., n)``: ``(..., m)``.
-
-    ``keep``: if there will be a backward, store ``input`` until then. ``frees``: free it after this
-    layer's backward. ``heads``: the heads in the last dimension of the input or output.
-    """
-    weight, bias = module.weight, module.bias
-    # PyTorch raises the error for a wrong width.
-    if input.dim() > 2 and contracts(input, weight) and input.shape[-1] == weight.shape[1]:
-        # The gradient of a frozen weight, which would need the input again, is not computed. A
-        # parameter is not stored but gathered again.
-        own = input if input._base is None else input._base
-        keep = keep and not isinstance(own, nn.Parameter)
-        if keep and torch.is_grad_enabled() and weight.requires_grad:
-            input = prevent_recomputation(input)
-        leading = string.ascii_lowercase[: input.dim() - 1]
-        made, taken = "M", "N"
-        if heads is not None and heads.fit(weight):
-            parts = (-1, heads.size)
-            if heads.made:
-                made, weight = "HM", weight.unflatten(0, parts)
-                bias = None if bias is None else bias.unflatten(0, parts)
-            else:
-                taken, weight, input = "HN", weight.unflatten(1, parts), input.unflatten(-1, parts)
-        y = Product.apply(input, weight, (leading + taken, made + taken, leading + made), frees)
-        y = y if bias is None else y + bias
-        return y.flatten(-2) if made == "HM" else y
-    return F.linear(input, weight, bias)
-
 
 # The linear layers of a module that are computed here, with the heads of each.
 Layers = dict[nn.Linear, Heads | None]
 
 
 def layers_in(modules: Iterable[nn.Module]) -> Layers:
-    """The ``modules`` that :func:`linear` can compute, with the heads of each."""
+    """The ``modules`` with the forward of ``nn.Linear``, which can be replaced, with the heads of
+    each.
+
+    Without those of parametrized weights (LoRA, spectral norm), which are computed again at every
+    access.
+    """
     modules = list(modules)
-    found: Layers = {m: None for m in modules if applies_to(m)}
+    found: Layers = {
+        module: None
+        for module in modules
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "weight" in module._parameters
+    }
     for parent in modules:
         size = next((vars(parent)[name] for name in _SIZES if name in vars(parent)), None)
         if type(size) is not int or size < 1:
@@ -229,18 +200,6 @@ def layers_in(modules: Iterable[nn.Module]) -> Layers:
             if isinstance(layer, nn.Linear) and layer in found:
                 found[layer] = Heads(size, made=name in _MAKE_HEADS)
     return found
-
-
-def applies_to(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether the forward of ``module`` is that of ``nn.Linear``, and can be replaced.
-
-    Not for parametrized weights (LoRA, spectral norm), which are computed again at every access.
-    """
-    return (
-        isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and "weight" in module._parameters
-    )
 
 
 def stores_input(module: nn.Linear, world: World) -> bool:
@@ -284,8 +243,9 @@ def recomputed_later() -> Iterator[None]:
 
 
 def replace_forwards(layers: Layers, world: World, in_loop: bool = False) -> None:
-    """Makes ``layers`` compute with :func:`linear` until :func:`restore_forwards`, except those
-    whose forward other code replaced. ``in_loop``: in scanned blocks, which recompute each."""
+    """Makes ``layers`` compute without flattening their inputs until :func:`restore_forwards`,
+    except those whose forward other code replaced. ``in_loop``: in scanned blocks, which recompute
+    each."""
     for module, heads in layers.items():
         keep, frees = stores_input(module, world), in_loop and frees_input(module)
         module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
@@ -299,12 +259,42 @@ def restore_forwards(layers: Layers) -> None:
 
 
 class _Contraction:
-    """The forward of a module while it is replaced."""
+    """The forward of ``module`` while it is replaced.
+
+    Args:
+        keep: if there will be a backward, store the input until then.
+        frees: free the input after this layer's backward.
+        heads: the heads in the last dimension of the input or output.
+    """
 
     def __init__(self, module: nn.Linear, keep: bool, frees: bool, heads: Heads | None) -> None:
         self.module = module
         self.keep, self.frees, self.heads = keep, frees, heads
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The result for ``input`` ``(..., n)``: ``(..., m)``."""
+        weight, bias, heads = self.module.weight, self.module.bias, self.heads
+        # PyTorch raises the error for a wrong width.
+        supported = input.dim() > 2 and contracts(input, weight)
+        if not supported or input.shape[-1] != weight.shape[1]:
+            return F.linear(input, weight, bias)
+        # The gradient of a frozen weight, which would need the input again, is not computed. A
+        # parameter is not stored but gathered again.
+        own = input if input._base is None else input._base
+        keep = self.keep and not isinstance(own, nn.Parameter)
+        if keep and torch.is_grad_enabled() and weight.requires_grad:
+            input = prevent_recomputation(input)
         frees = self.frees or (self.keep and _recomputed.get() and frees_input(self.module))
-        return linear(self.module, input, self.keep, frees, self.heads)
+        leading = string.ascii_lowercase[: input.dim() - 1]
+        made, taken = "M", "N"
+        # The rows (or columns) of the weight are complete heads.
+        if heads is not None and weight.shape[0 if heads.made else 1] % heads.size == 0:
+            parts = (-1, heads.size)
+            if heads.made:
+                made, weight = "HM", weight.unflatten(0, parts)
+                bias = None if bias is None else bias.unflatten(0, parts)
+            else:
+                taken, weight, input = "HN", weight.unflatten(1, parts), input.unflatten(-1, parts)
+        y = Product.apply(input, weight, (leading + taken, made + taken, leading + made), frees)
+        y = y if bias is None else y + bias
+        return y.flatten(-2) if made == "HM" else y
