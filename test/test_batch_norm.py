@@ -48,9 +48,6 @@ def layers(kind):
     return [nn.BatchNorm1d(3, momentum=0.3), nn.Tanh(), nn.Linear(3, 3)], (3,)
 
 
-KINDS = ["1d", "2d", "1d of sequences", "3d", "without running statistics", "far from zero"]
-
-
 def plain(kind):
     torch.manual_seed(1)
     parts, _ = layers(kind)
@@ -122,20 +119,31 @@ def sharded(rank, kind, wrapping, steps):
 @pytest.mark.parametrize(
     "kind, ranks, wrapping",
     [
-        *((kind, 4, wrapping) for kind in KINDS[:2] for wrapping in ("nested", "checkpointed")),
-        *zip(KINDS[2:], [4] * 4, ["nested", "checkpointed"] * 2, strict=True),
-        ("2d", 4, "checkpointed root"),
-        ("1d", 4, "root"),
         ("1d", 3, "checkpointed"),
-        ("far from zero", 3, "nested"),
-        ("1d of sequences", 1, "checkpointed"),
+        ("1d", 4, "root"),
+        ("2d", 4, "nested"),
+        ("1d of sequences", 4, "nested"),
+        ("3d", 4, "checkpointed"),
+        ("without running statistics", 4, "nested"),
+        ("far from zero", 4, "checkpointed"),
         ("far from zero", 1, "nested"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("1d", 4, "nested"),
+                ("1d", 4, "checkpointed"),
+                ("2d", 4, "checkpointed"),
+                ("2d", 4, "checkpointed root"),
+                ("far from zero", 3, "nested"),
+                ("1d of sequences", 1, "checkpointed"),
+            )
+        ),
     ],
 )
 def test_sharded_equals_unsharded(run_ranks, kind, ranks, wrapping):
     from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 
-    steps = 3
+    steps = 2
     found = run_ranks(sharded, ranks, kind, wrapping, steps)
     model = plain(kind).double()
     expected = train(model, [x.double() for x in data(kind, steps)])
@@ -183,20 +191,6 @@ def whole_batch(shape=(BATCH, 3, 2, 2), seed=5):
 
 def part(rank, size, x):
     return x.chunk(size)[rank].to("xla")
-
-
-def variance_far_from_zero(rank):
-    """To rounding, where the mean of squares less the squared mean would have no digit right."""
-    import torch_xla
-
-    model = norm(momentum=1.0)
-    x = whole_batch((BATCH * 100, 3)) / 300 + 3000.0
-    model(part(rank, 4, x))
-    torch_xla.sync()
-    expected = x.double().var(0)
-    naive = (x * x).mean(0) - x.mean(0).square()
-    assert ((naive - expected).abs() > 0.01 * expected).all()
-    torch.testing.assert_close(model.running_var.cpu().double(), expected, rtol=1e-5, atol=0)
 
 
 def evaluation(rank):
@@ -337,7 +331,6 @@ def scanned(rank):
 @pytest.mark.parametrize(
     "check",
     [
-        variance_far_from_zero,
         evaluation,
         groups,
         one_value_a_rank,

@@ -156,69 +156,45 @@ def test_nested_checkpoints(run_ranks):
     run(run_ranks, nested, ranks=3)
 
 
-def around_units(rank, own):
-    """Checkpointing around wrappers: ours, and torch_xla's, which runs a nested backward."""
+class Calling(nn.Module):
+    """Calls two of its layers by torch_xla's checkpoint, which runs a nested backward, or directly;
+    and uses a parameter of one besides."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layers = how, mlp()
+
+    def forward(self, x):
+        from torch_xla.utils.checkpoint import checkpoint
+
+        foreign = self.how != "own around units" and x.device.type == "xla"
+        for layer in self.layers[:2]:
+            x = checkpoint(layer, x) if foreign else layer(x)
+        x = self.layers[2](x)
+        return x * self.layers[0].bias.sum() if self.how == "foreign in a unit" else x
+
+
+def with_units(rank, how):
     import torch_xla
     import torch_xla.runtime as xr
-    from torch_xla.utils.checkpoint import checkpoint
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, x):
-            if own or not x.device.type == "xla":
-                return self.layers[2](self.layers[1](self.layers[0](x)))
-            return self.layers[2](checkpoint(self.layers[1], checkpoint(self.layers[0], x)))
-
-    plain, model = Outer(), Outer()
-    model = wrapped(model, "layers.0", "layers.1")
-    if own:
-        checkpoint_module(model.layers[0]), checkpoint_module(model.layers[1])
-    device = torch_xla.device()
+    plain, model = nn.Sequential(Calling(how)), nn.Sequential(Calling(how))
+    units = ["0"] if how == "foreign in a unit" else ["0.layers.0", "0.layers.1"]
+    model = wrapped(model, *units)
+    if how == "own around units":
+        for layer in model.module[0].layers[:2]:
+            checkpoint_module(layer)
     for _ in range(2):
-        model(inputs(rank).to(device).requires_grad_()).square().mean().backward()
+        model(inputs(rank).to(torch_xla.device()).requires_grad_()).square().mean().backward()
         everyone = torch.cat([inputs(r) for r in range(xr.world_size())]).requires_grad_()
         plain(everyone).square().mean().backward()
         torch_xla.sync()
     assert_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own", "torch_xla"])
-def test_checkpoints_around_units(run_ranks, own):
-    run(run_ranks, around_units, own)
-
-
-def inside_units(rank):
-    """torch_xla's checkpoint on layers inside a unit: recomputation needs its parameters."""
-    import torch_xla
-    import torch_xla.runtime as xr
-    from torch_xla.utils.checkpoint import checkpoint
-
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, x):
-            if x.device.type == "xla":
-                x = checkpoint(self.layers[1], checkpoint(self.layers[0], x))
-            else:
-                x = self.layers[1](self.layers[0](x))
-            return self.layers[2](x) * self.layers[0].bias.sum()
-
-    plain, model = Inner(), wrapped(nn.Sequential(Inner()), "0")
-    device = torch_xla.device()
-    model(inputs(rank).to(device).requires_grad_()).square().mean().backward()
-    everyone = torch.cat([inputs(r) for r in range(xr.world_size())]).requires_grad_()
-    nn.Sequential(plain)(everyone).square().mean().backward()
-    torch_xla.sync()
-    assert_same_gradients(model, nn.Sequential(plain))
-
-
-def test_foreign_checkpoints_inside_a_unit(run_ranks):
-    run(run_ranks, inside_units)
+@pytest.mark.parametrize("how", ["own around units", "foreign around units", "foreign in a unit"])
+def test_checkpoints_and_units(run_ranks, how):
+    run(run_ranks, with_units, how)
 
 
 def autocast(rank):

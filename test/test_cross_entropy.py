@@ -188,19 +188,15 @@ def test_refusals_and_other_devices():
 
 
 def planned():
-    def peak(fused):
-        def step():
-            model = FSDP(Head(fused, 128, 8192, 1024), compute_dtype=torch.bfloat16)
-            hidden = torch.zeros(1, 4096, 128, device="xla")
-            model(hidden, torch.zeros(1, 4096, dtype=torch.long, device="xla")).backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    def step():
+        model = FSDP(Head(width=128, words=8192, chunk=1024), compute_dtype=torch.bfloat16)
+        hidden = torch.zeros(1, 4096, 128, device="xla")
+        model(hidden, torch.zeros(1, 4096, dtype=torch.long, device="xla")).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-        options = {"cache": False, "progress": False}
-        report = plan(step, "v5litepod-4", ranks=[0], **options)
-        return report.memory.peak
-
+    report = plan(step, "v5litepod-4", ranks=[0], cache=False, progress=False)
     # Logits are 128 MiB in float32; what is kept of them for the backward, in bfloat16, half of it.
-    assert peak(fused=True) < 32 * 2**20 < 64 * 2**20 < peak(fused=False)
+    assert report.memory.peak < 32 * 2**20
 
 
 def test_plan(elsewhere):

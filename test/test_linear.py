@@ -29,19 +29,16 @@ def device():
 SHAPES = [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 2, 3, 8), (8,), (0, 5, 8)]
 
 
-def keeping():
+@contextlib.contextmanager
+def keeping(keep=True):
     """As on a chip on which inputs of narrowing layers are kept."""
     from xla_fsdp.tpu.chips import V6E
 
-    return mock.patch("xla_fsdp.layers.linear.chip_of", lambda kind: V6E)
+    with mock.patch("xla_fsdp.layers.linear.chip_of", lambda kind: V6E if keep else None):
+        yield
 
 
 def values_and_gradients(rank, bias, keep):
-    with keeping() if keep else contextlib.nullcontext():
-        compare_with_plain(bias)
-
-
-def compare_with_plain(bias):
     import torch_xla
 
     for shape in SHAPES:
@@ -52,7 +49,8 @@ def compare_with_plain(bias):
         model = fsdp(model)
         x = torch.randn(shape)
         ours, expected = (t.requires_grad_() for t in (x.to(device()), x.clone()))
-        y = model(ours)
+        with keeping(keep):
+            y = model(ours)
         y.square().sum().backward()
         z = plain(expected)
         z.square().sum().backward()
@@ -246,11 +244,6 @@ def test_it_is_still_the_users_layer(run_ranks, check):
 
 
 def twice_differentiable(rank, keep):
-    with keeping() if keep else contextlib.nullcontext():
-        differentiate_twice()
-
-
-def differentiate_twice():
     torch.manual_seed(0)
     weight, bias = torch.randn(1, 4), torch.randn(1)
     inner = nn.Linear(4, 1)
@@ -263,7 +256,9 @@ def differentiate_twice():
         (model, x.to(device()).requires_grad_()),
         (lambda t: F.linear(t, weight, bias), x.clone().requires_grad_()),
     ):
-        (grad,) = torch.autograd.grad(function(leaf).tanh().sum(), leaf, create_graph=True)
+        with keeping(keep):
+            y = function(leaf)
+        (grad,) = torch.autograd.grad(y.tanh().sum(), leaf, create_graph=True)
         (second,) = torch.autograd.grad(grad.square().sum(), leaf)
         found.append(second.cpu())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

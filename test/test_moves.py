@@ -42,7 +42,7 @@ def train(model: nn.Module, loss) -> list[float]:
     return losses
 
 
-def moved_then_wrapped(rank: int, size: int) -> None:
+def moved_then_wrapped(rank: int, size: int = 2) -> None:
     import torch_xla
 
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -115,20 +115,17 @@ def hooks_and_attributes(rank: int) -> None:
         FSDP(model)
 
 
-def test_what_users_hung_on_a_parameter_moves_with_it(run_ranks):
-    run_ranks(hooks_and_attributes, 1)
-
-
-def test_an_optimizer_that_has_what_was_replaced(run_ranks):
-    run_ranks(optimizers_of_before, 2)
-
-
-def test_a_model_that_was_moved_trains_as_one(run_ranks):
-    run_ranks(moved_then_wrapped, 2, 2)
-
-
-def test_nothing_else_is_tied(run_ranks):
-    run_ranks(untouched_elsewhere, 1)
+@pytest.mark.parametrize(
+    "check, ranks",
+    [
+        (moved_then_wrapped, 2),
+        (optimizers_of_before, 2),
+        (hooks_and_attributes, 1),
+        (untouched_elsewhere, 1),
+    ],
+)
+def test_a_model_that_was_moved(run_ranks, check, ranks):
+    run_ranks(check, ranks)
 
 
 BEFORE_ANY_NAME = """

@@ -32,22 +32,22 @@ def trained(rank, scanned, offload, prefetch=False):
     return full_state_dict(model, rank0_only=False)
 
 
-def every_way(rank):
+def every_way(rank, on_tpu):
+    if on_tpu:
+        trace_as_on_tpu()
     expected = unsharded(2, exact)
-    for on_tpu in (False, True):
-        if on_tpu:
-            trace_as_on_tpu()
-        for scanned in (True, False):
-            found = trained(rank, scanned, True)
-            assert_close(found, expected)
-            if not on_tpu:  # the same program
-                for name, value in trained(rank, scanned, False).items():
-                    torch.testing.assert_close(found[name], value, rtol=0, atol=0)
-        assert_close(trained(rank, True, True, prefetch=True), expected)
+    for scanned in (True, False):
+        found = trained(rank, scanned, True)
+        assert_close(found, expected)
+        if not on_tpu:  # the same program
+            for name, value in trained(rank, scanned, False).items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
-def test_values_are_those_without(run_ranks):
-    run_ranks(every_way, 2)
+@pytest.mark.parametrize("on_tpu", [pytest.param(False, marks=pytest.mark.full), True])
+def test_values_are_those_without(run_ranks, on_tpu):
+    run_ranks(every_way, 2, on_tpu)
 
 
 def on_one_rank(rank):
@@ -105,13 +105,13 @@ class Layer(nn.Module):
         return x + nn.functional.gelu(self.linear(x))
 
 
-def _step(around, first=64):
+def _step(around):
     def step():
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
-        model = FSDP(nn.Sequential(nn.Linear(first, WIDTH), around()), compute_dtype=torch.bfloat16)
+        model = FSDP(nn.Sequential(nn.Linear(64, WIDTH), around()), compute_dtype=torch.bfloat16)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        x = torch.randn(4, 1024, first).to("xla")
+        x = torch.randn(4, 1024, 64).to("xla")
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -119,33 +119,33 @@ def _step(around, first=64):
     return step
 
 
-def planned():
+def planned(scans):
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import checkpoint_module, plan, scan_blocks
 
-    def scanned():
-        layers = [Layer() for _ in range(16)]
-        return scan_blocks(layers, compute_dtype=torch.bfloat16, offload=True)
+    depth = 16 if scans else DEPTH
 
-    def singly():
-        layers = (checkpoint_module(Layer(), offload=True) for _ in range(DEPTH))
+    def blocks():
+        layers = [Layer() for _ in range(depth)]
+        if scans:
+            return scan_blocks(layers, compute_dtype=torch.bfloat16, offload=True)
+        layers = (checkpoint_module(layer, offload=True) for layer in layers)
         return nn.Sequential(*(FSDP(one, compute_dtype=torch.bfloat16) for one in layers))
 
-    for around, depth in ((scanned, 16), (singly, DEPTH)):
-        options = {"cache": False, "progress": False}
-        report = plan(_step(around), "v5litepod-8", ranks=[0], **options)
-        held = report.memory.host_temporaries
-        assert depth * INPUT <= held <= 1.01 * depth * INPUT, held / INPUT
-        schedule = report.schedule
-        assert schedule.to_host == depth * INPUT
-        assert depth * INPUT <= schedule.to_device <= 1.01 * depth * INPUT
-        assert report.memory.peak == max(schedule.curve)
-        text = str(report)
-        assert "Host memory for a device" in text and "to the step" in text
-        if around is scanned:
-            assert report.memory.peak < 0.7 * depth * INPUT  # never all of them, nor all but one
-            assert report.memory.required < 0.9 * depth * INPUT
+    report = plan(_step(blocks), "v5litepod-8", ranks=[0], cache=False, progress=False)
+    held = report.memory.host_temporaries
+    assert depth * INPUT <= held <= 1.01 * depth * INPUT, held / INPUT
+    schedule = report.schedule
+    assert schedule.to_host == depth * INPUT
+    assert depth * INPUT <= schedule.to_device <= 1.01 * depth * INPUT
+    assert report.memory.peak == max(schedule.curve)
+    text = str(report)
+    assert "Host memory for a device" in text and "to the step" in text
+    if scans:
+        assert report.memory.peak < 0.7 * depth * INPUT  # never all of them, nor all but one
+        assert report.memory.required < 0.9 * depth * INPUT
 
 
-def test_on_the_tpu_compiler(elsewhere):
-    elsewhere(planned)
+@pytest.mark.parametrize("scans", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_on_the_tpu_compiler(elsewhere, scans):
+    elsewhere(planned, scans)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
+import test_comm_hooks
 import torch
-from test_comm_hooks import assert_close
+from test_comm_hooks import STEPS, assert_close, hybrid, train
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 
-WIDTH, DEPTH, STEPS, RATE = 12, 3, 3, 0.1
+WIDTH, DEPTH = 12, 3
 
 
 class Block(nn.Module):
@@ -52,20 +52,7 @@ def batch(rank, step):
 
 
 def unsharded(ranks, mean):
-    """Weights after training with what ``mean(step, name, gradients of all ranks)`` returns."""
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    for step in range(STEPS):
-        own = []
-        for rank in range(ranks):
-            model.zero_grad()
-            model(batch(rank, step)).square().mean().backward()
-            own.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.grad = mean(step, name, [one[name] for one in own])
-        optimizer.step()
-    return {name: value.detach() for name, value in model.named_parameters()}
+    return test_comm_hooks.unsharded(ranks, mean, Model, batch)
 
 
 def exact(step, name, gradients):
@@ -73,29 +60,13 @@ def exact(step, name, gradients):
 
 
 def sharded(rank, hook=None, state=None, over="all", **options):
-    import torch_xla
-
     from xla_fsdp import XlaFullyShardedDataParallel, full_state_dict
 
     model = XlaFullyShardedDataParallel(Model(True, **options), **options)
     if hook is not None:
         model.register_comm_hook(state, hook, over)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    for step in range(STEPS):
-        model(batch(rank, step).to("xla")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+    train(rank, model, batch)
     return full_state_dict(model, rank0_only=False)
-
-
-def hybrid(rank) -> dict[str, Any]:
-    return {
-        "sharding_groups": [[0, 1], [2, 3]],
-        "sharding_rank": rank % 2,
-        "sharding_world_size": 2,
-        "replication_groups": [[0, 2], [1, 3]],
-    }
 
 
 # -- reshard_after_forward=<int> ----------------------------------------------------------------

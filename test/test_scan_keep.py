@@ -65,19 +65,11 @@ def same_gradients(rank):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_the_same_as_computed_again(run_ranks):
-    run_ranks(same_gradients, 2)
-
-
 def same_by_the_kernel(rank):
     found = gradients(KEPT, "kernel"), gradients((), "kernel"), gradients((), "math")
     for ours, again, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, again, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
-
-
-def test_the_kernel_keeps_its_logarithms(run_ranks):
-    run_ranks(same_by_the_kernel, 1)
 
 
 def is_taken(rank):
@@ -117,11 +109,7 @@ def is_taken(rank):
     assert slopes == [24.0, 12.0]
 
 
-def test_takes_what_the_forward_computed(run_ranks):
-    run_ranks(is_taken, 1)
-
-
-def offloaded_and_wrapped(rank):
+def in_a_model(rank):
     """In a whole model: the root's options, constants with gradients, buffers, frozen parts."""
     import torch_xla
 
@@ -138,10 +126,6 @@ def offloaded_and_wrapped(rank):
         assert model.state_dict()["blocks.1.count"].item() == 1
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
-def test_in_a_model(run_ranks):
-    run_ranks(offloaded_and_wrapped, 2)
 
 
 def refused(rank):
@@ -176,5 +160,15 @@ def refused(rank):
         scan_blocks([Takes()], keep=["pair"])(x)
 
 
-def test_says_what_is_wrong(run_ranks):
-    run_ranks(refused, 1)
+@pytest.mark.parametrize(
+    "ranks, check",
+    [
+        (2, same_gradients),
+        (1, same_by_the_kernel),
+        (1, is_taken),
+        (2, in_a_model),
+        (1, refused),
+    ],
+)
+def test_keep(run_ranks, ranks, check):
+    run_ranks(check, ranks)

@@ -28,10 +28,10 @@ def streamed(kind, model, **options):
 def as_without(rank, on_tpu):
     import torch_xla.runtime as xr
 
+    size = xr.world_size()
     if on_tpu:
         trace_as_on_tpu()
-    size = xr.world_size()
-    for options in ({}, {"compute_dtype": torch.bfloat16}):
+    for options in ({"compute_dtype": torch.bfloat16},) if on_tpu else ({},):
         expected = trained(rank, size, plain, "nested", heavy_ball, **options)
         found = trained(rank, size, streamed, "nested", heavy_ball, **options)
         assert found[3] == {HOST}
@@ -43,17 +43,16 @@ def as_without(rank, on_tpu):
             assert found[2][-1] == found[2][-2]
 
 
-@pytest.mark.parametrize("ranks,on_tpu", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "ranks,on_tpu", [pytest.param(1, False, marks=pytest.mark.full), (2, False), (2, True)]
+)
 def test_trains_as_without(run_ranks, ranks, on_tpu):
     run_ranks(as_without, ranks, on_tpu)
 
 
-def accumulated(rank):
-    cases(rank, False, [(streaming(), ALL[:3])])
-
-
+@pytest.mark.full
 def test_accumulation_no_sync_and_clipping(run_ranks):
-    run_ranks(accumulated, 2)
+    run_ranks(cases, 2, False, [(streaming(), ALL[:3])])
 
 
 class Block(nn.Module):
@@ -95,7 +94,7 @@ def few_on_device(rank):
 
     options = streaming(compute_dtype=torch.bfloat16)
     programs = []
-    for depth in (3, 6):
+    for depth in (2, 4):
         torch.manual_seed(0)
         model = FSDP(Stack(depth, lambda b: FSDP(checkpoint_module(b), **options)), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -292,6 +291,7 @@ def resumed(rank, folder):
     return run.train(2, 4), full_state_dict(run.model, rank0_only=False)
 
 
+@pytest.mark.full
 def test_checkpoints_go_on_without_streams_on_other_ranks(run_ranks, tmp_path):
     losses, full = run_ranks(saved, 2, str(tmp_path))[0]
     others, found = run_ranks(resumed, 1, str(tmp_path))[0]

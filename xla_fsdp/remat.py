@@ -1,37 +1,41 @@
 """Gradient checkpointing: the backward recomputes activations instead of storing them.
 
-No backward is nested in another: the forward builds its usual graph, but every tensor that autograd
-would save is replaced by its number. When the backward needs the first of them, the forward runs
-again and collects the tensors that it would have saved, in the same order. So gradients, hooks and
-FSDP units work with one graph and one backward.
+:func:`checkpoint_module` nests no backward in another: the forward builds its usual graph, but
+every tensor that autograd would save is replaced by its number. When the backward needs the first
+of them, the forward runs again and collects the tensors that it would have saved, in the same
+order. So gradients, hooks and FSDP units work with one graph and one backward.
+
+The last part of this module makes ``torch.utils.checkpoint`` work on XLA.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.utils.checkpoint
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from . import xlac
 from .collectives import host_memory
+from .collectives.order import after, prevent_fusion
 from .layers import linear
-from .replaying import (
-    Autocast,
-    Buffers,
-    RandomState,
-    checkpoints,
-    delayed_until,
-    random_numbers_from,
-    xla_device_of,
-)
+from .sharding.freeing import stamps
 from .sharding.gathering import computing, computing_passes
 from .sharding.state import unique_units
-from .tree import map_tensors, tensors_in
+from .tree import map_tensors, separate_tensors, tensors_in, with_tensors
 
 
 def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
@@ -59,14 +63,14 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
     if not isinstance(offload, bool):
         raise TypeError(f"offload must be True or False, got {offload!r}")
     forward = module.forward
-    if isinstance(forward, Recomputed):
+    if isinstance(forward, _CheckpointedForward):
         forward = forward.original
-    module.forward = Recomputed(module, forward, offload)
+    module.forward = _CheckpointedForward(module, forward, offload)
     return module
 
 
-class Recomputed:
-    """Replaces the forward of a module, and recomputes in the backward.
+class _CheckpointedForward:
+    """Replaces the forward of a module, and recomputes it in the backward.
 
     Lifetime: has only a weak reference to the module, so that both are freed together.
     """
@@ -88,45 +92,134 @@ class Recomputed:
         return types.MethodType(self._forward, self.module) if self._is_method else self._forward
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return recomputed(self.module, self.original, args, kwargs, self.offload)
+        if not (torch.is_grad_enabled() and _checkpoints.get()):
+            return self.original(*args, **kwargs)
+        recomputation = _ModuleRecomputation(self.module, self.original, (args, kwargs))
+        if self.offload:
+            args, kwargs = recomputation.offload(args, kwargs)
+        return recomputation.run(args, kwargs)
 
     def __reduce__(self) -> tuple:
         """Copies and pickles it for the copy of the module."""
         return type(self), (self.module, self.original, self.offload)
 
 
-def recomputed(
-    module: nn.Module, forward: Callable, args: tuple, kwargs: dict, offload: bool = False
-) -> Any:
-    """``forward(*args, **kwargs)``, a function of ``module``, recomputed in the backward.
+# Whether checkpointed functions in this thread must save what their recomputation needs.
+_checkpoints: ContextVar[bool] = ContextVar("xla_fsdp_checkpoints", default=True)
 
-    ``offload``: store the inputs in host memory until then.
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Within, this thread calls checkpointed functions as if they were not checkpointed."""
+    token = _checkpoints.set(False)
+    try:
+        yield
+    finally:
+        _checkpoints.reset(token)
+
+
+class _Recomputation:
+    """One call of a checkpointed function, and the state in which it runs again.
+
+    Stores no tensor of the forward: torch saves the arguments.
     """
-    if not (torch.is_grad_enabled() and checkpoints()):
-        return forward(*args, **kwargs)
-    replay = _Replay(module, forward, args, kwargs)
-    if offload:
-        args, kwargs = replay.offload(args, kwargs)
-    outputs = replay.run(args, kwargs)
 
-    # Hooks stay in the graph, which exists as long as the loss does. They must not keep tensors
-    # alive that the backward has released.
-    known = weakref.ref(replay)
+    def __init__(self, function: Callable[..., Any], device: torch.device | None) -> None:
+        self.function = function
+        self.device = device or torch.device("cpu")
+        # Units whose parameters the function uses; the recomputation gathers them again.
+        self.passes = computing_passes()
+        self.random = _random_state(self.device)
+        self.draws = True
+        caches = torch.is_autocast_cache_enabled()
+        self.autocast = [
+            torch.autocast(
+                kind,
+                torch.get_autocast_dtype(kind),
+                torch.is_autocast_enabled(kind),
+                cache_enabled=caches,
+            )
+            for kind in {self.device.type, "cpu"}
+        ]
 
-    def note(gradient: torch.Tensor) -> None:
-        alive = known()
-        if alive is not None:
-            alive.note_gradient(gradient)
+    def end_forward(self) -> None:
+        """Notes whether the forward drew random numbers: only then they must be restored."""
+        (cpu, xla), (cpu_before, xla_before) = _random_state(self.device), self.random
+        self.draws = xla != xla_before or not torch.equal(cpu, cpu_before)
 
-    def hook(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.grad_fn is not None:
-            tensor.register_hook(note)
-        return tensor
+    def enter_backward(self, events: Sequence[torch.Tensor]) -> None:
+        """Gathers the parameters that the function uses, after the gradients ``events`` exist."""
+        for one in self.passes:
+            one.require_shards_unchanged()
+            one.unit.enter_backward(one, events[0] if events else None)
 
-    return map_tensors(hook, outputs)
+    @contextlib.contextmanager
+    def state_of_forward(self) -> Iterator[None]:
+        """Within, autocast, parameters and random numbers are those of the forward."""
+        with contextlib.ExitStack() as stack:
+            for context in (*self.autocast, computing(self.passes)):
+                stack.enter_context(context)
+            if self.draws:
+                stack.callback(_set_random_state, self.device, _random_state(self.device))
+                _set_random_state(self.device, self.random)
+            yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Recomputes, after the gradient that started the last unit's backward exists."""
+        events = self.passes[-1].unit.order.arrived if self.passes else ()
+        return self.recompute(events, args, kwargs)
+
+    def recompute(self, events: Sequence[torch.Tensor], args: tuple, kwargs: dict) -> Any:
+        """Calls the function again, after the gradients ``events`` exist."""
+        with _disable_current_modes():  # selective checkpointing counts the function's operators
+            self.enter_backward(events)
+            tensors = [t for t in tensors_in((args, kwargs)) if t.device == self.device]
+            copies = dict(zip(map(id, tensors), _delayed_until(tensors, events), strict=True))
+            args, kwargs = map_tensors(lambda t: copies.get(id(t), t), (args, kwargs))
+        with self.state_of_forward():
+            return self.function(*args, **kwargs)
 
 
-class _Keep(torch.autograd.Function):
+def _random_state(device: torch.device) -> tuple[torch.Tensor, int | None]:
+    """The states of the generators that a function on ``device`` can draw from: CPU and XLA."""
+    xla = xm.get_rng_state(str(device)) if device.type == "xla" else None
+    return torch.get_rng_state(), xla
+
+
+def _set_random_state(device: torch.device, state: tuple[torch.Tensor, int | None]) -> None:
+    cpu, xla = state
+    torch.set_rng_state(cpu)
+    if xla is not None:
+        xm.set_rng_state(xla, str(device))
+
+
+def _xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The XLA device that a function of ``tensors`` computes on, if any."""
+    for tensor in tensors:
+        if tensor.device.type == "xla":
+            return tensor.device
+    # Tensors in a closure may be on the device.
+    return torch_xla.device() if xlac.runtime_has_started() else None
+
+
+def _delayed_until(
+    tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Copies of ``tensors``, for recomputation, that exist only after ``events``.
+
+    Without a barrier the compiler would merge the recomputation with the forward and store the
+    result, which is what checkpointing avoids.
+    """
+    copies = after(tensors, events) if events else [prevent_fusion(tensor) for tensor in tensors]
+    # Each copy has a graph node with one output: torch_xla 2.9 aborts the process if the indices of
+    # an embedding are the direct output of a barrier, which has several outputs.
+    return [torch.view_copy(copy, copy.shape) for copy in copies]
+
+
+# -- checkpoint_module -------------------------------------------------------------------------
+
+
+class _SaveInputs(torch.autograd.Function):
     """Saves tensors as an operator would, under the hooks that are active around the module.
 
     So an enclosing checkpoint drops the inputs of the inner one, and offloading moves them. The
@@ -138,41 +231,29 @@ class _Keep(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         return scalar.clone()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
-        raise AssertionError("the output of this node is never used")
 
-
-class _Replay:
-    """One checkpointed forward, and how to run it again.
+class _ModuleRecomputation(_Recomputation):
+    """One checkpointed forward of ``module``, and how to run it again.
 
     Lifetime: referenced by the numbers that replace saved tensors, which the backward drops.
     Recomputed tensors exist until the end of the backward that needed them. With streamed units,
     whose programs start earlier, they exist only until they are used.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
+    def __init__(self, module: nn.Module, forward: Callable, inputs: tuple[tuple, dict]):
+        tensors, self.inputs = separate_tensors(inputs)
+        super().__init__(
+            forward, _xla_device_of([*tensors, *module.parameters(), *module.buffers()])
+        )
         self.module = module
-        self.forward = forward
-        tensors = tensors_in((args, kwargs))
-        # Units whose parameters the forward uses; the recomputation gathers them again.
-        self.passes = computing_passes()
-        candidates = [*tensors, *module.parameters(), *module.buffers()]
-        self.device = xla_device_of(candidates) or torch.device("cpu")
-        self.random = RandomState.of(self.device)
-        self.buffers = Buffers(module)
-        self.draws = True
-        self.autocast = Autocast.of(self.device)
+        self.buffers = _Buffers(module)
         self.count = 0
         self.gradient: torch.Tensor | None = None
         self.recomputed: dict[int, dict[int, torch.Tensor]] = {}  # by graph task, by number
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
         # The shapes of tensors in host memory, by number of the tensor.
         self.on_host: dict[int, torch.Size] = {}
-        self._keep(tensors, {})
-        # This stores only the structure of the arguments: the tensors are in `kept`.
-        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), (args, kwargs))
+        self._save(tensors, {})
 
     @cached_property
     def in_programs(self) -> bool:
@@ -180,13 +261,37 @@ class _Replay:
         units = [*(one.unit for one in self.passes), *unique_units(self.module)]
         return any(unit.stream is not None for unit in units)
 
-    def _keep(self, tensors: list[torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        """Runs the original forward."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._value)
+        with hooks, linear.recomputed_later():
+            outputs = self.function(*args, **kwargs)
+        self.buffers.end_forward()
+        self.end_forward()
+        # Hooks stay in the graph, which exists as long as the loss does. They must not keep tensors
+        # alive that the backward has released.
+        known = weakref.ref(self)
+
+        def note(gradient: torch.Tensor) -> None:
+            """Stores the first gradient that arrives: recomputation must not start before it."""
+            alive = known()
+            if alive is not None and alive.gradient is None:
+                alive.gradient = gradient.detach()
+
+        def hook(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(note)
+            return tensor
+
+        return map_tensors(hook, outputs)
+
+    def _save(self, tensors: list[torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
         """Saves ``tensors``, or their copies in ``hosted``, for the backward."""
         with torch.no_grad():
             # On XLA a copy uses no memory, and allows the forward to change its input in place.
             kept = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
         kept = [hosted.get(number, tensor) for number, tensor in enumerate(kept)]
-        self.kept = _Keep.apply(torch.zeros((), requires_grad=True), *kept)
+        self.saved = _SaveInputs.apply(torch.zeros((), requires_grad=True), *kept)
 
     def offload(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Stores inputs in host memory. Returns them for the forward, tied to the arrival of the
@@ -209,7 +314,7 @@ class _Replay:
         if not hosted:
             return args, kwargs
         self.on_host = {number: tensors[number].shape for number in hosted}
-        self._keep(tensors, hosted)
+        self._save(tensors, hosted)
         if self.passes:
             last = max(hosted)
             arrived = host_memory.arrived(hosted[last], tensors[last].detach())
@@ -218,22 +323,7 @@ class _Replay:
                 too_early = host_memory.never(before)
                 for number in hosted:
                     tensors[number] = torch.where(too_early, 0.0, tensors[number])
-        return _fill(self.inputs, tensors)
-
-    def run(self, args: tuple, kwargs: dict) -> Any:
-        """Runs the original forward."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._value)
-        with hooks, linear.recomputed_later():
-            outputs = self.forward(*args, **kwargs)
-        self.buffers.end_forward()
-        # The recomputation needs to restore random numbers only if the forward draws some.
-        self.draws = not self.random.equals(RandomState.of(self.device))
-        return outputs
-
-    def note_gradient(self, gradient: torch.Tensor) -> None:
-        """Stores the first gradient that arrives: recomputation must not start before it."""
-        if self.gradient is None:
-            self.gradient = gradient.detach()
+        return with_tensors(self.inputs, tensors)
 
     def _number(self, tensor: torch.Tensor) -> int:
         self.count += 1
@@ -243,7 +333,7 @@ class _Replay:
         task = torch._C._current_graph_task_id()
         if number not in self.recomputed.get(task, ()):
             first = task not in self.recomputed
-            self.recomputed[task] = dict(enumerate(self._recompute()))
+            self.recomputed[task] = dict(enumerate(self._recompute_saved()))
             if first and task != -1:
                 # Autograd's thread drops the callback some time after backward has returned.
                 known = weakref.ref(self)
@@ -251,7 +341,8 @@ class _Replay:
                 def forget() -> None:
                     alive = known()
                     if alive is not None:
-                        alive._forget(task)
+                        alive.recomputed.pop(task, None)
+                        alive.gradient = None
 
                 torch.autograd.Variable._execution_engine.queue_callback(forget)
         if self.in_programs:
@@ -259,28 +350,28 @@ class _Replay:
             return self.recomputed[task].pop(number)
         return self.recomputed[task][number]
 
-    def _forget(self, task: int) -> None:
-        self.recomputed.pop(task, None)
-        self.gradient = None
-
-    def _recompute(self) -> list[torch.Tensor]:
-        tensors = [tensor.detach() for tensor in self.kept.grad_fn.saved_tensors]
-        self._fetch(tensors)
-        on_xla = [number for number, t in enumerate(tensors) if t.device == self.device]
-        if self.device.type == "xla" and self.gradient is not None:
-            copies = delayed_until([tensors[number] for number in on_xla], [self.gradient])
+    def _recompute_saved(self) -> list[torch.Tensor]:
+        tensors = [tensor.detach() for tensor in self.saved.grad_fn.saved_tensors]
+        events: Sequence[torch.Tensor] = [] if self.gradient is None else [self.gradient]
+        if self.on_host:
+            fetched = events
+            if events and self.passes:
+                fetched = self.passes[0].unit.order.start_recomputation(events[0])
+            for number, shape in self.on_host.items():
+                tensors[number] = host_memory.fetch(tensors[number], shape, fetched)
+        if self.device.type == "xla" and events:
+            on_xla = [number for number, t in enumerate(tensors) if t.device == self.device]
+            copies = _delayed_until([tensors[number] for number in on_xla], events)
             for number, copy in zip(on_xla, copies, strict=True):
                 tensors[number] = copy
-        for one in self.passes:
-            one.require_shards_unchanged()
-            one.unit.enter_backward(one, self.gradient)
+        self.enter_backward(events)
         with torch.enable_grad():
             # Not leaves, so that the forward may change its input in place.
             tensors = [
                 torch.view_copy(t.requires_grad_(), t.shape) if needs else t
                 for t, needs in zip(tensors, self.needs_grad, strict=True)
             ]
-        args, kwargs = _fill(self.inputs, tensors)
+        args, kwargs = with_tensors(self.inputs, tensors)
         collected: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> None:
@@ -291,15 +382,9 @@ class _Replay:
                 "the recomputation of a checkpointed module called backward, which is not supported"
             )
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.autocast.again())
-            stack.enter_context(self.buffers.as_before())
-            if self.draws:
-                stack.enter_context(random_numbers_from(self.random))
-            stack.enter_context(computing(self.passes))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(collect, refuse))
-            self.forward(*args, **kwargs)
+        hooks = torch.autograd.graph.saved_tensors_hooks(collect, refuse)
+        with self.state_of_forward(), self.buffers.as_before(), torch.enable_grad(), hooks:
+            self.function(*args, **kwargs)
         if len(collected) != self.count:
             raise RuntimeError(
                 f"the recomputation of {type(self.module).__name__} saved {len(collected)} tensors "
@@ -309,23 +394,145 @@ class _Replay:
             )
         return collected
 
-    def _fetch(self, tensors: list[torch.Tensor]) -> None:
-        """Copies those of ``tensors`` that are in host memory back to the device."""
-        if not self.on_host:
+
+class _Buffers:
+    """The buffers of ``module`` before a forward, to run it again with them (spectral norm computes
+    with the vectors that it has just updated)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {
+            use: (buffer, stamps([buffer]), buffer.detach().clone())
+            for use, buffer in self._current().items()
+        }
+
+    def _current(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        return {
+            (owner, name): buffer
+            for owner in self._module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        }
+
+    def end_forward(self) -> None:
+        """Drops the buffers that the forward did not change. Batch norm updates leave the stamp as
+        it was; on XLA such a value is pending."""
+        for (owner, name), (buffer, stamp, before) in list(self._before.items()):
+            if owner._buffers.get(name) is buffer and stamps([buffer]) == stamp:
+                on_xla = buffer.device.type == "xla"
+                same = not xlac.are_pending([buffer])[0] if on_xla else torch.equal(buffer, before)
+                if same:
+                    del self._before[owner, name]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Within, the module computes with copies of the buffers before the forward.
+
+        The buffers themselves do not change, so tensors that autograd saved of them stay valid.
+
+        Raises:
+            RuntimeError: a buffer changed nevertheless, through a reference other than the module's
+                attribute.
+        """
+        now = {use: (buffer, stamps([buffer])) for use, buffer in self._current().items()}
+        copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one tensor
+        for (owner, name), (buffer, _) in now.items():
+            if id(buffer) not in copies:
+                *_, value = self._before.get((owner, name), (buffer,))
+                value = value.detach().clone()
+                copies[id(buffer)] = value.requires_grad_(buffer.requires_grad)
+            owner._buffers[name] = copies[id(buffer)]
+        try:
+            yield
+        finally:
+            for (owner, name), (buffer, _) in now.items():
+                owner._buffers[name] = buffer
+        for (owner, name), (buffer, stamp) in now.items():
+            if stamps([buffer]) != stamp:
+                raise RuntimeError(
+                    f"the recomputation of {type(self._module).__name__} changed its buffer "
+                    f"{name!r}, of a {type(owner).__name__}, a second time, through another "
+                    f"reference than self.{name} (a list, a closure, a view). Change it through "
+                    "that attribute in the forward, or use the module without recomputation"
+                )
+
+
+# -- torch.utils.checkpoint on XLA: torch's wrappers, timm, diffusers and transformers call it -----
+#
+# Three things are missing on XLA. The function needs a module ``torch.xla``. It restores the random
+# numbers of the CPU only. And the compiler merges the recomputation with the forward, so that no
+# memory is saved, unless a barrier ties its inputs to a gradient. All else (what is recomputed and
+# when, and the checks) stays torch's.
+
+_TorchFunction = torch.utils.checkpoint.CheckpointFunction
+_TorchXlaFunction = torch_xla.utils.checkpoint.CheckpointFunction
+_torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_lock = threading.Lock()
+
+
+def support_torch_checkpoint() -> None:
+    """Makes ``torch.utils.checkpoint`` work on XLA devices. A second call does nothing."""
+    with _lock:
+        if torch.utils.checkpoint.CheckpointFunction is _Reentrant:
             return
-        events: Sequence[torch.Tensor] = [] if self.gradient is None else [self.gradient]
-        if events and self.passes:
-            events = self.passes[0].unit.order.start_recomputation(events[0])
-        for number, shape in self.on_host.items():
-            tensors[number] = host_memory.fetch(tensors[number], shape, events)
+        if not hasattr(torch, "xla"):
+            torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
+        # Some modules, such as torch's composable checkpoint, have imported the functions by name.
+        for module in list(sys.modules.values()):
+            for name, theirs, own in (
+                ("CheckpointFunction", _TorchFunction, _Reentrant),
+                ("CheckpointFunction", _TorchXlaFunction, _TorchXlaReentrant),
+                ("_checkpoint_without_reentrant_generator", _torch_generator, _generator),
+            ):
+                if getattr(module, "__dict__", {}).get(name) is theirs:
+                    setattr(module, name, own)
 
 
-class _Slot:
-    """Placeholder for input tensor ``number`` in the stored arguments."""
+def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """torch's generator; it calls the function that it gets only in recomputations. ``args`` are
+    torch's options and the arguments of the function."""
+    if not _checkpoints.get():
+        yield
+        return
+    device = _xla_device_of(tensors_in((args, kwargs))) if torch.is_grad_enabled() else None
+    if device is None:
+        yield from _torch_generator(function, *args, **kwargs)
+        return
+    recomputation = _Recomputation(function, device)
+    yield from _torch_generator(recomputation, *args, **kwargs)
+    recomputation.end_forward()
 
-    def __init__(self, number: int):
-        self.number = number
+
+class _Applied:
+    """The calling convention of torch's and torch_xla's reentrant functions."""
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not _checkpoints.get():
+            return function(*args)
+        return super().apply(function, preserve_rng_state, *args)  # type: ignore[misc]
 
 
-def _fill(value: Any, tensors: list[torch.Tensor]) -> Any:
-    return map_tensors(lambda slot: tensors[slot.number], value, leaf=_Slot)
+class _TorchXlaReentrant(_Applied, _TorchXlaFunction):
+    """torch_xla's reentrant function, which needs nothing else."""
+
+
+class _Reentrant(_Applied, _TorchFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any
+    ) -> Any:
+        device = _xla_device_of(tensors_in(args))
+        ctx.recomputation = None if device is None else _Recomputation(function, device)
+        outputs = _TorchFunction.forward(ctx, function, preserve_rng_state, *args)
+        if ctx.recomputation is not None:
+            ctx.recomputation.end_forward()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        again = ctx.recomputation
+        if again is not None:
+            events = [grad for grad in grads if grad is not None and grad.device == again.device]
+            ctx.run_function = lambda *args: again.recompute(events, args, {})
+        return _TorchFunction.backward(ctx, *grads)

@@ -15,8 +15,8 @@ import torch_xla
 from torch import nn
 
 from .names import is_wrapper
-from .offload.attaching import attach
-from .replaying import support_torch_checkpoint
+from .offload import attach
+from .remat import support_torch_checkpoint
 from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.clipping import clip_grad_norm_

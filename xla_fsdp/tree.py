@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,25 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(collect, value)
     return list(found.values())
+
+
+class _Slot:
+    """Takes the place of tensor ``number``."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def separate_tensors(value: Any) -> tuple[list[torch.Tensor], Any]:
+    """The distinct tensors in ``value``, and ``value`` without them, for :func:`with_tensors`."""
+    tensors = tensors_in(value)
+    slots = {id(tensor): _Slot(number) for number, tensor in enumerate(tensors)}
+    return tensors, map_tensors(lambda tensor: slots[id(tensor)], value)
+
+
+def with_tensors(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The reverse of :func:`separate_tensors`."""
+    return map_tensors(lambda slot: tensors[slot.number], structure, leaf=_Slot)
 
 
 # Set on a tensor: wrappers do not cast it when it is an input.

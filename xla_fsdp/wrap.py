@@ -144,52 +144,29 @@ def recursive_wrap(
         The module (wrapped itself if the policy says so and ``only_wrap_children`` is false), and
         the number of parameters wrapped in it.
     """
-    return _Wrapping(
-        auto_wrap_policy, wrapper_cls, set(ignored_modules), set(ignored_params), kwargs
-    ).wrap(module, only_wrap_children)
+    ignored = set(ignored_params)
+    done: dict[nn.Module, tuple[nn.Module, int]] = {}
 
-
-class _Wrapping:
-    def __init__(
-        self,
-        policy: Policy,
-        wrapper: Callable[..., nn.Module],
-        ignored_modules: set[nn.Module],
-        ignored_params: set[nn.Parameter],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.policy = policy
-        self.wrapper = wrapper
-        self.ignored_modules = ignored_modules
-        self.ignored_params = ignored_params
-        self.kwargs = kwargs
-        self.done: dict[nn.Module, tuple[nn.Module, int]] = {}
-
-    def wrap(self, module: nn.Module, only_children: bool = False) -> tuple[nn.Module, int]:
-        if module not in self.done:
-            self.done[module] = self._wrap(module, only_children)
-        return self.done[module]
-
-    def _wrap(self, module: nn.Module, only_children: bool) -> tuple[nn.Module, int]:
-        total = sum(p.numel() for p in module.parameters() if p not in self.ignored_params)
-        if not self.policy(module=module, recurse=True, unwrapped_params=total):
+    def wrap(module: nn.Module, only_children: bool = False) -> tuple[nn.Module, int]:
+        total = sum(p.numel() for p in module.parameters() if p not in ignored)
+        if not auto_wrap_policy(module=module, recurse=True, unwrapped_params=total):
             return module, 0
         wrapped = 0
         # Not named_children(), which omits a module's second name.
         for name, child in list(module._modules.items()):
-            if child is None or child in self.ignored_modules:
+            if child is None or child in ignored_modules:
                 continue
             if isinstance(module, tuple(LEAVES)):  # overrides the policy: see LEAVES
                 continue
-            seen = child in self.done
-            replacement, taken = self.wrap(child)
-            module._modules[name] = replacement
-            wrapped += 0 if seen else taken
-        if (
-            only_children
-            or not has_forward(module)
-            or not self.policy(module=module, recurse=False, unwrapped_params=total - wrapped)
-        ):
+            if child not in done:
+                done[child] = wrap(child)
+                wrapped += done[child][1]
+            module._modules[name] = done[child][0]
+        if only_children or not has_forward(module):
             return module, wrapped
-        options = {**self.kwargs, **getattr(module, "_wrap_overrides", {})}
-        return self.wrapper(module, **options), total
+        if not auto_wrap_policy(module=module, recurse=False, unwrapped_params=total - wrapped):
+            return module, wrapped
+        options = {**kwargs, **getattr(module, "_wrap_overrides", {})}
+        return wrapper_cls(module, **options), total
+
+    return wrap(module, only_wrap_children)

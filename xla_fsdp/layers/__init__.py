@@ -1,9 +1,9 @@
 """Modules and functions that work on shards, or that avoid large intermediate tensors."""
 
 from .attention import scaled_dot_product_attention
-from .contraction import einsum
 from .cross_entropy import linear_cross_entropy
 from .gathering import all_gather_with_grad
+from .linear import einsum
 from .softmax import softmax
 
 __all__ = [

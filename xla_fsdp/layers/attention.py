@@ -25,7 +25,7 @@ import torch_xla.runtime as xr
 from torch.autograd.function import once_differentiable
 
 from ..tpu.chips import Chip, chip_of
-from .jax_call import Cost, call
+from .jax_call import Cost, JaxFunction, call
 from .saved_activations import ATTENTION, current_saved_activations
 
 Implementation = Literal["auto", "kernel", "math"]
@@ -341,72 +341,56 @@ class Splash:
 
         return SegmentIds(q=ids[0], kv=ids[0]) if ids else None
 
-    def work(self, shapes: Sequence[tuple[int, ...]]) -> _Work:
-        """The work of the kernels for arguments of ``shapes``."""
+    def costs(
+        self, shapes: Sequence[tuple[int, ...]], backward: bool, residuals: bool = False
+    ) -> Mapping[str, Cost]:
+        """The costs of the kernels of a pass, for arguments of ``shapes``."""
         (b, h, s, d), (_, g, t, _) = shapes[:2]
-        q, kv = block_of(s), block_of(t)
-        assert q is not None and kv is not None, (s, t)
-        rows, columns = range(s // q), range(t // kv)
-        visited = sum(not self.is_causal or j * kv < (i + 1) * q for i in rows for j in columns)
-        pairs = sum(min(i + 1, t) for i in range(s)) if self.is_causal else s * t
-        unit = self.matrix_unit
-        return _Work(
-            heads=b * h,
-            groups=b * g,
-            queries=s,
-            keys=t,
-            row=math.ceil(d / LANES) * LANES * self.itemsize,
-            block_q=q,
-            block_kv=kv,
-            visited=visited,
-            model=2 * b * h * pairs * d,
-            executed=2 * b * h * visited * q * kv * (math.ceil(d / unit) * unit),
+        block_q, block_kv = block_of(s), block_of(t)
+        assert block_q is not None and block_kv is not None, (s, t)
+        rows, columns = range(s // block_q), range(t // block_kv)
+        # Blocks of one head, and elements of scores in those of all heads.
+        visited = sum(
+            not self.is_causal or j * block_kv < (i + 1) * block_q for i in rows for j in columns
         )
+        scores = b * h * visited * block_q * block_kv
+        pairs = sum(min(i + 1, t) for i in range(s)) if self.is_causal else s * t
+        padded = math.ceil(d / self.matrix_unit) * self.matrix_unit
+        # Bytes of one position of one head, padded to registers.
+        row = math.ceil(d / LANES) * LANES * self.itemsize
+
+        def cost(matmuls: int, counted: int, bytes_: int) -> Cost:
+            """Executed FLOPs of N = ``matmuls`` over the scores include the masked part of visited
+            blocks and the padded head dimension; model FLOPs are those of ``counted`` of them, as
+            the formula needs."""
+            return Cost(
+                matmuls * 2 * scores * padded, bytes_, scores, counted * 2 * b * h * pairs * d
+            )
+
+        def by_queries(read: int, written: int) -> int:
+            """Bytes of a kernel that keeps a block of queries while it loops over keys and values:
+            ``read`` and ``written`` for each query, and keys and values once for every block."""
+            return b * h * (s * (read + written) + visited * block_kv * 2 * row)
+
+        def by_keys(read: int) -> int:
+            """Bytes of a kernel that keeps a block of keys while it loops over queries: ``read``
+            for each query of a visited block; for every query head, keys and values are read and
+            their gradients written."""
+            return b * h * visited * block_q * read + (h + g) * b * t * 2 * row
+
+        if not backward:
+            written = row + (LANES * _FLOAT if residuals else 0)
+            return {"splash_mha_fwd": cost(2, 2, by_queries(row, written))}
+        return {
+            # Scores, their gradient, and one matmul each for the gradients of values and keys.
+            "splash_mha_dkv": cost(4, 3, by_keys(2 * row + 2 * _SUBLANES * _FLOAT)),
+            # Scores, their gradient, and one matmul for the gradient of queries.
+            "splash_mha_dq": cost(3, 1, by_queries(2 * row + 2 * _FLOAT, row)),
+        }
 
 
 @dataclass(frozen=True)
-class _Work:
-    """The work of one pass over the scores.
-
-    ``heads`` and ``groups`` are the numbers of query and of key heads, times the batch. ``visited``
-    is the number of blocks of one head. ``model`` and ``executed`` are FLOPs of one matmul over the
-    scores: ``model`` as the formula needs, ``executed`` with the masked part of visited blocks and
-    the head dimension padded to the rows of a matrix unit. ``row`` is the number of bytes of one
-    position of one head, padded to registers.
-    """
-
-    heads: int
-    groups: int
-    queries: int
-    keys: int
-    row: int
-    block_q: int
-    block_kv: int
-    visited: int
-    model: int
-    executed: int
-
-    def cost(self, products: int, counted: int, bytes_: int) -> Cost:
-        """The cost of N = ``products`` matmuls over the scores; ``counted`` are model FLOPs."""
-        exponentials = self.heads * self.visited * self.block_q * self.block_kv
-        return Cost(products * self.executed, bytes_, exponentials, counted * self.model)
-
-    def by_queries(self, read: int, written: int) -> int:
-        """Bytes of a kernel that keeps a block of queries while it loops over keys and values:
-        ``read`` and ``written`` for each query, and keys and values once for every block."""
-        streamed = self.heads * self.visited * self.block_kv * 2 * self.row
-        return self.heads * self.queries * (read + written) + streamed
-
-    def by_keys(self, read: int) -> int:
-        """Bytes of a kernel that keeps a block of keys while it loops over queries: ``read`` for
-        each query of a visited block; for every query head, keys and values are read and their
-        gradients written."""
-        streamed = self.heads * self.visited * self.block_q * read
-        return streamed + (self.heads + self.groups) * self.keys * 2 * self.row
-
-
-@dataclass(frozen=True)
-class Forward:
+class Forward(JaxFunction):
     """(q (b, h, s, d), k and v (b, g, t, d), segment ids (b, s) or nothing) to the output
     (b, h, s, d) and, with ``residuals``, the logarithm of the sum of exponentials of the scores
     (b, h, s), float32."""
@@ -427,13 +411,11 @@ class Forward:
         return (result[0], result[1][0]) if self.residuals else (result,)
 
     def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        work = self.splash.work(shapes)
-        written = work.row + (LANES * _FLOAT if self.residuals else 0)
-        return {"splash_mha_fwd": work.cost(2, 2, work.by_queries(work.row, written))}
+        return self.splash.costs(shapes, backward=False, residuals=self.residuals)
 
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(JaxFunction):
     """(q, k, v, output, logarithm, gradient of the output, segment ids or nothing) to the gradients
     of q, k and v. Model FLOPs: four matmuls, twice the forward's; recomputed scores do not count.
     """
@@ -471,11 +453,4 @@ class Backward:
         return of_q.astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype)
 
     def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        work = self.splash.work(shapes)
-        read = 2 * work.row
-        return {
-            # Scores, their gradient, and one matmul each for the gradients of values and keys.
-            "splash_mha_dkv": work.cost(4, 3, work.by_keys(read + 2 * _SUBLANES * _FLOAT)),
-            # Scores, their gradient, and one matmul for the gradient of queries.
-            "splash_mha_dq": work.cost(3, 1, work.by_queries(read + 2 * _FLOAT, work.row)),
-        }
+        return self.splash.costs(shapes, backward=True)

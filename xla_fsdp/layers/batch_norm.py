@@ -77,7 +77,7 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        self.groups = _read(groups)
+        self.groups = None if groups is None else checked_groups("groups", groups, None)
 
     @classmethod
     def convert_sync_batchnorm(
@@ -97,7 +97,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        checked = _read(groups)
+        checked = None if groups is None else checked_groups("groups", groups, None)
         wrappers = [n for n, m in module.named_modules() if is_wrapper(m)]
         found = []
         for name, one in module.named_modules():
@@ -148,10 +148,6 @@ class SyncBatchNorm(_BatchNorm):
     def extra_repr(self) -> str:
         groups = "" if self.groups is None else f", groups={[list(g) for g in self.groups]}"
         return super().extra_repr() + groups
-
-
-def _read(groups: Sequence[Sequence[int]] | None) -> Groups | None:
-    return None if groups is None else checked_groups("groups", groups, None)
 
 
 def _require_convertible(name: str, module: nn.Module, wrappers: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ Shapes: t tokens, n width, m size of the vocabulary, c of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
 from ..tpu.compiler_options import require_loops_compile
-from .jax_call import Cost, call
+from .jax_call import JaxFunction, call
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -181,7 +180,7 @@ def _chunk_of(hidden: Any, weight: Any, labels: Any, first: Any, rows: int) -> t
 
 
 @dataclass(frozen=True)
-class _ForwardInJax:
+class _ForwardInJax(JaxFunction):
     """(hidden (t, n), weight (m, n), labels (t,)) to losses and logarithms of the sums of
     exponentials, (t,), float32."""
 
@@ -211,12 +210,9 @@ class _ForwardInJax:
         losses = logsumexp - (1 - smooth) * of_label - smooth / vocabulary * everything
         return self.settings.counted(labels, losses, vocabulary), logsumexp
 
-    def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        return {}  # no kernel
-
 
 @dataclass(frozen=True)
-class _BackwardInJax:
+class _BackwardInJax(JaxFunction):
     """(hidden, weight, labels, logarithms, gradients of the losses) to those of hidden and
     weight."""
 
@@ -245,6 +241,3 @@ class _BackwardInJax:
         start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weight.shape, weight.dtype)
         of_hidden, of_weight = self.settings.over_chunks(step, start, vocabulary)
         return of_hidden.astype(hidden.dtype), of_weight
-
-    def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        return {}

@@ -1,9 +1,11 @@
-"""``nn.Linear`` on inputs of three and more dimensions, without flattening them.
+"""``nn.Linear`` and ``einsum`` over any dimensions, in the form that the TPU compiler supports.
 
-PyTorch flattens the leading dimensions into one, and contracts over it for the gradient of the
-weight; this module contracts over all leading dimensions in one operation (``contraction.py``).
-Workload S on v5e:2x4: 46.5 to 39.4 million cycles, and 93 MiB less of temporaries
-(benchmarks/LOG.md).
+PyTorch computes ``nn.Linear`` and ``torch.einsum`` as matmuls: it flattens the dimensions that are
+not contracted, and copies tensors that must be transposed for that. XLA chooses the layout of
+tensors freely, for (batch, sequence, width) often with the sequence last, but a reshape requires
+the plain layout: a copy of every activation. A contraction over the original dimensions leaves
+the choice to XLA. Workload S on v5e:2x4: 46.5 to 39.4 million cycles, and 93 MiB less of
+temporaries (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -13,20 +15,146 @@ import string
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.backends
 from torch import nn
+from torch.autograd import forward_ad
 
-from ..collectives.order import prevent_recomputation
+from .. import xlac
+from ..collectives.order import after, prevent_recomputation
 from ..collectives.world import World
 from ..tpu.chips import chip_of
-from .contraction import Product, contracts
+
+# The dimensions of both factors and of the result: one letter each.
+Equation = tuple[str, str, str]
+
+
+def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``torch.einsum`` of two factors, without flattening or transposing them on a TPU.
+
+    For example, attention heads in the layout in which they are used: with ``x`` (b, s, w) and a
+    weight (h, d, w), ``einsum("bsw,hdw->bhsd", x, weight)`` gives the queries of all heads, and
+    both matmuls of attention can read them directly. docs/design/benchmarks.md compares this with
+    ``nn.Linear`` and views on workload S.
+
+    All other cases call ``torch.einsum``: an equation that is not such a contraction (a letter
+    twice in one factor, or in one factor only and not in the result; an ellipsis; no result given),
+    factors of two dtypes, autocast, and tensors that are not on XLA.
+
+    Args:
+        equation: such as ``"bqhd,bkhd->bhqk"``.
+
+    Raises:
+        ValueError: the equation does not match the factors (torch_xla's einsum does not check it).
+    """
+    letters = _letters(equation, x, y)
+    if letters is None or not contracts(x, y):
+        return torch.einsum(equation, x, y)
+    return Product.apply(x, y, letters)
+
+
+def contracts(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether ``Product`` supports these tensors with the same result as torch."""
+    return (
+        x.is_xla  # type: ignore[attr-defined]  # not in torch's stubs
+        and y.is_xla  # type: ignore[attr-defined]
+        and x.dtype == y.dtype
+        and x.dtype.is_floating_point
+        and not torch.is_autocast_enabled("xla")
+        # torch_xla's contraction would ignore another precision.
+        and torch_xla.backends.get_mat_mul_precision() == "default"
+        and forward_ad._current_level < 0
+    )
+
+
+def _letters(equation: str, x: torch.Tensor, y: torch.Tensor) -> Equation | None:
+    """The letters of ``equation``, if it is a supported contraction and fits ``x`` and ``y``."""
+    factors, arrow, output = equation.replace(" ", "").partition("->")
+    of_x, comma, of_y = factors.partition(",")
+    each = of_x, of_y, output
+    if not (arrow and comma and all(_once(letters) for letters in each)):
+        return None
+    what = f"einsum({equation!r}) of factors of {tuple(x.shape)} and {tuple(y.shape)}"
+    if (x.dim(), y.dim()) != (len(of_x), len(of_y)):
+        raise ValueError(f"{what}: each needs one letter for each of its dimensions")
+    of_second = dict(zip(of_y, y.shape, strict=True))
+    broadcast = False
+    for letter, size in zip(of_x, x.shape, strict=True):
+        other = of_second.get(letter, size)
+        if size != other and 1 not in (size, other):
+            raise ValueError(f"{what}: {letter!r} has two sizes, which must be equal")
+        broadcast |= size != other
+    return None if broadcast or any(_alone(letters, each) for letters in each) else each
+
+
+def _once(letters: str) -> bool:
+    return len(set(letters)) == len(letters) and set(letters) <= set(string.ascii_letters)
+
+
+def _alone(letters: str, each: Equation) -> bool:
+    """Whether one of ``letters`` occurs only once in ``each``."""
+    return any(sum(letter in other for other in each) < 2 for letter in letters)
+
+
+class Product(torch.autograd.Function):
+    """``apply(x, y, equation, frees)``: a contraction, differentiable any number of times.
+
+    ``frees``: the backward computes the gradient of ``x`` only after that of ``y``, which is the
+    last operation that reads ``x``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, y: torch.Tensor, equation: Equation, frees: bool = False
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.equation, ctx.frees = equation, frees
+        return _contracted(x, y, equation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        of_x, of_y, of_grad = ctx.equation
+        grads: list[torch.Tensor | None] = [None, None, None, None]
+        if ctx.needs_input_grad[1]:
+            grads[1] = Product.apply(grad, x, (of_grad, of_x, of_y))
+        if ctx.needs_input_grad[0]:
+            if ctx.frees and grads[1] is not None:
+                (grad,) = after([grad], [grads[1]])
+            grads[0] = Product.apply(grad, y, (of_grad, of_y, of_x))
+        return tuple(grads)
+
+
+def _contracted(x: torch.Tensor, y: torch.Tensor, equation: Equation) -> torch.Tensor:
+    """The sum over the dimensions that ``x`` and ``y`` share and the result lacks. Not
+    ``torch.einsum``, which takes four times as much host time in every step."""
+    of_x, of_y, output = equation
+    batch = [letter for letter in of_x if letter in of_y and letter in output]
+    rest = [letter for letter in output if letter not in batch]
+    if rest and rest[0] not in of_x:  # the remaining dimensions of the first factor come first
+        x, of_x, y, of_y = y, of_y, x, of_x
+    shared = [letter for letter in of_x if letter in of_y and letter not in output]
+    contracting = _dims(of_x, shared), _dims(of_y, shared)
+    batched = _dims(of_x, batch), _dims(of_y, batch)
+    product = xlac.dot_general(x, y, (contracting, batched), None)
+    made = [*batch, *(letter for letter in of_x + of_y if letter in rest)]
+    if made == list(output):
+        return product
+    return product.permute([made.index(letter) for letter in output])
+
+
+def _dims(letters: str, some: list[str]) -> list[int]:
+    return [letters.index(letter) for letter in some]
+
+
+# -- nn.Linear -----------------------------------------------------------------------------------
 
 # From this many elements of a weight on, :func:`frees_input` applies.
 LARGE = 1 << 21
-
 
 # Names of the layers of attention in transformers and other libraries.
 _MAKE_HEADS = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v")
@@ -43,55 +171,26 @@ class Heads:
     size: int
     made: bool
 
-    def fit(self, weight: torch.Tensor) -> bool:
-        """Whether the rows (or columns) of a ``weight`` (m, n) are complete heads."""
-        return weight.shape[0 if self.made else 1] % self.size == 0
-
-
-def linear(
-    module: nn.Linear,
-    input: torch.Tensor,
-    keep: bool = False,
-    frees: bool = False,
-    heads: Heads | None = None,
-) -> torch.Tensor:
-    """The result of ``module`` for ``input`` ``(..., n)``: ``(..., m)``.
-
-    ``keep``: if there will be a backward, store ``input`` until then. ``frees``: free it after this
-    layer's backward. ``heads``: the heads in the last dimension of the input or output.
-    """
-    weight, bias = module.weight, module.bias
-    # PyTorch raises the error for a wrong width.
-    if input.dim() > 2 and contracts(input, weight) and input.shape[-1] == weight.shape[1]:
-        # The gradient of a frozen weight, which would need the input again, is not computed. A
-        # parameter is not stored but gathered again.
-        own = input if input._base is None else input._base
-        keep = keep and not isinstance(own, nn.Parameter)
-        if keep and torch.is_grad_enabled() and weight.requires_grad:
-            input = prevent_recomputation(input)
-        leading = string.ascii_lowercase[: input.dim() - 1]
-        made, taken = "M", "N"
-        if heads is not None and heads.fit(weight):
-            parts = (-1, heads.size)
-            if heads.made:
-                made, weight = "HM", weight.unflatten(0, parts)
-                bias = None if bias is None else bias.unflatten(0, parts)
-            else:
-                taken, weight, input = "HN", weight.unflatten(1, parts), input.unflatten(-1, parts)
-        y = Product.apply(input, weight, (leading + taken, made + taken, leading + made), frees)
-        y = y if bias is None else y + bias
-        return y.flatten(-2) if made == "HM" else y
-    return F.linear(input, weight, bias)
-
 
 # The linear layers of a module that are computed here, with the heads of each.
 Layers = dict[nn.Linear, Heads | None]
 
 
 def layers_in(modules: Iterable[nn.Module]) -> Layers:
-    """The ``modules`` that :func:`linear` can compute, with the heads of each."""
+    """The ``modules`` with the forward of ``nn.Linear``, which can be replaced, with the heads of
+    each.
+
+    Without those of parametrized weights (LoRA, spectral norm), which are computed again at every
+    access.
+    """
     modules = list(modules)
-    found: Layers = {m: None for m in modules if applies_to(m)}
+    found: Layers = {
+        module: None
+        for module in modules
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "weight" in module._parameters
+    }
     for parent in modules:
         size = next((vars(parent)[name] for name in _SIZES if name in vars(parent)), None)
         if type(size) is not int or size < 1:
@@ -101,18 +200,6 @@ def layers_in(modules: Iterable[nn.Module]) -> Layers:
             if isinstance(layer, nn.Linear) and layer in found:
                 found[layer] = Heads(size, made=name in _MAKE_HEADS)
     return found
-
-
-def applies_to(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether the forward of ``module`` is that of ``nn.Linear``, and can be replaced.
-
-    Not for parametrized weights (LoRA, spectral norm), which are computed again at every access.
-    """
-    return (
-        isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and "weight" in module._parameters
-    )
 
 
 def stores_input(module: nn.Linear, world: World) -> bool:
@@ -156,8 +243,9 @@ def recomputed_later() -> Iterator[None]:
 
 
 def replace_forwards(layers: Layers, world: World, in_loop: bool = False) -> None:
-    """Makes ``layers`` compute with :func:`linear` until :func:`restore_forwards`, except those
-    whose forward other code replaced. ``in_loop``: in scanned blocks, which recompute each."""
+    """Makes ``layers`` compute without flattening their inputs until :func:`restore_forwards`,
+    except those whose forward other code replaced. ``in_loop``: in scanned blocks, which recompute
+    each."""
     for module, heads in layers.items():
         keep, frees = stores_input(module, world), in_loop and frees_input(module)
         module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
@@ -171,12 +259,42 @@ def restore_forwards(layers: Layers) -> None:
 
 
 class _Contraction:
-    """The forward of a module while it is replaced."""
+    """The forward of ``module`` while it is replaced.
+
+    Args:
+        keep: if there will be a backward, store the input until then.
+        frees: free the input after this layer's backward.
+        heads: the heads in the last dimension of the input or output.
+    """
 
     def __init__(self, module: nn.Linear, keep: bool, frees: bool, heads: Heads | None) -> None:
         self.module = module
         self.keep, self.frees, self.heads = keep, frees, heads
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The result for ``input`` ``(..., n)``: ``(..., m)``."""
+        weight, bias, heads = self.module.weight, self.module.bias, self.heads
+        # PyTorch raises the error for a wrong width.
+        supported = input.dim() > 2 and contracts(input, weight)
+        if not supported or input.shape[-1] != weight.shape[1]:
+            return F.linear(input, weight, bias)
+        # The gradient of a frozen weight, which would need the input again, is not computed. A
+        # parameter is not stored but gathered again.
+        own = input if input._base is None else input._base
+        keep = self.keep and not isinstance(own, nn.Parameter)
+        if keep and torch.is_grad_enabled() and weight.requires_grad:
+            input = prevent_recomputation(input)
         frees = self.frees or (self.keep and _recomputed.get() and frees_input(self.module))
-        return linear(self.module, input, self.keep, frees, self.heads)
+        leading = string.ascii_lowercase[: input.dim() - 1]
+        made, taken = "M", "N"
+        # The rows (or columns) of the weight are complete heads.
+        if heads is not None and weight.shape[0 if heads.made else 1] % heads.size == 0:
+            parts = (-1, heads.size)
+            if heads.made:
+                made, weight = "HM", weight.unflatten(0, parts)
+                bias = None if bias is None else bias.unflatten(0, parts)
+            else:
+                taken, weight, input = "HN", weight.unflatten(1, parts), input.unflatten(-1, parts)
+        y = Product.apply(input, weight, (leading + taken, made + taken, leading + made), frees)
+        y = y if bias is None else y + bias
+        return y.flatten(-2) if made == "HM" else y

@@ -1,60 +1,50 @@
-"""``scan_blocks``: equal blocks, traced and compiled once for any number of them."""
+"""``scan_blocks``: equal blocks, traced and compiled once for any number of them, as two loops.
+
+Forward: an iteration gathers one block's parameters, computes, and stores only its input. Backward,
+in reverse: an iteration gathers again, recomputes the block with a graph, and reduce-scatters the
+gradients. All tensors of an iteration end with it, so there is nothing to free, and no barrier is
+needed to keep gathers in their place.
+
+With ``prefetch``, an iteration gathers the parameters of the next block and passes them on, so that
+they are sent while this block computes. The other ties follow from how the TPU compiler behaves
+(docs/design/communication.md). Gathers of one block come after those of the block before; otherwise
+the compiler mixes them, and most gathers are not overlapped. In the backward, the gradient waits
+for the gathers, and a block for the reductions of the block before. So gathers are overlapped with
+the recomputation and not with the reductions, during which nothing else runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .. import xlac
+from ..collectives import host_memory
+from ..collectives.order import Event, Order, Wait
+from ..layers.saved_activations import SavedActivations
 from ..names import WRAPPED_PREFIX, dotted, names_hook
+from ..remat import without_checkpoints
 from ..sharded_module import finish_unit
 from ..sharding import metadata
+from ..sharding.block_state import BlockState
+from ..sharding.freeing import stamps
+from ..sharding.gathering import raise_changed_before_backward
 from ..sharding.layout import spec_of
 from ..sharding.options import SCAN, FSDPOptions, takes_options
 from ..sharding.sharded_parameter import as_sharded, local
 from ..sharding.user_checks import raise_if_on_other_device, require_plain_call, require_values
 from ..tpu import compiler_options
+from ..tree import separate_tensors, with_tensors
 from ..wrapper import XlaFullyShardedDataParallel
-from .building import ScanBuilder
-from .run import Run
-from .unit import ScanUnit, Stack
-
-
-class Scan(torch.autograd.Function):
-    """``apply(run, x, number_of_constants, *constants, *stacked shards)``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: Run, x: torch.Tensor, number: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        y, *kept = run.forward(x, run.unit.sources)
-        if kept:
-            ctx.run, ctx.number, ctx.kept = run, number, len(kept)
-            # Not the shards: torch drops the hooks of a leaf that a custom function saves while
-            # saved-tensor hooks are active, as they are within a wrapper.
-            ctx.save_for_backward(*kept, *tensors[:number])
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.run.require_shards_unchanged()
-        kept, constants = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
-        needs, number = ctx.needs_input_grad[3:], ctx.number
-        of_x, of_constants, of_stacks = ctx.run.backward(
-            grad,
-            kept,
-            ctx.run.unit.sources,
-            constants,
-            (needs[:number], needs[number:]),
-        )
-        # Autograd may have saved other tensor objects with the same values.
-        of_stacks = ctx.run.unit.gradients.given(ctx.run.unit.shards, of_stacks)
-        return None, of_x, None, *of_constants, *of_stacks
+from . import checks
+from .loop import Tensors, loop
+from .unit import ScanBuilder, ScanUnit, Stack
 
 
 @takes_options(SCAN)
@@ -134,10 +124,10 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         x, args = inputs[0], inputs[1:]
         require_values([("", unit)], "the first forward was called")
         try:
-            run = Run(unit, x, (args, kwargs))
+            run = _Run(unit, x, (args, kwargs))
             # Gather nothing early for the next unit: it would stay in memory during the loop.
             unit.order.end_forward()
-            return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
+            return _Scan.apply(run, x, *run.constants, *unit.shards)
         except RuntimeError as error:
             raise_if_on_other_device(
                 type(self).__name__, (x, args, kwargs), unit.world.device, error
@@ -251,3 +241,293 @@ def _stack_state(
 def _by_name(module: ScannedBlocks) -> dict[str, Stack]:
     unit = module._unit
     return {name: stack for stack in [*unit.parameters, *unit.buffers] for name in stack.names}
+
+
+# -- the loops ---------------------------------------------------------------------------------
+
+
+class _Scan(torch.autograd.Function):
+    """``apply(run, x, *constants, *stacked shards)``."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        y, *kept = run.forward(x)
+        if kept:
+            ctx.run, ctx.kept = run, len(kept)
+            # Not the shards: torch drops the hooks of a leaf that a custom function saves while
+            # saved-tensor hooks are active, as they are within a wrapper.
+            ctx.save_for_backward(*kept, *tensors[: len(run.constants)])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved, (_, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
+        kept, constants = saved[: ctx.kept], saved[ctx.kept :]
+        needed = needs[: len(constants)], needs[len(constants) :]
+        of_x, of_constants, of_stacks = ctx.run.backward(grad, kept, constants, needed)
+        return None, of_x, *of_constants, *of_stacks
+
+
+class _Run:
+    """One call of scanned blocks, until its backward.
+
+    Args:
+        inputs: the further arguments of the blocks besides the carried tensor, ``(args, kwargs)``.
+    """
+
+    def __init__(self, unit: ScanUnit, x: torch.Tensor, inputs: tuple[tuple, dict]):
+        checks.require_unchanged_structure(unit)
+        self.unit = unit
+        self.constants, self.inputs = separate_tensors(inputs)
+        self.sliced = [stack for stack in unit.buffers if not stack.shared]
+        self.shared = [stack for stack in unit.buffers if stack.shared]
+        # The current buffers: a forward that updates them replaces the tensors.
+        self.buffers = [s.value for s in self.sliced], [s.value for s in self.shared]
+        self.needs_backward = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (x, *self.constants, *unit.shards)
+        )
+        # Whether the inputs are stored in host memory until the backward.
+        self.offloads = unit.options.offload and self.needs_backward and host_memory.can_offload(x)
+        self.seed = xm.get_rng_state(str(unit.world.device))
+        self.modes = [(module, module.training) for module in unit.module.modules()]
+        self._stamps = stamps(unit.shards)
+        self.prefetch = unit.options.prefetch and bool(unit.parameters)
+        # Numbers of the parameters of which the forward stores pieces, see SecondaryShards.
+        self.pieces: list[int] = []
+        self.recorded = 0  # how many values of a block the forward saves, besides its input
+        self.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
+
+    def forward(self, x: torch.Tensor) -> Tensors:
+        """The result of the last block, and what the backward needs from all blocks.
+
+        These are: the last block's parameters, if parameters are prefetched, and its input, if
+        inputs are offloaded; the inputs of all blocks, ``(depth, *x.shape)``; the pieces of their
+        parameters from which the backward gathers; and the values that ``keep`` names.
+        """
+        updated: list[int] = []  # numbers of sliced buffers
+        stacks = self.unit.sources
+        count, prefetch = len(stacks), self.prefetch
+
+        def gathered(shards: Tensors, x: torch.Tensor, order: Order) -> tuple[Tensors, Tensors]:
+            """One block's parameters, and the pieces of them that are stored."""
+            secondary = self.unit.secondary() if self.needs_backward else None
+            full = self.unit.gather_block(shards, x, order, secondary)
+            if secondary is None:
+                return full, []
+            self.pieces = list(secondary.pieces)
+            return full, list(secondary.pieces.values())
+
+        def body(carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
+            x, *carry = carry
+            shards, buffers = slices[:count], self._buffers(slices[count:], constants)
+            following: Tensors = []
+            if prefetch:
+                full, pieces = carry[:count], carry[count : len(first)]
+                order = self.unit.order_after(full[self.unit.comms.last_gathered(self.unit.stored)])
+                whole, parts = gathered(shards, x, order)
+                following = [*whole, *parts]
+            else:
+                full, pieces = gathered(shards, x, Order())
+            saved = SavedActivations(self.unit.options.keep if self.needs_backward else ())
+            y, after = self._compute(x, full, buffers, constants, saved)
+            saved.require_all_called()
+            self.recorded = len(saved.values)
+            updated.extend(self._updated(buffers, after))
+            kept = [x] if self.needs_backward else []
+            if self.offloads:
+                kept, following = [host_memory.to_host(x)], [*following, x]
+            values = saved.values
+            return [y, *following], [*kept, *pieces, *values, *(after[n] for n in updated)]
+
+        sliced, shared = self.buffers
+        first: Tensors = []  # the parameters of the first block
+        if prefetch:
+            whole, parts = gathered([torch.select_copy(s, 0, 0) for s in stacks], x, Order())
+            first = [*whole, *parts]
+        # The backward starts with the last block. Its input need not go to the host: it is part of
+        # the carry, so it is there at the end. So are its parameters, if they are prefetched: the
+        # last iteration has no next block to gather.
+        (y, *last), results = loop(
+            body,
+            [x, *first, *([x] if self.offloads else [])],
+            [*stacks, *sliced],
+            [*(constant.detach() for constant in self.constants), *shared],
+            self.unit.world.device,
+            ahead=range(len(stacks)) if prefetch else (),
+            unroll=self.unroll,
+        )
+        if prefetch:
+            del last[count : len(first)]
+        number_kept = 1 + len(self.pieces) + self.recorded if self.needs_backward else 0
+        kept, results = results[:number_kept], results[number_kept:]
+        for number, value in zip(updated, results, strict=True):
+            self.sliced[number].put(value)
+        return [y, *last, *kept] if self.needs_backward else [y]
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        constants: Sequence[torch.Tensor],
+        needed: tuple[Sequence[bool], Sequence[bool]],
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the first input, of the constants and of the stacked shards.
+
+        Raises RuntimeError if a parameter changed since the forward.
+
+        ``kept``: the results of the forward except the first. ``needed``: which constants and which
+        shards need gradients.
+        """
+        stacks = self.unit.sources
+        count, pieces, prefetch = len(stacks), len(self.pieces), self.prefetch
+        which = [number for number, needs in enumerate(needed[0]) if needs]
+        reduced: list[int] = []
+
+        def body(carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
+            x, *slices = slices
+            following = []
+            if self.offloads:  # this block's input was copied while the next block was computed
+                following, x = [host_memory.to_device(x)], carry.pop()
+            secondary = self.unit.secondary(dict(zip(self.pieces, slices, strict=False)))
+            shards, slices = slices[pieces : pieces + count], slices[pieces + count :]
+            saved = SavedActivations(self.unit.options.keep, slices[: self.recorded])
+            buffers = self._buffers(slices[self.recorded :], constants)
+            # In the order of the forward, because this starts with its recomputation.
+            if prefetch:
+                grad, *carry = carry
+                full, carry = carry[-count:], carry[:-count]
+                order = self.unit.order_after(grad)
+                x = order.delay(x)
+                whole = self.unit.gather_block(shards, grad, order, secondary)
+                # All gathers but the last: no matmul of the recomputation remains to overlap it.
+                grad = order.delay(grad, Wait(Event.GATHER, 1))
+                carry, following = [grad, *carry], [*whole, *following]
+            else:
+                full = self.unit.gather_block(shards, carry[0], Order(), secondary)
+            # The results of collectives have no graph: these are its leaves.
+            x = x.detach().requires_grad_()
+            full = [f.detach().requires_grad_(n) for f, n in zip(full, needed[1], strict=True)]
+            constants = [
+                constant.detach().requires_grad_(number in which)
+                for number, constant in enumerate(constants)
+            ]
+            leaves = [x, *(constants[n] for n in which), *(f for f in full if f.requires_grad)]
+            with torch.enable_grad(), _in_modes(self.modes):
+                y, after = self._compute(x, full, buffers, constants, saved)
+            checks.require_known_graph(self.unit.module, y, leaves)
+            for stack, buffer in zip(self.unit.buffers, after, strict=True):
+                checks.require_no_graph(self.unit.module, stack.name, buffer)
+            found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
+            of_x = next(found)
+            sums = [_sum(total, next(found)) for total in carry[1:]]
+            of_full = [next(found) if needs else None for needs in needed[1]]
+            shares = self.unit.reduce_block(shards, of_full, memory)
+            reduced.extend(shares)
+            of_x = _sum(torch.zeros_like(x), of_x)
+            if prefetch:
+                of_x = order.delay(self.unit.after_reductions(of_x, shares.values()))
+            return [of_x, *sums, *following], list(shares.values())
+
+        now = stamps(self.unit.shards)
+        for stack, found, before in zip(self.unit.parameters, now, self._stamps, strict=True):
+            if found != before:
+                raise_changed_before_backward(self.unit.comms.label + stack.name)
+        # Gather nothing early for the next unit: it would stay in memory during the loop.
+        self.unit.order.end_backward()
+        memory = BlockState(self.unit.depth)
+        sliced, shared = self.buffers
+        zeros = [torch.zeros_like(constants[number]) for number in which]
+        size = len(kept) - 1 - pieces - self.recorded
+        last, kept, recorded = kept[:size], kept[size:][: 1 + pieces], kept[size:][1 + pieces :]
+        (of_x, *of_constants), results = loop(
+            body,
+            [grad, *zeros, *last],
+            [*kept, *stacks, *recorded, *sliced],
+            [*constants, *shared],
+            self.unit.world.device,
+            seed=self.seed,
+            reverse=True,
+            ahead=[*range(not self.offloads, 1 + pieces + count)] if prefetch else range(len(last)),
+            memory=memory,
+            unroll=self.unroll,
+        )
+        by_constant = dict(zip(which, of_constants, strict=False))
+        by_stack: list[torch.Tensor | None] = [None] * count
+        for number, share in zip(reduced, results, strict=True):
+            widens = self.unit.stored[number].widens
+            by_stack[number] = share if widens else share.to(stacks[number].dtype)
+        # Autograd may have saved other tensor objects with the same values.
+        by_stack = self.unit.gradients.given(self.unit.shards, by_stack)
+        return of_x, [by_constant.get(number) for number in range(len(constants))], by_stack
+
+    @property
+    def unroll(self) -> int:
+        """The number of blocks in one iteration of the compiled loop: two if parameters are
+        prefetched, because these alternate between two places in memory. On CPU ranks always one
+        (a program may use each collective's number only once), with a copy between the places."""
+        return 2 if self.prefetch and self.unit.world.context is None else 1
+
+    def _buffers(self, slices: Tensors, constants: Tensors) -> Tensors:
+        """One block's buffers, in the unit's order."""
+        sliced, shared = iter(slices), iter(constants[len(self.constants) :])
+        return [next(shared if stack.shared else sliced) for stack in self.unit.buffers]
+
+    def _compute(
+        self,
+        x: torch.Tensor,
+        full: Tensors,
+        buffers: Tensors,
+        constants: Tensors,
+        saved: SavedActivations,
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Runs one block; returns its result and its updated buffers."""
+        args, kwargs = with_tensors(self.inputs, constants)
+        enabled, dtype = self.autocast
+        with contextlib.ExitStack() as stack:
+            # Casts must not be cached from one trace to the next.
+            stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
+            stack.enter_context(self.unit.installed(full, buffers))
+            stack.enter_context(saved.over(self.unit.module))
+            # The backward recomputes the entire block anyway.
+            stack.enter_context(without_checkpoints())
+            stack.enter_context(checks.ForbidHostRandomNumbers(self.unit.module))
+            given = checks.inputs_of([x, *full, *buffers, *constants])
+            stack.enter_context(checks.forbid_lost_changes(self.unit, full, given))
+            y = self.unit.module(x, *args, **kwargs)
+            after = [buffer.value for buffer in self.unit.buffers]
+        checks.require_like(y, x, self.unit.module)
+        return y, after
+
+    def _updated(self, before: Tensors, after: Tensors) -> list[int]:
+        """Numbers of the sliced buffers that a forward has updated."""
+        numbers = []
+        pending = xlac.are_pending(after)
+        sliced = 0
+        for stack, old, new, changed in zip(self.unit.buffers, before, after, pending, strict=True):
+            if (changed or new is not old) and stack.shared:
+                raise ValueError(
+                    f"the forward of a block updates its buffer {stack.name}, which all blocks "
+                    "share. Give each block a separate buffer"
+                )
+            if changed or new is not old:
+                numbers.append(sliced)
+            sliced += not stack.shared
+        return numbers
+
+
+@contextlib.contextmanager
+def _in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Within, each of these modules is in training mode (True) or in evaluation mode."""
+    others = [(module, now) for module, was in modes if (now := module.training) is not was]
+    for module, now in others:
+        module.training = not now
+    try:
+        yield
+    finally:
+        for module, now in others:
+            module.training = now
+
+
+def _sum(total: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
+    return total if part is None else total + part

@@ -1,23 +1,275 @@
-"""Operations that a scanned block must not do: they would be lost, or give wrong results."""
+"""What scanned blocks must not be or do: differ in more than the values of their parameters and
+buffers, or, in a forward, operations that would be lost or give wrong results in a loop."""
 
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from .. import xlac
+from ..checkpoint.readable_tensor import is_dense, same_bits
 from ..names import dotted
 from ..sharding.freeing import free_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward
+from ..sharding.mixed_precision import is_float32_hook
 from ..sharding.sharded_tensor import raise_replaced, sharded_tensor_of
 from ..tree import tensors_in
-from .equality import require_no_hooks
-from .unit import ScanUnit
+
+if TYPE_CHECKING:
+    from .unit import ScanUnit
+
+Described = dict[str, Any]
+
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+# The prefix of attributes that this package sets on parameters; they are not compared.
+_OURS = "_xla_fsdp"
+_MUST_BE_EQUAL = "blocks must be equal in all but the values of parameters and buffers"
+_MAKE_EQUAL = "Make them equal, or wrap each block separately"
+_BY_VALUE = (bool, int, str, bytes, range, torch.dtype, torch.device, types.CodeType)
+
+
+def describe(block: nn.Module) -> Described:
+    """The properties of a block that stacking depends on, by dotted name in the block.
+
+    Classes of modules; names, shapes, dtypes and ``requires_grad`` of parameters; which of them are
+    shared; names, shapes and dtypes of buffers.
+    """
+    found: Described = {}
+    first: dict[int, str] = {}
+    for path, module in block.named_modules(remove_duplicate=False):
+        # parametrize gives each module a new class.
+        found[path or "the block"] = parametrize.type_before_parametrizations(module)
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                own = dotted(path, name)
+                found[own] = None if tensor is None else _tensor(kind, tensor, first, own)
+        for name in module._buffers:
+            if name in module._non_persistent_buffers_set:
+                found[f"persistence of {dotted(path, name)}"] = False
+        require_no_hooks(path, module)
+        if isinstance(module, nn.RNNBase):
+            raise ValueError(
+                f"module {path!r} of a block is a recurrent {type(module).__name__}, which "
+                "scan_blocks does not support. Wrap each block separately"
+            )
+    return found
+
+
+def require_no_hooks(path: str, module: nn.Module) -> None:
+    """Raises ValueError if ``module``, called ``path`` in a block, has hooks."""
+    for hooks in _HOOKS:
+        registered = getattr(module, hooks, None) or {}
+        if not all(map(is_float32_hook, registered.values())):
+            raise ValueError(
+                f"module {path or type(module).__name__!r} of a block has hooks "
+                f"({hooks.strip('_')}). Scanned blocks are traced once for all, so a hook would be "
+                "called for one block only: remove it, or wrap each block separately"
+            )
+
+
+def require_same(first: Described, other: Described, number: int) -> None:
+    """Raises ValueError that names the first difference between block 0 and block ``number``."""
+    for name in [*first, *(name for name in other if name not in first)]:
+        a, b = first.get(name, _ABSENT), other.get(name, _ABSENT)
+        if a != b:
+            difference = f"{name}: {_shown(a)} in block 0, {_shown(b)} in block {number}"
+            raise ValueError(f"{_MUST_BE_EQUAL}; {difference}. {_MAKE_EQUAL}")
+    if [*first] != [*other]:
+        raise ValueError(
+            f"{_MUST_BE_EQUAL}; block {number} has its modules or parameters in another order than "
+            f"block 0. {_MAKE_EQUAL}"
+        )
+
+
+def require_same_attributes(
+    first: nn.Module, other: nn.Module, number: int, ignore: Collection[str]
+) -> None:
+    """Raises ValueError unless the attributes of modules, parameters and buffers of ``first`` and
+    of ``other``, which is block ``number``, are known to be equal.
+
+    Attributes named in ``ignore`` are left out. Numbers, strings, tensors on the host and
+    containers are compared by value; functions by their code, defaults and closures; every other
+    object by what pickle would store of it.
+    """
+    comparison = _Comparison(number)
+    modules = [list(block.named_modules(remove_duplicate=False)) for block in (first, other)]
+    attributes: list[tuple[str, dict, dict]] = []
+    for (path, a), (_, b) in zip(*modules, strict=True):
+        comparison.note_partners(a, b)
+        attributes.append((path, vars(a), vars(b)))
+        for mine, its in ((a._parameters, b._parameters), (a._buffers, b._buffers)):
+            for name, tensor in mine.items():
+                if tensor is not None:
+                    comparison.note_partners(tensor, its[name])
+                    attributes.append((dotted(path, name), vars(tensor), vars(its[name])))
+    for path, mine, its in attributes:
+        for name in [*mine, *(name for name in its if name not in mine)]:
+            if name not in ignore and name not in _MACHINERY and not name.startswith(_OURS):
+                comparison.attribute = name
+                comparison.require_equal(
+                    dotted(path, name), mine.get(name, _ABSENT), its.get(name, _ABSENT)
+                )
+
+
+class _Comparison:
+    """Compares an attribute of block 0 with that of block ``number``, and raises ValueError unless
+    they are equal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.attribute = ""
+        # Maps modules, parameters and buffers of either block to their counterparts in the other.
+        self._partners: dict[int, Any] = {}
+        # Pairs whose comparison has begun: objects may contain themselves.
+        self._begun: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def note_partners(self, a: Any, b: Any) -> None:
+        self._partners[id(a)], self._partners[id(b)] = b, a
+
+    def require_equal(self, name: str, a: Any, b: Any) -> None:
+        if a is b:
+            return
+        if id(a) in self._partners or id(b) in self._partners:
+            if self._partners.get(id(a)) is not b:
+                self._raise_different(name, a, b)
+        elif type(a) is not type(b) or isinstance(a, type):
+            self._raise_different(name, a, b)
+        elif isinstance(a, (float, complex)):
+            if repr(a) != repr(b):  # the sign of zero counts, NaN is equal to itself
+                self._raise_different(name, a, b)
+        elif type(a) in _BY_VALUE:
+            if a != b:
+                self._raise_different(name, a, b)
+        elif isinstance(a, torch.Tensor):
+            if not (is_dense(a) and is_dense(b) and a.device.type == b.device.type == "cpu"):
+                self._cannot_compare(name, a)
+            if a.requires_grad is not b.requires_grad or not same_bits(a, b):
+                self._raise_different(name, a, b)
+        elif (id(a), id(b)) not in self._begun:
+            self._begun[id(a), id(b)] = a, b
+            mine, its = (self._contents(name, value) for value in (a, b))
+            if [part for part, _ in mine] != [part for part, _ in its]:
+                self._raise_different(name, a, b)
+            for (part, x), (_, y) in zip(mine, its, strict=True):
+                self.require_equal(part, x, y)
+
+    def _contents(self, name: str, value: Any) -> list[tuple[str, Any]]:
+        """The named parts that define ``value``."""
+        if type(value) is dict:
+            keys = list(value)
+            if all(type(key) is str for key in keys):
+                return [(dotted(name, key), value[key]) for key in keys]
+            return [(name, part) for item in value.items() for part in item]
+        if type(value) in (list, tuple):
+            return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
+        if type(value) in (set, frozenset):
+            try:
+                return [(name, item) for item in sorted(value)]
+            except TypeError:
+                self._cannot_compare(name, value)
+        if isinstance(value, types.FunctionType):
+            return list(_contents_of_function(name, value))
+        if isinstance(value, types.MethodType):
+            return [(name, value.__func__), (name, value.__self__)]
+        try:
+            stored = None if type(value) is object else value.__reduce_ex__(4)
+        except Exception:
+            stored = None
+        if not isinstance(stored, tuple):
+            self._cannot_compare(name, value)
+        parts = []
+        for one in stored:
+            if isinstance(one, Iterator):  # of the items, for subclasses of list or dict
+                one = list(one)
+            parts.append((name, one))
+        return parts
+
+    def _raise_different(self, name: str, a: Any, b: Any) -> NoReturn:
+        difference = f"{name}: {_shown(a)} in block 0, {_shown(b)} in block {self.number}"
+        raise ValueError(f"{_MUST_BE_EQUAL}; {difference}. {self._remedy}")
+
+    def _cannot_compare(self, name: str, value: Any) -> NoReturn:
+        raise ValueError(
+            f"{_MUST_BE_EQUAL}, and {name} of blocks 0 and {self.number} cannot be compared: "
+            f"{_shown(value)}. {self._remedy}"
+        )
+
+    @property
+    def _remedy(self) -> str:
+        return (
+            "Give all blocks the same object, or wrap each block separately; if the forward does "
+            f"not depend on it, name it in ignore=[{self.attribute!r}]"
+        )
+
+
+def _contents_of_function(name: str, value: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    yield f"the code of {name}", value.__code__
+    yield f"the globals of {name}", id(value.__globals__)
+    yield f"the defaults of {name}", (value.__defaults__, value.__kwdefaults__)
+    yield name, value.__dict__
+    for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            yield f"{variable} in {name}", cell.cell_contents
+        except ValueError:  # not set yet
+            yield f"{variable} in {name}", _ABSENT
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+_ABSENT = _Absent()
+
+
+def _tensor(kind: str, tensor: torch.Tensor, first: dict[int, str], own: str) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    text = f"{kind} of shape {tuple(tensor.shape)}, {dtype}"
+    if kind == "parameter":
+        text += ", trainable" if tensor.requires_grad else ", frozen"
+    shared = first.setdefault(id(tensor), own)
+    return text if shared == own else f"{text}, the same as {shared}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} on {value.device}"
+    if isinstance(value, str) and value.startswith(("parameter of", "buffer of")):
+        return value
+    return repr(value)
+
+
+def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
+    """Raises ValueError unless ``y``, which ``block`` made of ``x``, is a tensor like ``x``."""
+    if not isinstance(y, torch.Tensor):
+        raise ValueError(
+            f"scanned blocks must return one tensor, but {type(block).__name__} returned a "
+            f"{type(y).__name__}. Make its forward return the tensor that the next block takes"
+        )
+    if y.shape != x.shape or y.dtype != x.dtype:
+        raise ValueError(
+            f"scanned blocks must return a tensor like their input, but {type(block).__name__} "
+            f"returned {tuple(y.shape)}, {y.dtype} for an input of {tuple(x.shape)}, {x.dtype}. "
+            "Make its forward return a tensor that the next block can take"
+        )
+
+
+# -- in a forward ------------------------------------------------------------------------------
 
 _DRAWS = frozenset(
     """bernoulli cauchy dropout exponential geometric log_normal multinomial normal poisson rand

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch_xla.core.xla_builder as xb
@@ -66,12 +66,9 @@ def loop(
     Returns:
         The last carry, and the results stacked, ``(depth, ...)`` each.
     """
-    shapes = [(t.shape, t.dtype) for t in carry]
-    shapes += [(t.shape[1:], t.dtype) for t in stacked]
-    shapes += [(t.shape, t.dtype) for t in constants]
     with _fresh_trace(device, seed):
         try:
-            traced = _traced(body, shapes, len(carry), len(stacked), memory)
+            body_of_loop = _Body(body, carry, stacked, constants, memory)
         except Exception as error:
             # Tensors in the frames have no value. An exception that is stored would keep them, and
             # torch_xla ends the process when it computes them.
@@ -81,9 +78,8 @@ def loop(
             raise
     rows = [] if memory is None else memory.rows
     kept = [row.kept for row in rows]
-    operands = [*carry, *stacked, *constants, *kept, *traced.body.hoisted.values()]
-    depth = stacked[0].shape[0]
-    computation = _While(traced, depth, reverse, ahead, min(unroll, depth)).build(operands)
+    operands = [*carry, *stacked, *constants, *kept, *body_of_loop.traced.hoisted.values()]
+    computation = _While(body_of_loop, stacked[0].shape[0], reverse, ahead, unroll).build(operands)
     rank = current_rank()
     order = rank.order if rank is not None and rank.pending else None
     if order is not None:
@@ -91,7 +87,7 @@ def loop(
     outputs = xlac.call_computation("xla::scan_blocks", operands, computation)
     if order is not None:
         order.add(outputs[0])
-    first, second = len(carry), len(carry) + len(traced.results)
+    first, second = len(carry), len(carry) + len(body_of_loop.results)
     written = [row.kept for row in rows if row.written]
     with torch.no_grad():
         for tensor, value in zip(written, outputs[second:], strict=True):
@@ -99,41 +95,41 @@ def loop(
     return outputs[:first], outputs[first:second]
 
 
-class _Traced(NamedTuple):
-    body: Traced
-    carried: int  # how many arguments it returns for the next iteration
-    sliced: frozenset[int]  # arguments that are slices of operands
-    results: list[tuple[tuple[int, ...], Any]]  # shapes and types of what it returns after those
-    written: list[int]  # arguments that it returns changed after these
+class _Body:
+    """A body, traced on arguments of these shapes, and on tensors recalled from ``memory``.
 
+    Attributes:
+        carried: how many arguments it returns for the next iteration.
+        sliced: arguments that are slices of operands.
+        results: shapes and types of what it returns after the carried ones.
+        written: arguments that it returns changed after these.
+    """
 
-def _traced(
-    body: Body,
-    shapes: Sequence[tuple[torch.Size, torch.dtype]],
-    carried: int,
-    stacked: int,
-    memory: BlockState | None,
-) -> _Traced:
-    """``body``, traced on arguments of these shapes, and on tensors recalled from ``memory``."""
-    arguments = [placeholder(*shape) for shape in shapes]
-    given = [separate_copy(argument) for argument in arguments]
-    first, second = carried, carried + stacked
-    new_carry, results = body(given[:first], given[first:second], given[second:])
-    rows = [] if memory is None else memory.rows
-    written = [len(shapes) + number for number, row in enumerate(rows) if row.written]
-    arguments += [row.argument for row in rows]
-    values = [row.value for row in rows if row.written]
-    traced = Traced("scan_body", arguments, [*new_carry, *results, *values])
-    del values
-    if memory is not None:
-        memory.require_no_leaked_tensors(arguments)
-    return _Traced(
-        traced,
-        carried,
-        frozenset([*range(first, second), *range(len(shapes), len(arguments))]),
-        [(tuple(t.shape), xb.Op.from_torch_type(t.dtype)) for t in results],
-        written,
-    )
+    def __init__(
+        self,
+        body: Body,
+        carry: Sequence[torch.Tensor],
+        stacked: Sequence[torch.Tensor],
+        constants: Sequence[torch.Tensor],
+        memory: BlockState | None,
+    ) -> None:
+        arguments = [placeholder(t.shape, t.dtype) for t in carry]
+        arguments += [placeholder(t.shape[1:], t.dtype) for t in stacked]
+        arguments += [placeholder(t.shape, t.dtype) for t in constants]
+        given = [separate_copy(argument) for argument in arguments]
+        first, second, number = len(carry), len(carry) + len(stacked), len(arguments)
+        new_carry, results = body(given[:first], given[first:second], given[second:])
+        rows = [] if memory is None else memory.rows
+        arguments += [row.argument for row in rows]
+        values = [row.value for row in rows if row.written]
+        self.traced = Traced("scan_body", arguments, [*new_carry, *results, *values])
+        del values
+        if memory is not None:
+            memory.require_no_leaked_tensors(arguments)
+        self.carried = first
+        self.sliced = {*range(first, second), *range(number, len(arguments))}
+        self.results = [(tuple(t.shape), xb.Op.from_torch_type(t.dtype)) for t in results]
+        self.written = [at for at, row in enumerate(rows, number) if row.written]
 
 
 class _While:
@@ -147,23 +143,22 @@ class _While:
     """
 
     def __init__(
-        self, traced: _Traced, depth: int, reverse: bool, ahead: Collection[int], unroll: int
+        self, body: _Body, depth: int, reverse: bool, ahead: Collection[int], unroll: int
     ) -> None:
-        self.traced = traced.body
+        self.body = body
         self.depth = depth
         self.reverse = reverse
-        self.unroll = unroll
-        self.carried, self.sliced = traced.carried, traced.sliced
-        self.ahead = {self.carried + number for number in ahead}
-        self.results, self.written = traced.results, traced.written
+        self.unroll = min(unroll, depth)
+        self.ahead = {body.carried + number for number in ahead}
 
     def build(self, operands: Sequence[torch.Tensor]) -> object:
         """The loop as a computation of carry, stacked, constants and hoisted tensors."""
         builder = xb.create_builder("scan_blocks")
-        given = [xb.mkparam(builder, number, _shape(t)) for number, t in enumerate(operands)]
+        shapes = [xb.mkshape(xb.Op.from_torch_type(t.dtype), tuple(t.shape)) for t in operands]
+        given = [xb.mkparam(builder, number, shape) for number, shape in enumerate(shapes)]
         stacks = [
             xb.Op.scalar(builder, 0, dtype=dtype).broadcast((self.depth, *shape))
-            for shape, dtype in self.results
+            for shape, dtype in self.body.results
         ]
         # The state of the loop: counter, results, operands.
         state = [_integer(builder, 0), *stacks, *given]
@@ -172,8 +167,8 @@ class _While:
         for _ in range(self.depth % self.unroll):
             state = self._step(*state)
         first = 1 + len(stacks)
-        kept = [*range(first, first + self.carried), *range(1, first)]
-        kept += [first + number for number in self.written]
+        kept = [*range(first, first + self.body.carried), *range(1, first)]
+        kept += [first + number for number in self.body.written]
         return xb.Op.tuple([state[n] for n in kept]).build("scan_blocks")
 
     def _more(self, counter: xb.Op, *rest: xb.Op) -> xb.Op:
@@ -186,34 +181,40 @@ class _While:
         return stepped
 
     def _step(self, counter: xb.Op, *rest: xb.Op) -> list[xb.Op]:
-        builder = counter.builder()
+        builder, carried, written = counter.builder(), self.body.carried, self.body.written
+        number = len(self.body.results)
         index = _integer(builder, self.depth - 1) - counter if self.reverse else counter
-        stacks, operands = [*rest[: len(self.results)]], rest[len(self.results) :]
-        made = xb.Op.call(self.traced.computation, self._inputs(operands, index), builder=builder)
-        carry = [made.get_tuple_element(number) for number in range(self.carried)]
-        others = dict(enumerate(operands[self.carried :], self.carried))
-        stacks += [others[number] for number in self.written]
-        rows = [made.get_tuple_element(self.carried + n).broadcast([1]) for n in range(len(stacks))]
+        stacks, operands = [*rest[:number]], rest[number:]
+        made = xb.Op.call(
+            self.body.traced.computation, self._inputs(operands, index), builder=builder
+        )
+        carry = [made.get_tuple_element(n) for n in range(carried)]
+        others = dict(enumerate(operands[carried:], carried))
+        stacks += [others[n] for n in written]
+        rows = [made.get_tuple_element(carried + n).broadcast([1]) for n in range(len(stacks))]
         filled = [
             stack.dynamic_update_slice(row, _start(stack, index))
             for stack, row in zip(stacks, rows, strict=True)
         ]
-        others.update(zip(self.written, filled[len(self.results) :], strict=True))
-        filled = filled[: len(self.results)]
-        return [counter + _integer(builder, 1), *filled, *carry, *others.values()]
+        others.update(zip(written, filled[number:], strict=True))
+        return [counter + _integer(builder, 1), *filled[:number], *carry, *others.values()]
 
     def _inputs(self, operands: Sequence[xb.Op], index: xb.Op) -> list[xb.Op]:
         """The parameters of the body, in order of their numbers."""
+        traced = self.body.traced
         inputs: dict[int, xb.Op] = {}
-        for parameter, argument in self.traced.argument_of.items():
+        for parameter, argument in traced.argument_of.items():
             value, at = operands[argument], index
             if argument in self.ahead:  # past the end, use the last slice
                 step = _integer(index.builder(), 1)
                 at = index - step if self.reverse else index + step
-            inputs[parameter] = _row(value, at) if argument in self.sliced else value
-        hoisted = operands[len(operands) - len(self.traced.hoisted) :]
-        for parameter, value in zip(self.traced.hoisted, hoisted, strict=True):
-            if parameter == self.traced.seed:
+            if argument in self.body.sliced:
+                sizes = list(value.shape().sizes)[1:]
+                value = value.dynamic_slice(_start(value, at), [1, *sizes]).reshape(sizes)
+            inputs[parameter] = value
+        hoisted = operands[len(operands) - len(traced.hoisted) :]
+        for parameter, value in zip(traced.hoisted, hoisted, strict=True):
+            if parameter == traced.seed:
                 stride = xb.Op.scalar(index.builder(), _SEED_STRIDE, dtype=xb.Type.S64)
                 value = value + index.cast(xb.Type.S64) * stride
             inputs[parameter] = value
@@ -224,17 +225,8 @@ def _integer(builder: Any, value: int) -> xb.Op:
     return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
 
 
-def _row(stack: xb.Op, index: xb.Op) -> xb.Op:
-    sizes = list(stack.shape().sizes)
-    return stack.dynamic_slice(_start(stack, index), [1, *sizes[1:]]).reshape(sizes[1:])
-
-
 def _start(stack: xb.Op, index: xb.Op) -> list[xb.Op]:
     return [index, *(index.zeros_like() for _ in stack.shape().sizes[1:])]
-
-
-def _shape(tensor: torch.Tensor) -> xb.Shape:
-    return xb.mkshape(xb.Op.from_torch_type(tensor.dtype), tuple(tensor.shape))
 
 
 @contextlib.contextmanager

@@ -1,29 +1,45 @@
-"""The sharded parameters of equal blocks, stacked: the loops gather from and reduce to them."""
+"""Turns equal blocks into one template module and stacked shards, which loops gather from and
+reduce to."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..collectives.host_data import LARGE, fake_cpu_tensor
 from ..collectives.order import Order, after
-from ..collectives.world import World
+from ..collectives.world import World, broadcast_from_first
 from ..layers import linear
-from ..names import dotted
+from ..layers.saved_activations import ATTENTION
+from ..names import dotted, is_wrapper
+from ..ranks.rank import is_simulated_rank
 from ..sharding.block_state import BlockState
+from ..sharding.building import keeps_buffer_dtypes, own_shard
 from ..sharding.comms import SecondaryShards
+from ..sharding.cpu_offload import HostShard, on_host
+from ..sharding.deferred_values import Key, UninitializedTensor, is_deferred, materialize
+from ..sharding.freeing import release_original_
 from ..sharding.gathering import Origin, make_unsharded
 from ..sharding.layout import Layout
+from ..sharding.mixed_precision import compute_in_float32, full_precision_modules
 from ..sharding.options import FSDPOptions
 from ..sharding.sharded_parameter import local
-from ..sharding.sharded_tensor import ParameterSlot, ShardedTensor, raise_replaced
+from ..sharding.sharded_tensor import (
+    ParameterSlot,
+    ShardedTensor,
+    mark_released,
+    raise_replaced,
+    sharded_tensor_of,
+)
 from ..sharding.state import FSDPState, mark_sharded
-
-Uses = list[tuple[nn.Module, str]]
+from ..sharding.user_checks import require_shardable_parameters
+from .checks import describe, require_same, require_same_attributes
 
 
 @dataclass(eq=False)
@@ -33,11 +49,15 @@ class Stack:
     Attributes:
         names: dotted names in a block; a shared parameter has several.
         uses: modules of the template that use it, and their attribute names.
+        layout: how a block's parameter is cut; ``None`` for a buffer.
+        wide: whether a parameter is computed in the dtype of the shard, whatever compute_dtype is.
         shared: whether a buffer is the same tensor in all blocks, and therefore not stacked.
     """
 
     names: list[str]
-    uses: Uses
+    uses: list[tuple[nn.Module, str]]
+    layout: Layout | None = None
+    wide: bool = False
     shared: bool = False
 
     @property
@@ -46,49 +66,19 @@ class Stack:
         return self.names[0]
 
     @property
-    def value(self) -> torch.Tensor:
-        """``(depth, ...)``, or ``(...)`` if shared."""
+    def value(self) -> Any:
+        """A buffer ``(depth, ...)``, or ``(...)`` if shared; a parameter ``(depth, *shard_shape)``,
+        and inside the loop a full parameter, which is no Parameter."""
         module, name = self.uses[0]
-        buffer = module._buffers[name]
-        assert buffer is not None  # it was found in the module and is always restored
-        return buffer
+        value = (module._buffers if self.layout is None else module._parameters).get(name)
+        if value is None:
+            raise_replaced(self.name)
+        return value
 
     def put(self, value: torch.Tensor) -> None:
         """Sets the attribute of the template to ``value``."""
         for module, name in self.uses:
-            module._buffers[name] = value
-
-
-@dataclass(eq=False)
-class ParameterStack(Stack):
-    """One parameter of all blocks.
-
-    Attributes:
-        layout: how a block's parameter is cut.
-        wide: whether it is computed in the dtype of the shard, whatever compute_dtype is.
-    """
-
-    layout: Layout = field(kw_only=True)
-    wide: bool = False
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of one block's shard."""
-        return torch.Size(self.layout.shard_shape).numel()
-
-    @property
-    def value(self) -> nn.Parameter:
-        """``(depth, *shard_shape)``; inside the loop a full parameter, which is no Parameter."""
-        module, name = self.uses[0]
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            raise_replaced(self.name)
-        return parameter
-
-    def put(self, value: torch.Tensor) -> None:
-        for module, name in self.uses:
-            # Inside the loop it is not a Parameter, but behaves like one.
-            module._parameters[name] = value  # type: ignore[assignment]
+            (module._buffers if self.layout is None else module._parameters)[name] = value  # type: ignore[assignment]
 
 
 class ScanUnit(FSDPState):
@@ -104,7 +94,7 @@ class ScanUnit(FSDPState):
         self.depth: int = 0
         # `tensors` are the parts of these that belong to each block.
         self.stored: list[ShardedTensor] = []
-        self.parameters: list[ParameterStack] = []
+        self.parameters: list[Stack] = []
         self.buffers: list[Stack] = []
         if world.as_on_tpu:
             self.linears = linear.layers_in(template.modules())
@@ -120,25 +110,17 @@ class ScanUnit(FSDPState):
         ``cast``: buffers that were cast, by name in a block, with the dtype they had.
         """
         self.depth = depth
-        self.stored = [
-            ShardedTensor(
-                stack.value,
-                stack.layout,
-                stack.name,
-                wide=stack.wide,
-                world=self.world,
-                comms=self.comms,
-            )
-            for stack in self.parameters
-        ]
+        for stack in self.parameters:
+            assert stack.layout is not None  # it is a parameter
+            stored = ShardedTensor(stack.value, stack.layout, stack.name, wide=stack.wide)
+            stored.world, stored.comms = self.world, self.comms
+            self.stored.append(stored)
         for block in map(str, range(depth)):
-            for stack in self.parameters:
+            for stack, stored in zip(self.parameters, self.stored, strict=True):
                 row = torch.empty_like(local(stack.value)[0], device="meta")
                 row = nn.Parameter(row, requires_grad=stack.value.requires_grad)
-                tensor = ShardedTensor(
-                    row, stack.layout, dotted(block, stack.name), wide=stack.wide
-                )
-                index = self.add_tensor(tensor)
+                key = dotted(block, stack.name)
+                index = self.add_tensor(replace(stored, shard=row, key=key, world=None, comms=None))
                 for module, name in stack.uses:
                     mark_sharded(module)
                     self.slots.append(ParameterSlot(module, name, index, stack.value, block))
@@ -216,8 +198,6 @@ class ScanUnit(FSDPState):
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)
         )
-        for tensor, stored in zip(tensors, self.stored, strict=True):
-            tensor.widens = stored.widens
         self.memory = memory
         try:
             return self.comms.trace_reductions(tensors, fulls)[0] if fulls else {}
@@ -233,7 +213,7 @@ class ScanUnit(FSDPState):
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> Iterator[None]:
         """Within, the template uses these full parameters and buffers."""
-        stacks: list[Stack] = [*self.parameters, *self.buffers]
+        stacks = [*self.parameters, *self.buffers]
         resting = [stack.value for stack in stacks]
         for number, value in enumerate(parameters):
             name = partial(self.name_of, number)  # the name in the first block
@@ -251,6 +231,179 @@ class ScanUnit(FSDPState):
     def _block(self, shards: Iterable[torch.Tensor]) -> list[ShardedTensor]:
         return [
             # In the trace a plain tensor replaces the shard.
-            ShardedTensor(shard, stack.layout, stack.name, wide=stack.wide)  # type: ignore[arg-type]
-            for shard, stack in zip(shards, self.parameters, strict=True)
+            replace(stored, shard=shard, world=None, copy=None, comms=None)  # type: ignore[arg-type]
+            for shard, stored in zip(shards, self.stored, strict=True)
         ]
+
+
+class ScanBuilder:
+    """Takes blocks one at a time, so that only one full block must exist."""
+
+    def __init__(self, options: FSDPOptions, world: World):
+        self.options = options
+        self.world = world
+        self.ignore = frozenset(options.ignore)
+        self.on_device = False  # whether a block was on the XLA device
+        self._template: nn.Module | None = None
+        self._described: dict = {}
+        self._stacks: dict[str, Stack] = {}
+        self._pieces: dict[str, list[torch.Tensor]] = {}  # by block
+        self._attributes: dict[str, dict] = {}  # that users set on the first block's parameters
+        self._cast: dict[str, torch.dtype] = {}
+        self._late: dict[str, dict[Key, str]] = {}  # by stack, what has no values
+        self._wide: set[nn.Module] = set()  # of the template, whose tensors are not cast
+        # Objects met so far, which stay alive so that identities stay unique.
+        self._seen: dict[nn.Parameter, int] = {}
+
+    def build(self, blocks: Iterable[nn.Module]) -> ScanUnit:
+        """Raises ValueError, TypeError as :func:`xla_fsdp.scan_blocks` says."""
+        checked: Iterable[nn.Module] = (
+            self._checked(block, number) for number, block in enumerate(blocks)
+        )
+        if not isinstance(blocks, Iterator):
+            checked = list(checked)  # check all first: if one raises, no block has been changed
+        depth = 0
+        for block in checked:
+            self._take(block, depth)
+            depth += 1
+        if self._template is None:
+            raise ValueError("scan_blocks needs at least one block, got none. Pass the blocks")
+        unit = ScanUnit(self.options, self.world, self._template)
+        for name, stack in self._stacks.items():
+            if stack.layout is not None:
+                self._stack_shards(stack, self._pieces.pop(name), self._template)
+                unit.parameters.append(stack)
+            else:
+                self._stack_buffer(stack, self._pieces.pop(name))
+                unit.buffers.append(stack)
+        for name, keys in self._late.items():
+            stack = self._stacks[name]
+            use = stack.uses[0] if stack.layout is None else None
+            unit.uninitialized.append(UninitializedTensor(stack.value, keys, use))
+        compute_in_float32(self.options.mixed_precision, list(self._template.modules()))
+        unit.describe_blocks(depth, self._cast)
+        unit.mark_shards()
+        return unit
+
+    def _checked(self, block: nn.Module, number: int) -> nn.Module:
+        """Returns ``block`` if it can be scanned together with the blocks before it."""
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"block {number} must be a torch.nn.Module, got {type(block).__name__}")
+        if any(is_wrapper(module) for module in block.modules()):
+            raise ValueError(
+                f"block {number} is wrapped, or contains wrapped modules, but scan_blocks shards "
+                "the blocks itself. Pass blocks that are not wrapped"
+            )
+        if "forward" in vars(block):
+            raise ValueError(
+                f"the forward of block {number} was replaced ({vars(block)['forward']!r}), which "
+                "scan_blocks does not support. Pass the original blocks: scan_blocks recomputes "
+                "each in the backward, as checkpoint_module does"
+            )
+        for name, parameter in block.named_parameters():
+            if sharded_tensor_of(parameter) is not None:
+                raise ValueError(
+                    f"block {number} shares the parameter {name} with a wrapped module, which "
+                    "scanned blocks do not support. Untie it, or wrap each block separately"
+                )
+            other = self._seen.setdefault(parameter, number)
+            if other != number:
+                raise ValueError(
+                    f"blocks {other} and {number} share the parameter {name}, which scanned blocks "
+                    "do not support. Wrap each block separately"
+                )
+        for path, module in block.named_modules():
+            require_shardable_parameters(dotted(str(number), path), module)
+        described = describe(block)
+        if self._template is None:
+            self._template, self._described = block, described
+            known = {ATTENTION, *(name for name, _ in block.named_modules() if name)}
+            if unknown := [name for name in self.options.keep if name not in known]:
+                raise ValueError(
+                    f"keep={unknown[0]!r} is not a submodule of the blocks. Allowed are "
+                    f"{', '.join(sorted(known))}"
+                )
+        require_same(self._described, described, number)
+        return block
+
+    def _take(self, block: nn.Module, number: int) -> None:
+        self.on_device |= any(p.device.type == "xla" for p in block.parameters())
+        for _ in materialize(block, lambda module: False, self.options.param_init_fn):
+            pass
+        assert self._template is not None  # at least one block has been checked
+        require_same_attributes(self._template, block, number, self.ignore)
+        if block is self._template:
+            self._find_stacks(block)
+        for name, stack in self._stacks.items():
+            layout, first = stack.layout, number
+            tensor: Any = block.get_buffer(name) if layout is None else block.get_parameter(name)
+            if layout is not None:
+                first *= torch.Size(layout.shard_shape).numel()
+            if is_deferred(tensor):  # a load gives it values, at this offset in the stack
+                late = self._late.setdefault(name, {})
+                late[first, 0] = dotted(str(len(late)), name)
+            self._pieces[name].append(tensor if layout is None else self._cut(tensor, layout))
+
+    def _find_stacks(self, block: nn.Module) -> None:
+        uses: dict[torch.Tensor, dict[tuple[nn.Module, str], None]] = {}
+        names: dict[torch.Tensor, list[str]] = {}
+        for path, module in block.named_modules(remove_duplicate=False):
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None:
+                    uses.setdefault(tensor, {})[module, name] = None
+                    names.setdefault(tensor, []).append(dotted(path, name))
+        self._wide = full_precision_modules(self.options.mixed_precision, list(block.modules()))
+        for tensor, known in names.items():
+            stack = Stack(known, list(uses[tensor]))
+            if isinstance(tensor, nn.Parameter):
+                by_rows = self.options.shard_param_on_dim_0 and tensor.dim() > 0
+                stack.layout = (
+                    Layout.rows(tensor.shape, self.world.size)
+                    if by_rows
+                    else Layout.flat([tensor.shape], self.world.size)
+                )
+                stack.wide = stack.uses[0][0] in self._wide
+                self._attributes[stack.name] = dict(tensor.__dict__)
+            self._stacks[stack.name] = stack
+            self._pieces[stack.name] = []
+
+    def _cut(self, parameter: nn.Parameter, layout: Layout) -> torch.Tensor:
+        with torch.no_grad():
+            value = parameter.detach()
+            if self.options.sync_module_states:
+                value = broadcast_from_first(self.world, value)
+            shard = own_shard(layout, [value], self.world)
+        release_original_(parameter)
+        mark_released(parameter)
+        return shard
+
+    def _stack_shards(self, stack: Stack, shards: list[torch.Tensor], template: nn.Module) -> None:
+        trainable = template.get_parameter(stack.name).requires_grad
+        with torch.no_grad():
+            first = shards[0]
+            if is_simulated_rank() and len(shards) * first.numel() >= LARGE:
+                values = fake_cpu_tensor((len(shards), *first.shape), first.dtype)
+            else:
+                values = torch.stack(shards)
+            if self.options.cpu_offload is None:
+                parameter = nn.Parameter(values.to(self.world.device), requires_grad=trainable)
+            else:
+                parameter = HostShard(on_host(values), requires_grad=trainable)
+        parameter.__dict__.update(self._attributes[stack.name])
+        stack.put(parameter)
+
+    def _stack_buffer(self, stack: Stack, buffers: list[torch.Tensor]) -> None:
+        first = buffers[0]
+        if self.options.sync_module_states:
+            agreed = {id(buffer): broadcast_from_first(self.world, buffer) for buffer in buffers}
+            buffers = [agreed[id(buffer)] for buffer in buffers]
+            first = buffers[0]
+        dtype = self.options.dtype_of_buffers
+        keeps = any(keeps_buffer_dtypes(m) or m in self._wide for m, _ in stack.uses)
+        if dtype is None or keeps or not first.is_floating_point():
+            dtype = first.dtype
+        if dtype is not first.dtype:
+            self._cast[stack.name] = first.dtype
+        stack.shared = len(buffers) > 1 and all(buffer is first for buffer in buffers)
+        value = first if stack.shared else torch.stack(buffers)
+        stack.put(value.to(device=self.world.device, dtype=dtype))

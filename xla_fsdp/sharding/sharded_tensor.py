@@ -23,7 +23,7 @@ from .layout import Layout, ShardSpec, TensorSpec
 from .sharded_parameter import local, make_sharded
 
 if TYPE_CHECKING:
-    from ..offload.copies import ShardCopy
+    from ..offload import ShardCopy
     from .comms import Communicator
 
 
@@ -176,7 +176,7 @@ class ShardedTensor:
     @property
     def source(self) -> torch.Tensor:
         """What this rank sends in a gather, a plain tensor."""
-        return local(self.shard) if self.copy is None else self.copy.value
+        return local(self.shard) if self.copy is None else self.copy.send()
 
     def shard_spec(self) -> ShardSpec | None:
         """The spec of the shard."""

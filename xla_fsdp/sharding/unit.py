@@ -24,8 +24,7 @@ from .sharded_parameter import accumulate
 from .sharded_tensor import FlattenedParameter, ParameterSlot, ShardedTensor, mark_shards
 
 if TYPE_CHECKING:
-    from ..offload.gradients import HostGradients
-    from ..offload.streaming import Stream
+    from ..offload import HostGradients, Stream
 
 
 class UnitGradients:

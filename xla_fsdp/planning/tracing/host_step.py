@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...offload.copies import STAGED_BYTES
-from ...offload.gradients import FETCHED_BYTES
+from ...offload import FETCHED_BYTES, STAGED_BYTES
 from ...sharding.cpu_offload import HostShard
 from ...sharding.sharded_parameter import local, on_local_parts
 from ...sharding.sharded_tensor import ShardedTensor

@@ -16,7 +16,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ...collectives.random_state import preserve_random_state
-from ...offload.copies import ShardCopy
+from ...offload import ShardCopy
 from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank

@@ -1,0 +1,372 @@
+"""Parameters, gradients and the optimizer update on the host: docs/how-to/cpu-offload.md.
+
+A shard on the host has a copy on the device, which is sent when it is needed, and again after the
+shard has changed, by an optimizer, a load or the user. This needs no computation on the device: a
+transfer is no program, so nothing is compiled.
+
+The results of a program exist only when all of it has run. So a backward ends with a cut: the
+program starts, and when it is done, gradients are fetched in pieces. While one piece is fetched,
+the piece before is added up on the host.
+
+A torch_xla program takes its arguments from device memory and leaves its results there. So that
+device memory need not hold the entire model, streaming cuts the step into programs, one for each
+unit's forward and one for its backward. While one program runs, the host traces the next, casts and
+sends the copies of its shards, and fetches the gradients of the program before. At most two units'
+copies, and three units' gradients, are on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+from torch.autograd.function import once_differentiable
+
+from . import xlac
+from .collectives.host_data import as_data, fake_cpu_tensor
+from .ranks.rank import is_simulated_rank
+from .sharding.cpu_offload import HostShard
+from .sharding.layout import computed_in
+from .sharding.sharded_parameter import accumulate, local, on_local_parts
+from .sharding.state import FSDPState
+from .tree import map_tensors, tensors_in
+
+
+def attach(unit: FSDPState) -> None:
+    """Gives every shard of ``unit`` on the host a copy on the device, and a way for its gradient to
+    the host. Does nothing if ``unit`` does not offload.
+
+    Raises:
+        ValueError: a parameter is shared with another wrapper (tied weights), and only one of the
+            two wrappers offloads it.
+    """
+    how = unit.options.cpu_offload
+    offloads = how is not None
+    for tensor in unit.stored:
+        if isinstance(tensor.shard, HostShard) is not offloads:
+            ours, theirs = ("is", "not") if offloads else ("not", "is")
+            raise ValueError(
+                f"parameter {tensor.key!r} is shared with another wrapper (tied weights), and "
+                f"{ours} offloaded here but {theirs} there. Pass the same cpu_offload to both"
+            )
+    if how is None:
+        return
+    uploads = Uploads(unit.world.device)
+    gradients = unit.gradients.host = HostGradients(unit.world.device)
+    if how.stream:
+        unit.stream = Stream(unit, gradients)
+    for tensor in unit.stored:
+        shard = tensor.shard
+        assert isinstance(shard, HostShard)  # checked above
+        if tensor.copy is None:
+            computed = None if tensor.wide else unit.options.compute_dtype
+            tensor.copy = ShardCopy(shard, computed, uploads)
+        elif tensor.copy.dtype is not tensor.spec.compute_dtype(unit.options.compute_dtype):
+            # Tied, and the other wrapper has another compute dtype.
+            tensor.copy = ShardCopy(shard, None, uploads)
+        tensor.widens = True
+
+
+# Bytes that may be in transfer to the device before the next send waits, unless one tensor has
+# more. During a transfer there is a second copy of them on the host.
+STAGED_BYTES = 1 << 28
+
+
+class Uploads:
+    """Sends tensors to ``device``, at most ``most`` bytes at a time.
+
+    Attributes:
+        sent: bytes sent so far.
+    """
+
+    def __init__(self, device: torch.device, most: int = STAGED_BYTES) -> None:
+        self.device = device
+        self.most = most
+        self.sent = 0
+        self._under_way = 0
+
+    def send(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``value``, which is on the CPU, as ``dtype`` on the device.
+
+        Returns during the transfer; ``value`` may be changed immediately.
+        """
+        size = value.numel() * dtype.itemsize
+        if self._under_way and self._under_way + size > self.most:
+            self._under_way = 0
+            if not is_simulated_rank():  # wait for all earlier ones: send one more, and fetch it
+                xlac.copy_to_host([as_data(torch.zeros(1, device="cpu"), self.device)])
+        self._under_way += size
+        self.sent += size
+        if is_simulated_rank():
+            return as_data(fake_cpu_tensor(value.shape, dtype), self.device)
+        return as_data(value.to(dtype), self.device)
+
+
+class ShardCopy:
+    """The device copy of one shard.
+
+    Args:
+        dtype: the compute dtype, see :func:`computed_in`.
+        uploads: sends the copy.
+    """
+
+    def __init__(self, shard: HostShard, dtype: torch.dtype | None, uploads: Uploads) -> None:
+        self._shard = shard
+        self._dtype = dtype
+        self.uploads = uploads
+        # The copy on the device, even if the shard has changed since; ``None`` if dropped.
+        self.held: torch.Tensor | None = None
+        self._made_of: object = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the shard is gathered."""
+        return computed_in(self._shard.dtype, self._dtype)
+
+    def drop(self) -> None:
+        """Frees the copy; the next use sends it again."""
+        self.held = self._made_of = None
+
+    def send(self) -> torch.Tensor:
+        """The copy on the device, in the shape of the shard. Starts the transfer, if the shard has
+        changed since the last one."""
+        state = self._shard.state()
+        if self.held is None or state != self._made_of:
+            self.held = None  # free it before the next one, so only one is in device memory
+            self.held = self.uploads.send(local(self._shard), self.dtype)
+            self._made_of = state
+        return self.held
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for deep copies: without the tensor, which belongs to another shard."""
+        return {**vars(self), "held": None, "_made_of": None}
+
+
+# Bytes that are fetched at a time, unless one tensor has more.
+FETCHED_BYTES = 1 << 28
+
+Pending = tuple[torch.Tensor, torch.Tensor]
+
+
+class HostGradients:
+    """The gradients of one unit that go to the host.
+
+    Attributes:
+        pending: shards and their gradients, on the device.
+        received: bytes received so far.
+    """
+
+    def __init__(self, device: torch.device, most: int = FETCHED_BYTES) -> None:
+        self.device = device
+        self.most = most
+        self.pending: list[Pending] = []
+        self.received = 0
+        self._told: int | None = None  # the backward at whose end `arrive` is called
+
+    def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adds ``grad`` to that of ``shard`` once the backward is over."""
+        assert isinstance(shard, HostShard)  # the object that the optimizer has
+        self.pending.append((shard, grad))
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._told):
+            self._told = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.arrive)
+
+    def forget(self) -> None:
+        """Drops gradients that a failed backward left."""
+        self.pending.clear()
+
+    def arrive(self) -> None:
+        """Runs the traced program, and gives every shard its gradient, in the shard's dtype."""
+        self._told = None
+        if not self.pending:
+            return
+        xlac.start_program(self.device)
+        self.depart(lambda give: give())
+
+    def depart(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Makes ``run`` give every shard its gradient, once their program has started."""
+        pending, self.pending = self.pending, []
+        if not pending:
+            return
+        self.received += sum(_bytes(one) for one in pending)
+        if is_simulated_rank():
+            for shard, _ in pending:  # in a plan gradients have no values
+                if shard.grad is None:
+                    with on_local_parts():
+                        shard.grad = fake_cpu_tensor(shard.shape, shard.dtype)
+            return
+        run(lambda: self._give(pending))
+
+    @torch.no_grad()
+    def _give(self, pending: list[Pending]) -> None:
+        """Fetches one piece while the piece before is added up; empties ``pending``."""
+        pieces = self._pieces(pending)
+        if len(pieces) == 1:
+            _add_up(*_copy_to_host(pieces.pop()))
+            return
+        with ThreadPoolExecutor(1, "fetch gradients") as pool:
+            following = pool.submit(_copy_to_host, pieces.pop())
+            while pieces:
+                fetched = following.result()
+                following = pool.submit(_copy_to_host, pieces.pop())
+                _add_up(*fetched)
+            _add_up(*following.result())
+
+    def _pieces(self, pending: list[Pending]) -> list[list[Pending]]:
+        """Pieces of ``pending``, the last gradients first."""
+        pieces: list[list[Pending]] = []
+        size = 0
+        while pending:
+            one = pending.pop()
+            if not pieces or size + _bytes(one) > self.most:
+                pieces.append([])
+                size = 0
+            pieces[-1].insert(0, one)
+            size += _bytes(one)
+        return pieces
+
+
+def _bytes(one: Pending) -> int:
+    return one[1].numel() * one[1].dtype.itemsize
+
+
+def _add_up(shards: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for shard, value in zip(shards, values, strict=True):
+        accumulate(shard, value.to(shard.dtype))
+
+
+def _copy_to_host(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    shards, values = [shard for shard, _ in piece], [value for _, value in piece]
+    piece.clear()  # frees them on the device, together with `values`
+    return shards, xlac.copy_to_host(values)
+
+
+# The number of units whose gradients may be in transfer to the host.
+_FETCHING = 2
+
+
+class Traffic:
+    """The current transfers and programs of the streamed units of one model.
+
+    Lifetime of the thread: from the first gradients of a backward to its end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._fetching: list[Future[None]] = []
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __deepcopy__(self, memo: dict) -> Traffic:
+        """A copied model has no current transfers."""
+        return memo.setdefault(id(self), Traffic(self.device))
+
+    def cut(self) -> None:
+        """Starts the traced program, after the previous one is done and its memory free."""
+        if not is_simulated_rank():
+            xm.wait_device_ops(xm.xla_real_devices([self.device]))
+        xlac.start_program(self.device)
+
+    def fetch(self, task: Callable[[], None]) -> None:
+        """Queues ``task`` for the thread that runs all tasks in order: two units may have gradients
+        of the same shard."""
+        while len(self._fetching) >= _FETCHING:
+            self._fetching.pop(0).result()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "stream gradients")
+        self._fetching.append(self._pool.submit(task))
+
+    def wait(self) -> None:
+        """Waits until every gradient is on the host.
+
+        Raises:
+            Exception: a hook on a shard raised it.
+        """
+        try:
+            while self._fetching:
+                self._fetching.pop(0).result()
+        finally:
+            self._fetching.clear()
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None
+
+
+class Stream:
+    """Decides when the copies of one unit are sent and freed.
+
+    Attributes:
+        traffic: of the model, once its root is known; before that a separate one.
+    """
+
+    def __init__(self, unit: FSDPState, gradients: HostGradients) -> None:
+        self._unit = unit
+        self._gradients = gradients
+        self.traffic = Traffic(unit.world.device)
+
+    @property
+    def _is_temporary_copy(self) -> bool:
+        """Whether to free the unit's copies now: not those of the root, during which the other
+        units compute, and not in a recomputation, whose backward follows immediately."""
+        return not self._unit.is_root and torch._C._current_graph_task_id() == -1
+
+    def mark_backward_end(self, inputs: Any) -> Any:
+        """``inputs`` of the forward, with a graph node that runs when their gradients exist."""
+        if self._unit.is_root or not torch.is_grad_enabled():
+            return inputs
+        tensors = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
+        if not tensors:  # then this unit's backward ends with the model's
+            return inputs
+        passed = dict(zip(tensors, _FirstNode.apply(self, *tensors.values()), strict=True))
+        return map_tensors(lambda t: passed.get(id(t), t), inputs)
+
+    def end_forward(self) -> None:
+        """After the unit's forward: runs its program, and frees its copies."""
+        if self._is_temporary_copy:
+            self._unit.order.end_forward()
+            self.traffic.cut()
+            self._drop()
+
+    def end_backward(self) -> None:
+        """After all gradients of the unit and of its inputs were traced: runs the program."""
+        # Full parameters and pending gradients would be results of the program.
+        self._unit.leave_backward()
+        self.traffic.cut()
+        self._drop()
+        self._gradients.depart(self.traffic.fetch)
+
+    def arrive(self) -> None:
+        """Called when the backward through the model is done."""
+        self.traffic.wait()
+
+    def forget(self) -> None:
+        """Called after a backward failed."""
+        with contextlib.suppress(Exception):  # the user has already seen the error
+            self.traffic.wait()
+
+    def _drop(self) -> None:
+        for tensor in self._unit.stored:
+            if tensor.copy is not None:
+                tensor.copy.drop()
+
+
+class _FirstNode(torch.autograd.Function):
+    """The first node of a unit's forward. It is the unit's oldest node, so autograd runs it after
+    all others of the unit: all parameters have their gradients by then."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.stream = stream
+        # No views, which a forward could not change in place. On XLA a copy takes no memory.
+        return tuple(torch.view_copy(tensor, tensor.shape) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.stream.end_backward()
+        return None, *grads
