@@ -128,35 +128,3 @@ def fit(trainer, ranks=1, model=None, ckpt_path=None):
 
 def strategy(**options):
     return ours.TrainerStrategy(auto_wrap_policy={Block}, **options)
-
-
-class Pair(L.LightningModule):
-    """Two models that are trained in turn."""
-
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.maker = nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH))
-        self.judge = nn.ModuleList([Block(WIDTH), nn.Linear(WIDTH, 3)])
-
-    def training_step(self, batch, index):
-        words, labels = batch
-        makers, judges = self.optimizers()
-        made = self.maker(words)
-        loss = made.square().mean()
-        makers.zero_grad()
-        self.manual_backward(loss)
-        makers.step()
-        judges.zero_grad()
-        seen = self.judge[1](self.judge[0](made.detach()).mean(1))
-        judged = F.cross_entropy(seen, labels)
-        self.manual_backward(judged)
-        self.clip_gradients(judges, gradient_clip_val=CLIP)
-        judges.step()
-        self.log("loss", judged + loss, on_step=True, on_epoch=True, sync_dist=True)
-
-    def configure_optimizers(self):
-        makers = torch.optim.AdamW(self.maker.parameters(), lr=1e-2)
-        return makers, torch.optim.SGD(self.judge.parameters(), lr=1e-1, momentum=0.9)

@@ -1,9 +1,8 @@
 """Folders of the hub into models that are never whole, and experts in static shapes."""
 
-import hf_small
+import hf_models
 import pytest
 import torch
-import transformers
 
 
 def loaded(rank, folder):
@@ -15,14 +14,14 @@ def loaded(rank, folder):
 
     found = {}
     for name, kind in (("gpt2", "gpt2"), ("llama", "llama"), ("t5", "t5"), ("gpt2", "base")):
-        wrap = partial(hf_small.wrap, name=name, param_init_fn=defer_init)
-        cls = type(hf_small.build(name))
+        wrap = partial(hf_models.wrap, name=name, param_init_fn=defer_init)
+        cls = type(hf_models.build(name, hf_models.WIDE))
         model = load_pretrained(cls, f"{folder}/{kind}", wrap)
         found[kind] = full_state_dict(model)
         if kind == "llama":
-            scores = model(hf_small.batch().to(model.device)).logits.cpu()
+            scores = model(hf_models.tokens().to(model.device)).logits.cpu()
     with pytest.raises(ModelMismatchError, match="lacks"):
-        load_pretrained(type(hf_small.build("gpt2")), f"{folder}/flawed", wrap)
+        load_pretrained(type(hf_models.build("gpt2", hf_models.WIDE)), f"{folder}/flawed", wrap)
     with pytest.raises(TypeError, match="must be a model of transformers"):
         load_pretrained(torch.nn.Linear, folder, wrap)
     return found, scores
@@ -30,23 +29,23 @@ def loaded(rank, folder):
 
 def test_folder_into_a_model_without_values(run_ranks, tmp_path):
     for name in ("gpt2", "llama", "t5"):
-        hf_small.build(name).save_pretrained(tmp_path / name)
-    gpt2 = hf_small.build("gpt2")
+        hf_models.build(name, hf_models.WIDE).save_pretrained(tmp_path / name)
+    gpt2 = hf_models.build("gpt2", hf_models.WIDE)
     gpt2.transformer.save_pretrained(tmp_path / "base")
     state = gpt2.state_dict()
     del state["transformer.wpe.weight"]
     gpt2.save_pretrained(tmp_path / "flawed", state_dict=state)
     (found, scores), _ = run_ranks(loaded, 2, str(tmp_path))
     for kind, state in found.items():
-        expected = hf_small.build({"base": "gpt2"}.get(kind, kind)).state_dict()
+        expected = hf_models.build({"base": "gpt2"}.get(kind, kind), hf_models.WIDE).state_dict()
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(state[name], value), name
-    plain = hf_small.build("llama")(hf_small.batch()).logits
+    plain = hf_models.build("llama", hf_models.WIDE)(hf_models.tokens()).logits
     torch.testing.assert_close(scores, plain)
 
 
-def trained(model, ids, step, total, chunks=1):
+def trained(model, ids, step=lambda: None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for number in range(3):
@@ -67,8 +66,8 @@ def experts(rank, name):
     from xla_fsdp import compilation_counts, full_state_dict
     from xla_fsdp.integrations.experts import use_static_experts
 
-    ids = [hf_small.batch(number).chunk(2)[rank].to(torch_xla.device()) for number in range(3)]
-    model = hf_small.wrap(hf_small.build(name, SPREAD).train(), name)
+    ids = [hf_models.tokens(number).chunk(2)[rank].to(torch_xla.device()) for number in range(3)]
+    model = hf_models.wrap(hf_models.build(name, SPREAD).train(), name)
     if not BY_DEFAULT:
         names = [each.rpartition(".")[0] for each in use_static_experts(model)]
         assert names == [f"model.layers.{number}" for number in range(2)]
@@ -80,24 +79,26 @@ def experts(rank, name):
         counts.append(sum(compilation_counts()))
         xm.rendezvous("counted")
 
-    losses = trained(model, ids.__getitem__, step, 2)
+    losses = trained(model, ids.__getitem__, step)
     assert counts[1] == counts[2]  # the same program whatever the router does
     return losses, full_state_dict(model, rank0_only=False)
 
 
 # With the experts that the library takes by default.
-BY_DEFAULT = int(transformers.__version__.partition(".")[0]) >= 5
-FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3"] + ["gpt_oss"] * BY_DEFAULT
+BY_DEFAULT = hf_models.VERSION >= 5
+MORE = ["qwen3_moe", "deepseek_v3"] + ["gpt_oss"] * BY_DEFAULT
 SPREAD = 0.2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+)
 def test_experts_in_static_shapes(run_ranks, name):
     from xla_fsdp.integrations.experts import use_static_experts
 
-    assert use_static_experts(hf_small.build("gpt2")) == []
-    plain = hf_small.build(name, SPREAD).train()
-    expected = trained(plain, hf_small.batch, lambda: None, 1)
+    assert use_static_experts(hf_models.build("gpt2", hf_models.WIDE)) == []
+    plain = hf_models.build(name, SPREAD).train()
+    expected = trained(plain, hf_models.tokens)
     (first, state), (second, _) = run_ranks(experts, 2, name)
     for one, other, loss in zip(first, second, expected, strict=True):
         assert (one + other) / 2 == pytest.approx(loss, rel=1e-5)
@@ -163,6 +164,7 @@ def test_experts_that_are_not_known_are_refused():
         use_static_experts(torch.nn.ModuleList([block]))
 
 
+@pytest.mark.full
 def test_experts_are_planned(elsewhere):
     assert elsewhere(planned) == []
 
@@ -177,7 +179,7 @@ def planned():
     def step():
         import torch_xla
 
-        model = hf_small.wrap(hf_small.build("mixtral").train(), "mixtral")
+        model = hf_models.wrap(hf_models.build("mixtral", hf_models.WIDE).train(), "mixtral")
         use_static_experts(model)
         ids = torch.zeros(2, 8, dtype=torch.long, device=torch_xla.device())
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -3,10 +3,9 @@
 import copy
 import os
 
-import hf_small
+import hf_models
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from xla_fsdp.testing import CollectiveMismatchError
@@ -28,7 +27,6 @@ WAYS = {
     "static cache": dict(max_new_tokens=5, do_sample=False, cache_implementation="static"),
 }
 EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
-BEFORE_5 = int(transformers.__version__.partition(".")[0]) < 5
 
 
 def generated(model, rank, way):
@@ -48,8 +46,8 @@ def generate_on_ranks(rank, names):
 
     found = {}
     for name in names:
-        model = hf_small.wrap(hf_small.build(name), name)
-        if BEFORE_5 and name in EXPERTS[:3]:
+        model = hf_models.wrap(hf_models.build(name, hf_models.WIDE), name)
+        if hf_models.VERSION < 5 and name in EXPERTS[:3]:
             use_static_experts(model)
         for way in WAYS:
             found[name, way] = generated(model, rank, way)
@@ -88,8 +86,10 @@ def generate_on_ranks(rank, names):
 @pytest.mark.parametrize(
     "names, ranks",
     [
-        (["gpt2"], 1),
-        (["llama", "t5"], 2),
+        (["gpt2"], 2),
+        (["t5"], 2),
+        pytest.param(["gpt2"], 1, marks=pytest.mark.full),
+        pytest.param(["llama"], 2, marks=pytest.mark.full),
         pytest.param(EXPERTS, 2, marks=pytest.mark.full),
         pytest.param(["gpt2"], 4, marks=pytest.mark.full),
     ],
@@ -97,7 +97,7 @@ def generate_on_ranks(rank, names):
 def test_tokens_are_those_of_the_plain_model(run_ranks, names, ranks):
     results = run_ranks(generate_on_ranks, ranks, names, timeout=1500)
     for name in names:
-        model = hf_small.build(name)
+        model = hf_models.build(name, hf_models.WIDE)
         for rank, found in enumerate(results):
             for way in WAYS:
                 assert torch.equal(found[name, way], generated(model, rank, way)), (name, way, rank)
@@ -116,11 +116,11 @@ def others(rank, folder):
 
     from xla_fsdp.integrations.generation import set_length_buckets
 
-    plain = hf_small.build("gpt2")
+    plain = hf_models.build("gpt2", hf_models.WIDE)
     counts = plain.num_parameters(), plain.num_parameters(exclude_embeddings=True)
     state = plain.state_dict()
     state = {name: value.clone() for name, value in state.items()}
-    model = hf_small.wrap(plain, "gpt2")
+    model = hf_models.wrap(plain, "gpt2")
     assert (model.num_parameters(), model.num_parameters(exclude_embeddings=True)) == counts
     # Whole weights, whoever is asked, on another dtype too.
     model.save_pretrained(f"{folder}/wrapper")
@@ -133,7 +133,7 @@ def others(rank, folder):
             for name, value in loaded.state_dict().items():
                 assert torch.equal(value, state[name])
         assert "model.safetensors.index.json" in os.listdir(f"{folder}/inside")
-        part = hf_small.GPT2Model.from_pretrained(f"{folder}/part")
+        part = hf_models.GPT2Model.from_pretrained(f"{folder}/part")
         for name, value in part.state_dict().items():
             assert torch.equal(value, state[f"transformer.{name}"])
     for wrong in ({"is_main_process": False}, {"state_dict": model.state_dict()}):
@@ -149,7 +149,7 @@ def others(rank, folder):
     with pytest.raises(RuntimeError, match="uploads from rank 0"):
         model.push_to_hub("somebody/something")
     # Options of generate.
-    ids = hf_small.batch()
+    ids = hf_models.tokens()
     for wrong, text in [
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
@@ -184,29 +184,25 @@ def others(rank, folder):
 
 def narrow(rank):
     """Masks that are added to the scores, in bfloat16, and a prompt that is padded on the left."""
-    model = hf_small.build("llama")
+    model = hf_models.build("llama", hf_models.WIDE)
     model.set_attn_implementation("eager")
     plain = model.generate(**prompts(rank), max_new_tokens=3, do_sample=False)
-    exact = hf_small.wrap(model, "llama")
+    exact = hf_models.wrap(model, "llama")
     found = exact.generate(**prompts(rank), max_new_tokens=3, do_sample=False)
     assert torch.equal(found, plain)
-    model = hf_small.build("llama")
+    model = hf_models.build("llama", hf_models.WIDE)
     model.set_attn_implementation("eager")
-    model = hf_small.wrap(model, "llama", compute_dtype=torch.bfloat16)
+    model = hf_models.wrap(model, "llama", compute_dtype=torch.bfloat16)
     out = model.generate(
         **prompts(rank), max_new_tokens=2, output_scores=True, return_dict_in_generate=True
     )
     assert torch.stack(out.scores).isfinite().all()
 
 
-def test_added_masks(run_ranks):
-    run_ranks(narrow, 2)
-
-
 def test_other_methods(run_ranks, tmp_path):
-    model = hf_small.build("gpt2")
+    model = hf_models.build("gpt2", hf_models.WIDE)
     plain = model.generate(
-        hf_small.batch(), max_new_tokens=3, return_dict_in_generate=True, output_scores=True
+        hf_models.tokens(), max_new_tokens=3, return_dict_in_generate=True, output_scores=True
     )
     for sequences, scores in run_ranks(others, 2, str(tmp_path)):
         assert torch.equal(sequences, plain.sequences)
@@ -218,15 +214,15 @@ def before_wrapping(rank):
     """Told to recompute, and resized, before it is wrapped; compared with itself unwrapped."""
     import torch_xla
 
-    model = hf_small.build("llama").train()
+    model = hf_models.build("llama", hf_models.WIDE).train()
     model.resize_token_embeddings(60, mean_resizing=False)
-    ids = hf_small.batch()
+    ids = hf_models.tokens()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.gradient_checkpointing_enable()
-    sharded = hf_small.wrap(model, "llama")
+    sharded = hf_models.wrap(model, "llama")
     part = ids.chunk(2)[rank].to(torch_xla.device())
     sharded(input_ids=part, labels=part, use_cache=False).loss.backward()
     torch_xla.sync()
@@ -235,34 +231,37 @@ def before_wrapping(rank):
             torch.testing.assert_close(parameter.grad.cpu(), expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_told_before_wrapping(run_ranks):
-    run_ranks(before_wrapping, 2)
+def copied(rank):
+    """The state of a part is not read from shards, and a copy's modules know the copy."""
+    from xla_fsdp import full_state_dict
+    from xla_fsdp.sharding.state import find_outer_wrappers
+
+    model = hf_models.wrap(hf_models.build("gpt2", hf_models.WIDE), "gpt2")
+    with pytest.raises(ValueError, match="belong to a wrapper around"):
+        full_state_dict(model.module)
+    twin = copy.deepcopy(model)
+    assert find_outer_wrappers(twin.module) == [twin]
+    # Modules that are copied alone know nobody.
+    assert find_outer_wrappers(copy.deepcopy(model.module)) == []
 
 
-def test_the_state_of_a_part_is_not_taken_from_shards(run_ranks):
-    def refused(rank):
-        from xla_fsdp import full_state_dict
-        from xla_fsdp.sharding.state import find_outer_wrappers
+def several(rank):
+    for check in (narrow, before_wrapping, copied):
+        check(rank)
 
-        model = hf_small.wrap(hf_small.build("gpt2"), "gpt2")
-        with pytest.raises(ValueError, match="belong to a wrapper around"):
-            full_state_dict(model.module)
-        # A copy's modules know the copy; those that are copied alone, nobody.
-        twin = copy.deepcopy(model)
-        assert find_outer_wrappers(twin.module) == [twin]
-        assert find_outer_wrappers(copy.deepcopy(model.module)) == []
 
-    run_ranks(refused, 2)
+def test_masks_order_and_copies(run_ranks):
+    run_ranks(several, 2)
 
 
 def only_rank_0(rank, method, args):
-    model = hf_small.wrap(hf_small.build("gpt2"), "gpt2")
+    model = hf_models.wrap(hf_models.build("gpt2", hf_models.WIDE), "gpt2")
     if rank == 0:
         getattr(model, method)(*args)
 
 
 def test_called_on_one_rank_only(run_ranks, tmp_path):
-    for method, args in (("save_pretrained", [str(tmp_path)]), ("generate", [hf_small.batch()])):
+    for method, args in (("save_pretrained", [str(tmp_path)]), ("generate", [hf_models.tokens()])):
         with pytest.raises(CollectiveMismatchError, match="xla_fsdp"):
             run_ranks(only_rank_0, 2, method, args)
     assert not os.listdir(tmp_path)

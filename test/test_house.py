@@ -31,7 +31,7 @@ def calls(path, owner):
             "xm", COLLECTIVES,
             {
                 "collectives/world.py",
-                "integrations/early_optimizers.py",  # gradients that no wrapper shards
+                "integrations/optimizers.py",  # gradients that no wrapper shards
                 "integrations/lightning/collectives.py",  # what a strategy of theirs has
                 "verifying/child.py",  # one in which a rank dies
             },

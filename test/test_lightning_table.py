@@ -1,9 +1,11 @@
 """The table of Lightning in docs/reference/tested-combinations.md, against plain Lightning in one
 process."""
 
+import functools
+
 import pytest
 import torch
-from lightning_cells import CELLS, Side, on_ranks
+from lightning_cells import CELLS, Side, on_ranks, resuming, saving_for_resume
 
 from xla_fsdp.testing import run_in_ranks
 
@@ -21,17 +23,20 @@ def jax_was_imported():
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    side, found = Side(tmp_path_factory.mktemp("cells"), 0), {}
-    for cell in dict.fromkeys(cell for cells in CELLS.values() for cell in cells):
-        found[cell.__name__] = cell(side)
-    return side.root, found
+def found(tmp_path_factory):
+    """``found(key, cell)``: what was found on ranks, and in one process; one launch for a key."""
+    side = Side(tmp_path_factory.mktemp("cells"), 0)
+    plain = functools.cache(lambda cell: cell(side))
+    on = functools.cache(
+        lambda key: run_in_ranks(on_ranks, key[0], side.root, key, timeout=1500)[0]
+    )
 
+    def find(key, cell):
+        if cell is resuming:  # what four ranks, and one process, have saved
+            on((4, False)), plain(saving_for_resume)
+        return on(key)[cell.__name__], plain(cell)
 
-@pytest.fixture(scope="module")
-def on(plain):
-    """What was found on a number of ranks: one launch for each number."""
-    return {ranks: run_in_ranks(on_ranks, ranks, plain[0], timeout=1500) for ranks in CELLS}
+    return find
 
 
 def compare(found, wanted, near):
@@ -46,7 +51,15 @@ def compare(found, wanted, near):
 
 
 @pytest.mark.parametrize(
-    "ranks, name", [(ranks, cell.__name__) for ranks, cells in CELLS.items() for cell in cells]
+    "key, cell",
+    [
+        pytest.param(
+            key, cell, id=f"{key[0]}-{cell.__name__}", marks=() if key[1] else pytest.mark.full
+        )
+        for key, cells in CELLS.items()
+        for cell in cells
+    ],
 )
-def test_cell(on, plain, ranks, name):
-    compare(on[ranks][0][name], plain[1][name], NEAR.get(name, 1e-4))
+def test_cell(found, key, cell):
+    on, plain = found(key, cell)
+    compare(on, plain, NEAR.get(cell.__name__, 1e-4))

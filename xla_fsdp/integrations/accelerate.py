@@ -11,9 +11,11 @@ thing changes: every Accelerator on XLA detects the last batch correctly.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,13 +27,20 @@ from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import MpDeviceLoaderWrapper
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    clean_state_dict_for_safetensors,
+)
 from accelerate.utils.dataclasses import KwargsHandler
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from ..checkpoint.full_state import gather_state
+from ..checkpoint.full_state import full_state_dict, gather_state
+from ..checkpoint.rank_exchange import RankExchange
+from ..checkpoint.saving import save_checkpoint
 from ..collectives.order import BackwardPrefetch
 from ..ranks.rank import current_rank
 from ..sharding.cpu_offload import CPUOffload
@@ -40,9 +49,8 @@ from ..sharding.optimizer_hook import has_shards
 from ..sharding.sharded_tensor import require_reduced
 from ..sharding.state import is_sharded
 from ..wrapper import XlaFullyShardedDataParallel
-from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes
-from .early_optimizers import average_unsharded, switch_to_shards
+from .optimizers import average_unsharded, joined, load_joined, switch_to_shards
 from .saving import outermost
 from .sharding import (
     SHARD_SIZE,
@@ -62,6 +70,8 @@ uninstall = changes.undo
 
 # On an AcceleratedOptimizer: whether its gradients are averaged over all ranks.
 _AVERAGED = "_xla_fsdp_averaged"
+# The folder in a saved state that has the checkpoint of this package.
+FOLDER = "xla_fsdp"
 
 
 # -- reading the plugin --------------------------------------------------------------------------
@@ -98,7 +108,13 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         options["sync_module_states"] = bool(plugin.sync_module_states)
         prefetch = plugin.backward_prefetch
         options["backward_prefetch"] = None if prefetch is None else BackwardPrefetch[prefetch.name]
-    options["cpu_offload"] = _offload(plugin)
+    asked = plugin.cpu_offload  # torch's CPUOffload or, in version 2, its CPUOffloadPolicy
+    if getattr(asked, "offload_params", False) or isinstance(asked, CPUOffloadPolicy):
+        options["cpu_offload"] = CPUOffload()
+    # Accelerate returns float32 outputs if mixed_precision is its own option.
+    output_dtype = getattr(plugin.mixed_precision_policy, "output_dtype", None)
+    if output_dtype is None and mixed_precision != "no":
+        output_dtype = torch.float32
     precision = _precision(plugin, mixed_precision)
     if precision is not None:
         options["mixed_precision"] = precision
@@ -108,16 +124,9 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         full_state=plugin.state_dict_type.name == "FULL_STATE_DICT",
         checkpointing=bool(plugin.activation_checkpointing),
         ignored=_ignored(plugin.ignored_modules),
-        output_dtype=_output_dtype(plugin, mixed_precision),
+        output_dtype=output_dtype,
         **_units(plugin),
     )
-
-
-def _offload(plugin: FullyShardedDataParallelPlugin) -> CPUOffload | None:
-    """Converts torch's ``CPUOffload`` or, in version 2, its ``CPUOffloadPolicy``."""
-    asked = plugin.cpu_offload
-    offloads = getattr(asked, "offload_params", False) or isinstance(asked, CPUOffloadPolicy)
-    return CPUOffload() if offloads else None
 
 
 def _ignored(given: Any) -> Sequence[nn.Module] | str:
@@ -162,14 +171,6 @@ def _units(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
             f"function (module, recurse, unwrapped_params) -> bool, got {policy!r}"
         )
     return {"policy": plugin.auto_wrap_policy}
-
-
-def _output_dtype(
-    plugin: FullyShardedDataParallelPlugin, mixed_precision: str
-) -> torch.dtype | None:
-    """Accelerate returns float32 outputs if ``mixed_precision`` is its own option."""
-    asked = getattr(plugin.mixed_precision_policy, "output_dtype", None)
-    return asked or (torch.float32 if mixed_precision != "no" else None)
 
 
 def _precision(
@@ -284,9 +285,6 @@ def _given(original: Any, self: KwargsHandler) -> dict[str, Any]:
     The original clears it for a moment. Other ranks, which may be threads, would find no
     configuration in it, and not shard.
     """
-    if hasattr(self, "__post_init__"):  # which may read the environment
-        with _setting:
-            return original(self)
     default = type(self)().to_dict()
     return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
@@ -383,7 +381,7 @@ def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
 
 
 # Accelerate reads it to count examples, and to save the position of a loader.
-changes.add(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloader.dataset))
+changes.set(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloader.dataset))
 
 
 # -- a step ------------------------------------------------------------------------------------
@@ -435,7 +433,7 @@ def _clip_value(original: Any, self: Accelerator, parameters: Any, clip_value: f
 
 def _average_before_clipping(accelerator: Accelerator) -> bool:
     """Averages the gradients of replicated parameters. Returns whether a model is sharded."""
-    if sharding_of(accelerator.state) is None and not any(map(is_sharded, accelerator._models)):
+    if sharding_of(accelerator.state) is None and not _shards_models(accelerator):
         return False
     for optimizer in accelerator._optimizers:
         _average(optimizer)
@@ -443,6 +441,10 @@ def _average_before_clipping(accelerator: Accelerator) -> bool:
 
 
 # -- saving and loading ------------------------------------------------------------------------
+
+
+def _shards_models(accelerator: Accelerator) -> bool:
+    return any(map(is_sharded, accelerator._models))
 
 
 @changes.around(Accelerator, "get_state_dict")
@@ -456,18 +458,92 @@ def _get_state_dict(
     return gather_state(root, lambda _: True, rank0_only=True, offload_to_cpu=True, path=path)
 
 
-@changes.around(Accelerator, "save_state")
+@changes.around(Accelerator, "save_state", _shards_models)
 def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    if not any(map(is_sharded, self._models)):
-        return original(self, *args, **kwargs)
-    return save_sharded_state(original, self, *args, **kwargs)
+    """Saves models, optimizers and schedulers to ``xla_fsdp/`` in the folder, for any number of
+    ranks. Every rank must call it.
+
+    With the state dict type FULL_STATE_DICT the folder also contains the full parameters in
+    ``model.safetensors`` (of a second model in ``model_1.safetensors``). Accelerate still names
+    folders, removes old ones, and writes random states and registered objects.
+    """
+    with _hidden(self) as (models, optimizers):
+        folder = original(self, *args, **kwargs)
+    RankExchange().gather_values("save_state", None)  # the folder is there for all
+    save_checkpoint(
+        os.path.join(folder, FOLDER),
+        _joined_models(models),
+        joined(optimizers),
+        step=self.save_iteration,
+        extra={"step": self.step, "schedulers": [one.state_dict() for one in self._schedulers]},
+        keep_last=1,
+    )
+    sharding = sharding_of(self.state)
+    if sharding is not None and sharding.full_state:
+        for number, model in enumerate(models):
+            state = full_state_dict(model)
+            if self.is_main_process:
+                name = f"model_{number}.safetensors" if number else "model.safetensors"
+                save_file(clean_state_dict_for_safetensors(state), os.path.join(folder, name))
+    self.wait_for_everyone()
+    return folder
 
 
-@changes.around(Accelerator, "load_state")
+@changes.around(Accelerator, "load_state", _shards_models)
 def _load_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> None:
-    if not any(map(is_sharded, self._models)):
-        return original(self, *args, **kwargs)
-    return load_sharded_state(original, self, *args, **kwargs)
+    """Loads what any number of ranks have saved. Every rank must call it."""
+    found: list[str] = []
+    handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+    try:
+        with _hidden(self) as (models, optimizers):
+            original(self, *args, **kwargs)
+    finally:
+        handle.remove()
+    loaded = load_joined(os.path.join(found[0], FOLDER), _joined_models(models), optimizers)
+    self.step = loaded.extra["step"]
+    saved = loaded.extra["schedulers"]
+    if len(saved) != len(self._schedulers):
+        raise ValueError(
+            f"{found[0]} has the state of {len(saved)} schedulers, but {len(self._schedulers)} are "
+            "prepared: prepare the same ones before load_state"
+        )
+    for scheduler, state in zip(self._schedulers, saved, strict=True):
+        scheduler.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _hidden(
+    accelerator: Accelerator,
+) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
+    """Inside, the accelerator has no models, optimizers, schedulers and loaders. Only hooks
+    receive the models."""
+    names = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+    hooks = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
+    before = {name: getattr(accelerator, name) for name in (*names, *hooks)}
+    models = before["_models"]
+    for loader in before["_dataloaders"]:
+        if getattr(getattr(loader, "dataloader", loader), "use_stateful_dataloader", False):
+            raise ValueError(
+                "use_stateful_dataloader=True is not supported with sharded models, because the "
+                "position of the loader cannot be saved: leave the option out and use "
+                "accelerator.skip_first_batches"
+            )
+    try:
+        for name in names:
+            setattr(accelerator, name, [])
+        for name in hooks:
+            shown: OrderedDict[Any, Any] = OrderedDict()
+            for key, hook in before[name].items():
+                shown[key] = lambda _, *rest, hook=hook: hook(models, *rest)
+            setattr(accelerator, name, shown)
+        yield list(models), [each.optimizer for each in before["_optimizers"]]
+    finally:
+        for name, value in before.items():
+            setattr(accelerator, name, value)
+
+
+def _joined_models(models: list[nn.Module]) -> nn.Module:
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
 
 
 _reading = threading.Lock()

@@ -12,7 +12,7 @@ _MISSING = object()
 
 
 class MissingNamesError(ImportError):
-    """The installed release of a library lacks names that an integration uses."""
+    """The installed release of a library lacks names that an integration changes."""
 
 
 class Changes:
@@ -26,96 +26,86 @@ class Changes:
     def __init__(self, library: str, extra: str = "hf") -> None:
         self._library = library
         self._extra = extra
-        # Owner, name, a function that finds the original, and one that makes the replacement.
-        self._wanted: list[tuple[Any, str, Callable[[], Any], Callable[[Any], Any]]] = []
-        self._needed: list[tuple[Any, str]] = []
+        # Owner, name, and a function that makes the replacement from the original.
+        self._around: list[tuple[Any, str, Callable[[Any], Any]]] = []
+        self._set: list[tuple[Any, str, Any]] = []
         self._originals: list[tuple[Any, str, Any]] = []
         self._lock = threading.Lock()  # ranks may be threads
 
-    def need(self, owner: Any, *names: str) -> None:
-        """Declares that the integration uses ``owner.name`` without changing it."""
-        self._needed += [(owner, name) for name in names]
-
-    def around(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def around(
+        self, owner: Any, name: str, when: Callable[[Any], bool] | None = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator: ``owner.name(...)`` becomes ``decorated(original, ...)``.
 
         Args:
             owner: a class or a module.
             name: one of its functions, static methods or methods.
+            when: of calls for whose first argument this returns False, nothing is changed.
         """
 
         def note(replacement: Callable[..., Any]) -> Callable[..., Any]:
-            self._needed.append((owner, name))
-            self._wanted.append((
-                owner, name, lambda: vars(owner)[name], lambda found: _around(found, replacement)
-            ))  # fmt: skip
+            make = functools.partial(_call_with_original, replacement, when)
+            self._around.append((owner, name, make))
             return replacement
 
         return note
 
-    def add(self, owner: Any, name: str, value: Any) -> None:
-        """Sets ``owner.name``, which must not exist yet, to ``value``."""
-        self._wanted.append((owner, name, lambda: _MISSING, lambda _: value))
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Sets ``owner.name``, which must exist, to ``value``."""
-        self._needed.append((owner, name))
-        self._wanted.append((owner, name, lambda: getattr(owner, name), lambda _: value))
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets ``owner.name``, which need not exist, to ``value``."""
+        self._set.append((owner, name, value))
 
     def apply(self) -> None:
-        """Makes all changes, unless they are already made. If one of them fails, none is made.
+        """Makes all changes, unless they are already made.
 
         Raises:
-            MissingNamesError: the installed release lacks names that the integration uses. The
-                message lists them.
+            MissingNamesError: the installed release lacks functions that the integration changes.
+                The message lists them, and nothing is changed.
         """
         with self._lock:
             if self._originals:
                 return
-            self._require_names()
-            try:
-                for owner, name, find, change in self._wanted:
-                    original = find()
-                    setattr(owner, name, change(original))
-                    self._originals.append((owner, name, original))
-            except BaseException:
-                self._restore()
-                raise
+            missing = [
+                f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
+                for owner, name, _ in self._around
+                if name not in vars(owner)
+            ]
+            if missing:
+                raise MissingNamesError(
+                    f"{self._library} {version(self._library)} has no {', '.join(missing)}, which "
+                    f"xla_fsdp.integrations uses: pip install 'xla_fsdp[{self._extra}]' installs "
+                    "a release that has these names"
+                )
+            for owner, name, make in self._around:
+                self._change(owner, name, make(vars(owner)[name]))
+            for owner, name, value in self._set:
+                self._change(owner, name, value)
+
+    def _change(self, owner: Any, name: str, value: Any) -> None:
+        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
 
     def undo(self) -> None:
         """Restores everything that :meth:`apply` changed."""
         with self._lock:
-            self._restore()
-
-    def _require_names(self) -> None:
-        missing = [
-            f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-            for owner, name in self._needed
-            if not hasattr(owner, name)
-        ]
-        if missing:
-            raise MissingNamesError(
-                f"{self._library} {version(self._library)} has no {', '.join(missing)}, which "
-                f"xla_fsdp.integrations uses: pip install 'xla_fsdp[{self._extra}]' installs a "
-                "release that has these names"
-            )
-
-    def _restore(self) -> None:
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+            while self._originals:
+                owner, name, original = self._originals.pop()
+                if original is _MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
 
 
-def _around(original: Any, replacement: Callable[..., Any]) -> Any:
+def _call_with_original(
+    replacement: Callable[..., Any], when: Callable[[Any], bool] | None, original: Any
+) -> Any:
     """Makes a function or static method that calls ``replacement`` with the original function."""
     static = isinstance(original, staticmethod)
     function = original.__func__ if static else original
 
     @functools.wraps(function)
     def changed(*args: Any, **kwargs: Any) -> Any:
-        return replacement(function, *args, **kwargs)
+        if when is None or when(args[0]):
+            return replacement(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return staticmethod(changed) if static else changed

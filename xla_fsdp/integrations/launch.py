@@ -35,28 +35,26 @@ _VARIABLES = {
     "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "fsdp_backward_prefetch_policy": "FSDP_BACKWARD_PREFETCH",
 }
-# Options whose value is one of these names, or its number, counted from 1.
-_NAMED = {
+_FLAG = ("true", "false", "yes", "no", "on", "off", "1", "0")
+# The allowed values of options; ``None``: any. A name can also be its number, counted from 1.
+_OPTIONS: dict[str, Sequence[str] | None] = {
     "fsdp_sharding_strategy": FSDP_SHARDING_STRATEGY,
     "fsdp_auto_wrap_policy": FSDP_AUTO_WRAP_POLICY,
     "fsdp_backward_prefetch": FSDP_BACKWARD_PREFETCH,
     "fsdp_backward_prefetch_policy": FSDP_BACKWARD_PREFETCH,
     "fsdp_state_dict_type": FSDP_STATE_DICT_TYPE,
+    "fsdp_offload_params": _FLAG,
+    "fsdp_forward_prefetch": _FLAG,
+    "fsdp_use_orig_params": _FLAG,
+    "fsdp_sync_module_states": _FLAG,
+    "fsdp_cpu_ram_efficient_loading": _FLAG,
+    "fsdp_activation_checkpointing": _FLAG,
+    "fsdp_version": ("1", "2"),
+    "fsdp_reshard_after_forward": None,  # depends on the version
+    "fsdp_transformer_layer_cls_to_wrap": None,
+    "fsdp_min_num_params": None,
+    "fsdp_ignored_modules": None,
 }
-_FLAGS = frozenset(
-    "fsdp_" + name
-    for name in (
-        "offload_params forward_prefetch use_orig_params sync_module_states "
-        "cpu_ram_efficient_loading activation_checkpointing"
-    ).split()
-)
-_OTHERS = frozenset(
-    "fsdp_" + name
-    for name in (
-        "version reshard_after_forward transformer_layer_cls_to_wrap min_num_params ignored_modules"
-    ).split()
-)
-_OPTIONS = sorted({*_NAMED, *_FLAGS, *_OTHERS})
 # Sections of the file that are not supported on XLA.
 _FOREIGN = ("deepspeed_config", "megatron_lm_config", "fp8_config", "parallelism_config")
 
@@ -178,7 +176,7 @@ def environment_of(config: ClusterConfig) -> dict[str, str]:
     if unknown:
         raise ValueError(
             f"fsdp_config has unknown options: {', '.join(unknown)}. Supported are "
-            f"{', '.join(_OPTIONS)}"
+            f"{', '.join(sorted(_OPTIONS))}"
         )
     sharded = bool(given) or str(config.distributed_type).endswith("FSDP")
     # An unquoted "no" is false in YAML.
@@ -197,8 +195,6 @@ def environment_of(config: ClusterConfig) -> dict[str, str]:
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
     version = str(given.get("fsdp_version", 1))
-    if version not in ("1", "2"):
-        raise ValueError(f"fsdp_version: {version} must be 1 or 2")
     if "fsdp_auto_wrap_policy" not in given:
         for name in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
             if name in given:
@@ -206,30 +202,21 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
                     f"{name} has no effect without fsdp_auto_wrap_policy: set that to "
                     "TRANSFORMER_BASED_WRAP (layers by class) or SIZE_BASED_WRAP (by parameters)"
                 )
-    found = {}
-    for name, value in given.items():
-        found[_VARIABLES.get(name, name.upper())] = _text(name, value, version)
-    return found
+    return {
+        _VARIABLES.get(name, name.upper()): _text(name, value, version)
+        for name, value in given.items()
+    }
 
 
 def _text(name: str, value: Any, version: str) -> str:
-    text = str(value).strip()
+    text, allowed = str(value).strip(), _OPTIONS[name]
     if name == "fsdp_reshard_after_forward":
-        name = "fsdp_sharding_strategy" if version == "1" else "reshard_after_forward"
+        allowed = FSDP_SHARDING_STRATEGY if version == "1" else _FLAG
         if version == "1" and text.lower() in ("true", "false"):
             raise ValueError(
                 f"fsdp_reshard_after_forward: {text.lower()} needs fsdp_version: 2; in version "
                 f"1 it must be one of {', '.join(FSDP_SHARDING_STRATEGY)}"
             )
-    if name in _NAMED:
-        names = _NAMED[name]
-        if text.upper() not in names and text not in map(str, range(1, len(names) + 1)):
-            raise ValueError(f"{name}: {text} must be one of {', '.join(names)}")
-        return text.upper()
-    if name in _FLAGS or name == "reshard_after_forward":
-        if text.lower() not in ("true", "false", "yes", "no", "on", "off", "1", "0"):
-            raise ValueError(f"{name}: {text} must be true or false")
-        return text.lower()
     if name == "fsdp_transformer_layer_cls_to_wrap":
         classes = value if isinstance(value, (list, tuple)) else text.split(",")
         return ",".join(str(one).strip() for one in classes)
@@ -238,7 +225,16 @@ def _text(name: str, value: Any, version: str) -> str:
             return str(int(float(text)))
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{name}: {text} must be a number of parameters") from error
-    return text
+    if allowed is None:
+        return text
+    if allowed is _FLAG:
+        if text.lower() not in _FLAG:
+            raise ValueError(f"{name}: {text} must be true or false")
+        return text.lower()
+    numbers = map(str, range(1, len(allowed) + 1))
+    if text.upper() not in allowed and text not in numbers:
+        raise ValueError(f"{name}: {text} must be one of {', '.join(allowed)}")
+    return text.upper()
 
 
 if __name__ == "__main__":

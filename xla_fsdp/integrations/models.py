@@ -29,51 +29,33 @@ def adapt(module: nn.Module) -> None:
     warn_of_dynamic_experts(module)
 
 
-@changes.around(PreTrainedModel, "save_pretrained")
-def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_sharded(model):
-        return save_whole(original, model, *args, **kwargs)
-    return original(model, *args, **kwargs)
+changes.around(PreTrainedModel, "save_pretrained", is_sharded)(save_whole)
+changes.around(GenerationMixin, "generate", is_sharded)(generate_sharded)
 
 
-@changes.around(GenerationMixin, "generate")
-def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_sharded(model):
-        return generate_sharded(original, model, *args, **kwargs)
-    return original(model, *args, **kwargs)
+@changes.around(ModuleUtilsMixin, "num_parameters", is_sharded)
+def _count(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> int:
+    return count_full_parameters(model, *args, **kwargs)
 
 
-@changes.around(PreTrainedModel, "resize_token_embeddings")
+@changes.around(PreTrainedModel, "resize_token_embeddings", is_sharded)
 def _resize(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    size = args[0] if args else kwargs.get("new_num_tokens")
-    multiple = args[1] if len(args) > 1 else kwargs.get("pad_to_multiple_of")
-    # Without a size the method only returns the embeddings.
-    if is_sharded(model) and not (size is None and multiple is None):
-        _refuse_resize(type(model).__name__)
-    return original(model, *args, **kwargs)
-
-
-@changes.around(PreTrainedModel, "push_to_hub")
-def _push(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_sharded(model):
+    sizes = (*args[:2], kwargs.get("new_num_tokens"), kwargs.get("pad_to_multiple_of"))
+    if any(size is not None for size in sizes):
         raise RuntimeError(
-            "push_to_hub of a wrapped model would upload from every rank: call "
-            "save_pretrained(folder, push_to_hub=True) on every rank, which uploads from rank 0"
+            f"resize_token_embeddings of {type(model).__name__} was called on a wrapped model, "
+            "whose embeddings are already sharded: call it before wrapping, and create the "
+            "optimizer after wrapping"
         )
+    # Without a size the method only returns the embeddings.
     return original(model, *args, **kwargs)
 
 
-@changes.around(ModuleUtilsMixin, "num_parameters")
-def _count(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_sharded(model):
-        return count_full_parameters(model, *args, **kwargs)
-    return original(model, *args, **kwargs)
-
-
-def _refuse_resize(name: str) -> NoReturn:
+@changes.around(PreTrainedModel, "push_to_hub", is_sharded)
+def _push(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
-        f"resize_token_embeddings of {name} was called on a wrapped model, whose embeddings are "
-        "already sharded: call it before wrapping, and create the optimizer after wrapping"
+        "push_to_hub of a wrapped model would upload from every rank: call "
+        "save_pretrained(folder, push_to_hub=True) on every rank, which uploads from rank 0"
     )
 
 

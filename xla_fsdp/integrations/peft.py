@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from peft.peft_model import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from peft.utils.save_and_load import load_peft_weights
-from safetensors import safe_open
 from torch import nn
 
 from ..checkpoint.full_state import load_full_state_dict
@@ -35,25 +34,20 @@ def adapt(module: nn.Module) -> None:
     """Called with a module that is being wrapped. The import has made all changes already."""
 
 
-@changes.around(PeftModel, "save_pretrained")
+@changes.around(PeftModel, "save_pretrained", is_sharded)
 def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_sharded(model):
-        return original(model, *args, **kwargs)
     if any(config.is_prompt_learning for config in model.peft_config.values()):
-        return _save_summoned(original, model, *args, **kwargs)
-    result = save_whole(original, model, *args, wanted=_adapter_names(model), **kwargs)
-    folder = args[0] if args else kwargs["save_directory"]
-
-    def check() -> None:
-        for name in kwargs.get("selected_adapters") or list(model.peft_config):
-            _require_tensors(os.path.join(folder, "" if name == "default" else name), name)
-
-    if kwargs.get("state_dict") is None:
-        RankExchange().run_on_first_rank("look at the adapters that it wrote", check)
-    return result
+        # Prompts are computed from full parameters when they are saved.
+        root, _ = outermost(model)
+        with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
+            RankExchange().run_on_first_rank(
+                "write the adapters", lambda: original(model, *args, **kwargs)
+            )
+        return None
+    return save_whole(original, model, *args, wanted=_adapter_names(model), **kwargs)
 
 
-@changes.around(PeftModel, "load_adapter")
+@changes.around(PeftModel, "load_adapter", is_sharded)
 def _load(
     original: Callable[..., Any],
     model: Any,
@@ -62,8 +56,6 @@ def _load(
     is_trainable: bool = False,
     **kwargs: Any,
 ) -> Any:
-    if not is_sharded(model):
-        return original(model, model_id, adapter_name, is_trainable=is_trainable, **kwargs)
     if adapter_name not in model.peft_config:
         raise RuntimeError(
             f"adapter {adapter_name!r} cannot be added to a wrapped model, whose parameters are "
@@ -87,16 +79,14 @@ def _inject(original: Callable[..., Any], tuner: Any, model: Any, *args: Any, **
     return original(tuner, model, *args, **kw)
 
 
-@changes.around(BaseTuner, "_unload_and_optionally_merge")
-def _unload(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse_merge(tuner)
-    return original(tuner, *args, **kwargs)
-
-
-@changes.around(BaseTuner, "merge_adapter")
-def _merge(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse_merge(tuner)
-    return original(tuner, *args, **kwargs)
+@changes.around(BaseTuner, "_unload_and_optionally_merge", is_sharded)
+@changes.around(BaseTuner, "merge_adapter", is_sharded)
+def _merge(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "adapters cannot be merged into a wrapped model, whose weights are shards: call "
+        "xla_fsdp.integrations.peft.save_merged(model, folder), which writes the merged model "
+        "and does not change this one"
+    )
 
 
 def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) -> None:
@@ -208,40 +198,6 @@ def _without(adapter: str, name: str) -> str:
     name = name.replace(f".modules_to_save.{adapter}.", ".")
     parts = name.split(".")  # the adapter's name is the last part, or the last but one
     return ".".join(parts[:-2] + [part for part in parts[-2:] if part != adapter])
-
-
-def _require_tensors(folder: str, adapter: str) -> None:
-    """Raises RuntimeError if the file of an adapter in ``folder`` has no tensors."""
-    path = os.path.join(folder, "adapter_model.safetensors")
-    if not os.path.exists(path):  # the adapter is in a torch file
-        return
-    with safe_open(path, framework="pt") as file:
-        if file.keys():
-            return
-    os.remove(path)
-    raise RuntimeError(
-        f"peft found no tensors of adapter {adapter!r} in the wrapped model, so {path} was empty "
-        "and has been removed. Please report the model and how it was wrapped. "
-        "xla_fsdp.full_state_dict(model) returns the weights"
-    )
-
-
-def _save_summoned(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
-    """Saves adapters that are computed when they are saved (prompts), with full parameters."""
-    root, _ = outermost(model)
-    with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
-        RankExchange().run_on_first_rank(
-            "write the adapters", lambda: original(model, *args, **kwargs)
-        )
-
-
-def _refuse_merge(tuner: nn.Module) -> None:
-    if is_sharded(tuner):
-        raise RuntimeError(
-            "adapters cannot be merged into a wrapped model, whose weights are shards: call "
-            "xla_fsdp.integrations.peft.save_merged(model, folder), which writes the merged model "
-            "and does not change this one"
-        )
 
 
 changes.apply()

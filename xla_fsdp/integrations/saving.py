@@ -55,22 +55,10 @@ def save_whole(
     own = gather_state(root, wanted, rank0_only=True, offload_to_cpu=True, path=path)
 
     def write() -> None:
-        _call(original, given, own)
+        original(model, *args, **{**kwargs, "state_dict": own})
 
     exchange.run_on_first_rank(f"write {named.get('save_directory')}", write)
     return None
-
-
-def _call(
-    original: Callable[..., Any], given: inspect.BoundArguments, state: dict[str, Any]
-) -> None:
-    """Calls ``original`` with ``state``, which may be one of its ``**kwargs``."""
-    arguments = inspect.signature(original).bind(*given.args, **given.kwargs)
-    if "state_dict" in inspect.signature(original).parameters:
-        arguments.arguments["state_dict"] = state
-        original(*arguments.args, **arguments.kwargs)
-    else:
-        original(*given.args, **{**given.kwargs, "state_dict": state})
 
 
 def outermost(model: nn.Module) -> tuple[nn.Module, str]:

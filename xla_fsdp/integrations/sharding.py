@@ -86,7 +86,7 @@ class Sharding:
         config: Any = getattr(model, "config", None)
         if self.checkpointing and getattr(config, "use_cache", False):
             config.use_cache = False  # a recomputed layer would fill the cache again
-        wrapper = _checkpointed if self.checkpointing else None
+        wrapper = functools.partial(wrap_recomputed, (nn.Module,)) if self.checkpointing else None
         sharded = XlaFullyShardedDataParallel(
             model,
             auto_wrap_policy=policy,
@@ -115,7 +115,7 @@ class Sharding:
 
     def _policy_for(self, model: nn.Module) -> Callable[..., bool] | None:
         if self.policy is not None:
-            return functools.partial(_asked, self.policy)
+            return any_policy(self.policy)
         if self.min_parameters:
             return functools.partial(
                 size_based_auto_wrap_policy, min_num_params=self.min_parameters
@@ -140,13 +140,22 @@ def _cast(dtype: torch.dtype, module: nn.Module, inputs: Any, outputs: Any) -> A
     return cast_floats(outputs, dtype)
 
 
-def _asked(policy: Callable[..., bool], module: nn.Module, recurse: bool, unwrapped_params: int):  # type: ignore[no-untyped-def]
-    """Passes the last argument by position, because policies of others give it another name."""
-    return policy(module, recurse, unwrapped_params)
+def any_policy(policy: Callable[..., bool]) -> Callable[..., bool]:
+    """Returns ``policy`` with the last argument by position: other libraries name it otherwise."""
+
+    def ask(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
+        return bool(policy(module, recurse, unwrapped_params))
+
+    return ask
 
 
-def _checkpointed(module: nn.Module, **options: Any) -> nn.Module:
-    return XlaFullyShardedDataParallel(checkpoint_module(module), **options)
+def wrap_recomputed(
+    classes: tuple[type[nn.Module], ...], module: nn.Module, **options: Any
+) -> nn.Module:
+    """Wraps ``module``, which recomputes its activations if it is of one of ``classes``."""
+    if isinstance(module, classes):
+        module = checkpoint_module(module)
+    return XlaFullyShardedDataParallel(module, **options)
 
 
 def strategy_by_name(strategy: str) -> ShardingStrategy:

@@ -11,18 +11,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
+import json
 import os
+import random
+import shutil
 import threading
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
+import torch_xla.core.xla_model as xm
 import transformers.trainer
+from accelerate.utils import clean_state_dict_for_safetensors
+from safetensors.torch import save_file
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME, _is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, FSDPOption
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
+from ..checkpoint.full_state import full_state_dict, load_full_optim_state_dict
+from ..checkpoint.loading import load_checkpoint
+from ..checkpoint.rank_exchange import RankExchange
+from ..checkpoint.saving import save_checkpoint
+from ..checkpoint.weights import load_weights
 from ..collectives.order import BackwardPrefetch
+from ..consolidate.format.reader import ShardedCheckpoint
 from ..names import WRAPPED
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
@@ -31,15 +49,6 @@ from ..tree import keep_dtype
 from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
 from .changes import Changes
 from .sharding import Sharding, downcasting, meant_by_name, restore, sharding_of, use_sharding
-from .trainer_checkpoints import (
-    load_random_state,
-    load_training,
-    load_whole,
-    record_ranks,
-    remove_training,
-    save_training,
-    save_whole,
-)
 
 __all__ = ["Trainer", "install", "uninstall"]
 
@@ -175,12 +184,14 @@ def _create_accelerator(original: Any, self: Trainer) -> None:
         args.fsdp_config = asked | {"xla": True}
 
 
-@changes.around(Trainer, "_wrap_model")
+def _is_configured(trainer: Trainer) -> bool:
+    return bool(trainer.is_fsdp_xla_v1_enabled)
+
+
+@changes.around(Trainer, "_wrap_model", _is_configured)
 def _wrap_model(
     original: Any, self: Trainer, model: nn.Module, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    if not self.is_fsdp_xla_v1_enabled:
-        return original(self, model, *args, **kwargs)
     if not is_sharded(model):
         model = self.accelerator.prepare_model(model)
     self.model = self.model_wrapped = model
@@ -263,7 +274,7 @@ def _training_step(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> t
         return original(self, *args, **kwargs)
 
 
-@changes.around(Trainer, "compute_loss")
+@changes.around(Trainer, "compute_loss", _is_configured)
 def _compute_loss(
     original: Any,
     self: Trainer,
@@ -273,30 +284,76 @@ def _compute_loss(
     num_items_in_batch: Any = None,
 ) -> Any:
     compute = functools.partial(original, self, model, inputs, return_outputs)
-    if not self.is_fsdp_xla_v1_enabled:
-        return compute(num_items_in_batch)
     return _global_loss(self, compute, num_items_in_batch)
 
 
 # -- saving and loading ------------------------------------------------------------------------
+# A folder ``checkpoint-N`` contains the files that ``from_pretrained`` reads (full weights or
+# adapters, and the configuration). ``FOLDER`` in it is a checkpoint of this package with model,
+# optimizer and scheduler. ``RANKS`` has the number of ranks that saved it.
+
+FOLDER = "xla_fsdp"
+RANKS = "xla_fsdp_ranks.json"
 
 
-@changes.around(Trainer, "save_model")
+def _trains_shards(trainer: Trainer) -> bool:
+    return is_sharded(trainer.model)
+
+
+@changes.around(Trainer, "save_model", _trains_shards)
 def _save_model(
     original: Any, self: Trainer, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    if not is_sharded(self.model):
-        return original(self, output_dir, _internal_call)
-    save_whole(self, output_dir or self.args.output_dir)
+    """Writes the files that a single process writes, on rank 0.
+
+    These are the full weights and the configuration; for a model with adapters of peft, the
+    adapters and their configuration; for another module, its ``state_dict()``. The tokenizer and
+    the training arguments follow.
+    """
+    folder = output_dir or self.args.output_dir
+    model: Any = self.accelerator.unwrap_model(self.model)
+    safe = getattr(self.args, "save_safetensors", True)  # always, since 5
+    state: dict[str, Any] = {}
+    knows_shards = isinstance(model, PreTrainedModel) or _is_peft_model(model)
+    if knows_shards:
+        model.save_pretrained(folder, **({} if safe else {"safe_serialization": False}))
+    else:
+        state = full_state_dict(self.model)
+
+    def write() -> None:
+        os.makedirs(folder, exist_ok=True)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+        if not knows_shards and safe:
+            whole = clean_state_dict_for_safetensors(state)
+            save_file(whole, os.path.join(folder, SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
+        elif not knows_shards:
+            torch.save(state, os.path.join(folder, WEIGHTS_NAME))
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    RankExchange().run_on_first_rank("save the model", write)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-@changes.around(Trainer, "_save_optimizer_and_scheduler")
-def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
-    if not is_sharded(self.model):
-        return original(self, output_dir)
-    return save_training(self, output_dir)
+@changes.around(Trainer, "_load_from_checkpoint", _trains_shards)
+def _load_model(
+    original: Any, self: Trainer, resume_from_checkpoint: str, model: nn.Module | None = None
+) -> None:
+    model = self.model if model is None else model
+    inner: Any = self.accelerator.unwrap_model(model)
+    if not _is_peft_model(inner):
+        load_weights(model, resume_from_checkpoint)
+        return
+    for adapter in inner.peft_config:
+        part = "" if adapter == "default" else adapter
+        inner.load_adapter(os.path.join(resume_from_checkpoint, part), adapter)
+
+
+@changes.around(Trainer, "_load_best_model", _trains_shards)
+def _load_best_model(original: Any, self: Trainer) -> None:
+    self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 @changes.around(Trainer, "_save_checkpoint")
@@ -304,40 +361,145 @@ def _save_checkpoint(original: Any, self: Trainer, model: nn.Module, trial: Any)
     name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
     folder = os.path.join(self._get_output_dir(trial=trial), name)
     if self.args.save_only_model and is_sharded(self.model):
-        remove_training(folder)
-    record_ranks(self, folder)
+        RankExchange().run_on_first_rank(
+            "remove what another run saved", lambda: _remove_training(folder)
+        )
+    if self.args.should_save:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, RANKS), "w") as file:
+            json.dump({"world_size": self.args.world_size}, file)
     return original(self, model, trial)
 
 
-@changes.around(Trainer, "_load_optimizer_and_scheduler")
+def _remove_training(folder: str) -> None:
+    """Removes everything but the model that an earlier run saved in the folder of a checkpoint.
+    Otherwise resuming would load the model and the optimizer of that run."""
+    shutil.rmtree(os.path.join(folder, FOLDER), ignore_errors=True)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state*.pth"):
+        for path in glob.glob(os.path.join(glob.escape(folder), name)):
+            os.remove(path)
+
+
+@changes.around(Trainer, "_save_optimizer_and_scheduler", _trains_shards)
+def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
+    save_checkpoint(
+        os.path.join(output_dir, FOLDER),
+        self.model,
+        _plain(self.optimizer),
+        self.lr_scheduler,
+        step=self.state.global_step,
+    )
+
+
+@changes.around(Trainer, "_load_optimizer_and_scheduler", _trains_shards)
 def _load_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> None:
-    if checkpoint is None or not is_sharded(self.model):
-        return original(self, checkpoint)
-    return load_training(self, checkpoint)
+    """Loads what :func:`_save_optimizer` saved, or a Trainer without sharding.
+
+    Raises:
+        ValueError: torch_xla's FSDP saved the folder.
+        CheckpointError: the checkpoint is damaged, or does not fit.
+    """
+    if checkpoint is None:
+        return
+    folder, optimizer, scheduler = checkpoint, _plain(self.optimizer), self.lr_scheduler
+    exchange = RankExchange()
+    there = exchange.run_on_first_rank("look at the checkpoint", lambda: sorted(os.listdir(folder)))
+    if FOLDER in there:
+        ours = os.path.join(folder, FOLDER)
+        load_checkpoint(ours, self.model, optimizer, scheduler, restore_rng=False)
+        return
+    if any(name.startswith("rank0-of-") and name.endswith("-optimizer.pt") for name in there):
+        raise ValueError(
+            f"{folder} has an optimizer state of torch_xla's FSDP, one shard of a flat vector per "
+            "rank, which cannot be loaded: remove the files rank*-optimizer.pt in it to resume "
+            "with the model alone and a new optimizer"
+        )
+    if not {"optimizer.pt", "scheduler.pt"} <= set(there):
+        warnings.warn(
+            f"{folder} has no optimizer state and no scheduler state (save_only_model?): both "
+            "start from their initial state",
+            stacklevel=2,
+        )
+        return
+
+    def read(name: str) -> Any:
+        return torch.load(os.path.join(folder, name), map_location="cpu", weights_only=True)
+
+    state = exchange.run_on_each_rank("read the optimizer", lambda: read("optimizer.pt"))
+    load_full_optim_state_dict(self.model, optimizer, state)
+    exchange.run_and_gather(
+        "load the scheduler", lambda: scheduler.load_state_dict(read("scheduler.pt"))
+    )
 
 
-@changes.around(Trainer, "_load_from_checkpoint")
-def _load_model(
-    original: Any, self: Trainer, resume_from_checkpoint: str, model: nn.Module | None = None
-) -> None:
-    model = self.model if model is None else model
-    if not is_sharded(model):
-        return original(self, resume_from_checkpoint, model)
-    load_whole(self, model, resume_from_checkpoint)
-
-
-@changes.around(Trainer, "_load_best_model")
-def _load_best_model(original: Any, self: Trainer) -> None:
-    if not is_sharded(self.model):
-        return original(self)
-    load_whole(self, self.model, self.state.best_model_checkpoint)
-
-
-@changes.around(Trainer, "_load_rng_state")
+@changes.around(Trainer, "_load_rng_state", _trains_shards)
 def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> None:
-    if checkpoint is None or not is_sharded(self.model):
-        return original(self, checkpoint)
-    return load_random_state(self, checkpoint)
+    """Restores the random states of Python, numpy, torch and XLA that this rank saved.
+
+    On another number of ranks, Python and numpy get the state of rank 0. torch and XLA get seeds
+    computed from this state and the number of the rank, so two resumed runs get the same random
+    numbers. Warns if the checkpoint lacks a state.
+    """
+    if checkpoint is None:
+        return
+    folder, rank = checkpoint, self.args.process_index
+    saved = _ranks_that_saved(folder)
+    same = saved == self.args.world_size
+    name = "rng_state.pth" if saved == 1 else f"rng_state_{rank if same else 0}.pth"
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        warnings.warn(
+            f"{folder} has no random state ({name}). Random numbers, such as those of dropout, "
+            "follow from the seed in the arguments and differ from those of an uninterrupted run",
+            stacklevel=2,
+        )
+        return
+    with transformers.trainer.safe_globals():
+        state = torch.load(path)
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch_state, xla_state = state["cpu"].numpy().tobytes(), state.get("xla")
+    if xla_state is None:
+        warnings.warn(
+            f"{path} has no random state of XLA, because it was saved without torch_xla. Random "
+            "numbers on the device follow from the random state of torch in it and differ from "
+            "those of an uninterrupted run",
+            stacklevel=2,
+        )
+    if same:
+        torch.random.set_rng_state(state["cpu"])
+    else:
+        torch.manual_seed(_seed(torch_state, rank))
+    if xla_state is None or not same:
+        source = torch_state if xla_state is None else str(xla_state).encode()
+        xla_state = _seed(source, rank)
+    xm.set_rng_state(xla_state)
+
+
+def _ranks_that_saved(folder: str) -> int | None:
+    """Returns the number of ranks that saved a checkpoint; ``None``: several, not recorded.
+
+    :func:`_save_checkpoint` records it, except in older versions and on machines without this
+    package. Then the number is in the manifest of this package. A Trainer without sharding writes
+    ``rng_state.pth`` if it is the only process.
+    """
+    recorded = os.path.join(folder, RANKS)
+    if os.path.exists(recorded):
+        with open(recorded) as file:
+            return int(json.load(file)["world_size"])
+    ours = os.path.join(folder, FOLDER)
+    if os.path.isdir(ours):
+        return ShardedCheckpoint(ours).manifest.world_size
+    return 1 if os.path.exists(os.path.join(folder, "rng_state.pth")) else None
+
+
+def _seed(state: bytes, rank: int) -> int:
+    return zlib.crc32(state) + rank
+
+
+def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer without Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 @changes.around(Trainer, "_inner_training_loop")

@@ -9,9 +9,8 @@ After this import ``Trainer(strategy="xla_fully_sharded")`` and
 
 from __future__ import annotations
 
-from .fabric_strategy import FabricStrategy
 from .installing import NAME, install, install_drop_in, uninstall
-from .trainer_strategy import TrainerStrategy
+from .strategies import FabricStrategy, TrainerStrategy
 
 __all__ = [
     "NAME",

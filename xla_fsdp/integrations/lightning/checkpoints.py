@@ -1,18 +1,23 @@
-"""Checkpoints of the Trainer: one file of full tensors, or a folder of all ranks' shards.
+"""Checkpoints of both strategies: one file of full tensors, or a folder of all ranks' shards.
 
-A sharded checkpoint stores the model and the optimizers in this package's format. It stores all
-else that Lightning saves (loops, callbacks, schedulers, hyperparameters) as bytes.
+A sharded checkpoint stores models and optimizers in this package's format. It stores all else that
+Lightning or the user saves (loops, callbacks, schedulers, hyperparameters) as bytes.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.strategies.fsdp import _apply_filter
+from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.types import _Stateful
+from torch import nn
+from torch.optim import Optimizer
 
 from ...checkpoint.full_state import (
     full_optim_state_dict,
@@ -28,99 +33,271 @@ from ...consolidate.format import folders, values
 from ...consolidate.format.manifest import NAME
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import join
-from ..early_optimizers import joined
-from .collectives import on_host
+from ...sharding.state import is_sharded
+from ..optimizers import joined, load_joined
+from .ranks import on_host
+from .settings import Settings
 
 # The key of a checkpoint that was read from a folder: its value is the folder.
 _FOLDER = "xla_fsdp_folder"
 
-
-def state_of_model(strategy: Any) -> dict[str, Any]:
-    return {} if _is_sharded(strategy) else full_state_dict(strategy.model)
+Filters = dict[str, Callable[[str, Any], bool]]
 
 
-def state_of_optimizer(strategy: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer state by parameter names; an unsharded optimizer uses only their order."""
-    return {} if _is_sharded(strategy) else full_optim_state_dict(strategy.model, optimizer)
+class TrainerCheckpoints:
+    """The methods of a strategy with which the Trainer saves and loads."""
 
+    settings: Settings
+    checkpoint_io: Any
+    model: Any
+    optimizers: Any
+    lightning_module: Any
+    # The model state of a checkpoint that was loaded before the setup, and ``strict``.
+    _restored: tuple[Mapping[str, Any], bool] | None = None
+    _is_set_up = False
 
-@synced_device()
-def save(strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-    """Saves ``checkpoint``, which the Trainer has collected; every rank calls it.
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state on the first rank; empty if each rank writes its shards."""
+        return {} if self.settings.saves_shards else full_state_dict(self.model)
 
-    Raises:
-        ValueError: at ``path`` there is a file instead of a folder, or the reverse.
-        OtherRankError: another rank could not save.
-    """
-    exchange = RankExchange()
-    wanted = os.fspath(path)
-    require_kind(exchange, wanted, folder=_is_sharded(strategy))
-    if not _is_sharded(strategy):
-        write = strategy.checkpoint_io.save_checkpoint
-        exchange.run_on_first_rank(
-            f"write {wanted}",
-            lambda: write(on_host(checkpoint), path, storage_options=storage_options),
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The optimizer state by parameter names; an unsharded optimizer uses only their order."""
+        if self.settings.saves_shards:
+            return {}
+        return full_optim_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
+
+    @synced_device()
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Saves ``checkpoint``, which the Trainer has collected; every rank calls it.
+
+        Raises:
+            ValueError: at ``filepath`` there is a file instead of a folder, or the reverse.
+            OtherRankError: another rank could not save.
+        """
+        _require_kind(self, os.fspath(filepath))
+        if not self.settings.saves_shards:
+            _write_file(self, checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise ValueError(
+                "storage_options have no effect on sharded checkpoints: leave them out"
+            )
+        rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+        save_checkpoint(
+            os.fspath(filepath),
+            self.model,
+            joined(self.optimizers if "optimizer_states" in checkpoint else ()),
+            step=checkpoint["global_step"],
+            extra={"lightning": _packed(rest)},
+            keep_last=1,
         )
-        return
-    if storage_options is not None:
-        raise ValueError("storage_options have no effect on sharded checkpoints: leave them out")
-    rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
-    with_optimizers = "optimizer_states" in checkpoint and strategy.optimizers
-    save_checkpoint(
-        wanted,
-        strategy.model,
-        joined(strategy.optimizers) if with_optimizers else None,
-        step=checkpoint["global_step"],
-        extra={"lightning": packed(rest)},
-        keep_last=1,
-    )
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads the Trainer's part of a checkpoint.
+
+        The caller holds a lock that only one rank can have, so there must be no collective here.
+        """
+        wanted = os.fspath(checkpoint_path)
+        if not get_filesystem(wanted).isdir(wanted):
+            return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        folder, extra = _extra_of(wanted)
+        if not isinstance(extra, dict) or "lightning" not in extra:
+            raise ValueError(
+                f"{folder} was not saved by a Trainer, so it does not contain the progress of the "
+                "training. Build the model and call xla_fsdp.load_checkpoint, or fit without "
+                "ckpt_path"
+            )
+        found = _unpacked(extra["lightning"], weights_only)
+        return {**found, "state_dict": {}, _FOLDER: folder}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Stores the state until the setup, which loads it after the model is sharded."""
+        if not self._is_set_up:
+            self._restored = checkpoint, strict
+        elif _FOLDER in checkpoint:
+            load_checkpoint(checkpoint[_FOLDER], self.model, strict=strict, restore_rng=False)
+        else:
+            load_full_state_dict(self.model, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint has the state of {len(states)} optimizers, but "
+                f"configure_optimizers returned {len(self.optimizers)}. Return the same number of "
+                "optimizers"
+            )
+        if states and _FOLDER in checkpoint:
+            strict = self.lightning_module.strict_loading
+            options = {"strict": strict, "restore_rng": False, "weights": False}
+            load_joined(checkpoint[_FOLDER], self.model, self.optimizers, **options)
+            return
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            load_full_optim_state_dict(self.model, optimizer, state)
 
 
-def read(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Reads the Trainer's part of a checkpoint.
+class FabricCheckpoints:
+    """The methods of a strategy with which Fabric saves and loads."""
 
-    The caller holds a lock that only one rank can have, so there must be no collective here.
-    """
-    wanted = os.fspath(path)
-    if not get_filesystem(wanted).isdir(wanted):
-        return strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-    folder, extra = extra_of(wanted)
-    if not isinstance(extra, dict) or "lightning" not in extra:
-        raise ValueError(
-            f"{folder} was not saved by a Trainer, so it does not contain the progress of the "
-            "training. Build the model and call xla_fsdp.load_checkpoint, or fit without ckpt_path"
+    settings: Settings
+    checkpoint_io: Any
+    broadcast: Any
+    modules: list[nn.Module]  # those that were set up
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return self._state_of(module)
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        self._load_into(module, state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return self._state_of(optimizer)
+
+    @synced_device()
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Filters | None = None,
+    ) -> None:
+        """Saves a checkpoint; every rank calls it.
+
+        Raises:
+            ValueError: filters or storage options were given for a sharded checkpoint, or there is
+                a file instead of a folder, or the reverse.
+            OtherRankError: another rank could not save.
+        """
+        filters, wanted = filter or {}, self.broadcast(os.fspath(path))
+        _require_kind(self, wanted)
+        models, optimizers, rest = _sorted(state)
+        converted: dict[str, Any] = {}
+        for key, obj in (rest if self.settings.saves_shards else state).items():
+            _apply_filter(key, filters, self._state_of(obj), converted)
+        if not self.settings.saves_shards:
+            _write_file(self, converted, wanted, storage_options)
+            return
+        filtered = [key for key in filters if key in models or key in optimizers]
+        if filtered or storage_options is not None:
+            raise ValueError(
+                f"{'filter for ' + ', '.join(filtered) if filtered else 'storage_options'} is not "
+                "supported for sharded checkpoints. Leave it out, or use state_dict_type='full'"
+            )
+        save_checkpoint(
+            wanted,
+            _model_of(models, wanted),
+            joined(list(optimizers.values())),
+            step=0,
+            extra={"fabric": _packed(converted), "optimizers": list(optimizers)},
+            keep_last=1,
         )
-    return {**unpacked(extra["lightning"], weights_only), "state_dict": {}, _FOLDER: folder}
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint; every rank calls it. Returns the entries that are not in ``state``.
+
+        Raises:
+            KeyError: ``state`` has keys that are not in the checkpoint, and ``strict`` is true.
+            ValueError: the checkpoint is sharded, but ``state`` has no model.
+            CheckpointError: the checkpoint is damaged, or does not fit ``state``.
+        """
+        wanted = self.broadcast(os.fspath(path))
+        if get_filesystem(wanted).isdir(wanted):
+            return self._load_folder(wanted, state, strict, weights_only)
+        found = self.checkpoint_io.load_checkpoint(wanted, weights_only=weights_only)
+        if not state:
+            return found
+        if isinstance(state, (nn.Module, Optimizer)):
+            self._load_into(state, found, strict)
+            return {}
+        _validate_keys_for_strict_loading(state.keys(), found.keys(), strict=strict)
+        # Load models first: an optimizer's state may refer to parameters that a model loads.
+        models, optimizers, rest = _sorted(state)
+        self._restore([*models, *optimizers, *rest], state, found, strict)
+        return found
+
+    def _load_folder(
+        self, path: str, state: Any, strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"{path} is a sharded checkpoint, which needs a model to load into. Call "
+                "fabric.load(path, {'model': model, ...}) with the keys that were saved, or "
+                "convert it to one file with python -m xla_fsdp.consolidate"
+            )
+        models, optimizers, rest = _sorted(state)
+        folder, extra = _extra_of(path)
+        if not isinstance(extra, dict) or "fabric" not in extra:
+            raise ValueError(
+                f"{folder} was not saved by fabric.save. Load it with xla_fsdp.load_checkpoint"
+            )
+        saved = _unpacked(extra["fabric"], weights_only)
+        _validate_keys_for_strict_loading(rest, saved.keys(), strict=strict)
+        if optimizers and list(optimizers) != extra["optimizers"]:
+            raise KeyError(
+                f"{folder} has the optimizers {extra['optimizers']}, in this order, but the state "
+                f"to load into has {list(optimizers)}. Pass the same optimizers, or none"
+            )
+        options = {"strict": strict, "restore_rng": False}
+        load_joined(folder, _model_of(models, path), list(optimizers.values()), **options)
+        self._restore(list(rest), state, saved, strict)
+        return saved
+
+    def _restore(
+        self, keys: list[str], state: dict[str, Any], saved: dict[str, Any], strict: bool
+    ) -> None:
+        """Moves the values of ``keys`` from ``saved`` to ``state``."""
+        for key in keys:
+            if key in saved and isinstance(state[key], _Stateful):
+                self._load_into(state[key], saved.pop(key), strict)
+            elif key in saved:
+                state[key] = saved.pop(key)
+
+    def _state_of(self, obj: Any) -> Any:
+        """The value to save for ``obj``: the full state of a model or optimizer, on the first
+        rank."""
+        if isinstance(obj, nn.Module) and is_sharded(obj):
+            return full_state_dict(obj)
+        if isinstance(obj, Optimizer):
+            return full_optim_state_dict(self._model_with(obj), obj)
+        return obj.state_dict() if isinstance(obj, _Stateful) else obj
+
+    def _load_into(self, obj: Any, state: Any, strict: bool) -> None:
+        if isinstance(obj, nn.Module) and is_sharded(obj):
+            load_full_state_dict(obj, state, strict=strict)
+        elif isinstance(obj, nn.Module):
+            obj.load_state_dict(state, strict=strict)
+        elif isinstance(obj, Optimizer):
+            load_full_optim_state_dict(self._model_with(obj), obj, state)
+        else:
+            obj.load_state_dict(state)
+
+    def _model_with(self, optimizer: Optimizer) -> nn.Module:
+        """The module that was set up and has the parameters of ``optimizer``."""
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [one for one in self.modules if wanted & {id(p) for p in one.parameters()}]
+        if not found:
+            raise ValueError(
+                f"this {type(optimizer).__name__} has no parameter of a model that was set up. "
+                "Call fabric.setup with its model"
+            )
+        return found[0] if len(found) == 1 else nn.ModuleList(found)
 
 
-def load_model(strategy: Any, checkpoint: Mapping[str, Any], strict: bool) -> None:
-    folder = checkpoint.get(_FOLDER)
-    if folder is None:
-        load_full_state_dict(strategy.model, checkpoint["state_dict"], strict=strict)
-    else:
-        load_checkpoint(folder, strategy.model, strict=strict, restore_rng=False)
-
-
-def load_optimizers(strategy: Any, checkpoint: Mapping[str, Any]) -> None:
-    states = checkpoint["optimizer_states"]
-    if len(states) != len(strategy.optimizers):
-        raise ValueError(
-            f"the checkpoint has the state of {len(states)} optimizers, but configure_optimizers "
-            f"returned {len(strategy.optimizers)}. Return the same number of optimizers"
-        )
-    if states and _FOLDER in checkpoint:
-        both = joined(strategy.optimizers)
-        strict = strategy.lightning_module.strict_loading
-        options = {"strict": strict, "restore_rng": False, "weights": False}
-        load_checkpoint(checkpoint[_FOLDER], strategy.model, both, **options)
-        give_back(both)
-        return
-    for optimizer, state in zip(strategy.optimizers, states, strict=True):
-        load_full_optim_state_dict(strategy.model, optimizer, state)
-
-
-def require_kind(exchange: RankExchange, path: str, folder: bool) -> None:
+def _require_kind(strategy: Any, path: str) -> None:
     """Raises ValueError on every rank if ``path`` is a file instead of a folder, or the reverse."""
+    folder = strategy.settings.saves_shards
 
     def look() -> None:
         files = get_filesystem(path)
@@ -131,10 +308,19 @@ def require_kind(exchange: RankExchange, path: str, folder: bool) -> None:
                 f"{'folder' if folder else 'file'}. Remove it, or save to another path"
             )
 
-    exchange.run_on_first_rank(f"save to {path}", look)
+    RankExchange().run_on_first_rank(f"save to {path}", look)
 
 
-def extra_of(path: str) -> tuple[str, Any]:
+def _write_file(strategy: Any, content: dict[str, Any], path: Any, storage_options: Any) -> None:
+    def write() -> None:
+        strategy.checkpoint_io.save_checkpoint(
+            on_host(content), path, storage_options=storage_options
+        )
+
+    RankExchange().run_on_first_rank(f"write {path}", write)
+
+
+def _extra_of(path: str) -> tuple[str, Any]:
     """The folder of the checkpoint at ``path``, and its ``extra``; a single rank may call it."""
     _, name = folders.resolve_checkpoint(path)
     whole = path.rstrip("/") or "/"
@@ -144,21 +330,30 @@ def extra_of(path: str) -> tuple[str, Any]:
     return folder, values.decode(found.manifest.extra, join(folder, NAME))
 
 
-def packed(rest: Any) -> bytes:
+def _packed(rest: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(on_host(rest), buffer)
     return buffer.getvalue()
 
 
-def unpacked(data: bytes, weights_only: bool | None) -> Any:
+def _unpacked(data: bytes, weights_only: bool | None) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 
 
-def give_back(optimizer: Any) -> None:
-    """Returns the loaded state to the optimizers that :func:`~..early_optimizers.joined` joined."""
-    if hasattr(optimizer, "give_back"):
-        optimizer.give_back()
+def _sorted(
+    state: dict[str, Any],
+) -> tuple[dict[str, nn.Module], dict[str, Optimizer], dict[str, Any]]:
+    models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
+    optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    rest = {key: v for key, v in state.items() if key not in models and key not in optimizers}
+    return models, optimizers, rest
 
 
-def _is_sharded(strategy: Any) -> bool:
-    return strategy.settings.state_dict_type == "sharded"
+def _model_of(models: dict[str, nn.Module], path: str) -> nn.Module:
+    """The model, or a module of all models by their keys."""
+    if not models:
+        raise ValueError(
+            f"{path}: the state has no model, which a sharded checkpoint needs. Pass for example "
+            "{'model': model, 'optimizer': optimizer}"
+        )
+    return next(iter(models.values())) if len(models) == 1 else nn.ModuleDict(models)

@@ -1,4 +1,4 @@
-"""Lightning's collectives, which both strategies inherit."""
+"""Lightning's collectives, which both strategies inherit, and those of torchmetrics."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch.distributed as dist
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import nn
+from torchmetrics import Metric
 
+from ...checkpoint.rank_exchange import RankExchange
 from ...collectives.random_state import preserve_random_state
 from ...layers.gathering import all_gather_with_grad
-from .ranks import in_rank, root_device
+from .ranks import in_rank, on_host, root_device
 
 T = TypeVar("T")
 
@@ -59,20 +61,16 @@ class CollectivesMixin:
         return root_device()
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if in_rank() and xr.world_size() > 1:
+        if several_ranks():
             with preserve_random_state():
                 xm.rendezvous(name or "barrier")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Returns ``obj`` of rank ``src``, any object that can be pickled."""
-        if not in_rank() or xr.world_size() == 1:
+        if not several_ranks():
             return obj
-        own = pickle.dumps(on_host(obj)) if xr.global_ordinal() == src else b""
-        # On TPU every payload length needs a separate program, so use few lengths.
-        own = own.ljust(1 << max(8, len(own).bit_length()), b"\0")
-        with preserve_random_state():
-            sent = xm.rendezvous("broadcast", own)
-        found = pickle.loads(bytes(sent[src]))
+        own = pickle.dumps(on_host(obj)).hex() if xr.global_ordinal() == src else None
+        found = pickle.loads(bytes.fromhex(RankExchange().gather_values("broadcast", own)[src]))
         on_device = isinstance(obj, torch.Tensor) and obj.device.type == "xla"
         return found.to(root_device()) if on_device else found
 
@@ -82,7 +80,7 @@ class CollectivesMixin:
         With ``sync_grads`` a rank's gradient is the sum of all ranks' gradients for its part.
         """
         _require_no_group(group)
-        if not in_rank() or xr.world_size() == 1:
+        if not several_ranks():
             return tensor
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"all_gather takes tensors, got {type(tensor).__name__}")
@@ -94,7 +92,7 @@ class CollectivesMixin:
         self._run_pending()
         return gathered.to(tensor.device)
 
-    def _reduced(self, value: Any, group: Any, reduce_op: Any) -> torch.Tensor:
+    def reduce(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
         """Reduces ``value`` into a new tensor on its device."""
         _require_no_group(group)
         name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
@@ -116,12 +114,32 @@ class CollectivesMixin:
         self._run_pending()
         return total.to(given.device) if isinstance(value, torch.Tensor) else total
 
+    all_reduce = reduce  # its name in Fabric
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns on all ranks whether ``decision`` is true on all of them, or on any."""
         if not in_rank():
             return decision
-        said = self._reduced(torch.tensor(int(decision), device=root_device()), None, "sum")
+        said = self.reduce(torch.tensor(int(decision), device=root_device()), reduce_op="sum")
         return int(said.item()) >= (xr.world_size() if all else 1)
+
+
+def sync_metrics(module: nn.Module, device: torch.device) -> None:
+    """Moves the metrics in ``module`` to ``device`` and makes them compute over all ranks;
+    torchmetrics itself only supports torch.distributed.
+
+    Metrics for which the user has set another synchronization are not changed.
+    """
+    for each in module.modules():
+        if isinstance(each, Metric):
+            each.to(device)
+            if each.dist_sync_fn is None:
+                each.dist_sync_fn = gather_states
+                each.distributed_available_fn = several_ranks
+
+
+def several_ranks() -> bool:
+    return in_rank() and xr.world_size() > 1
 
 
 def gather_states(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
@@ -139,11 +157,6 @@ def gather_states(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     torch_xla.sync()
     found = [row[: each[-1]].reshape(each[:-1]) for row, each in zip(rows, shapes, strict=True)]
     return [each.to(device) for each in found]
-
-
-def on_host(obj: Any) -> Any:
-    """``obj`` with all its tensors on the CPU."""
-    return move_data_to_device(obj, torch.device("cpu"))
 
 
 def _require_no_group(group: Any) -> None:

@@ -18,6 +18,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
 from lightning.fabric.connector import _Connector
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     ModelPruning,
@@ -31,50 +32,43 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities import model_summary
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
 
 from ...sharding.state import is_sharded
+from ..changes import Changes
 from ..saving import count_full_parameters
-from .changed import changes, drop_in
-from .fabric_strategy import FabricStrategy
-from .ranks import RanksAccelerator, on_cpu, patch_rank_zero_only
-from .trainer_strategy import TrainerStrategy
+from .ranks import CurrentRankNumber, RanksAccelerator, on_cpu
+from .strategies import FabricStrategy, TrainerStrategy
+
+changes = Changes("lightning", extra="lightning")
+# Further changes, which make Lightning's own names select this package.
+drop_in = Changes("lightning", extra="lightning")
 
 NAME = TrainerStrategy.strategy_name
 DROP_IN_NAME = "xla_fsdp"
-_undo_patches: list[Callable[[], None]] = []
-_installing = threading.Lock()
 
 
 def install() -> None:
     """Registers the strategies and makes the changes, unless this was done already."""
-    with _installing:
-        changes.apply()
-        if not _undo_patches:
-            _undo_patches.append(patch_rank_zero_only())
-            _register(NAME)
+    changes.apply()
+    _register(NAME)
 
 
 def install_drop_in() -> None:
     """Makes ``"xla_fsdp"`` and Lightning's ``XLAFSDPStrategy`` also select this package."""
     install()
-    with _installing:
-        drop_in.apply()
-        _register(DROP_IN_NAME)
+    drop_in.apply()
+    _register(DROP_IN_NAME)
 
 
 def uninstall() -> None:
     """Removes the strategies and changes from Lightning."""
-    with _installing:
-        changes.undo()
-        drop_in.undo()
-        while _undo_patches:
-            _undo_patches.pop()()
-        for registry in (STRATEGY_REGISTRY, StrategyRegistry):
-            registry.pop(NAME, None)
-            registry.pop(DROP_IN_NAME, None)
-        theirs = lightning.fabric.strategies.xla_fsdp.XLAFSDPStrategy
-        theirs.register_strategies(STRATEGY_REGISTRY)
+    changes.undo()
+    drop_in.undo()
+    for registry in (STRATEGY_REGISTRY, StrategyRegistry):
+        registry.pop(NAME, None)
+        registry.pop(DROP_IN_NAME, None)
+    theirs = lightning.fabric.strategies.xla_fsdp.XLAFSDPStrategy
+    theirs.register_strategies(STRATEGY_REGISTRY)
 
 
 def _register(name: str) -> None:
@@ -112,9 +106,8 @@ def _with_ranks(original: Any, self: Any, **kwargs: Any) -> None:
     original(self, **kwargs)
 
 
-changes.around(_Connector, "_check_config_and_set_final_flags")(_with_ranks)
-
-changes.around(_AcceleratorConnector, "_check_config_and_set_final_flags")(_with_ranks)
+for _connector in (_Connector, _AcceleratorConnector):
+    changes.around(_connector, "_check_config_and_set_final_flags")(_with_ranks)
 
 
 # -- global state that ranks as threads share --------------------------------------------------
@@ -153,12 +146,10 @@ class _Shared:
 
 
 _shared = _Shared()
+for _place in (lightning.fabric.fabric, lightning.pytorch.trainer.connectors.data_connector):
+    changes.around(_place, "_replace_dunder_methods")(_shared)
 
-changes.around(lightning.fabric.fabric, "_replace_dunder_methods")(_shared)
-
-changes.around(lightning.pytorch.trainer.connectors.data_connector, "_replace_dunder_methods")(
-    _shared
-)
+changes.set(rank_zero_only, "rank", CurrentRankNumber(int(rank_zero_only.rank or 0)))
 
 
 # -- functions that use torch.distributed, or the sizes of shards ------------------------------
@@ -235,30 +226,16 @@ def _record_mean_loss(
     original(self, trainer, pl_module, outputs, *batch)
 
 
-class _FullLayer(LayerSummary):
-    @property
-    def num_parameters(self) -> int:
-        return count_full_parameters(self._module)
-
-
 class _FullSummary(model_summary.ModelSummary):
-    """The table of layers that the Trainer prints, with the sizes of full parameters.
+    """The table of layers that the Trainer prints, with the sizes of full parameters."""
 
-    It has no sizes of inputs, because they need a forward, for which parameters are not gathered.
-    """
-
-    def summarize(self) -> Any:
-        found = {name: _FullLayer(module) for name, module in self.named_modules}
-        for layer in found.values():
-            layer.detach_hook()
-        shown = {k: v for k, v in found.items() if k.count(".") < self._max_depth}
-        return shown if self._max_depth >= 1 else found
+    def _forward_example_input(self) -> None:
+        """Leaves out the sizes of inputs, which need a forward with full parameters."""
 
     @property
-    def in_sizes(self) -> list[Any]:
-        return ["?"] * len(self._layer_summary)
-
-    out_sizes = in_sizes
+    def param_nums(self) -> list[int]:
+        modules = dict(self.named_modules)
+        return [count_full_parameters(modules[name]) for name in self.layer_names]
 
     @property
     def total_parameters(self) -> int:
@@ -280,4 +257,4 @@ def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
 
 
 for _place in (lightning.fabric.strategies, lightning.fabric.strategies.xla_fsdp):
-    drop_in.replace(_place, "XLAFSDPStrategy", FabricStrategy)
+    drop_in.set(_place, "XLAFSDPStrategy", FabricStrategy)

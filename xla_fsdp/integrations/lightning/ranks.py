@@ -1,9 +1,15 @@
-"""The ranks for Lightning: its environment, its accelerator, and ``rank_zero_only``."""
+"""The ranks for Lightning: its environment, its accelerator, ``rank_zero_only``, and the launchers.
+
+The launchers start ranks for a Trainer or a Fabric that was created outside of a launch. Each rank
+works on a copy, as on a TPU, whose ranks are processes. Afterwards the Trainer outside has the
+results of the first rank's Trainer, and its model has the trained weights.
+"""
 
 from __future__ import annotations
 
-import operator
+import copy
 import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +19,19 @@ import torch_xla
 import torch_xla.core.xla_env_vars as xenv
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.plugins.environments import XLAEnvironment
+from lightning.fabric.strategies.launchers.xla import _XLALauncher
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher,
+    _WorkerOutput,
+)
 
 from ... import xlac
+from ...checkpoint.full_state import full_state_dict
+from ...ranks.launch import launch
 from ...ranks.rank import current_rank
 
 # The default number of CPU ranks of ``launch``.
@@ -51,36 +65,15 @@ def ranks_of_this_host() -> int:
     return xlac.devices_of_host()
 
 
-class RanksEnvironment(ClusterEnvironment):
+class RanksEnvironment(XLAEnvironment):
     """The ranks of this package's or torch_xla's launch; outside of a launch, rank 0."""
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        return False
-
-    @property
-    def main_address(self) -> str:
-        raise NotImplementedError("XLA ranks have no main address")
-
-    @property
-    def main_port(self) -> int:
-        raise NotImplementedError("XLA ranks have no main port")
-
-    @staticmethod
-    def detect() -> bool:
-        return in_rank()
-
+    # Not cached, as in Lightning: ranks may be threads.
     def world_size(self) -> int:
         return xr.world_size() if in_rank() else 1
 
-    def set_world_size(self, size: int) -> None:
-        pass
-
     def global_rank(self) -> int:
         return xr.global_ordinal() if in_rank() else 0
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
 
     def local_rank(self) -> int:
         return xr.local_ordinal() if in_rank() else 0
@@ -160,58 +153,122 @@ def root_device() -> torch.device:
     return torch_xla.device()
 
 
+def on_host(obj: Any) -> Any:
+    """``obj`` with all its tensors on the CPU."""
+    return move_data_to_device(obj, torch.device("cpu"))
+
+
 class CurrentRankNumber:
     """The value of ``rank_zero_only.rank``: the number of the rank that reads it.
 
     In Lightning it is one number for a process, but here ranks may be threads. It behaves like an
-    integer in comparisons, printing and arithmetic.
+    integer in comparisons, printing and arithmetic with integers.
     """
 
     def __init__(self, outside: int) -> None:
-        self.outside = outside
+        self._outside = outside
 
-    def __index__(self) -> int:
-        return xr.global_ordinal() if in_rank() else self.outside
-
-    __int__ = __hash__ = __index__
-
-    def __bool__(self) -> bool:
-        return bool(int(self))
-
-    def __str__(self) -> str:
-        return str(int(self))
-
-    __repr__ = __str__
-
-    def __format__(self, spec: str) -> str:
-        return format(int(self), spec)
+    def number(self) -> int:
+        return xr.global_ordinal() if in_rank() else self._outside
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
+        return int, (self.number(),)
 
 
-def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Any, Any], Any]:
-    def call(self: Any, other: Any) -> Any:
-        own, other = int(self), int(other) if isinstance(other, CurrentRankNumber) else other
-        return function(other, own) if swapped else function(own, other)
+def _method_of_integer(name: str) -> Callable[..., Any]:
+    def call(self: CurrentRankNumber, *others: Any) -> Any:
+        plain = (one.number() if isinstance(one, CurrentRankNumber) else one for one in others)
+        return getattr(self.number(), name)(*plain)
 
     return call
 
 
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(CurrentRankNumber, f"__{_name}__", _binary(getattr(operator, _name), False))
-for _name in ("add", "sub", "mul", "mod", "floordiv", "and_", "or_", "xor", "lshift", "rshift"):
-    _plain = _name.rstrip("_")
-    setattr(CurrentRankNumber, f"__{_plain}__", _binary(getattr(operator, _name), False))
-    setattr(CurrentRankNumber, f"__r{_plain}__", _binary(getattr(operator, _name), True))
+for _name in (
+    "index int hash bool str repr format eq ne lt le gt ge add radd sub rsub mul rmul mod rmod "
+    "floordiv rfloordiv"
+).split():
+    setattr(CurrentRankNumber, f"__{_name}__", _method_of_integer(f"__{_name}__"))
 
 
-def patch_rank_zero_only() -> Callable[[], None]:
-    """Makes ``rank_zero_only`` work with ranks; returns a function that undoes it."""
-    before: Any = vars(rank_zero_only).get("rank", 0)
-    vars(rank_zero_only)["rank"] = CurrentRankNumber(int(before or 0))
+# -- starting ranks ----------------------------------------------------------------------------
 
-    def undo() -> None:
-        vars(rank_zero_only)["rank"] = before
 
-    return undo
+class FabricLauncher(_XLALauncher):
+    """Runs a function on all ranks; returns its result on the first rank."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return on_cpu()
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _on_all_ranks(self._strategy, function, args, kwargs)
+
+
+class TrainerLauncher(_MultiProcessingLauncher):
+    """Runs ``fit``, ``test`` and the like on all ranks."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, start_method="spawn")
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return on_cpu()
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        if trainer is None:
+            return _on_all_ranks(self._strategy, function, args, kwargs)
+        if self._already_fit and trainer.state.fn == "fit":
+            raise RuntimeError(
+                "this Trainer has been fitted, and its ranks have ended with their optimizers. "
+                "Create another Trainer and call fit(ckpt_path=...), or call fit twice inside "
+                "xla_fsdp.launch"
+            )
+        tuners = (LearningRateFinder, BatchSizeFinder)
+        if any(isinstance(each, tuners) and each._early_exit for each in trainer.callbacks):
+            raise RuntimeError(
+                "a Tuner outside of the ranks does not get the results of the ranks. Call it "
+                "inside xla_fsdp.launch, or give the Trainer a LearningRateFinder callback"
+            )
+        weights, output = _on_all_ranks(
+            self._strategy, _run_trainer, (trainer, function, args, kwargs), {}
+        )
+        self._already_fit |= trainer.state.fn == "fit"
+        self._recover_results_in_main_process(output, trainer)
+        if weights is not None:
+            trainer.lightning_module.load_state_dict(weights, strict=False)
+        return output.trainer_results
+
+
+def _on_all_ranks(
+    strategy: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    with tempfile.TemporaryDirectory(prefix="xla_fsdp-") as folder:
+        path = os.path.join(folder, "result")
+        number = strategy.num_processes if on_cpu() else None
+        launch(_run, (path, function, args, kwargs), num_devices=number)
+        return torch.load(path, weights_only=False)
+
+
+def _run(
+    rank: int, path: str, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> None:
+    # CPU ranks receive the same objects, but each must have a copy.
+    function, args, kwargs = copy.deepcopy((function, args, kwargs))
+    result = on_host(function(*args, **kwargs))
+    if rank == 0:
+        torch.save(result, path)
+
+
+def _run_trainer(
+    trainer: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any] | None, _WorkerOutput]:
+    trainer.strategy._launcher = None  # the ranks have started already
+    results = function(*args, **kwargs)
+    fitting = trainer.state.fn == "fit"
+    weights = full_state_dict(trainer.strategy.model) if fitting else None
+    metrics: Any = _MultiProcessingLauncher.get_extra_results
+    extra = metrics(None, trainer)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+    return weights, _WorkerOutput(best, None, trainer.state, results, extra)

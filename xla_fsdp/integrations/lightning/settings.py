@@ -1,13 +1,22 @@
-"""Translates the arguments of a strategy into options of this package's wrapper."""
+"""Translates the arguments of a strategy into options of this package's wrapper, and its precision.
+
+With bf16-mixed, shards and optimizer state stay float32.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+import torch_xla
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
+from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from ...names import is_wrapper
@@ -16,11 +25,11 @@ from ...sharding.mixed_precision import MixedPrecision
 from ...sharding.options import WRAPPER, FSDPOptions
 from ...wrap import has_forward, transformer_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
-from ..sharding import meant_by_name, strategy_by_name
+from ..optimizers import average_unsharded
+from ..sharding import any_policy, meant_by_name, strategy_by_name, wrap_recomputed
 
 Policy = Collection[type[nn.Module]] | Callable[..., bool]
 
-STATE_DICT_TYPES = ("full", "sharded")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
@@ -38,11 +47,11 @@ class Settings:
         state_dict_type: str,
         options: dict[str, Any],
     ) -> None:
-        if state_dict_type not in STATE_DICT_TYPES:
+        if state_dict_type not in ("full", "sharded"):
             raise ValueError(
                 f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}"
             )
-        self.state_dict_type = state_dict_type
+        self.saves_shards = state_dict_type == "sharded"
         self.layers = _classes("auto_wrap_policy", auto_wrap_policy)
         self.policy = auto_wrap_policy if self.layers is None else None
         if self.policy is not None and not callable(self.policy):
@@ -98,7 +107,7 @@ class Settings:
         elif self.recomputed:
             if isinstance(module, tuple(self.recomputed)):
                 module = checkpoint_module(module)
-            wrapper = functools.partial(_recomputed, tuple(self.recomputed))
+            wrapper = functools.partial(wrap_recomputed, tuple(self.recomputed))
         return XlaFullyShardedDataParallel(
             module, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **options
         )
@@ -141,9 +150,7 @@ class Settings:
 
     def _policy(self) -> Callable[..., bool] | None:
         if self.layers is None:
-            policy = self.policy
-            # Other libraries' policies have another name for the last argument.
-            return None if policy is None else functools.partial(_asked, policy)
+            return None if self.policy is None else any_policy(self.policy)
         return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=self.layers)
 
 
@@ -156,11 +163,66 @@ def _classes(name: str, given: Any) -> set[type[nn.Module]] | None:
     return set(given)
 
 
-def _asked(policy: Any, module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
-    return bool(policy(module, recurse, unwrapped_params))
+# -- precision ---------------------------------------------------------------------------------
 
 
-def _recomputed(classes: tuple[type[nn.Module], ...], module: nn.Module, **options: Any) -> Any:
-    if isinstance(module, classes):
-        module = checkpoint_module(module)
-    return XlaFullyShardedDataParallel(module, **options)
+class _Computed:
+    """The behavior of both plugins.
+
+    Args:
+        plugin: what Lightning creates from ``precision=...``, or ``None`` for "32-true".
+
+    Raises:
+        ValueError: the precision is not supported on XLA.
+    """
+
+    precision: Any
+
+    def __init__(self, plugin: Any) -> None:
+        name = "32-true" if plugin is None else getattr(plugin, "precision", type(plugin).__name__)
+        if name in ("16-true", "16-mixed"):
+            raise ValueError(
+                f"precision={name!r} is not supported on XLA, because TPUs have no float16 units. "
+                "Use 'bf16-mixed', which needs no loss scaling"
+            )
+        if name not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {name!r}")
+        self.precision = name
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        if self.precision != "bf16-mixed":
+            yield
+            return
+        # Losses and norms are float32, as on other devices; parameters are gathered in bfloat16.
+        with torch.autocast("xla", dtype=torch.bfloat16):
+            yield
+
+    def convert_output(self, data: Any) -> Any:
+        if self.precision == "32-true":
+            return data
+        convert = functools.partial(_convert_fp_tensor, dst_type=torch.float32)
+        return apply_to_collection(data, torch.Tensor, convert)
+
+
+class ShardedFabricPrecision(_Computed, FabricPrecision):
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        average_unsharded(optimizer)
+        result = optimizer.step(**kwargs)
+        torch_xla.sync()
+        return result
+
+
+class ShardedTrainerPrecision(_Computed, TrainerPrecision):
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        # Before the step and not in it, because hooks of the step read gradients.
+        result = self._wrap_closure(model, optimizer, closure)
+        optimizer.step(**kwargs)
+        torch_xla.sync()  # computes the logged values, so that the first rank alone can read them
+        return result
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        average_unsharded(getattr(optimizer, "optimizer", optimizer))
+        super()._after_closure(model, optimizer)

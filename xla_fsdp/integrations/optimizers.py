@@ -1,4 +1,4 @@
-"""Optimizers that were created before their model was sharded, and groups of optimizers."""
+"""Optimizers that were created before their model was sharded, and several in one checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
 
+from ..checkpoint.loading import load_checkpoint
 from ..sharding.ignored import ignored_mark_of
 from ..sharding.sharded_tensor import sharded_tensor_of
 
@@ -59,20 +60,29 @@ class JoinedOptimizers(torch.optim.Optimizer):
     """Several optimizers as one for a checkpoint, with the groups and the state of all."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = list(optimizers)
         shared = set.intersection(*(set(each.defaults) for each in optimizers))
         self.defaults: dict[str, Any] = dict.fromkeys(shared)
         self.param_groups = [group for each in optimizers for group in each.param_groups]
         self.state = {k: v for each in optimizers for k, v in each.state.items()}  # type: ignore[assignment]
 
-    def give_back(self) -> None:
-        """Gives each optimizer the state of its parameters."""
-        for each in self.optimizers:
+
+def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    """Returns the only optimizer, :class:`JoinedOptimizers` of several, or ``None``."""
+    if len(optimizers) > 1:
+        return JoinedOptimizers(optimizers)
+    return optimizers[0] if optimizers else None
+
+
+def load_joined(
+    folder: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **options: Any
+) -> Any:
+    """Loads what was saved with :func:`joined` optimizers; see :func:`~xla_fsdp.load_checkpoint`
+    for the options, the result and the errors."""
+    both = joined(optimizers)
+    loaded = load_checkpoint(folder, model, both, **options)
+    if isinstance(both, JoinedOptimizers):
+        for each in optimizers:
             each.state.clear()
             for group in each.param_groups:
-                each.state.update({p: self.state[p] for p in group["params"] if p in self.state})
-
-
-def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Returns the only optimizer, or :class:`JoinedOptimizers` of several."""
-    return optimizers[0] if len(optimizers) == 1 else JoinedOptimizers(optimizers)
+                each.state.update({p: both.state[p] for p in group["params"] if p in both.state})
+    return loaded
