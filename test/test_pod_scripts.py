@@ -106,7 +106,7 @@ def slice_of_two(tmp_path):
     bin = tmp_path / "bin"
     bin.mkdir()
     for name, text in {
-        "gcloud": f'exec {sys.executable} {ROOT}/test/pod_workers.py {tmp_path} "$@"',
+        "gcloud": f'exec {sys.executable} -IS {ROOT}/test/pod_workers.py {tmp_path} "$@"',
         "hostname": 'basename "$HOME"',
     }.items():
         (bin / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -117,7 +117,7 @@ def slice_of_two(tmp_path):
 
     def run_here(*arguments, more=None, **kwargs):
         env = {"PATH": f"{bin}:{os.environ['PATH']}", "PJRT_DEVICE": "", **(more or {})}
-        return run("tpu_vm.sh", *PLACE, "--poll=1", *arguments, env=env, **kwargs)
+        return run("tpu_vm.sh", *PLACE, "--poll=0", *arguments, env=env, **kwargs)
 
     yield run_here
     run_here("stop")
@@ -296,7 +296,7 @@ echo $$ > pid; exec sleep 600"""
         "bash", "-c", script, more={"BACK_OFF": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 60  # --poll=1
+    assert time.monotonic() - began < 60
     assert "not every worker answers; stopping all workers" in done.stderr
     assert "slice vit-1 is PREEMPTED" in done.stderr
     assert ended((tmp_path / "vit-0/w0/xla_fsdp/pid").read_text())
@@ -382,6 +382,7 @@ def port():
         yield held.getsockname()[1]
 
 
+@pytest.mark.full
 def test_two_hosts_meet_and_have_global_ranks(tmp_path, port):
     script = tmp_path / "meeting.py"
     script.write_text(MEETING)
