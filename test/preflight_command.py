@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 
 from xla_fsdp.pods import tpu_api
+from xla_fsdp.pods.probe import VARIABLES
 from xla_fsdp.preflight import main
 
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = ("--zone", "us-central2-b", "--project", "lab")
+PLACE = ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT", "CLOUDSDK_COMPUTE_ZONE")
 # No credentials, no proxy and no Google Cloud but what a test gives.
 CLEAN = {"GCE_METADATA_HOST": "127.0.0.1:9", "NO_GCE_CHECK": "true"}
 
@@ -38,7 +40,7 @@ class Clock:
 def call(monkeypatch, capsys, api, key, home, *flags, env=None, where=WHERE):
     """The finished command, run in this process, which need not import anything again."""
     with monkeypatch.context() as patches:
-        for name in ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT", "CLOUDSDK_COMPUTE_ZONE"):
+        for name in (*PLACE, *VARIABLES):
             patches.delenv(name, raising=False)
         for name, value in (environment(key, home) | (env or {})).items():
             patches.setenv(name, value)

@@ -21,7 +21,7 @@ from xla_fsdp.pods.parity import CASES, _compared
 from xla_fsdp.pods.privacy import scrubbed, shown_environment
 from xla_fsdp.pods.records import CollectiveTime, Job, Machine, Rate, StepRun, read_notes
 from xla_fsdp.pods.report import Verification
-from xla_fsdp.pods.steps import ON_TPU, Size
+from xla_fsdp.pods.steps import Size
 from xla_fsdp.pods.verdict import calibrate, judge_death, judge_programs, judge_steps
 from xla_fsdp.pods.verify import Children
 from xla_fsdp.preflight import main
@@ -272,29 +272,41 @@ def test_all_stages_of_two_cpu_ranks(run_script, tmp_path):
 SMALL = Size(blocks=1, width=16, vocabulary=11, sequence=4, batch=1)
 
 
-def _as_on_a_tpu(rank, folder, notes):
-    """The stages as a TPU has them, on these devices: first the peaks of memory, then the steps."""
-    names = ("programs", "collectives", "steps")
-    job = Job(names, folder, folder, now() + 1e6, notes, sizes=("small",))
+ON_TPU = (
+    (stages, "_kind", lambda: "TPU v5 lite"),
+    (stages, "_slice", lambda: resolve("v5litepod-4")),
+    (stages, "SIZE", SMALL),
+    (steps, "ON_TPU", {"small": SMALL}),
+    (steps, "_peak", lambda: 3 << 20),
+)
+ON_CPU = ((stages, "SIZES_ON_CPU", (1 << 10,)),)
+
+
+def run_stages(rank, job, on_tpu):
+    """The stages as a TPU has them, or as a CPU has them, on these devices."""
+    changes = ON_TPU if on_tpu else ON_CPU
     with contextlib.ExitStack() as patches:
         if rank == 0:  # of the process, whose threads ranks are
-            for module, name, value in (
-                (stages, "_kind", lambda: "TPU v5 lite"),
-                (stages, "_slice", lambda: resolve("v5litepod-4")),
-                (stages, "SIZE", SMALL),
-                (stages, "SIZES_ON_TPU", (1 << 10,)),
-                (steps, "ON_TPU", {"small": SMALL}),
-                (steps, "_peak", lambda: 3 << 20),
-            ):
+            for module, name, value in changes:
                 patches.enter_context(mock.patch.object(module, name, value))
-        xm.rendezvous("it is as on a TPU")
+        xm.rendezvous("changed")
         stages.run(rank, job)
-        xm.rendezvous("it was")
+        xm.rendezvous("run")
+
+
+def test_each_collective_is_measured(run_ranks, tmp_path):
+    job = Job(("collectives",), "", "", now() + 1e6, str(tmp_path / "00.notes"))
+    run_ranks(run_stages, 2, job, False)
+    times = read_notes(tmp_path, "collective")
+    assert [(time.kind, time.bytes) for time in times] == [(kind, 1 << 10) for kind in KINDS]
+    assert all(time.seconds > 0 and time.axis == "all" for time in times)
 
 
 def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, monkeypatch):
     notes = str(tmp_path / "00.notes")
-    run_ranks(_as_on_a_tpu, 2, str(tmp_path), notes)
+    stages_here = ("programs", "steps")  # first the peaks of memory, then the steps
+    job = Job(stages_here, "", "", now() + 1e6, notes, sizes=("small",))
+    run_ranks(run_stages, 2, job, True)
     children = Children(tmp_path, now() + 100, lambda text: None)
     where = verdict.describe_machine(read_notes(tmp_path, "where"))
     assert (where.family, where.ranks, where.topology) == ("v5e", 2, "v5litepod-4")
@@ -307,12 +319,10 @@ def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, m
 
     monkeypatch.setattr(children, "_run", planned)
     children.plan(Job(("steps",), "", "", 0.0), where, None)
-    assert asked == [("plan", tuple(ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
-    names = ("programs", "collectives", "steps")
-    found = verdict.judge(tmp_path, children.failures, where, None, names)
+    assert asked == [("plan", tuple(steps.ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
+    found = verdict.judge(tmp_path, children.failures, where, None, stages_here)
     ours = next(run for run in found.steps if run.lane == "xla_fsdp")
     assert (ours.planned, ours.hbm) == (0.01, 3 << 20) and ours.seconds > 0
-    assert [time.kind for time in found.collectives] == list(KINDS)
     about = {each.name: each for each in found.findings}
     assert {"step small", "plan of small", "HBM of small"} < set(about) and found.ok
     assert about["compiled programs"].found == "1 of 2 starts trained"

@@ -76,12 +76,12 @@ def ask(host: str, key: str, timeout: float) -> str | None:
 
 def _read(connection: http.client.HTTPConnection, host: str, key: str) -> str | None:
     connection.request("GET", _ROOT + key, headers={"Metadata-Flavor": "Google"})
-    answer = connection.getresponse()
-    if answer.status == 404:
-        return None  # this machine does not have such events
-    text = answer.read(_LONGEST_ANSWER)
-    if answer.length:
-        raise OSError(f"{host}: {answer.length} bytes of the answer for {key} are missing")
+    with connection.getresponse() as answer:
+        if answer.status == 404:
+            return None  # this machine does not have such events
+        text = answer.read(_LONGEST_ANSWER)
+        if answer.length:
+            raise OSError(f"{host}: {answer.length} bytes of the answer for {key} are missing")
     if answer.status != 200 or answer.getheader("Metadata-Flavor") != "Google":
         raise OSError(f"{host} is not a metadata server: status {answer.status} for {key}")
     return text.decode("ascii", errors="replace").strip()

@@ -228,13 +228,13 @@ def _loop(
             return [full.index_select(0, constants[0]).view(-1)], []
 
         return gather, [watch.sent(torch.zeros(count // among.size))], [own]
-    collective: Callable[[torch.Tensor], torch.Tensor] = {
+    collectives: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "reduce-scatter": lambda value: among.all_gather(among.reduce_scatter(value)),
         "all-reduce": among.all_reduce_sum,
         "collective-permute": lambda value: among.permute(value, axis.around),
-    }[kind]
+    }
 
     def body(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
-        return [collective(carry[0])], []
+        return [collectives[kind](carry[0])], []
 
     return body, [watch.sent(torch.zeros(count))], []

@@ -146,7 +146,7 @@ def _programs(job: Job, add: _Add) -> None:
     for _ in range(3):
         loss = lane.trace()
         torch_xla.sync()
-        losses.append(loss.item().hex())
+        losses.append(float(loss.item()).hex())
     RankExchange().gather_values("train", None)  # the counts include all ranks of the process
     add("programs", {"losses": losses, **compilation_counts()._asdict()})
     RankExchange().gather_values("count", None)
