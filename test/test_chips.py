@@ -210,10 +210,9 @@ def test_a_new_record_is_traced(elsewhere):
 
 # What is not about a generation of chips, or is an example in a message.
 EXCEPTIONS = {
-    "preflight/api.py": ["version=v2"],  # of the TPU API
-    "preflight/node.py": ["a node as in v1 or v2 of the TPU API", "such as v4-32"],
-    "preflight/__main__.py": ["such as v3-32"],
-    "verifying/cli.py": ["such as v5litepod-8"],
+    "pods/tpu_api.py": ["version=v2"],  # of the TPU API
+    "pods/node.py": ["a node as in v1 or v2 of the TPU API", "such as v4-32"],
+    "pods/command_line.py": ["such as v3-32", "such as v5litepod-8"],
     "ranks/launch.py": ["On v2 and v3, where a process has two ranks"],
 }
 

@@ -33,7 +33,7 @@ def calls(path, owner):
                 "collectives/world.py",
                 "integrations/optimizers.py",  # gradients that no wrapper shards
                 "integrations/lightning/collectives.py",  # what a strategy of theirs has
-                "verifying/child.py",  # one in which a rank dies
+                "pods/stages.py",  # one in which a rank dies
             },
             id="collectives",
         ),

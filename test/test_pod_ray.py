@@ -107,18 +107,16 @@ def test_chips_that_ray_hides_are_seen(ray_host, monkeypatch):
     assert lines == [f"[]{os.environ.get('PJRT_DEVICE', '')}"]
 
 
-def test_a_killed_actor_takes_its_command_along(run_script):
-    done = run_script(
-        f"""
-import os, signal, sys
-sys.path.insert(0, {str(POD)!r})
+def test_a_killed_actor_takes_its_command_along():
+    text = """
+import os, signal
 from ray_host import Host
 
-host = Host(["bash", "-c", "echo $$; sleep 600"], {{}})
+host = Host(["bash", "-c", "echo $$; sleep 600"], {})
 print(host.poll(300).lines[0], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    )
+    done = subprocess.run([sys.executable, "-c", text], cwd=POD, capture_output=True, text=True)
     assert done.returncode == -9 and ended(done.stdout)
 
 
@@ -169,6 +167,7 @@ def test_without_ray_it_says_what_to_install(ray_train, monkeypatch, capsys):
     assert said == "ray_train.py: Ray is not installed here; pip install 'ray>=2.9'\n"
 
 
+@pytest.mark.full
 def test_an_address_where_nothing_is_ends_at_once():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen

@@ -30,17 +30,11 @@ def run(script, *arguments, env=None, timeout=1500, **kwargs):
     )
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_parse(script):
-    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert os.access(script, os.X_OK)
-
-
 def test_shellcheck_has_nothing_to_say():
     shellcheck = Path(sysconfig.get_path("scripts"), "shellcheck")
     done = subprocess.run([shellcheck, *SCRIPTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+    assert all(os.access(script, os.X_OK) for script in SCRIPTS)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +66,7 @@ def test_shellcheck_has_nothing_to_say():
         ("torchrun.sh", ["--slice=v4-8", "--nproc=4", "--", "x"], "--slice excludes --nnodes and"),
         ("torchrun.sh", ["--slice=v4-8", "--", "x"], "--rdzv_endpoint is required"),
         ("torchrun.sh", ["--slice", "v4-8", "--", "x"], "unknown option '--slice'"),
-        (
-            "torchrun.sh",
-            ["--slice=2xv4-8", "--", "x"],
-            "(MEGASCALE_COORDINATOR_ADDRESS is not set)",
-        ),
+        ("torchrun.sh", ["--slice=2xv4-8", "--", "x"], "MEGASCALE_COORDINATOR_ADDRESS is not set"),
         (
             "torchrun.sh",
             ["--slice=2xv4-8", "--slice_id=2", "--rdzv_endpoint=h", "--", "x"],
@@ -106,7 +96,7 @@ def slice_of_two(tmp_path):
     bin = tmp_path / "bin"
     bin.mkdir()
     for name, text in {
-        "gcloud": f'exec {sys.executable} {ROOT}/test/pod_workers.py {tmp_path} "$@"',
+        "gcloud": f'exec {sys.executable} -IS {ROOT}/test/pod_workers.py {tmp_path} "$@"',
         "hostname": 'basename "$HOME"',
     }.items():
         (bin / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -117,7 +107,7 @@ def slice_of_two(tmp_path):
 
     def run_here(*arguments, more=None, **kwargs):
         env = {"PATH": f"{bin}:{os.environ['PATH']}", "PJRT_DEVICE": "", **(more or {})}
-        return run("tpu_vm.sh", *PLACE, "--poll=1", *arguments, env=env, **kwargs)
+        return run("tpu_vm.sh", *PLACE, "--poll=0", *arguments, env=env, **kwargs)
 
     yield run_here
     run_here("stop")
@@ -280,7 +270,7 @@ def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
     assert deleted[2:5] == ["queued-resources", "delete", "vit"]
 
 
-@pytest.mark.parametrize("least", ["1", "2"])
+@pytest.mark.parametrize("least", ["1", pytest.param("2", marks=pytest.mark.full)])
 def test_a_lost_slice_ends_the_run_and_the_rest_goes_on(two_slices, tmp_path, least):
     """With one slice if that is enough, else with all of them made again."""
     with_pip(tmp_path / "vit-0", ["w0"])
@@ -296,7 +286,7 @@ echo $$ > pid; exec sleep 600"""
         "bash", "-c", script, more={"BACK_OFF": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 60  # --poll=1
+    assert time.monotonic() - began < 60
     assert "not every worker answers; stopping all workers" in done.stderr
     assert "slice vit-1 is PREEMPTED" in done.stderr
     assert ended((tmp_path / "vit-0/w0/xla_fsdp/pid").read_text())
@@ -382,6 +372,7 @@ def port():
         yield held.getsockname()[1]
 
 
+@pytest.mark.full
 def test_two_hosts_meet_and_have_global_ranks(tmp_path, port):
     script = tmp_path / "meeting.py"
     script.write_text(MEETING)

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from processes import ended
 from safetensors.torch import load_file
 
+import xla_fsdp
+from xla_fsdp.pods import preemption
+from xla_fsdp.pods.metadata_server import KEYS, notice
+from xla_fsdp.pods.preemption import _Agreement, poll_metadata_server
 from xla_fsdp.ranks.channel import Channel
-from xla_fsdp.supervision.metadata_server import KEYS, notice
-from xla_fsdp.supervision.preemption import _Agreement
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -39,6 +41,7 @@ script.run(train_mnist.main)
 """
 
 
+@pytest.mark.full
 def test_a_run_that_is_taken_away_goes_on_where_it_was(run_script, tmp_path):
     flags = ["--num_devices=2", "--num_epochs=1", "--max_steps=6", "--fake_data"]
     flags += ["--no_ckpt_consolidation"]
@@ -237,10 +240,7 @@ def metadata():
 
 
 def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
-    import xla_fsdp
-    from xla_fsdp.supervision import preemption as watched
-
-    monkeypatch.setattr(watched, "_SECONDS_BETWEEN_QUESTIONS", 0.05)
+    monkeypatch.setattr(preemption, "_SECONDS_BETWEEN_QUESTIONS", 0.05)
     monkeypatch.setenv("GCE_METADATA_HOST", metadata.host)
     with xla_fsdp.Preemption() as preempted:
         while len(metadata.asked) < 4:
@@ -326,27 +326,24 @@ def test_a_server_that_never_ends_is_given_up(metadata, answer):
 
 
 def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):
-    from xla_fsdp.supervision import preemption as watched
-
-    monkeypatch.setattr(watched, "_SECONDS_AFTER_NO_ANSWER", 0.01)
-    ask = watched.metadata_server.notice
-    monkeypatch.setattr(watched.metadata_server, "notice", lambda *given: ask(*given, timeout=0.1))
-    metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
-    heard, told = [], threading.Event()
-    end = watched._Notices().listen(
-        lambda word: (heard.append(word), told.set()), (), metadata.host
+    monkeypatch.setattr(preemption, "_SECONDS_AFTER_NO_ANSWER", 0.01)
+    ask = preemption.metadata_server.notice
+    monkeypatch.setattr(
+        preemption.metadata_server, "notice", lambda *given: ask(*given, timeout=0.1)
     )
+    metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
+    heard, told, over = [], threading.Event(), threading.Event()
+    listen = lambda word: (heard.append(word), told.set())  # noqa: E731
+    threading.Thread(target=poll_metadata_server, args=(metadata.host, listen, over)).start()
     while sum(path.endswith("preempted") for path, _ in metadata.asked) < 2:
         time.sleep(0.01)
     metadata.said["preempted"] = "TRUE"
     assert told.wait(30)
-    end()
+    over.set()
     assert heard[0] == "preempted TRUE"
 
 
 def test_wrong_use_is_told():
-    import xla_fsdp
-
     for grace in (0, -1, True, "25"):
         with pytest.raises(ValueError, match="grace must be a positive number of seconds, got"):
             xla_fsdp.Preemption(grace)
@@ -355,8 +352,6 @@ def test_wrong_use_is_told():
 
 
 def test_a_handler_in_python_still_runs():
-    import xla_fsdp
-
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append("python"))
     try:

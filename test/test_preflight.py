@@ -1,16 +1,37 @@
-"""python -m xla_fsdp.preflight against a stand-in for the TPU API: what it makes of its answers."""
+"""python -m xla_fsdp.preflight against a fake TPU API, and servers that lie or never end."""
 
+import gc
 import json
 import socket
+import threading
+import time
+import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from preflight_command import ROOT, finish, lines, refusal, start
-from tpu_api import TpuApi, error, node, write_credentials
+from preflight_command import WHERE, call, lines, refusal
+from tpu_api import TpuApi, discovery, error, node, write_credentials
+
+from xla_fsdp import extras
+from xla_fsdp.preflight import main
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def abandoned_connections():
+    """Closes the connections of answers that never end, which the command leaves to its end."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory):
-    return tmp_path_factory.mktemp("key") / "key.json"
+    path = tmp_path_factory.mktemp("key") / "key.json"
+    write_credentials(path, "")
+    return path
 
 
 @pytest.fixture
@@ -21,16 +42,15 @@ def api():
 
 
 @pytest.fixture
-def preflight(api, key, tmp_path):
+def preflight(api, key, tmp_path, monkeypatch, capsys):
     """``preflight(*flags, env={})``: the finished command, without asking workers."""
-    if not key.exists():
-        write_credentials(key, "")
     stated = json.loads(key.read_text()) | {"token_uri": f"{api.url}token"}
     mine = tmp_path / "key.json"
     mine.write_text(json.dumps(stated))
 
     def run(*flags, **changes):
-        return finish(start(api, mine, tmp_path, "--skip_workers", *flags, **changes))
+        flags = ("--skip_workers", *flags)
+        return call(monkeypatch, capsys, api, mine, tmp_path, *flags, **changes)
 
     return run
 
@@ -49,87 +69,101 @@ def test_a_healthy_node(preflight, api):
     assert api.tokens == [None, "Bearer secret"]  # the description is public
 
 
-def test_answers_in_the_way_of_v1(preflight, api):
-    api.answers = [
-        node(
-            runtimeVersion=None,
-            tensorflowVersion="pytorch-2.0",
-            networkEndpoints=None,
-            ipAddress="10.0.0.1",
-            port="8470",
-            acceleratorType="v3-8",
-        )
-    ]
-    checks = lines(preflight(), 0)
-    assert checks["runtime version"] == ("ok", "pytorch-2.0")
-    assert checks["worker count"] == ("ok", "1 (v3-8: 4 chips)")
+V1 = {
+    "runtimeVersion": None,
+    "tensorflowVersion": "pytorch-2.0",
+    "networkEndpoints": None,
+    "ipAddress": "10.0.0.1",
+    "port": "8470",
+    "acceleratorType": "v3-8",
+}
+UNHEALTHY = {
+    "health": "UNHEALTHY_MAINTENANCE",
+    "healthDescription": "The TPU had\na maintenance event.",
+    "symptoms": [
+        {"symptomType": "OUT_OF_MEMORY", "workerId": "3", "createTime": "2026-11-21T10:00Z"}
+    ],
+    "upcomingMaintenance": {"type": "SCHEDULED", "windowStartTime": "2026-11-30T10:00Z"},
+}
+STRANGE = {
+    "health": 3,
+    "networkEndpoints": "none",
+    "symptoms": [1],
+    "acceleratorType": ["v3-32"],
+}
+NEW_TYPE = {"acceleratorType": "v9-32"}
 
 
-def test_another_node_than_expected(preflight):
-    done = preflight("--accelerator_type=v3-128", "--runtime_version=other", "--world_size=128")
-    checks = lines(done, 1)
-    for name, found, expected in (
-        ("accelerator type", "v3-32", "v3-128"),
-        ("runtime version", "tpu-ubuntu2204-base", "other"),
-        ("world size", "32 devices in v3-32", "128"),
-    ):
-        status, text = checks[name]
-        assert status == "FAILED"
-        assert text.startswith(f"{found} | expected: {expected} | remedy: ")
-
-
-def test_another_name_of_the_same_slice(preflight, api):
-    api.answers = [node(acceleratorType="v5litepod-16")]
-    lines(preflight("--accelerator_type=v5e-16", "--world_size=16"), 0)
-
-
-def test_missing_workers(preflight, api):
-    api.answers = [node(networkEndpoints=node()["networkEndpoints"][:3])]
-    status, text = lines(preflight(), 1)["worker count"]
-    assert status == "FAILED" and "3 network endpoints | expected: 4 for v3-32" in text
-
-
-def test_an_accelerator_type_that_is_not_known_yet(preflight, api):
-    api.answers = [node(acceleratorType="v9-32")]
-    checks = lines(preflight("--world_size=32"), 0)
-    assert checks["worker count"][0] == "warning" and "v9-32" in checks["worker count"][1]
-    assert checks["world size"][0] == "warning" and "8 devices on each" in checks["world size"][1]
+def not_ready(state):
+    return {"state": state, "health": None, "networkEndpoints": None}
 
 
 @pytest.mark.parametrize(
-    "state, remedy",
+    "changes, flags, code, expected",
     [
-        ("CREATING", "--wait 900"),
-        ("STOPPED", "gcloud compute tpus tpu-vm start pod --zone us-central2-b --project lab"),
-        ("PREEMPTED", "create it again"),
-        ("NEW_STATE", "tpu-vm describe pod"),
+        (V1, (), 0, ["runtime version: ok pytorch-2.0", "worker count: ok 1 (v3-8: 4 chips)"]),
+        (
+            {},
+            ("--accelerator_type=v3-128", "--runtime_version=other", "--world_size=128"),
+            1,
+            [
+                "accelerator type: FAILED v3-32 | expected: v3-128 | remedy: ",
+                "runtime version: FAILED tpu-ubuntu2204-base | expected: other | remedy: ",
+                "world size: FAILED 32 devices in v3-32 | expected: 128 | remedy: ",
+            ],
+        ),
+        # Another name of the same slice.
+        (
+            {"acceleratorType": "v5litepod-16"},
+            ("--accelerator_type=v5e-16", "--world_size=16"),
+            0,
+            ["accelerator type: ok v5litepod-16"],
+        ),
+        (
+            {"networkEndpoints": node()["networkEndpoints"][:3]},
+            (),
+            1,
+            ["worker count: FAILED 3 network endpoints | expected: 4 for v3-32"],
+        ),
+        (
+            NEW_TYPE,
+            ("--world_size=32",),
+            0,
+            ["worker count: warning 4, of an accelerator type that", "8 devices on each"],
+        ),
+        (not_ready("CREATING"), (), 1, ["state: FAILED CREATING | expected: READY", "--wait 900"]),
+        (
+            not_ready("STOPPED"),
+            (),
+            1,
+            [
+                "state: FAILED STOPPED | expected: READY",
+                "gcloud compute tpus tpu-vm start pod --zone us-central2-b --project lab",
+                "health: skipped ",
+                "worker count: skipped ",
+            ],
+        ),
+        (not_ready("PREEMPTED"), (), 1, ["state: FAILED PREEMPTED", "create it again"]),
+        (not_ready("NEW_STATE"), (), 1, ["state: FAILED NEW_STATE", "tpu-vm describe pod"]),
+        (
+            UNHEALTHY,
+            (),
+            1,
+            [
+                "health: FAILED UNHEALTHY_MAINTENANCE: The TPU had a maintenance event.",
+                "symptoms: warning OUT_OF_MEMORY on worker 3 at 2026-11-21T10:00Z",
+                "maintenance: warning SCHEDULED from 2026-11-30T10:00Z",
+            ],
+        ),
+        (STRANGE, (), 1, ["health: warning ", "worker count: FAILED "]),
     ],
 )
-def test_a_node_that_is_not_ready(preflight, api, state, remedy):
-    api.answers = [node(state=state, health=None, networkEndpoints=None)]
-    checks = lines(preflight(), 1)
-    assert checks["state"][0] == "FAILED"
-    assert f"{state} | expected: READY" in checks["state"][1] and remedy in checks["state"][1]
-    assert checks["health"][0] == checks["worker count"][0] == "skipped"
-
-
-def test_an_unhealthy_node_with_symptoms(preflight, api):
-    api.answers = [
-        node(
-            health="UNHEALTHY_MAINTENANCE",
-            healthDescription="The TPU had\na maintenance event.",
-            symptoms=[
-                {"symptomType": "OUT_OF_MEMORY", "workerId": "3", "createTime": "2026-11-21T10:00Z"}
-            ],
-            upcomingMaintenance={"type": "SCHEDULED", "windowStartTime": "2026-11-30T10:00Z"},
-        )
-    ]
-    checks = lines(preflight(), 1)
-    assert checks["health"][0] == "FAILED"
-    assert "UNHEALTHY_MAINTENANCE: The TPU had a maintenance event." in checks["health"][1]
-    assert checks["symptoms"][0] == "warning"
-    assert "OUT_OF_MEMORY on worker 3 at 2026-11-21T10:00Z" in checks["symptoms"][1]
-    assert "SCHEDULED from 2026-11-30T10:00Z" in checks["maintenance"][1]
+def test_nodes(preflight, api, changes, flags, code, expected):
+    api.answers = [node(**changes)]
+    checks = lines(preflight(*flags), code)
+    text = "\n".join(f"{name}: {status} {found}" for name, (status, found) in checks.items())
+    for part in expected:
+        assert part in text, (part, text)
 
 
 def test_errors_of_the_server_pass(preflight, api):
@@ -146,7 +180,7 @@ def test_errors_of_the_server_that_stay(preflight, api):
     assert api.asked_for_node() == 2
 
 
-def test_nothing_listens(preflight, api):
+def test_nothing_listens(preflight):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and never listens; nobody else can on this port
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/discovery"
@@ -158,7 +192,7 @@ def test_a_server_that_accepts_and_says_nothing(preflight):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}/discovery"
         # Without a limit it would wait for as long as this server is there.
-        done = preflight("--retries=0", "--api_timeout=1", "--discovery_url", url)
+        done = preflight("--retries=0", "--api_timeout=0.3", "--discovery_url", url)
         assert "timed out" in lines(done, 1)["TPU API"][1]
 
 
@@ -204,27 +238,14 @@ def test_a_refusal(preflight, api, status, remedy):
     assert api.asked_for_node() == (3 if status == 401 else 1)
 
 
-@pytest.mark.parametrize("body", [b"{", b"<html>The hotel's</html>", b"\xff", b"[]"])
-def test_an_answer_that_is_no_node(preflight, api, body):
-    api.answers = [(200, body)]
-    assert lines(preflight(), 1)["TPU API"][0] == "FAILED"
-
-
-def test_a_node_with_values_of_other_types(preflight, api):
-    api.answers = [node(health=3, networkEndpoints="none", symptoms=[1], acceleratorType=["v3-32"])]
-    checks = lines(preflight(), 1)
-    assert checks["health"][0] == "warning" and checks["worker count"][0] == "FAILED"
-
-
-OTHER_API = {"rootUrl": "http://127.0.0.1:9/", "servicePath": "", "resources": {}}
-
-
-@pytest.mark.parametrize(
-    "description", [(200, b"{}"), (200, b"no"), (404, b""), (200, b"[]"), (200, OTHER_API)]
-)
-def test_a_description_that_is_none(preflight, api, description):
-    api.description = description
-    assert "--discovery_url" in refusal(preflight())
+def test_answers_that_are_no_node_and_no_description(preflight, api):
+    for body in (b"{", b"<html>The hotel's</html>", b"\xff", b"[]"):
+        api.answers = [(200, body)]
+        assert lines(preflight(), 1)["TPU API"][0] == "FAILED", body
+    other_api = {"rootUrl": "http://127.0.0.1:9/", "servicePath": "", "resources": {}}
+    for answer in ((200, b"{}"), (200, b"no"), (404, b""), (200, b"[]"), (200, other_api)):
+        api.description = answer
+        assert "--discovery_url" in refusal(preflight()), answer
 
 
 def test_api_endpoint_is_asked_instead_of_the_described_one(preflight, api):
@@ -236,17 +257,12 @@ def test_api_endpoint_is_asked_instead_of_the_described_one(preflight, api):
     assert api.asked == ["/discovery"] and other.asked_for_node() == 1
 
 
-def test_no_zone_and_project(preflight):
+def test_zone_and_project(preflight, api):
     assert "give --zone and --project" in refusal(preflight(where=()))
     assert "give --zone:" in refusal(preflight(where=("--project", "lab")))
-
-
-def test_zone_and_project_of_gcloud(preflight):
+    # Those of gcloud, and of this machine.
     env = {"CLOUDSDK_COMPUTE_ZONE": "us-central2-b", "CLOUDSDK_CORE_PROJECT": "lab"}
     lines(preflight(where=(), env=env), 0)
-
-
-def test_zone_and_project_of_this_machine(preflight, api):
     path = "/computeMetadata/v1"
     api.machine = {
         f"{path}/project/project-id": "lab",
@@ -256,24 +272,174 @@ def test_zone_and_project_of_this_machine(preflight, api):
     lines(preflight(where=(), env=env), 0)
 
 
-def test_credentials_that_were_revoked(preflight, api):
+def test_credentials(preflight, api, tmp_path):
+    login = "gcloud auth application-default login"
     api.token = (400, {"error": "invalid_grant", "error_description": "Token was revoked."})
     line = refusal(preflight())
-    assert "the credentials do not work" in line and "Token was revoked" in line
-    assert "gcloud auth application-default login" in line
-
-
-def test_no_credentials(preflight, tmp_path):
+    assert "the credentials do not work" in line and "Token was revoked" in line and login in line
     line = refusal(preflight(env={"GOOGLE_APPLICATION_CREDENTIALS": ""}))
-    assert "no credentials" in line and "gcloud auth application-default login" in line
+    assert "no credentials" in line and login in line
     gone = str(tmp_path / "gone.json")
     assert gone in refusal(preflight(env={"GOOGLE_APPLICATION_CREDENTIALS": gone}))
 
 
-def test_without_the_extra(preflight, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nfor name in ('cloud_tpu_client', 'absl'): sys.modules[name] = None\n"
+def test_without_the_extra(preflight, monkeypatch):
+    found, gone = extras.importlib.util.find_spec, ("cloud_tpu_client", "absl")
+    monkeypatch.setattr(
+        extras.importlib.util, "find_spec", lambda name: None if name in gone else found(name)
     )
-    line = refusal(preflight(env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+    line = refusal(preflight())
     assert "preflight needs cloud_tpu_client, absl, which is not installed" in line
     assert "pip install 'xla_fsdp[pod]'" in line
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--ckpt_dir=/x",), "leave out --skip_workers"),
+        (("--tpu=a/b",), "'a/b' is not a valid name"),
+        (("--tpu=grpc://10.0.0.1",), "is not a valid name"),
+        (("--timeout=nan",), "--timeout"),
+        (("--retries=-1",), "--retries"),
+        (("--world_size=many",), "--world_size"),
+        (("--discovery_url=http://[::1",), "--discovery_url 'http://[::1': Invalid IPv6 URL; give"),
+        (("--discovery_url=ftp://x/y",), "--discovery_url 'ftp://x/y': it starts with neither"),
+        (("--discovery_url=nourl",), "'nourl': it starts with neither http:// nor https://"),
+        (("--discovery_url=http://",), "no host"),
+        (("--discovery_url=http://a..b/",), "label empty or too long"),
+        (("--discovery_url=http://x:abc/",), "--discovery_url 'http://x:abc/': Port"),
+        (("--discovery_url=http://x:0/",), "port 0"),
+        (("--discovery_url=http://x y/",), "spaces"),
+        (("--discovery_url=http://me@x/",), "it contains a user name"),
+        (("--api_endpoint=http://[::1",), "--api_endpoint 'http://[::1': Invalid IPv6 URL"),
+        (("--api_endpoint=http://127.0.0.1:99999/",), "Port out of range 0-65535"),
+        ((), "$TPU_API_DISCOVERY_URL 'nourl': it starts with neither"),
+    ],
+)
+def test_wrong_flags(flags, said, capsys, monkeypatch):
+    if not flags:
+        monkeypatch.setenv("TPU_API_DISCOVERY_URL", "nourl")
+    try:
+        code = main(["--tpu=pod", *WHERE, "--skip_workers", *flags])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+class Raw:
+    """Answers every request by ``answer(handler)``, and keeps what it was sent."""
+
+    def __init__(self, answer):
+        self.headers = []
+        self.over = threading.Event()
+        raw = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                raw.headers.append(dict(self.headers))
+                try:
+                    answer(self, raw.over)
+                except OSError:  # the client had enough
+                    pass
+
+            def log_message(self, *words):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True  # closing does not wait for an answer that nobody reads
+        self.url = f"http://127.0.0.1:{self._server.server_port}/"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,)).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *what):
+        self.over.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def answering(body=b"", status=200, piece=b"", pause=0.0, **headers):
+    """Answers with ``body``, then with a ``piece`` after each ``pause``, without an end."""
+
+    def answer(handler, over):
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+        while piece and not over.wait(pause):
+            handler.wfile.write(piece)
+            handler.wfile.flush()
+
+    return answer
+
+
+COMPLETE = answering(b"{}")
+ENDLESS = answering(piece=b" " * (1 << 20))
+DRIPPING = answering(piece=b" ", pause=0.1)  # each byte in time
+TRUNCATED = answering(b'{"state": ', Content_Length="1000")
+
+
+def redirect(to):
+    return answering(status=302, Location=to, Metadata_Flavor="Google")
+
+
+@pytest.mark.parametrize("how", ["rootUrl", "servicePath", "path"])
+def test_a_description_does_not_lead_the_token_elsewhere(preflight, api, how):
+    with Raw(COMPLETE) as elsewhere:
+        url = elsewhere.url
+        described = discovery(url if how == "rootUrl" else "http://127.0.0.1:9/")
+        nodes = described["resources"]["projects"]["resources"]["locations"]["resources"]["nodes"]
+        if how == "servicePath":
+            described["servicePath"] = url
+        if how == "path":
+            for method in nodes["methods"].values():
+                method["path"] = method["flatPath"] = url + method["path"]
+        api.description = 200, described
+        said = refusal(preflight("--retries=0"))
+        assert "--api_endpoint" in said and "token" in said
+        assert elsewhere.headers == []
+        assert "secret" not in said
+
+
+def test_redirects_are_not_followed(preflight, api):
+    with Raw(COMPLETE) as elsewhere, Raw(redirect(elsewhere.url)) as door:
+        api.description = 200, discovery(api.url)
+        done = preflight("--retries=0", "--api_endpoint", door.url)
+        assert "302" in refusal(done)
+        assert "302" in refusal(preflight("--retries=0", "--discovery_url", door.url))
+        assert elsewhere.headers == [] and len(door.headers) == 2
+
+
+def test_a_metadata_server_that_leads_elsewhere_or_never_ends(preflight):
+    with Raw(COMPLETE) as elsewhere, Raw(redirect(elsewhere.url)) as door, Raw(DRIPPING) as slow:
+        for server in (door, slow):
+            began = time.monotonic()
+            host = server.url.removeprefix("http://").rstrip("/")
+            done = preflight(where=(), env={"GCE_METADATA_HOST": host})
+            assert "give --zone and --project" in refusal(done)
+            assert server.headers and time.monotonic() - began < 15
+        assert elsewhere.headers == []
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [(ENDLESS, "more than 16 MiB"), (DRIPPING, "timed out"), (TRUNCATED, "IncompleteRead")],
+)
+@pytest.mark.parametrize("what", ["--discovery_url", "--api_endpoint"])
+def test_answers_that_do_not_end_well(preflight, what, answer, said):
+    with Raw(answer) as server:
+        done = preflight("--retries=0", "--api_timeout=0.3", what, server.url)
+        assert said in lines(done, 1)["TPU API"][1]
+
+
+def test_no_secrets_in_what_is_said(preflight, api):
+    api.answers = [error(403, f"you sent Bearer {api.token[1]['access_token']}, {'x' * 300}")]
+    assert "secret" not in refusal(preflight())
+    address = api.url.replace("http://", "http://me:password@")
+    said = refusal(preflight("--discovery_url", f"{address}discovery?key=private"))
+    assert "it contains a user name" in said and "password" not in said and "private" not in said
+    api.description = 404, b""
+    said = refusal(preflight("--discovery_url", f"{api.url}discovery?key=private"))
+    assert "answered 404" in said and "private" not in said

@@ -1,15 +1,24 @@
 """python -m xla_fsdp.preflight with workers that are folders here; the probe really runs."""
 
+import ast
+import importlib.metadata
+import itertools
 import os
 import signal
+import subprocess
 import sys
-import time
 
 import pytest
-from preflight_command import finish, lines, start
+from preflight_command import CLEAN, ROOT, call, finish, lines, start, wait_until
 from processes import ended
 from tpu_api import TpuApi, node, write_credentials
 from tpu_workers import Workers
+
+from xla_fsdp.pods import commands
+from xla_fsdp.pods.commands import run_all
+from xla_fsdp.pods.findings import Status, by_worker, ok
+from xla_fsdp.pods.worker_checks import GIB, OLDEST_PYTHON, PINS, check_looks
+from xla_fsdp.pods.workers import Answer
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +36,22 @@ def key(api, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def impatient(api, key, tmp_path_factory):
-    """Workers and the command for each of the two tests in which it waits for half a minute. They
-    wait while the other tests run."""
+def patient(api, key, tmp_path_factory):
+    """Workers and the command for the test that waits for a worker. It waits while the other tests
+    run."""
     api.answers = [node()]
-    begun = []
-    for pod in ({0: "dead", 2: "nonsense", 1: "hang"}, {2: "hang second"}):
-        root = tmp_path_factory.mktemp("pod")
-        workers = Workers(root)
-        for number, how in pod.items():
-            workers.behave(number, how)
-        # A busy machine may take seconds to start the others' Pythons.
-        flags = (*workers.flags(), "--timeout=30", "--ckpt_dir=~/mount")
-        begun.append((workers, number, start(api, key, root, *flags)))
-    for workers, number, command in begun:
-        while command.poll() is None and not workers.sleeper(number):
-            time.sleep(0.05)
-    yield [(workers, command) for workers, _, command in begun]
-    for workers, number, command in begun:
-        if command.poll() is None:  # its test is not run
-            command.kill()
-            os.kill(workers.sleeper(number), signal.SIGKILL)
-            finish(command)
+    workers = Workers(tmp_path_factory.mktemp("pod"))
+    for number, how in {0: "dead", 1: "hang second", 2: "nonsense"}.items():
+        workers.behave(number, how)
+    # A busy machine may take seconds to start the others' Pythons.
+    flags = (*workers.flags(), "--timeout=20", "--ckpt_dir=~/mount")
+    began = start(api, key, workers.root, *flags)
+    wait_until(lambda: workers.sleeper(1), began)
+    yield workers, began
+    if began.poll() is None:  # its test is not run
+        began.kill()
+        os.kill(workers.sleeper(1), signal.SIGKILL)
+        finish(began)
 
 
 @pytest.fixture
@@ -57,16 +60,10 @@ def workers(tmp_path):
 
 
 @pytest.fixture
-def begin(api, key, workers, tmp_path):
-    """``begin(*flags)``: the command, running."""
-    api.answers = [node()]
-    return lambda *flags: start(api, key, tmp_path, *workers.flags(), *flags)
-
-
-@pytest.fixture
-def preflight(begin):
+def preflight(api, key, workers, tmp_path, monkeypatch, capsys):
     """``preflight(*flags)``: the finished command."""
-    return lambda *flags: finish(begin(*flags))
+    api.answers = [node()]
+    return lambda *flags: call(monkeypatch, capsys, api, key, tmp_path, *workers.flags(), *flags)
 
 
 def test_four_healthy_workers(preflight, workers):
@@ -100,15 +97,22 @@ def test_a_login_that_says_more_and_keeps_its_output_open(preflight, workers):
             os.kill(asleep, signal.SIGKILL)
 
 
-def test_other_versions_on_some_workers(preflight, workers):
+def test_workers_that_differ(preflight, workers):
     workers.install(3, "torch", "2.8.0")
     workers.install(1, "xla_fsdp", "0.0.9")
-    checks = lines(preflight(), 1)
-    assert checks["torch"][0] == "FAILED"
-    assert "workers 0-2: 2.9.0; worker 3: 2.8.0 | expected: 2.9.0 every" in checks["torch"][1]
-    assert checks["xla_fsdp"][0] == "FAILED"
-    assert "workers 0, 2-3: 0.1.0; worker 1: 0.0.9" in checks["xla_fsdp"][1]
-    assert checks["torch_xla"][0] == "ok"
+    (workers.folder(2) / "dev" / "accel3").unlink()
+    workers.behave(1, "LIBTPU_INIT_ARGS=--xla_x=1\nPJRT_DEVICE=TPU")
+    with (workers.folder(0) / "dev" / "accel0").open():  # as a training run would
+        checks = lines(preflight(), 1)
+    for name, status, part in (
+        ("torch", "FAILED", "workers 0-2: 2.9.0; worker 3: 2.8.0 | expected: 2.9.0 every"),
+        ("xla_fsdp", "FAILED", "workers 0, 2-3: 0.1.0; worker 1: 0.0.9"),
+        ("chips", "FAILED", "workers 0-1, 3: 4 visible; worker 2: 3 visible"),
+        ("chips free", "FAILED", "worker 0: held by process"),
+        ("environment", "warning", "worker 1: PJRT_DEVICE=TPU LIBTPU_INIT_ARGS=--xla_x=1"),
+        ("torch_xla", "ok", ""),
+    ):
+        assert checks[name][0] == status and part in checks[name][1], name
 
 
 def test_other_versions_everywhere(preflight, workers):
@@ -122,43 +126,24 @@ def test_other_versions_everywhere(preflight, workers):
     assert checks["torch"] == ("ok", "2.9.0+cpu everywhere")
 
 
-def test_chips_and_environment_that_differ(preflight, workers):
-    (workers.folder(2) / "dev" / "accel3").unlink()
-    workers.behave(1, "LIBTPU_INIT_ARGS=--xla_x=1\nPJRT_DEVICE=TPU")
-    with (workers.folder(0) / "dev" / "accel0").open():  # as a training run would
-        checks = lines(preflight(), 1)
-    assert checks["chips"][0] == "FAILED"
-    assert "workers 0-1, 3: 4 visible; worker 2: 3 visible" in checks["chips"][1]
-    assert checks["chips free"][0] == "FAILED"
-    assert "worker 0: held by process" in checks["chips free"][1]
-    assert checks["environment"][0] == "warning"
-    assert "worker 1: PJRT_DEVICE=TPU LIBTPU_INIT_ARGS=--xla_x=1" in checks["environment"][1]
-
-
-def test_interrupted(begin, workers):
+def test_interrupted(api, key, workers, tmp_path):
+    api.answers = [node()]
     # All of them: it is past starting commands then, and waits.
     for number in range(4):
         workers.behave(number, "hang")
-    began = begin("--timeout=600")
-    while began.poll() is None and not all(map(workers.sleeper, range(4))):
-        time.sleep(0.05)
+    began = start(api, key, tmp_path, *workers.flags(), "--timeout=600")
+    wait_until(lambda: all(map(workers.sleeper, range(4))), began)
     began.send_signal(signal.SIGINT)
     done = finish(began)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
     assert all(ended(workers.sleeper(number)) for number in range(4))  # nothing goes on behind
 
 
-def test_no_worker_answers(preflight, workers):
-    for number in range(4):
-        workers.behave(number, "dead")
-    checks = lines(preflight("--ckpt_dir=~/mount"), 1)
-    assert "workers 0-3: the command ended" in checks["workers"][1]
-    assert "torch" not in checks
-
-
-def test_an_interpreter_that_is_not_there(preflight):
-    text = lines(preflight("--python=/no/python"), 1)["workers"][1]
+def test_no_worker_answers(preflight):
+    checks = lines(preflight("--python=/no/python", "--ckpt_dir=~/mount"), 1)
+    text = checks["workers"][1]
     assert "workers 0-3: the command ended with 127" in text and "/no/python" in text
+    assert "torch" not in checks
 
 
 def test_a_path_that_one_worker_cannot_write(preflight, workers):
@@ -187,12 +172,11 @@ def test_a_path_that_is_not_shared(preflight, workers):
 
 
 def test_urls_go_through_fsspec(preflight, workers):
-    checks = lines(preflight(f"--ckpt_dir=file://{workers.shared}"), 0)
+    fsspec = f"--python={sys.executable}"  # with the packages of this environment
+    checks = lines(preflight(fsspec, f"--ckpt_dir=file://{workers.shared}"), 0)
     assert checks["checkpoints shared"][0] == checks["checkpoints written"][0] == "ok"
     assert list(workers.shared.iterdir()) == []
-    checks = lines(preflight("--ckpt_dir=memory://bucket/run"), 1)  # each worker has its own
-    assert checks["checkpoints shared"][0] == "FAILED"
-    checks = lines(preflight("--ckpt_dir=nosuch://bucket/run"), 1)
+    checks = lines(preflight(fsspec, "--ckpt_dir=nosuch://bucket/run"), 1)
     assert "workers 0-3: ValueError: Protocol not known: nosuch" in checks["checkpoints written"][1]
 
 
@@ -235,24 +219,123 @@ def test_what_is_filled_in(preflight, workers, tmp_path):
     assert told in checks["workers"][1]
 
 
-def test_workers_that_do_not_answer(impatient):
-    checks = lines(finish(impatient[0][1]), 1)
+def test_workers_that_do_not_answer(patient):
+    workers, began = patient
+    checks = lines(finish(began), 1)
     status, text = checks["workers"]
     assert status == "FAILED"
     assert "worker 0: the command ended with 1: ssh: connect to host" in text
-    assert "worker 1: no answer in 30 s" in text
     assert "worker 2: the answer is not from the probe: Welcome!" in text
-    # What the fourth says is still looked at.
+    # The answers of the others are still checked.
     assert checks["torch"][0] == "ok"
-    assert checks["checkpoints written"] == ("ok", "~/mount: by 1 of 4 workers")
+    assert "worker 1: no answer in 20 s" in checks["checkpoints written"][1]
     assert checks["checkpoints shared"][0] == "skipped"
-
-
-def test_a_mount_that_hangs(impatient):
-    workers, command = impatient[1]
-    checks = lines(finish(command), 1)
-    assert checks["workers"][0] == "ok"
-    assert "worker 2: no answer in 30 s" in checks["checkpoints written"][1]
-    assert checks["checkpoints shared"][0] == "ok"
     assert checks["probe files"][0] == "warning"
     assert list(workers.shared.iterdir()) == []
+
+
+def look(**changes):
+    stated = {
+        "time": 1000.0,
+        "variables": {"PJRT_DEVICE": None, "XLA_FLAGS": None},
+        "chips": 4,
+        "users": [],
+        "foreign_lock": False,
+        "memory": [100 * GIB, 90 * GIB],
+        "cache_free": 50 * GIB,
+    }
+    return Answer(stated | changes, "", started=999.0, ended=1003.0)
+
+
+def check(name, *answers):
+    checks = {check.name: check for check in check_looks(dict(enumerate(answers)), None)}
+    return checks[name].status, checks[name].found
+
+
+@pytest.mark.parametrize(
+    "name, changes, status, found",
+    [
+        ("clocks", {"time": 1007.9}, Status.OK, "within 5 s"),
+        ("clocks", {"time": 1063.0}, Status.WARNING, "worker 1: 60 s or more ahead of"),
+        ("clocks", {"time": 939.0}, Status.WARNING, "worker 1: 60 s or more behind"),
+        ("memory", {"memory": [100 * GIB, 80 * GIB]}, Status.OK, "80 of 100 GiB"),
+        ("memory", {"memory": [100 * GIB, 5 * GIB]}, Status.WARNING, "worker 1: 5 of 100 GiB"),
+        ("memory", {"memory": None}, Status.WARNING, "not stated"),
+        ("compilation cache", {"cache_free": GIB}, Status.WARNING, "worker 1: 1.0 GiB free"),
+        ("chips free", {"foreign_lock": True}, Status.WARNING, "worker 1: /tmp/libtpu_lockfile"),
+        ("chips", {"chips": 3}, Status.FAILED, "worker 0: 4 visible; worker 1: 3 visible"),
+    ],
+)
+def test_a_worker_unlike_the_first(name, changes, status, found):
+    assert check(name, look(), look())[0] is Status.OK
+    got, text = check(name, look(), look(**changes))
+    assert got is status and found in text
+
+
+def test_no_chips_anywhere():
+    assert check("chips", look(chips=0), look(chips=0))[0] is Status.FAILED
+
+
+def test_another_device_everywhere():
+    cpu = look(variables={"PJRT_DEVICE": "CPU"})
+    assert check("environment", cpu, cpu) == (Status.WARNING, "workers 0-1: PJRT_DEVICE=CPU")
+
+
+def test_equal_findings_are_told_once_and_not_too_many():
+    assert by_worker({2: "b", 0: "a", 1: "a", 5: "a"}) == "workers 0-1, 5: a; worker 2: b"
+    assert by_worker({n: str(n) for n in range(8)}).endswith("worker 5: 5; and 2 other findings")
+
+
+def test_a_check_is_one_line_that_no_terminal_acts_upon():
+    line = ok("workers", "a\nb\x1b[2Jc").line()
+    assert line.isprintable() and line.endswith("a b [2Jc")
+
+
+def test_a_command_without_end_is_stopped_and_its_words_are_kept_in_part(tmp_path):
+    # "timeout" would end it, with code 124, if nobody else did.
+    command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec timeout 300 yes"]
+    for seconds in (0.5, 5, 50):  # a busy machine may not let it say that much in the first
+        outcome = run_all({0: command}, seconds, at_once=1)[0]
+        assert outcome.code is None
+        if len(outcome.out) == 1 << 20:
+            break
+    assert len(outcome.out) == 1 << 20
+    assert ended((tmp_path / "pid").read_text())
+
+
+def test_commands_run_beside_each_other_but_not_too_many(monkeypatch):
+    # A clock that only orders what happens.
+    monkeypatch.setattr(commands.time, "time", itertools.count().__next__)
+    outcomes = run_all({n: ["sleep", "0.1"] for n in range(4)}, seconds=300, at_once=2).values()
+    assert {outcome.code for outcome in outcomes} == {0} and len(outcomes) == 4
+    beside = [
+        sum(other.started <= one.started < other.ended for other in outcomes) for one in outcomes
+    ]
+    assert max(beside) == 2
+
+
+def test_neither_torch_nor_the_client_is_imported_to_say_no():
+    code = (
+        "import sys; from xla_fsdp.preflight import main; "
+        "main(['--tpu', 'a/b', '--zone', 'z', '--project', 'p', '--skip_workers']); "
+        "print([m for m in ('torch', 'torch_xla', 'cloud_tpu_client', 'absl') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)} | CLEAN,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_pins_are_those_of_the_package():
+    required = importlib.metadata.requires("xla_fsdp")
+    assert {f"{name}=={version}" for name, version in PINS.items()} <= set(required)
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    assert importlib.metadata.metadata("xla_fsdp")["Requires-Python"] == f">={oldest}"
+
+
+def test_the_probe_is_for_old_pythons_too():
+    text = (ROOT / "xla_fsdp" / "pods" / "probe.py").read_text()
+    ast.parse(text, feature_version=(3, 6))

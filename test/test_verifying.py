@@ -5,31 +5,29 @@ import dataclasses
 import json
 import re
 import sys
-from pathlib import Path
 from time import time as now
 from unittest import mock
 
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
-from reports import make
 
 import xla_fsdp
 from xla_fsdp.extras import MissingExtraError
-from xla_fsdp.preflight.__main__ import main
+from xla_fsdp.pods import stages, steps, verdict
+from xla_fsdp.pods.findings import Finding, Status
+from xla_fsdp.pods.microbenchmarks import axes, modelled
+from xla_fsdp.pods.parity import CASES, _compared
+from xla_fsdp.pods.privacy import scrubbed, shown_environment
+from xla_fsdp.pods.records import CollectiveTime, Job, Machine, Rate, StepRun, read_notes
+from xla_fsdp.pods.report import Verification
+from xla_fsdp.pods.steps import Size
+from xla_fsdp.pods.verdict import calibrate, judge_death, judge_programs, judge_steps
+from xla_fsdp.pods.verify import Children
+from xla_fsdp.preflight import main
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated
 from xla_fsdp.tpu.chips import V5E
 from xla_fsdp.tpu.topology import resolve
-from xla_fsdp.verifying import api, cli, stages, steps, verdict
-from xla_fsdp.verifying.microbenchmarks import axes, modelled
-from xla_fsdp.verifying.nets import Size
-from xla_fsdp.verifying.parity import CASES, _compared
-from xla_fsdp.verifying.privacy import scrubbed, shown_environment
-from xla_fsdp.verifying.records import CollectiveTime, Finding, Machine, Rate, Status, StepRun
-from xla_fsdp.verifying.report import Verification
-from xla_fsdp.verifying.stages import Job
-from xla_fsdp.verifying.steps import ON_TPU
-from xla_fsdp.verifying.verdict import calibrate
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 HOSTILE = '<script>alert("1")</script>'
@@ -149,24 +147,24 @@ def test_wrong_weights_are_found():
 def test_verdicts():
     first = {"compiled": 5, "cached": 0, "losses": ["a"]}
     second = {"compiled": 0, "cached": 5, "losses": ["a"]}
-    assert verdict.programs([first, second]).status is Status.OK
-    assert verdict.programs([first, {**second, "compiled": 1}]).status is Status.DIFFERENT
-    assert verdict.programs([first, {**second, "losses": ["b"]}]).status is Status.FAILED
-    assert verdict.programs([first]).status is Status.SKIPPED
+    assert judge_programs([first, second]).status is Status.OK
+    assert judge_programs([first, {**second, "compiled": 1}]).status is Status.DIFFERENT
+    assert judge_programs([first, {**second, "losses": ["b"]}]).status is Status.FAILED
+    assert judge_programs([first]).status is Status.SKIPPED
     died = {"way": "raises", "error": "rank 3 raised", "rank": 3, "seconds": 2.0}
-    assert verdict.death(died, 4).status is Status.OK
+    assert judge_death(died, 4).status is Status.OK
     for wrong in ({"error": ""}, {"rank": 2}, {"seconds": 100.0}):
-        assert verdict.death({**died, **wrong}, 4).status is Status.FAILED
+        assert judge_death({**died, **wrong}, 4).status is Status.FAILED
     ours = StepRun("s", "xla_fsdp", 0.010, 0.001, (2.0, 1.0), 2**30, 0.012, 2**30)
     theirs = StepRun("s", "in-tree", 0.020, 0.001, (2.0, 1.0))
-    found = {f.name: f.status for f in verdict.of_steps([ours, theirs], True)}
+    found = {f.name: f.status for f in judge_steps([ours, theirs], True)}
     assert found == {"step s": Status.OK, "plan of s": Status.OK, "HBM of s": Status.OK}
     wrong = dataclasses.replace(theirs, losses=(2.0, 1.5))
-    assert next(verdict.of_steps([ours, wrong], True)).status is Status.FAILED
+    assert next(judge_steps([ours, wrong], True)).status is Status.FAILED
     slow = dataclasses.replace(ours, seconds=0.03)
-    found = [f.status for f in verdict.of_steps([slow, theirs], True)]
+    found = [f.status for f in judge_steps([slow, theirs], True)]
     assert found[:2] == [Status.DIFFERENT, Status.DIFFERENT]
-    found = {f.name: f.status for f in verdict.of_steps([slow], False)}
+    found = {f.name: f.status for f in judge_steps([slow], False)}
     assert found == {"plan of s": Status.SKIPPED}
 
 
@@ -200,7 +198,7 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
     )
     findings = (
         Finding(Status.FAILED, "parity", HOSTILE, "equal", "report it"),
-        *verdict.of_collectives(times),
+        *verdict.judge_collectives(times),
     )
     where = Machine("TPU v5 lite", "v5e", 8, "v5e:2x4", {"torch": "2.9.0"}, {"XLA_FLAGS": HOSTILE})
     calibration = calibrate("v5e", times, RATES, slice)
@@ -223,22 +221,36 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
 
 SCRIPT = """
 import sys
-from xla_fsdp.preflight.__main__ import main
+from xla_fsdp.preflight import main
 
 if __name__ == "__main__":
     sys.exit(main(["--measure", *sys.argv[1:]]))
 """
 
 
-def test_two_cpu_ranks(run_script, tmp_path):
-    flags = ["--num_devices=2", f"--report={tmp_path}/v.json", f"--calibration={tmp_path}/c.json"]
-    stages = ["--stages", "programs", "checkpoints", "collectives", "steps"]
-    stages += ["--sizes", "2 x 64", "--topology=v5litepod-4"]
-    done = run_script(SCRIPT, *flags, *stages, env={"MY_TOKEN": "do-not-tell-this"}, timeout=600)
+def measure(run_script, folder, *flags):
+    """What the command writes, and its findings: status by name."""
+    flags = ["--num_devices=2", f"--report={folder}/v.json", *flags]
+    done = run_script(SCRIPT, *flags, env={"MY_TOKEN": "do-not-tell-this"}, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads((tmp_path / "v.json").read_text())
-    statuses = {found["name"]: found["status"] for found in data["findings"]}
-    names = ("compiled programs", "checkpoints", "a rank that raises")
+    text = (folder / "v.json").read_text()
+    assert "do-not-tell-this" not in text
+    data = json.loads(text)
+    assert data["where"]["family"] == "cpu" and data["where"]["ranks"] == 2
+    return data, {found["name"]: found["status"] for found in data["findings"]}, done.stdout
+
+
+def test_checkpoints_of_two_cpu_ranks(run_script, tmp_path):
+    _, statuses, _ = measure(run_script, tmp_path, "--stages", "checkpoints")
+    assert statuses == {"checkpoints": "ok"}
+
+
+@pytest.mark.full
+def test_all_stages_of_two_cpu_ranks(run_script, tmp_path):
+    flags = [f"--calibration={tmp_path}/c.json", "--sizes", "2 x 64", "--topology=v5litepod-4"]
+    data, statuses, text = measure(run_script, tmp_path, *flags)
+    names = ["compiled programs", "checkpoints", "a rank that raises"]
+    names += [f"parity: {case.name}" for case in CASES]
     expected = dict.fromkeys(names, "ok") | {"plan of 2 x 64": "skipped"}
     step = statuses.pop("step 2 x 64")  # slower than in-tree it may be, for once
     assert step in ("ok", "different") and statuses == expected, data["findings"]
@@ -249,12 +261,10 @@ def test_two_cpu_ranks(run_script, tmp_path):
     assert 0 < ours["planned"] < 0.01 < ours["seconds"] and 0 < ours["host"] < ours["seconds"]
     assert 1 << 20 < ours["planned_hbm"] < 1 << 28 and ours["hbm"] is None
     assert theirs["planned"] is None and data["planned_for"] == "v5litepod-4"
-    assert "on CPU ranks, " in done.stdout and "in a plan for another device" in done.stdout
+    assert "on CPU ranks, " in text and "in a plan for another device" in text
     kinds = {(time["kind"], time["bytes"]) for time in data["collectives"]}
     assert kinds == {(kind, size) for kind in KINDS for size in (1 << 13, 1 << 17)}
     assert all(time["seconds"] > 0 for time in data["collectives"])
-    assert data["where"]["family"] == "cpu" and data["where"]["ranks"] == 2
-    assert "do-not-tell-this" not in (tmp_path / "v.json").read_text()
     with pytest.raises(CalibrationError, match="says nothing of a TPU"):
         Calibration.load(tmp_path / "c.json").apply(V5E)
 
@@ -262,67 +272,95 @@ def test_two_cpu_ranks(run_script, tmp_path):
 SMALL = Size(blocks=1, width=16, vocabulary=11, sequence=4, batch=1)
 
 
-def _as_on_a_tpu(rank, folder):
-    """The stage as a TPU has it, on these devices: first the peaks of memory, then the steps."""
-    job = Job(("steps",), folder, folder, now() + 1e6, sizes=("small",))
-    path = Path(folder, "job")
+ON_TPU = (
+    (stages, "_kind", lambda: "TPU v5 lite"),
+    (stages, "_slice", lambda: resolve("v5litepod-4")),
+    (stages, "SIZE", SMALL),
+    (steps, "ON_TPU", {"small": SMALL}),
+    (steps, "_peak", lambda: 3 << 20),
+)
+ON_CPU = ((stages, "SIZES_ON_CPU", (1 << 10,)),)
+
+
+def run_stages(rank, job, on_tpu):
+    """The stages as a TPU has them, or as a CPU has them, on these devices."""
+    changes = ON_TPU if on_tpu else ON_CPU
     with contextlib.ExitStack() as patches:
         if rank == 0:  # of the process, whose threads ranks are
-            job.write(path)
-            for module, name, value in (
-                (stages, "_kind", lambda: "TPU v5 lite"),
-                (stages, "_slice", lambda: resolve("v5litepod-4")),
-                (steps, "ON_TPU", {"small": SMALL}),
-                (steps, "_peak", lambda: 3 << 20),
-            ):
+            for module, name, value in changes:
                 patches.enter_context(mock.patch.object(module, name, value))
-        xm.rendezvous("it is as on a TPU")
-        stages.run(rank, str(path))
-        xm.rendezvous("it was")
+        xm.rendezvous("changed")
+        stages.run(rank, job)
+        xm.rendezvous("run")
+
+
+def test_each_collective_is_measured(run_ranks, tmp_path):
+    job = Job(("collectives",), "", "", now() + 1e6, str(tmp_path / "00.notes"))
+    run_ranks(run_stages, 2, job, False)
+    times = read_notes(tmp_path, "collective")
+    assert [(time.kind, time.bytes) for time in times] == [(kind, 1 << 10) for kind in KINDS]
+    assert all(time.seconds > 0 and time.axis == "all" for time in times)
 
 
 def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, monkeypatch):
-    run_ranks(_as_on_a_tpu, 2, str(tmp_path))
-    children = api._Children(tmp_path, now() + 100, lambda text: None)
-    where = verdict.describe_machine(children.notes("where"))
+    notes = str(tmp_path / "00.notes")
+    stages_here = ("programs", "steps")  # first the peaks of memory, then the steps
+    job = Job(stages_here, "", "", now() + 1e6, notes, sizes=("small",))
+    run_ranks(run_stages, 2, job, True)
+    children = Children(tmp_path, now() + 100, lambda text: None)
+    where = verdict.describe_machine(read_notes(tmp_path, "where"))
     assert (where.family, where.ranks, where.topology) == ("v5e", 2, "v5litepod-4")
     # What is planned, and where: of the slice that is here, the sizes of its kind.
     asked = []
 
     def planned(what, job, shown, more=None):
         asked.append((what, job.sizes, job.topology, more))
-        report = dataclasses.replace(make(), topology=job.topology)
-        report.save(tmp_path / "plan.json")
-        stages.Notes(tmp_path, True).add("plan", name="small", path=str(tmp_path / "plan.json"))
+        Job((), "", "", 0.0, notes).add("plan", ("small", 0.01, 1 << 30))
 
     monkeypatch.setattr(children, "_run", planned)
     children.plan(Job(("steps",), "", "", 0.0), where, None)
-    assert asked == [("plan", tuple(ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
-    found = verdict.judge(children.notes, children.failures, where, None, ("steps",))
+    assert asked == [("plan", tuple(steps.ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
+    found = verdict.judge(tmp_path, children.failures, where, None, stages_here)
     ours = next(run for run in found.steps if run.lane == "xla_fsdp")
-    assert (ours.planned, ours.hbm) == (make().timing.step, 3 << 20) and ours.seconds > 0
+    assert (ours.planned, ours.hbm) == (0.01, 3 << 20) and ours.seconds > 0
     about = {each.name: each for each in found.findings}
-    assert set(about) == {"step small", "plan of small", "HBM of small"} and found.ok
+    assert {"step small", "plan of small", "HBM of small"} < set(about) and found.ok
+    assert about["compiled programs"].found == "1 of 2 starts trained"
     assert " x of the plan" in about["plan of small"].found
-    assert about["HBM of small"].status is Status.DIFFERENT  # 3 MiB of more than one GiB
-    assert "HBM of small" in str(found) and "no plan is made" not in str(found)
+    assert about["HBM of small"].status is Status.DIFFERENT  # 3 MiB of one GiB
+    assert "HBM of small" in str(found)
 
 
 def test_a_step_that_cannot_be_planned_is_told_of(tmp_path, monkeypatch):
     from xla_fsdp.planning import api as planning
-    from xla_fsdp.verifying import child
 
     def fail(*given, **more):
         raise MissingExtraError("plan needs jax")
 
     monkeypatch.setattr(planning, "plan", fail)
-    child._plan(Job(("steps",), str(tmp_path), "", 0.0, sizes=("2 x 64",), topology="v5litepod-4"))
-    children = api._Children(tmp_path, 0.0, lambda text: None)
-    where = verdict.describe_machine([])
-    found = verdict.judge(children.notes, children.failures, where, None, ("steps",))
-    assert [(each.name, each.found) for each in found.findings] == [
-        ("plan of 2 x 64", "MissingExtraError: plan needs jax")
-    ]
+    notes = str(tmp_path / "00.notes")
+    stages.plan_steps(Job((), "", "", 0.0, notes, sizes=("2 x 64",), topology="v5litepod-4"))
+    (found,) = read_notes(tmp_path, "finding")
+    assert (found.name, found.found) == ("plan of 2 x 64", "MissingExtraError: plan needs jax")
+
+
+def test_a_stage_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
+    left = []
+
+    def run(what, job, shown, more=None):
+        left.append(job.stages)
+        job = dataclasses.replace(job, notes=str(tmp_path / f"{len(left):02}.notes"))
+        for stage in job.stages:
+            if stage == "rates":
+                return "ended with 1: RuntimeError: no"
+            job.add("done", stage)
+
+    children = Children(tmp_path, now() + 100, lambda text: None)
+    monkeypatch.setattr(children, "_run", run)
+    children.run_stages(Job(("parity", "rates", "steps"), "", "", 0.0))
+    assert left == [("parity", "rates", "steps"), ("steps",)]
+    (found,) = children.failures
+    assert (found.status, found.name) == (Status.FAILED, "rates") and "RuntimeError" in found.found
 
 
 @pytest.mark.parametrize("name", ["v3-8", "v4-32", "v5litepod-64", "v5p-8", "v6e-8", "v5e:2x4"])
@@ -356,7 +394,7 @@ def test_files_that_cannot_be_written_fail_before_the_measurement(
 ):
     calls = []
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    monkeypatch.setattr(cli, "verify", lambda **flags: calls.append(flags))
+    monkeypatch.setattr("xla_fsdp.pods.verify.verify", lambda **flags: calls.append(flags))
     assert main(["--measure", flag.format(tmp_path)]) == 2
     assert re.search(said, capsys.readouterr().err) and calls == []
 

@@ -83,8 +83,9 @@ class Workers:
 
     def flags(self):
         return [
-            f"--worker_command={sys.executable} {self.root}/ssh.py {{worker}} {{command}}",
-            f"--python={sys.executable}",
+            # -S: without the packages of this environment Python starts in less time.
+            f"--worker_command={sys.executable} -IS {self.root}/ssh.py {{worker}} {{command}}",
+            f"--python={sys.executable} -S",
             "--chip_files=~/dev/accel*",
             "--cache_dir=~/cache",
         ]

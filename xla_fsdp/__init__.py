@@ -48,6 +48,11 @@ if _TYPE_CHECKING:
     from .planning.tuning.api import training_step, tune
     from .planning.tuning.settings import ShardingSettings
     from .planning.tuning.tuning import Tuning
+    from .pods.divergence import DivergenceError, detect_divergence
+    from .pods.preemption import Preempted, Preemption
+    from .pods.profiling import profile
+    from .pods.report import Verification
+    from .pods.verify import verify
     from .ranks.launch import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .remat import checkpoint_module
     from .scan.blocks import scan_blocks
@@ -61,8 +66,6 @@ if _TYPE_CHECKING:
     from .supervision.profiling import profile
     from .tpu.calibration import Calibration, CalibrationError
     from .tpu.topology import UnknownTopologyError
-    from .verifying.api import verify
-    from .verifying.report import Verification
     from .wrap import (
         always_wrap_policy,
         lambda_auto_wrap_policy,
@@ -79,11 +82,11 @@ _MODULE_OF_NAME = {
     "RankError": "ranks.launch",
     "RankTimeoutError": "ranks.launch",
     "CollectiveMismatchError": "ranks.launch",
-    "detect_divergence": "supervision.divergence",
-    "DivergenceError": "supervision.divergence",
-    "profile": "supervision.profiling",
-    "Preemption": "supervision.preemption",
-    "Preempted": "supervision.preemption",
+    "detect_divergence": "pods.divergence",
+    "DivergenceError": "pods.divergence",
+    "profile": "pods.profiling",
+    "Preemption": "pods.preemption",
+    "Preempted": "pods.preemption",
     "enable_compilation_cache": "compiled.cache",
     "compilation_counts": "compiled.cache",
     "CompilationCounts": "compiled.cache",
@@ -126,8 +129,8 @@ _MODULE_OF_NAME = {
     "UnknownTopologyError": "tpu.topology",
     "Calibration": "tpu.calibration",
     "CalibrationError": "tpu.calibration",
-    "verify": "verifying.api",
-    "Verification": "verifying.report",
+    "verify": "pods.verify",
+    "Verification": "pods.report",
     "CompileError": "planning.compiling.compiler",
     "UnusableCompilerError": "plan_compiler",
     "MissingExtraError": "extras",

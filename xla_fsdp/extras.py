@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from collections.abc import Iterable
 from importlib import metadata
 
@@ -32,6 +33,17 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the parent package is missing
         return False
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """The versions of packages, "" for those that are not installed, and of "python"."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = ""
+    return {**versions, "python": platform.python_version()}
 
 
 def require_torch_xla() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from .cache_folders import default_cache_folder
+from .extras import installed_versions
 from .tpu.chips import Chip
 from .tpu.libtpu_flags import library
 from .wording import to_one_line
@@ -163,15 +164,7 @@ def _python_in(folder: Path) -> Path:
 
 
 def _this_interpreter() -> Compiler:
-    from importlib import metadata
-
-    versions = {}
-    for name in ("jaxlib", "libtpu", "jax"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = ""
-    versions["python"] = ".".join(map(str, sys.version_info[:3]))
+    versions = installed_versions("jaxlib", "libtpu", "jax")
     return Compiler(sys.executable, versions, library())
 
 

@@ -25,14 +25,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from ray_host import LOST, Polled
+from ray_host import LOST
 
 from xla_fsdp.tpu.topology import resolve
+
+if TYPE_CHECKING:
+    from ray_actors import RayHosts
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,7 @@ class Plan:
         return [{"CPU": 1, "TPU": self.chips, slice_name: 1}] * self.hosts
 
 
-class Hosts(Protocol):
-    """The actors, or fakes in a test."""
-
-    def poll(self, indices: Sequence[int]) -> dict[int, Polled]:
-        """Returns new output of these hosts, and the exit code of those that have ended."""
-
-    def stop(self, indices: Sequence[int]) -> None:
-        """Ends the command on these hosts."""
-
-
-def watch(hosts: Hosts, count: int, show: Callable[[str], None] = print) -> int:
+def watch(hosts: RayHosts, count: int, show: Callable[[str], None] = print) -> int:
     """Shows the output of ``count`` hosts until all have ended; returns the exit code of the run.
 
     The first failure ends the other hosts, which would otherwise wait in a collective.

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl
 
-from ..supervision.preemption import Preemption
+from ..pods.preemption import Preemption
 
 
 class PreemptionCallback(TrainerCallback):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
-from .checks import Check, failed, ok, skipped, warning
-from .errors import ApiError
-from .where import NodeLocation
+from .findings import ApiError, Finding, failed, ok, skipped, warning
 
 _SYMPTOMS = 3  # show the last few, which describe the current problem
 _COMING = "wait for it: --wait 900"
@@ -47,7 +45,32 @@ _OTHER_HEALTH = "read the symptoms, then '{stop}' and '{start}', or create it ag
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class NodeLocation:
+    """The name, zone and project of a node."""
+
+    tpu: str
+    zone: str
+    project: str
+
+    @property
+    def location(self) -> str:
+        """The parent of the zone's nodes in the API."""
+        return f"projects/{self.project}/locations/{self.zone}"
+
+    def gcloud(self, verb: str) -> str:
+        """A gcloud command for this node that the user can run."""
+        return (
+            f"gcloud compute tpus tpu-vm {verb} {self.tpu} --zone {self.zone} "
+            f"--project {self.project}"
+        )
+
+    def fill(self, remedy: str) -> str:
+        """``remedy`` with commands in place of its ``{verb}``."""
+        verbs = ("start", "stop", "delete", "describe")
+        return remedy.format(**{verb: self.gcloud(verb) for verb in verbs})
+
+
+class Endpoint(NamedTuple):
     """The addresses of a worker. ``external``: for machines outside of its network, or ""."""
 
     address: str
@@ -150,20 +173,6 @@ def passes(state: str) -> bool:
     return _STATES.get(state, _OTHER)[0]
 
 
-def _remedy(state: str, where: NodeLocation) -> str:
-    commands = {verb: where.gcloud(verb) for verb in ("start", "delete", "describe")}
-    return _STATES.get(state, _OTHER)[1].format(**commands)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The properties of the node that the user expects; ``None`` if any value is allowed."""
-
-    accelerator: str | None
-    runtime: str | None
-    world_size: int | None
-
-
 def slice_of_type(accelerator: str) -> Slice | None:
     """The slice of an accelerator type; ``None`` if this package does not know the type."""
     try:
@@ -172,38 +181,44 @@ def slice_of_type(accelerator: str) -> Slice | None:
         return None
 
 
-def check_node(node: Node, where: NodeLocation, expected: Expected) -> Iterator[Check]:
-    """A check for each property of the node."""
+def check_node(
+    node: Node,
+    where: NodeLocation,
+    *,
+    accelerator: str | None,
+    runtime: str | None,
+    world_size: int | None,
+) -> Iterator[Finding]:
+    """A check for each property of the node.
+
+    ``accelerator``, ``runtime``, ``world_size``: those that the user expects; ``None`` if any value
+    is allowed.
+    """
     yield _state(node, where)
     yield _health(node, where)
     if node.symptoms:
-        yield warning(
-            "symptoms",
-            "; ".join(node.symptoms),
-            "none",
-            "they may be from an earlier run; if they are new, inspect that worker",
-        )
+        remedy = "they may be from an earlier run; if they are new, inspect that worker"
+        yield warning("symptoms", "; ".join(node.symptoms), "none", remedy)
     if node.maintenance:
         remedy = "save checkpoints often, or start after the maintenance"
         yield warning("maintenance", node.maintenance, "none", remedy)
-    wanted = expected.accelerator
-    if wanted is not None and _same_slice(wanted, node.accelerator):
-        wanted = node.accelerator  # v5e-16 is a v5litepod-16
-    yield _stated("accelerator type", node.accelerator, wanted, "--accelerator_type")
-    yield _stated("runtime version", node.runtime, expected.runtime, "--runtime_version")
+    if accelerator is not None and _same_slice(accelerator, node.accelerator):
+        accelerator = node.accelerator  # v5e-16 is a v5litepod-16
+    yield _stated("accelerator type", node.accelerator, accelerator, "--accelerator_type")
+    yield _stated("runtime version", node.runtime, runtime, "--runtime_version")
     yield _workers(node, where)
-    if expected.world_size is not None:
-        yield _world_size(node, expected.world_size)
+    if world_size is not None:
+        yield _world_size(node, world_size)
 
 
-def _state(node: Node, where: NodeLocation) -> Check:
+def _state(node: Node, where: NodeLocation) -> Finding:
     if node.state != "READY":
-        return failed("state", node.state, "READY", _remedy(node.state, where))
+        return failed("state", node.state, "READY", where.fill(_STATES.get(node.state, _OTHER)[1]))
     kind = ", spot: may be preempted at any time" if node.spot else ""
     return ok("state", f"READY ({where.tpu} in {where.zone}{kind})")
 
 
-def _health(node: Node, where: NodeLocation) -> Check:
+def _health(node: Node, where: NodeLocation) -> Finding:
     if node.health == "HEALTHY":
         return ok("health", "HEALTHY")
     if node.state != "READY":
@@ -211,9 +226,8 @@ def _health(node: Node, where: NodeLocation) -> Check:
     if not node.health:
         return warning("health", "not stated", "HEALTHY", "wait for the first report: --wait 300")
     found = f"{node.health}: {node.health_description}".removesuffix(": ")
-    commands = {verb: where.gcloud(verb) for verb in ("start", "stop", "delete")}
-    remedy = _HEALTH_REMEDIES.get(node.health, _OTHER_HEALTH).format(**commands)
-    return failed("health", found, "HEALTHY", remedy)
+    remedy = _HEALTH_REMEDIES.get(node.health, _OTHER_HEALTH)
+    return failed("health", found, "HEALTHY", where.fill(remedy))
 
 
 def _same_slice(one: str, other: str) -> bool:
@@ -221,61 +235,44 @@ def _same_slice(one: str, other: str) -> bool:
     return a is not None and b is not None and (a.chip.family, a.shape) == (b.chip.family, b.shape)
 
 
-def _stated(name: str, found: str, expected: str | None, flag: str) -> Check:
+def _stated(name: str, found: str, expected: str | None, flag: str) -> Finding:
     if expected is None or found == expected:
         return ok(name, found or "not stated")
-    return failed(
-        name, found or "not stated", expected, f"create the node with {expected}, or change {flag}"
-    )
+    remedy = f"create the node with {expected}, or change {flag}"
+    return failed(name, found or "not stated", expected, remedy)
 
 
-def _workers(node: Node, where: NodeLocation) -> Check:
-    count, wanted = len(node.endpoints), slice_of_type(node.accelerator)
+def _workers(node: Node, where: NodeLocation) -> Finding:
+    name, count, wanted = "worker count", len(node.endpoints), slice_of_type(node.accelerator)
     again = f"'{where.gcloud('describe')}'; if it stays so, create the node again"
     if not count and node.state != "READY":
-        return skipped("worker count", "no workers, because the node is not READY")
+        return skipped(name, "no workers, because the node is not READY")
     if not count:
-        return failed("worker count", "no network endpoints", "one for each worker", again)
+        return failed(name, "no network endpoints", "one for each worker", again)
     if wanted is None:
-        return warning(
-            "worker count",
+        found = (
             f"{count}, of an accelerator type that this version of xla_fsdp does not know: "
-            f"{node.accelerator or 'not stated'}",
-            "a known type, such as v4-32",
-            "count the workers manually",
+            f"{node.accelerator or 'not stated'}"
         )
+        return warning(name, found, "a known type, such as v4-32", "count the workers manually")
     if count != wanted.hosts:
-        return failed(
-            "worker count",
-            f"{count} network endpoints",
-            f"{wanted.hosts} for {node.accelerator}",
-            again,
-        )
-    return ok("worker count", f"{count} ({node.accelerator}: {wanted.chips} chips)")
+        expected = f"{wanted.hosts} for {node.accelerator}"
+        return failed(name, f"{count} network endpoints", expected, again)
+    return ok(name, f"{count} ({node.accelerator}: {wanted.chips} chips)")
 
 
-def _world_size(node: Node, world_size: int) -> Check:
-    wanted, count = slice_of_type(node.accelerator), len(node.endpoints)
-    if wanted is not None and wanted.devices == world_size:
+def _world_size(node: Node, ranks: int) -> Finding:
+    name, count, wanted = "world size", len(node.endpoints), slice_of_type(node.accelerator)
+    if wanted is not None and wanted.devices == ranks:
         each = wanted.devices // wanted.hosts
-        return ok("world size", f"{world_size} ({wanted.hosts} workers of {each} devices)")
+        return ok(name, f"{ranks} ({wanted.hosts} workers of {each} devices)")
     if wanted is not None:
-        return failed(
-            "world size",
-            f"{wanted.devices} devices in {node.accelerator}",
-            str(world_size),
-            f"run with {wanted.devices} ranks, or on another slice",
-        )
-    if not count or world_size % count:
-        return failed(
-            "world size",
-            f"{count} workers",
-            f"a number that divides {world_size}",
-            "run one rank for each device of a worker",
-        )
-    return warning(
-        "world size",
-        f"{count} workers with an unknown number of devices",
-        f"{world_size // count} devices on each, for {world_size} ranks",
-        "check the number of devices of a worker",
-    )
+        found = f"{wanted.devices} devices in {node.accelerator}"
+        remedy = f"run with {wanted.devices} ranks, or on another slice"
+        return failed(name, found, str(ranks), remedy)
+    if not count or ranks % count:
+        remedy = "run one rank for each device of a worker"
+        return failed(name, f"{count} workers", f"a number that divides {ranks}", remedy)
+    found = f"{count} workers with an unknown number of devices"
+    expected = f"{ranks // count} devices on each, for {ranks} ranks"
+    return warning(name, found, expected, "check the number of devices of a worker")

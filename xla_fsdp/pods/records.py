@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
-import enum
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from ..tpu.links import wire_bytes
 
 
-class Status(enum.Enum):
-    """The status of a finding."""
-
-    OK = "ok"
-    DIFFERENT = "different"  # a measurement differs from the figure that plans use
-    FAILED = "FAILED"  # a test failed
-    SKIPPED = "skipped"  # could not be checked; ``found`` has the reason
-
-
 @dataclass(frozen=True)
-class Finding:
-    """The result of one test or measurement.
+class Job:
+    """The job of a child process.
 
-    ``name``: its subject; ``expected``: the expected result, and ``found``: the actual one, as
-    clauses; ``remedy``: what the user can do, or "".
+    ``notes``: the file for its results; ``cases``, ``sizes``: the names of those to run, all if
+    empty; ``until``: when measurements end, as ``time.time()``.
     """
 
-    status: Status
-    name: str
-    found: str
-    expected: str = ""
-    remedy: str = ""
+    stages: tuple[str, ...]
+    folder: str
+    ckpt_dir: str
+    until: float
+    notes: str = ""
+    cases: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    num_devices: int | None = None
+    topology: str = ""
 
-    def line(self) -> str:
-        parts = [f"{self.status.value:<9} {self.name:<26} {self.found}"]
-        parts += [f"expected: {self.expected}"] if self.expected else []
-        parts += [f"remedy: {self.remedy}"] if self.remedy else []
-        return " | ".join(parts)
+    def add(self, kind: str, value: Any) -> None:
+        """Writes a result of this ``kind`` immediately to the file."""
+        with open(self.notes, "ab") as file:
+            file.write(pickle.dumps((kind, value)))
+
+
+def read_notes(folder: Path, kind: str) -> list[Any]:
+    """The results of a ``kind`` in all files of ``folder``, in the order of writing."""
+    found = []
+    for path in sorted(folder.glob("*.notes")):
+        with path.open("rb") as file:
+            try:
+                while True:
+                    found.append(pickle.load(file))
+            except (
+                EOFError,
+                pickle.UnpicklingError,
+            ):  # the end, or half a result of a killed process
+                pass
+    return [value for each, value in found if each == kind]
 
 
 @dataclass(frozen=True)

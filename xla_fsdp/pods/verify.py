@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
+import pickle
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from .. import xlac
 from ..tpu.topology import Slice, resolve
+from .commands import run_all
+from .findings import Finding, failed, skipped
 from .parity import CASES
 from .privacy import scrubbed
-from .records import Finding, Machine, Status
+from .records import Job, Machine, read_notes
 from .report import Verification
-from .stages import NOTES, STAGES, Job
+from .stages import STAGES
 from .steps import ON_CPU, ON_TPU
 from .verdict import describe_machine, judge
 
@@ -33,7 +32,7 @@ def verify(
     num_devices: int | None = None,
     ckpt_dir: str | os.PathLike[str] | None = None,
     seconds: float = 600.0,
-    stages: Sequence[str] = STAGES,
+    stages: Sequence[str] = tuple(STAGES),
     cases: Sequence[str] = (),
     sizes: Sequence[str] = (),
     topology: str | None = None,
@@ -84,26 +83,24 @@ def verify(
             sizes=tuple(sizes),
             num_devices=num_devices,
         )
-        run = _Children(folder, until, say or (lambda text: None))
-        run.stages(job)
+        children = Children(folder, until, say or (lambda text: None))
+        children.run_stages(job)
         if "programs" in stages:
-            run.again(replace(job, stages=("programs",)))
-        where = describe_machine(run.notes("where"))
-        if not run.notes("where") and not run.failures:
-            found = "rank 0 runs on another host, which has the report"
-            run.failures.append(Finding(Status.SKIPPED, "report", found))
+            children.start_again(job)
+        where = describe_machine(read_notes(folder, "where"))
+        if not where.ranks and not children.failures:
+            reason = "rank 0 runs on another host, which has the report"
+            children.failures.append(skipped("report", reason))
         if "steps" in stages:
-            run.plan(job, where, slice)
-        return judge(run.notes, run.failures, where, slice, stages)
+            children.plan(job, where, slice)
+        return judge(folder, children.failures, where, slice, stages)
 
 
 def _check(
     stages: Sequence[str], cases: Sequence[str], sizes: Sequence[str], seconds: float
 ) -> None:
-    from .. import xlac  # not at the top of the file: it imports torch_xla
-
     for what, given, known in (
-        ("stages", stages, STAGES),
+        ("stages", stages, list(STAGES)),
         ("cases", cases, [case.name for case in CASES]),
         ("sizes", sizes, [*ON_TPU, *ON_CPU]),
     ):
@@ -122,90 +119,74 @@ def _check(
         )
 
 
-class _Children:
-    """Runs child processes, one after the other, and reads their notes from the folder."""
+class Children:
+    """Runs child processes (``stages.main``), one after the other, which write notes."""
 
     def __init__(self, folder: Path, until: float, say: Callable[[str], None]) -> None:
         self.folder, self.until, self.say = folder, until, say
         self.failures: list[Finding] = []
 
-    def stages(self, job: Job) -> None:
+    def run_stages(self, job: Job) -> None:
         """Runs all stages; after a stage that fails, the others run in a new process."""
         left = list(job.stages)
         while left:
-            before = len(self.notes("done"))
-            problem = self._run("ranks", replace(job, stages=tuple(left)), f"{', '.join(left)}")
-            done = len(self.notes("done")) - before
+            before = len(read_notes(self.folder, "done"))
+            problem = self._run("ranks", replace(job, stages=tuple(left)), ", ".join(left))
+            done = len(read_notes(self.folder, "done")) - before
             if not problem:
                 return
             remedy = "the message is from the rank that failed; report it with this file"
             stage = [*left, "the end"][done]
-            self.failures.append(Finding(Status.FAILED, stage, problem, "it ends well", remedy))
+            self.failures.append(failed(stage, problem, "it ends well", remedy))
             left = left[done + 1 :]
             if time.time() > self.until:
                 return
 
-    def again(self, job: Job) -> None:
-        problem = self._run("again", job, "a second start, and a rank that dies")
+    def start_again(self, job: Job) -> None:
+        """Starts ranks a second time, which must find their programs, and lets one fail."""
+        again = replace(job, stages=("programs",))
+        problem = self._run("again", again, "a second start, and a rank that dies")
         if problem:
-            self.failures.append(Finding(Status.FAILED, "second start", problem, "it ends well"))
+            self.failures.append(failed("second start", problem, "it ends well"))
 
     def plan(self, job: Job, where: Machine, slice: Slice | None) -> None:
+        """Plans the steps for ``slice``, or for the one that is here."""
+        name = "plans of the steps"
         if slice is None and where.topology:
             slice = resolve(where.topology)
         if slice is None:
             found = "skipped on CPU ranks, because a plan is for a TPU: choose one with topology"
-            self.failures.append(Finding(Status.SKIPPED, "plans of the steps", found))
+            self.failures.append(skipped(name, found))
             return
         wanted = job.sizes or tuple(ON_CPU if where.family == "cpu" else ON_TPU)
         # Tracing needs no device, and must not occupy the devices of the ranks.
-        problem = self._run(
-            "plan", replace(job, sizes=wanted, topology=slice.name), "plans", {"PJRT_DEVICE": "CPU"}
-        )
+        planned = replace(job, sizes=wanted, topology=slice.name)
+        problem = self._run("plan", planned, "plans", {"PJRT_DEVICE": "CPU"})
         if problem:
-            self.failures.append(Finding(Status.SKIPPED, "plans of the steps", problem))
-
-    def notes(self, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / NOTES
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # a process that was killed left half a line
-                note = json.loads(line)
-                if note.get("note") == kind:
-                    found.append(note)
-        return found
+            self.failures.append(skipped(name, problem))
 
     def _run(
         self, what: str, job: Job, shown: str, more: Mapping[str, str] | None = None
     ) -> str | None:
         """Runs a child process; returns the problem, or ``None``."""
         self.say(shown)
-        path, log = self.folder / f"{what}.job", self.folder / f"{what}.log"
-        job.write(path)
-        command = [sys.executable, "-m", "xla_fsdp.verifying.child", what, str(path)]
-        with log.open("wb") as output:
-            child = subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, **(more or {})},
-                start_new_session=True,  # so that killpg also ends its ranks
-            )  # fmt: skip
-            try:
-                code = child.wait(max(1.0, self.until - time.time()))
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        if code == 0:
+        number = len(list(self.folder.glob("*.job")))
+        path = self.folder / f"{number:02}.job"
+        path.write_bytes(pickle.dumps(replace(job, notes=str(path.with_suffix(".notes")))))
+        command = [sys.executable, "-m", "xla_fsdp.pods.stages", what, str(path)]
+        seconds = max(1.0, self.until - time.time())
+        environment = {**os.environ, **(more or {})}
+        outcome = run_all({0: command}, seconds, environment=environment, kill_rest=True)[0]
+        if outcome.code == 0:
             return None
+        code = outcome.code
         end = "was still running at the time limit" if code is None else f"ended with {code}"
-        reason = _reason(log.read_text(errors="replace").splitlines())
-        return scrubbed(f"{end}: {reason or 'it printed nothing'}")[:900]
+        reason = _reason(outcome.err) or _reason(outcome.out) or "it printed nothing"
+        return scrubbed(f"{end}: {reason}")[:900]
 
 
-def _reason(lines: Sequence[str]) -> str:
+def _reason(text: str) -> str:
     """The last line of an output that begins with an error's name, else the last line."""
-    spoken = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in spoken if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    return (errors or spoken or [""])[-1]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (errors or lines or [""])[-1]

@@ -1,13 +1,15 @@
-"""Small training steps, compared with torch_xla's FSDP class and with plans."""
+"""Small training steps, compared with torch_xla's FSDP class and with plans, and their model."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
@@ -16,8 +18,77 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
 
 from ..ranks.rank import current_rank
 from ..wrapper import XlaFullyShardedDataParallel as FSDP
-from .nets import SEED, Net, Size, tokens
 from .records import StepRun
+
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a model and its batch; ``batch`` is the number of sequences for each rank."""
+
+    blocks: int
+    width: int
+    vocabulary: int
+    sequence: int
+    batch: int
+
+    @property
+    def heads(self) -> int:
+        return max(1, self.width // 64)
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each after a norm and with a residual connection."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.width
+        self.heads = size.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width + 3), nn.Linear(4 * width + 3, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, w = x.shape
+        heads = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, w // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (b, h, s, d)
+        mixed = (q @ k.transpose(-2, -1) * (w // self.heads) ** -0.5).softmax(-1) @ v
+        x = x + self.mix(mixed.transpose(1, 2).reshape(b, s, w))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Net(nn.Module):
+    """Returns the mean cross entropy of tokens ``(b, s)``, each given all; one weight is frozen.
+
+    ``wrap`` is called on every block, ``join`` on the list of all blocks.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        wrap: Callable[[nn.Module], nn.Module] = lambda block: block,
+        join: Callable[[list[nn.Module]], nn.Module] = lambda blocks: nn.Sequential(*blocks),
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocabulary, size.width)
+        self.place = nn.Parameter(0.02 * torch.randn(size.sequence, size.width))
+        self.gain = nn.Parameter(torch.full((size.width,), 1.5), requires_grad=False)
+        blocks = [Block(size) for _ in range(size.blocks)]
+        self.blocks = join([wrap(block) for block in blocks])
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.blocks(self.embed(tokens) * self.gain + self.place))
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def tokens(size: Size, ranks: int, number: int) -> torch.Tensor:
+    """The global batch of step ``number``, ``(ranks * batch, sequence)``, on the CPU."""
+    generator = torch.Generator().manual_seed(1000 + number)
+    shape = ranks * size.batch, size.sequence
+    return torch.randint(size.vocabulary, shape, generator=generator)
+
 
 OURS, IN_TREE = "xla_fsdp", "in-tree"
 ON_TPU = {
@@ -79,7 +150,7 @@ def peaks(sizes: Mapping[str, Size]) -> dict[str, int | None]:
     found = {}
     for name, size in sizes.items():
         lane = Lane(OURS, size)
-        _warm(lane, {})
+        _warm(lane)
         found[name] = _peak()
         del lane
     return found
@@ -91,33 +162,24 @@ def run(name: str, size: Size, peak: int | None) -> Iterator[StepRun]:
     ``peak``: the result of :func:`peaks` for this size.
     """
     lanes = [Lane(OURS, size), Lane(IN_TREE, size)]
-    found: dict[str, tuple[list[float], list[float], list[float]]] = {}
-    for lane in lanes:
-        _warm(lane, found)
+    losses = [_warm(lane) for lane in lanes]
+    times: list[list[tuple[float, float]]] = [[], []]
     for turn in range(_ROUNDS):
-        for lane in lanes if turn % 2 == 0 else lanes[::-1]:
-            seconds, host = _timed(lane)
-            found[lane.name][1].append(seconds)
-            found[lane.name][2].append(host)
-    for lane in lanes:
-        losses, seconds_of, host_of = found[lane.name]
-        yield StepRun(
-            name,
-            lane.name,
-            statistics.median(seconds_of),
-            statistics.median(host_of),
-            tuple(losses),
-            peak if lane.name == OURS else None,
-        )
+        for number in (0, 1) if turn % 2 == 0 else (1, 0):
+            times[number].append(_timed(lanes[number]))
+    for lane, own_losses, own_times in zip(lanes, losses, times, strict=True):
+        seconds, host = (statistics.median(each) for each in zip(*own_times, strict=True))
+        own_peak = peak if lane.name == OURS else None
+        yield StepRun(name, lane.name, seconds, host, tuple(own_losses), own_peak)
 
 
-def _warm(lane: Lane, found: dict) -> None:
+def _warm(lane: Lane) -> list[float]:
     losses = []
     for _ in range(_WARM):
         loss = lane.trace()
         torch_xla.sync()
         losses.append(loss.item())
-    found[lane.name] = losses, [], []
+    return losses
 
 
 def _timed(lane: Lane) -> tuple[float, float]:

@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ..ranks.channel import Channel, open_channel
 from ..ranks.errors import Preempted
@@ -78,10 +77,11 @@ class Preemption:
         channel = open_channel("preemption")
         self._rank = channel.rank
         self._agreement = _Agreement(channel, self._on_notice)
-        host = metadata_host() if metadata_server is None else metadata_server or None
-        self._end_listening = of_this_process.listen(
-            self._agreement.request_stop, tuple(signal.Signals(number) for number in signals), host
-        )
+        request = self._agreement.request_stop
+        self._end_listening = [_signals.listen(signal.Signals(each), request) for each in signals]
+        host = metadata_host() if metadata_server is None else metadata_server
+        if host:
+            self._start_thread("metadata", poll_metadata_server, host, request, self._over)
 
     def __call__(self) -> bool:
         """Whether to save and end now, equal on all ranks. Call it once a step on every rank."""
@@ -108,18 +108,14 @@ class Preemption:
     def close(self) -> None:
         """Stops listening; signals have their earlier effect again."""
         self._over.set()
-        self._end_listening()
+        for end in self._end_listening:
+            end()
         self._agreement.close()
 
     def __enter__(self) -> Preemption:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _on_notice(self, notice: str) -> None:
@@ -128,8 +124,11 @@ class Preemption:
         self._noticed_at, self.reason = time.monotonic(), notice
         if self._rank == 0:
             _print_line(f"{notice}: saving at the next step, within {self._grace:g} s")
-        name = f"xla_fsdp-grace-{self._rank}"
-        threading.Thread(target=self._end_in_time, name=name, daemon=True).start()
+        self._start_thread("grace", self._end_in_time)
+
+    def _start_thread(self, name: str, function: Callable[..., None], *args: Any) -> None:
+        name = f"xla_fsdp-{name}-{self._rank}"
+        threading.Thread(target=function, args=args, name=name, daemon=True).start()
 
     def _end_in_time(self) -> None:
         if self._over.wait(self._grace):
@@ -256,140 +255,85 @@ class _Agreement:
         return True
 
 
-class _Watch(NamedTuple):
-    callback: Callable[[str], None]
-    signals: tuple[signal.Signals, ...]
-    host: str | None
+class _Signals:
+    """Calls functions on a separate thread when this process receives a signal.
 
-
-class _Notices:
-    """Notifies all listeners of this process that its machine is being preempted.
-
-    The notice has the name of the signal, or the metadata server's announcement. There is one
-    object for a process, because signals are for a process. Its threads run while there are
-    listeners.
-
-    Python runs signal handlers in the main thread, and only the main thread can set them. Ranks are
-    threads, also on TPU, and the main thread may be waiting in C++. ``faulthandler`` has handlers
-    in C, which any thread can set. They write into a pipe, which a thread of this object reads.
+    There is one object for a process, because signals are for a process, and ranks are threads,
+    also on TPU. Python runs signal handlers in the main thread, and only the main thread can set
+    them, but it may be waiting in C++. ``faulthandler`` has handlers in C, which any thread can
+    set. They write into a pipe, which a thread reads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: list[_Watch] = []
-        self._signals: dict[signal.Signals, _SignalPipe] = {}
-        self._hosts: dict[str, _Poller] = {}
+        self._pipes: dict[signal.Signals, _SignalPipe] = {}
 
-    def listen(
-        self,
-        callback: Callable[[str], None],
-        signals: tuple[signal.Signals, ...],
-        host: str | None,
-    ) -> Callable[[], None]:
-        """Calls ``callback(notice)`` on a separate thread; returns a function that stops listening.
-
-        Args:
-            callback: may be called more than once.
-            signals: the signals that count as a notice.
-            host: the metadata server to query; ``None`` for none.
-        """
-        watch = _Watch(callback, signals, host)
+    def listen(self, number: signal.Signals, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Calls ``callback(name of the signal)``; returns a function that stops listening."""
         with self._lock:
-            self._listeners.append(watch)
-            for number in signals:
-                if number not in self._signals:
-                    self._signals[number] = _SignalPipe(number, self._notify_signal)
-            if host is not None and host not in self._hosts:
-                self._hosts[host] = _Poller(host, self._notify_host)
+            if number not in self._pipes:
+                self._pipes[number] = _SignalPipe(number)
+            callbacks = self._pipes[number].callbacks
+            callbacks.append(callback)
 
         def end() -> None:
             with self._lock:
-                if watch not in self._listeners:
-                    return
-                self._listeners.remove(watch)
-                wanted = {number for other in self._listeners for number in other.signals}
-                for number in [one for one in self._signals if one not in wanted]:
-                    self._signals.pop(number).close()
-                hosts = {other.host for other in self._listeners}
-                for name in [one for one in self._hosts if one not in hosts]:
-                    self._hosts.pop(name).close()
+                if callback in callbacks:
+                    callbacks.remove(callback)
+                    if not callbacks:
+                        self._pipes.pop(number).close()
 
         return end
-
-    def _notify_signal(self, number: signal.Signals) -> None:
-        self._notify(number.name, lambda watch: number in watch.signals)
-
-    def _notify_host(self, host: str, notice: str) -> None:
-        self._notify(notice, lambda watch: watch.host == host)
-
-    def _notify(self, notice: str, concerns: Callable[[_Watch], bool]) -> None:
-        with self._lock:
-            listeners = [watch for watch in self._listeners if concerns(watch)]
-        for watch in listeners:
-            watch.callback(notice)
 
 
 class _SignalPipe:
     """Reads the output of ``faulthandler`` when the signal ``number`` arrives."""
 
-    def __init__(self, number: signal.Signals, callback: Callable[[signal.Signals], None]) -> None:
-        self._number, self._callback = number, callback
+    def __init__(self, number: signal.Signals) -> None:
+        self.callbacks: list[Callable[[str], None]] = []
+        self._number = number
         self._read, self._write = os.pipe()
         # Output that does not fit is dropped: a handler must not wait for the reader.
         os.set_blocking(self._write, False)
         # A Python handler still runs. The default handler does not: it would end the process.
         chain = callable(signal.getsignal(number))
         faulthandler.register(number, file=self._write, all_threads=False, chain=chain)
-        self._open = True
-        self._thread = threading.Thread(
-            target=self._run, name=f"xla_fsdp-{number.name}", daemon=True
-        )
-        self._thread.start()
+        name = f"xla_fsdp-{number.name}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def close(self) -> None:
         faulthandler.unregister(self._number)
-        self._open = False
         os.close(self._write)  # makes the read return
 
     def _run(self) -> None:
         try:
             while os.read(self._read, 65536):
-                if self._open:
-                    self._callback(self._number)
+                for callback in list(self.callbacks):
+                    callback(self._number.name)
         finally:
             os.close(self._read)
 
 
-class _Poller:
-    """Queries a metadata server regularly for announcements that are new since the start.
+# One for each process, like its signals.
+_signals = _Signals()
+
+
+def poll_metadata_server(host: str, callback: Callable[[str], None], over: threading.Event) -> None:
+    """Queries a metadata server until ``over`` for announcements that are new since the start.
 
     An earlier announcement does not count, because the job was started in spite of it.
     """
-
-    def __init__(self, host: str, callback: Callable[[str, str], None]) -> None:
-        self._host, self._callback = host, callback
-        self._over = threading.Event()
-        threading.Thread(target=self._run, name="xla_fsdp-metadata", daemon=True).start()
-
-    def close(self) -> None:
-        self._over.set()
-
-    def _run(self) -> None:
-        known: dict[str, str | None] = {}
-        pause = 0.0
-        while not self._over.wait(pause):
-            pause = _SECONDS_BETWEEN_QUESTIONS
-            # Each key separately: a key whose answer never ends must not hide the other one.
-            for key in metadata_server.KEYS:
-                try:
-                    value = metadata_server.notice(self._host, key)
-                except OSError:  # the server is missing or busy: query it again later
-                    pause = _SECONDS_AFTER_NO_ANSWER
-                    continue
-                if value is not None and value != known.get(key, value):
-                    self._callback(self._host, f"{key} {value}")
-                known[key] = value
-
-
-# One for each process, like its signals.
-of_this_process = _Notices()
+    known: dict[str, str | None] = {}
+    pause = 0.0
+    while not over.wait(pause):
+        pause = _SECONDS_BETWEEN_QUESTIONS
+        # Each key separately: a key whose answer never ends must not hide the other one.
+        for key in metadata_server.KEYS:
+            try:
+                value = metadata_server.notice(host, key)
+            except OSError:  # the server is missing or busy: query it again later
+                pause = _SECONDS_AFTER_NO_ANSWER
+                continue
+            if value is not None and value != known.get(key, value):
+                callback(f"{key} {value}")
+            known[key] = value

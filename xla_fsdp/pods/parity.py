@@ -20,13 +20,14 @@ from torch import nn
 
 from ..checkpoint.full_state import full_optim_state_dict, full_state_dict
 from ..checkpoint.loading import load_checkpoint
+from ..checkpoint.rank_exchange import RankExchange
 from ..checkpoint.saving import save_checkpoint
 from ..consolidate.errors import SharedStorageError
 from ..remat import checkpoint_module
 from ..scan.blocks import scan_blocks
 from ..wrapper import XlaFullyShardedDataParallel as FSDP
-from .nets import SEED, Net, Size, tokens
-from .records import Finding, Status
+from .findings import Finding, failed, ok, skipped
+from .steps import SEED, Net, Size, tokens
 
 SIZE = Size(blocks=2, width=64, vocabulary=67, sequence=16, batch=2)
 STEPS, CLIP = 3, 0.5
@@ -71,8 +72,7 @@ def compare(cases: Iterable[Case]) -> Iterator[Finding]:
     references: dict[torch.dtype | None, dict[str, torch.Tensor]] = {}
     for case in cases:
         if case.groups and xr.world_size() % 2:
-            found = f"{xr.world_size()} ranks have no two halves"
-            yield Finding(Status.SKIPPED, f"parity: {case.name}", found)
+            yield skipped(f"parity: {case.name}", f"{xr.world_size()} ranks have no two halves")
             continue
         if case.dtype not in references:
             references[case.dtype] = _trained(case, sharded=False)
@@ -91,9 +91,9 @@ def _compared(
     found = f"largest relative difference {worst:.1e} ({where}) after {STEPS} steps"
     expected = f"equal to unsharded training, to {case.tolerance:.0e}"
     if worst <= case.tolerance:
-        return Finding(Status.OK, name, found, expected)
+        return ok(name, found, expected)
     remedy = "do not train on this machine; report it with this file"
-    return Finding(Status.FAILED, name, found, expected, remedy)
+    return failed(name, found, expected, remedy)
 
 
 def _relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -129,24 +129,16 @@ def _trained(case: Case, sharded: bool) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()
-        mean = sum(loss.item() for loss in step) / len(step)
-        losses.append(_mean_over_ranks(mean) if sharded else mean)
+        losses.append(sum(loss.item() for loss in step) / len(step))
         norms.append(norm.item())
     if sharded:
+        everybody = RankExchange().gather_values("average losses", losses)
+        losses = [sum(each) / ranks for each in zip(*everybody, strict=True)]
         weights = full_state_dict(model)
     else:
         weights = {name: value.cpu() for name, value in model.state_dict().items()}
     own = {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}
     return own | (weights if rank == 0 else {})
-
-
-def _mean_over_ranks(value: float) -> float:
-    import torch_xla.core.xla_model as xm
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values)
-
-    return xm.mesh_reduce("xla_fsdp verify", value, mean)  # type: ignore[return-value]
 
 
 def _loss(case: Case, model: nn.Module, mine: torch.Tensor, sharded: bool) -> torch.Tensor:
@@ -187,7 +179,7 @@ def save_and_load(folder: str) -> Finding:
     ranks = xr.world_size()
     name = "checkpoints"
     if ranks < 2 or ranks % 2:
-        return Finding(Status.SKIPPED, name, f"{ranks} ranks have no two halves")
+        return skipped(name, f"{ranks} ranks have no two halves")
     torch.manual_seed(SEED)
     model = FSDP(Net(SIZE, FSDP))
     optimizer = _optimizer(model)
@@ -199,7 +191,7 @@ def save_and_load(folder: str) -> Finding:
         save_checkpoint(folder, model, optimizer, step=_SAVED_STEP)
     except SharedStorageError as error:
         remedy = "give a folder that all hosts share: --ckpt_dir"
-        return Finding(Status.SKIPPED, name, str(error), remedy=remedy)
+        return skipped(name, str(error), remedy)
     torch.manual_seed(SEED + 1)  # so that the values differ from the saved ones
     groups = _halves()
     other = FSDP(Net(SIZE, lambda block: FSDP(block, **groups)), **groups)
@@ -210,7 +202,7 @@ def save_and_load(folder: str) -> Finding:
     found = f"saved by {ranks} ranks, loaded into shards of {ranks // 2}"
     expected = "the same weights and optimizer state, bit for bit"
     if loaded is None or loaded.step != _SAVED_STEP:
-        return Finding(Status.FAILED, name, f"{found}: loaded step {loaded}", expected)
+        return failed(name, f"{found}: loaded step {loaded}", expected)
     if xr.global_ordinal() == 0:
         differ = [key for key, value in before[0].items() if not _same(value, after[0][key])]
         for key, state in before[1]["state"].items():
@@ -222,8 +214,8 @@ def save_and_load(folder: str) -> Finding:
             ]
         if differ:
             remedy = "do not rely on checkpoints from this machine; report it with this file"
-            return Finding(Status.FAILED, name, f"{found}: {differ[0]} differs", expected, remedy)
-    return Finding(Status.OK, name, found, expected)
+            return failed(name, f"{found}: {differ[0]} differs", expected, remedy)
+    return ok(name, found, expected)
 
 
 def _same(one: torch.Tensor | float, other: torch.Tensor | float) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
@@ -18,7 +20,8 @@ from ..planning.reporting.page import STYLE, table
 from ..planning.reporting.storage import target, target_of_page
 from ..planning.reporting.tables import Section, aligned
 from ..tpu.calibration import Calibration
-from .records import CollectiveTime, Finding, Machine, Rate, Status, StepRun
+from .findings import Finding, Status
+from .records import CollectiveTime, Machine, Rate, StepRun
 
 _FORMAT, _VERSION = "xla_fsdp verification", 1
 _CPU_NOTE = (
@@ -30,7 +33,7 @@ _STYLE = """
 """
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_OURS, _IN_TREE, _PLAN = "#0072B2", "#8A8A8A", "#E69F00"
+_BARS = {"xla_fsdp": "#0072B2", "in-tree": "#8A8A8A", "planned": "#E69F00"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,10 +59,8 @@ class Verification:
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        counts = {status: 0 for status in Status}
-        for found in self.findings:
-            counts[found.status] += 1
-        shown = ", ".join(f"{n} {status.value}" for status, n in counts.items() if n)
+        counts = Counter(found.status for found in self.findings)
+        shown = ", ".join(f"{counts[each]} {each.value}" for each in Status if counts[each])
         what = "PASSED" if self.ok else "FAILED"
         on = f"{self.where.ranks} ranks on {self.where.device or 'unknown devices'}"
         return f"{what}: {shown or 'nothing was checked'} ({on})"
@@ -71,7 +72,7 @@ class Verification:
         lines = [self.verdict]
         lines += [_CPU_NOTE] if self.where.family == "cpu" else []
         for found in self.findings:
-            lines += textwrap.wrap(found.line(), 110, subsequent_indent=" " * 37)
+            lines += textwrap.wrap(found.line(9, 26), 110, subsequent_indent=" " * 37)
         for section in _sections(self):
             table = [(section.title, *section.columns)]
             table += [(f"  {row[0]}", *row[1:]) for row in section.rows]
@@ -127,68 +128,48 @@ def _finding(found: Finding) -> dict[str, str]:
 
 
 def _sections(found: Verification) -> list[Section]:
-    """The sections that are not empty."""
-    all = [_rates(found), _collectives(found), _steps(found), _about(found)]
-    return [section for section in all if section.rows]
-
-
-def _rates(found: Verification) -> Section:
-    rows = []
-    for rate in found.rates:
-        share = None if rate.published is None else rate.value / rate.published
-        rows.append((rate.name, _speed(rate), percent(share) if share is not None else UNKNOWN))
-    return Section("One device", ("attained", "of the published figure"), tuple(rows))
-
-
-def _speed(rate: Rate) -> str:
-    if rate.unit == "FLOP":
-        return figure(rate.value / 1e12, 2, "TFLOP/s")
-    return figure(rate.value / 1e9, 2, "GB/s")
-
-
-def _collectives(found: Verification) -> Section:
-    rows = []
-    for time in found.collectives:
-        rows.append(
-            (
-                f"{time.kind}, {time.axis}",
-                figure(time.bytes / 1024, 0, "KiB"),
-                milliseconds(time.seconds, 4),
-                milliseconds(time.modelled, 4),
-                figure(time.sent / time.seconds / 1e9, 2, "GB/s"),
-            )
-        )
-    columns = ("size", "measured", "modelled", "sent by a rank")
-    return Section("Collectives", columns, tuple(rows))
-
-
-def _steps(found: Verification) -> Section:
-    rows = []
-    for run in found.steps:
-        hbm = None if run.hbm is None else run.hbm / 2**20
-        planned = None if run.planned_hbm is None else run.planned_hbm / 2**20
-        rows.append(
-            (
-                f"{run.name}, {run.lane}",
-                milliseconds(run.seconds),
-                milliseconds(run.host),
-                milliseconds(run.planned),
-                figure(hbm, 0, "MiB"),
-                figure(planned, 0, "MiB"),
-            )
-        )
-    columns = ("step time", "traced in", "planned", "peak HBM", "planned HBM")
-    return Section("Steps", columns, tuple(rows))
-
-
-def _about(found: Verification) -> Section:
+    """The tables that are not empty."""
     where = found.where
-    rows = [("device", f"{where.device or UNKNOWN} ({where.family})"), ("ranks", str(where.ranks))]
-    rows += [("slice", where.topology or UNKNOWN), ("date", where.date)]
+    rates = [
+        (
+            rate.name,
+            figure(rate.value / 1e12, 2, "TFLOP/s")
+            if rate.unit == "FLOP"
+            else figure(rate.value / 1e9, 2, "GB/s"),
+            UNKNOWN if rate.published is None else percent(rate.value / rate.published),
+        )
+        for rate in found.rates
+    ]
+    collectives = [
+        (
+            f"{time.kind}, {time.axis}",
+            figure(time.bytes / 1024, 0, "KiB"),
+            milliseconds(time.seconds, 4),
+            milliseconds(time.modelled, 4),
+            figure(time.sent / time.seconds / 1e9, 2, "GB/s"),
+        )
+        for time in found.collectives
+    ]
+    steps = [
+        (
+            f"{run.name}, {run.lane}",
+            *map(milliseconds, (run.seconds, run.host, run.planned)),
+            *(figure(n and n / 2**20, 0, "MiB") for n in (run.hbm, run.planned_hbm)),
+        )
+        for run in found.steps
+    ]
+    about = [("device", f"{where.device or UNKNOWN} ({where.family})"), ("ranks", str(where.ranks))]
+    about += [("slice", where.topology or UNKNOWN), ("date", where.date)]
     if found.planned_for and found.planned_for != where.topology:
-        rows.append(("planned for", found.planned_for))
-    rows += [*where.versions.items(), *where.environment.items()]
-    return Section("Where", ("",), tuple((name, value) for name, value in rows))
+        about.append(("planned for", found.planned_for))
+    about += [*where.versions.items(), *where.environment.items()]
+    tables: list[tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]] = [
+        ("One device", ("attained", "of the published figure"), rates),
+        ("Collectives", ("size", "measured", "modelled", "sent by a rank"), collectives),
+        ("Steps", ("step time", "traced in", "planned", "peak HBM", "planned HBM"), steps),
+        ("Where", ("",), about),
+    ]
+    return [Section(title, columns, tuple(rows)) for title, columns, rows in tables if rows]
 
 
 def _draw_collectives(found: Verification) -> str:
@@ -239,16 +220,12 @@ def _draw_steps(found: Verification) -> str:
     clean(axes)
     axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
     for row, name in enumerate(names):
-        by_lane = {run.lane: run for run in found.steps if run.name == name}
-        ours = by_lane.get("xla_fsdp")
-        planned = None if ours is None or found.where.family == "cpu" else ours.planned
-        bars = [
-            ("xla_fsdp", None if ours is None else ours.seconds, _OURS),
-            ("in-tree", by_lane["in-tree"].seconds if "in-tree" in by_lane else None, _IN_TREE),
-            ("planned", planned, _PLAN),
-        ]
-        for place, (label, seconds, color) in enumerate(bars):
-            if seconds is not None:
+        runs = [run for run in found.steps if run.name == name]
+        times: dict[str, float | None] = {run.lane: run.seconds for run in runs}
+        if found.where.family != "cpu":
+            times["planned"] = next((run.planned for run in runs if run.planned), None)
+        for place, (label, color) in enumerate(_BARS.items()):
+            if seconds := times.get(label):
                 y = row + 0.27 * (place - 1)
                 axes.barh(y, 1e3 * seconds, 0.24, color=color, label=label if row == 0 else None)
                 axes.text(1e3 * seconds, y, f" {1e3 * seconds:.2f}", va="center", fontsize=8.5)

@@ -71,24 +71,21 @@ def look(request: dict) -> dict:
 
 def version(name: str) -> "str | None":
     """The version of an installed package; None if it is not installed."""
-    try:
+    with contextlib.suppress(Exception):  # also if this Python is older than the module
         import importlib.metadata
 
         return importlib.metadata.version(name)
-    except Exception:  # also if this Python is older than the module
-        return None
+    return None
 
 
 def required_libtpu_version() -> "str | None":
     """The version of libtpu that this torch_xla requires, from its metadata."""
-    try:
+    with contextlib.suppress(Exception):  # not installed, or too old to have this metadata
         import importlib.metadata
 
         for line in importlib.metadata.requires("torch_xla") or ():
             if line.startswith("libtpu=="):
                 return line[len("libtpu==") :].split(";")[0].strip()
-    except Exception:  # not installed, or too old to have this metadata
-        pass
     return None
 
 
@@ -97,20 +94,12 @@ def users_of(chips: list) -> list:
     wanted = {os.path.realpath(path) for path in chips}
     found = set()
     for link in glob.glob("/proc/[0-9]*/fd/*") if wanted else ():
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if os.readlink(link) in wanted:
-                found.add(link.split("/")[2])
-        except OSError:  # it has ended, or belongs to another user
-            pass
-    return sorted(f"{pid} ({command_of(pid)})" for pid in found)[:8]
-
-
-def command_of(pid: str) -> str:
-    try:
-        with open(f"/proc/{pid}/comm") as file:
-            return file.read().strip()
-    except OSError:
-        return "ended"
+                pid = link.split("/")[2]
+                with open(f"/proc/{pid}/comm") as file:
+                    found.add(f"{pid} ({file.read().strip()})")
+    return sorted(found)[:8]
 
 
 def memory() -> "list | None":
@@ -242,14 +231,11 @@ def read(request: dict) -> dict:
 def clean(request: dict) -> dict:
     """Removes this worker's file, and the folder if it is empty."""
     folder = folder_of(request)
-    try:
+    with contextlib.suppress(FileNotFoundError):
         folder.drop(str(request["worker"]))
-    except FileNotFoundError:
-        pass
-    try:
+    # Other files may be in it, it may be deleted, or the store may have no folders.
+    with contextlib.suppress(Exception):
         folder.remove()
-    except Exception:  # other files are in it, it is deleted, or the store has no folders
-        pass
     return {}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import plain
 from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
-from ..wording import join_some
+from ..wording import join_some, runs
 
 _SEEN = "_xla_fsdp_divergence"  # the attribute of a tensor that is checked
 
@@ -116,17 +116,12 @@ class detect_divergence:
     def __enter__(self) -> detect_divergence:
         for name, module in _modules(self._model):
             self._hooks += [
-                module.register_forward_pre_hook(self._entering(name), with_kwargs=True),
-                module.register_forward_hook(self._leaving(name)),
+                module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
+                module.register_forward_hook(partial(self._leave, name)),
             ]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._hooks:
             self._hooks.pop().remove()
         self._forward.clear()
@@ -197,8 +192,10 @@ class detect_divergence:
         first = min(each[0] for each in found)
         ranks = [rank for rank, each in enumerate(reports) if each is not None and each[0] == first]
         what, module = next(each[1:] for each in found if each[0] == first)
+        everywhere = 1 < len(ranks) == len(reports)
+        where = "all ranks" if everywhere else runs("rank", ranks)
         others = len(found) - len(ranks)
-        message = f"step {step}: {what} is not finite on {_named(ranks, len(reports))}"
+        message = f"step {step}: {what} is not finite on {where}"
         if others:
             message += f"; on further ranks ({others}) a later value is not finite"
         raise DivergenceError(message, step, ranks, module)
@@ -226,25 +223,15 @@ class detect_divergence:
                 "checked before it are finite", step, list(range(len(values))), None,
             )  # fmt: skip
 
-    def _entering(self, name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not self.looking:
-                return
-            for tensor in _with_nan((args, kwargs)):
-                # If no module returned it: the model's input, or a tensor computed between modules.
-                self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
+    def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        for tensor in _with_nan((args, kwargs)) if self.looking else ():
+            # If no module returned it: the model's input, or a tensor computed between modules.
+            self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
 
-        return hook
-
-    def _leaving(self, name: str) -> Callable:
-        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
-            if not self.looking:
-                return
-            for tensor in _with_nan(outputs):
-                # A container returns the output of its last module.
-                self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
-
-        return hook
+    def _leave(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
+        for tensor in _with_nan(outputs) if self.looking else ():
+            # A container returns the output of its last module.
+            self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
 
     def _watched(self, tensor: torch.Tensor, what: str, maker: str | None) -> _Seen:
         found: _Seen | None = getattr(tensor, _SEEN, None)
@@ -296,10 +283,3 @@ def _innermost(names: list[str]) -> str:
 
 def _shown(name: str) -> str:
     return name or "the model"
-
-
-def _named(ranks: list[int], size: int) -> str:
-    if len(ranks) == size:
-        return "all ranks" if size > 1 else "rank 0"
-    listed = ", ".join(map(str, ranks[:16]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{' ...' if len(ranks) > 16 else ''}"

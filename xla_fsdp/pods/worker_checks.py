@@ -8,112 +8,102 @@ not remove its file before all others have checked it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from .. import __version__
 from ..tpu.topology import Slice
 from ..wording import runs
-from .checks import Check, by_worker, failed, ok, skipped, warning
+from .findings import Finding, by_worker, failed, ok, skipped, warning
 from .workers import Answer, Workers
 
 GIB = 2**30
 _CACHE_GIB = 2  # compiled programs of a few models
+_CHECKPOINT_GIB = 10  # a few checkpoints of a small model
 _CLOCK_SECONDS = 5.0
 # The part of a worker's memory that should be free. Less means that another program runs there.
 _AVAILABLE_PART = 0.5
 # The versions that setup.py pins: torch_xla works with this torch only, and this package with this
 # torch_xla only.
-PINS: Mapping[str, str] = MappingProxyType({"torch": "2.9.0", "torch_xla": "2.9.0"})
+PINS = {"torch": "2.9.0", "torch_xla": "2.9.0"}
 OLDEST_PYTHON = (3, 10)  # python_requires
 _NOT_INSTALLED = "not installed"
 _INSTALL_REMEDY = "install the same on every worker; --python selects the interpreter"
-_LOW_GIB = 10  # a few checkpoints of a small model
+
+# The answers of the workers, by number.
+_Looks = Mapping[int, Mapping[str, Any]]
 
 
-def check_answers(answers: Mapping[int, Answer]) -> Check:
+def check_answers(answers: Mapping[int, Answer]) -> Finding:
     """Whether every worker answered."""
     problems = {number: answer.problem for number, answer in answers.items() if answer.problem}
     if not problems:
         return ok("workers", f"{len(answers)} of {len(answers)} answered")
-    return failed(
-        "workers",
-        by_worker(problems),
-        f"{len(answers)} answers",
+    remedy = (
         "run --worker_command manually with a simple command, such as hostname; --timeout gives "
-        "more time, --python selects another interpreter",
+        "more time, --python selects another interpreter"
     )
+    return failed("workers", by_worker(problems), f"{len(answers)} answers", remedy)
 
 
-def check_looks(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Check]:
+def check_looks(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Finding]:
     """The checks of the workers that answered; ``wanted``: the slice of the node."""
     looks = {number: answer.data for number, answer in answers.items()}
     yield _chips(looks, wanted)
     yield _free_chips(looks)
     yield _environment(looks)
     yield _memory(looks)
-    yield _disk(looks)
+    free = {number: look["cache_free"] for number, look in looks.items()}
+    low = {n: f"{size / GIB:.1f} GiB free" for n, size in free.items() if size < _CACHE_GIB * GIB}
+    if low:
+        remedy = "free some space, or give another folder with --cache_dir"
+        yield warning("compilation cache", by_worker(low), f"{_CACHE_GIB} GiB or more", remedy)
+    else:
+        yield ok("compilation cache", f"{min(free.values()) / GIB:.0f} GiB free or more")
     yield _clocks(answers)
 
 
-def _chips(looks: Mapping[int, Mapping[str, Any]], wanted: Slice | None) -> Check:
+def _chips(looks: _Looks, wanted: Slice | None) -> Finding:
     found = {number: look["chips"] for number, look in looks.items()}
     each = wanted.chips // wanted.hosts if wanted is not None else max(found.values())
+    if each and all(count == each for count in found.values()):
+        return ok("chips", f"{each} on every worker")
+    shown = by_worker({number: f"{count} visible" for number, count in found.items()})
     remedy = (
         "in a container: start it with --privileged; otherwise stop and start the node, or create "
         "it again; --chip_files is the pattern of the chips' files"
     )
-    if each and all(count == each for count in found.values()):
-        return ok("chips", f"{each} on every worker")
-    shown = by_worker({number: f"{count} visible" for number, count in found.items()})
     return failed("chips", shown, f"{each or 'some'} on every worker", remedy)
 
 
-def _free_chips(looks: Mapping[int, Mapping[str, Any]]) -> Check:
-    used = {
-        number: f"held by process {', '.join(look['users'])}"
-        for number, look in looks.items()
-        if look["users"]
-    }
+def _free_chips(looks: _Looks) -> Finding:
+    name, lock = "chips free", "/tmp/libtpu_lockfile"
+    users = {number: look["users"] for number, look in looks.items() if look["users"]}
+    used = {number: f"held by process {', '.join(each)}" for number, each in users.items()}
     if used:
-        return failed(
-            "chips free", by_worker(used), "no process", "end the earlier run on these workers"
-        )
-    locked = {
-        number: "/tmp/libtpu_lockfile of another user"
-        for number, look in looks.items()
-        if look["foreign_lock"]
-    }
+        return failed(name, by_worker(used), "no process", "end the earlier run on these workers")
+    locked = {n: f"{lock} of another user" for n, look in looks.items() if look["foreign_lock"]}
     if locked:
-        return warning(
-            "chips free",
-            by_worker(locked),
-            "none",
-            "if that user runs no program: sudo rm /tmp/libtpu_lockfile",
-        )
-    return ok("chips free", "no process uses one, as far as this user can see")
+        remedy = f"if that user runs no program: sudo rm {lock}"
+        return warning(name, by_worker(locked), "none", remedy)
+    return ok(name, "no process uses one, as far as this user can see")
 
 
-def _environment(looks: Mapping[int, Mapping[str, Any]]) -> Check:
+def _environment(looks: _Looks) -> Finding:
     found = {
         number: " ".join(f"{name}={value}" for name, value in look["variables"].items() if value)
         or "none set"
         for number, look in looks.items()
     }
     if len(set(found.values())) > 1:
-        return warning(
-            "environment",
-            by_worker(found),
-            "the same everywhere: otherwise workers compile different programs and hang",
-            "set them in the command that starts training",
-        )
-    device = {number: look["variables"]["PJRT_DEVICE"] for number, look in looks.items()}
-    if any(value not in (None, "TPU") for value in device.values()):
+        expected = "the same everywhere: otherwise workers compile different programs and hang"
+        remedy = "set them in the command that starts training"
+        return warning("environment", by_worker(found), expected, remedy)
+    if any(look["variables"]["PJRT_DEVICE"] not in (None, "TPU") for look in looks.values()):
         return warning("environment", by_worker(found), "PJRT_DEVICE=TPU or unset", "unset it")
     return ok("environment", f"{next(iter(found.values()))}, everywhere")
 
 
-def _memory(looks: Mapping[int, Mapping[str, Any]]) -> Check:
+def _memory(looks: _Looks) -> Finding:
     sizes = {number: look["memory"] for number, look in looks.items() if look["memory"]}
     if len(sizes) < len(looks):
         remedy = "check that the workers run Linux"
@@ -122,28 +112,19 @@ def _memory(looks: Mapping[int, Mapping[str, Any]]) -> Check:
         number: f"{available / GIB:.0f} of {total / GIB:.0f} GiB available"
         for number, (total, available) in sizes.items()
     }
-    if any(available < total * _AVAILABLE_PART for total, available in sizes.values()):
-        low = {n: shown[n] for n, (total, free) in sizes.items() if free < total * _AVAILABLE_PART}
+    low = {n: shown[n] for n, (total, free) in sizes.items() if free < total * _AVAILABLE_PART}
+    if low:
         return warning("memory", by_worker(low), "most of it", "end other programs there")
     least = min(sizes, key=lambda number: sizes[number][1])
     return ok("memory", f"{shown[least]} on the worker with the least")
 
 
-def _disk(looks: Mapping[int, Mapping[str, Any]]) -> Check:
-    free = {number: look["cache_free"] for number, look in looks.items()}
-    low = {n: f"{size / GIB:.1f} GiB free" for n, size in free.items() if size < _CACHE_GIB * GIB}
-    if low:
-        remedy = "free some space, or give another folder with --cache_dir"
-        return warning("compilation cache", by_worker(low), f"{_CACHE_GIB} GiB or more", remedy)
-    return ok("compilation cache", f"{min(free.values()) / GIB:.0f} GiB free or more")
-
-
-def _clocks(answers: Mapping[int, Answer]) -> Check:
+def _clocks(answers: Mapping[int, Answer]) -> Finding:
     """Checks the clocks: a worker read its clock between the request and the answer."""
     off = {}
     for number, answer in answers.items():
-        time = answer.data["time"]
-        ahead, behind = time - answer.ended, answer.started - time
+        ahead = answer.data["time"] - answer.ended
+        behind = answer.started - answer.data["time"]
         if max(ahead, behind) > _CLOCK_SECONDS:
             way = "ahead of" if ahead > 0 else "behind"
             off[number] = f"{max(ahead, behind):.0f} s or more {way} this machine"
@@ -153,29 +134,26 @@ def _clocks(answers: Mapping[int, Answer]) -> Check:
     return ok("clocks", f"within {_CLOCK_SECONDS:g} s and the time of an answer")
 
 
-def check_versions(looks: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
+def check_versions(looks: _Looks) -> Iterator[Finding]:
     """A check for Python and each package; ``looks``: the answer of each worker."""
     yield _python({number: str(look["python"]) for number, look in looks.items()})
     for name in ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib"):
         found = {number: look["packages"][name] or _NOT_INSTALLED for number, look in looks.items()}
-        kinds = set(found.values())
-        if kinds == {_NOT_INSTALLED} and name in ("jax", "jaxlib"):
-            continue  # only needed for planning and kernels
-        if len(kinds) > 1:
-            yield failed(name, by_worker(found), _expected(name), _INSTALL_REMEDY)
+        version = next(iter(found.values()))
+        if len(set(found.values())) > 1:
+            pinned = f"{PINS[name]} everywhere" if name in PINS else "the same everywhere"
+            yield failed(name, by_worker(found), pinned, _INSTALL_REMEDY)
         elif name in PINS:
-            yield _pinned(name, kinds.pop())
+            yield _pinned(name, version)
         elif name == "libtpu":
-            yield _libtpu(
-                kinds.pop(), {str(look["required_libtpu_version"]) for look in looks.values()}
-            )
+            yield _libtpu(version, {look["required_libtpu_version"] for look in looks.values()})
         elif name == "xla_fsdp":
-            yield _own(kinds.pop())
-        else:
-            yield ok(name, f"{kinds.pop()} everywhere")
+            yield _own(version)
+        elif version != _NOT_INSTALLED:  # these are only needed for planning and kernels
+            yield ok(name, f"{version} everywhere")
 
 
-def _python(found: Mapping[int, str]) -> Check:
+def _python(found: Mapping[int, str]) -> Finding:
     # Pickles and wheels depend only on the first two numbers of the version.
     minor = {number: ".".join(text.split(".")[:2]) for number, text in found.items()}
     oldest = ".".join(map(str, OLDEST_PYTHON))
@@ -187,48 +165,35 @@ def _python(found: Mapping[int, str]) -> Check:
     return ok("python", by_worker(found) if len(set(found.values())) > 1 else f"{text} everywhere")
 
 
-def _expected(name: str) -> str:
-    return f"{PINS[name]} everywhere" if name in PINS else "the same everywhere"
-
-
-def _pinned(name: str, found: str) -> Check:
+def _pinned(name: str, found: str) -> Finding:
     if found.partition("+")[0] == PINS[name]:  # 2.9.0+cpu is a 2.9.0
         return ok(name, f"{found} everywhere")
     remedy = f"pip install '{name}=={PINS[name]}'; --python selects the interpreter"
-    return failed(name, f"{found} everywhere", _expected(name), remedy)
+    return failed(name, f"{found} everywhere", f"{PINS[name]} everywhere", remedy)
 
 
-def _libtpu(found: str, wanted: set[str]) -> Check:
+def _libtpu(found: str, required: set[str | None]) -> Finding:
     if found == _NOT_INSTALLED:
         remedy = f"pip install 'torch_xla[tpu]=={PINS['torch_xla']}'"
         return failed("libtpu", "not installed anywhere", "libtpu on every worker", remedy)
-    if wanted in ({"None"}, {found}):
+    if required in ({None}, {found}):
         return ok("libtpu", f"{found} everywhere")
-    needs = ", ".join(sorted(wanted))
-    return warning(
-        "libtpu",
-        f"{found} everywhere",
-        f"{needs}, which torch_xla requires",
-        f"pip install 'libtpu=={needs}'; jax[tpu] may have replaced it",
-    )
+    needs = ", ".join(sorted(map(str, required)))
+    remedy = f"pip install 'libtpu=={needs}'; jax[tpu] may have replaced it"
+    return warning("libtpu", f"{found} everywhere", f"{needs}, which torch_xla requires", remedy)
 
 
-def _own(found: str) -> Check:
+def _own(found: str) -> Finding:
+    expected, remedy = f"{__version__}, as here", "install the same version"
     if found == __version__:
         return ok("xla_fsdp", f"{found} everywhere, as here")
     if found == _NOT_INSTALLED:
-        return warning(
-            "xla_fsdp",
-            "not installed anywhere",
-            f"{__version__}, as here",
-            "install it, or put a copy on PYTHONPATH when you start the training",
-        )
-    return warning(
-        "xla_fsdp", f"{found} everywhere", f"{__version__}, as here", "install the same version"
-    )
+        remedy = "install it, or put a copy on PYTHONPATH when you start the training"
+        return warning("xla_fsdp", "not installed anywhere", expected, remedy)
+    return warning("xla_fsdp", f"{found} everywhere", expected, remedy)
 
 
-def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> Iterator[Check]:
+def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> Iterator[Finding]:
     """The checks of ``path`` on the workers ``numbers``."""
     numbers = list(numbers)
     wrote: dict[int, Answer] = {}
@@ -237,23 +202,18 @@ def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> It
         yield _writable(wrote, path, len(workers.numbers))
         writers = [number for number, answer in wrote.items() if not answer.problem]
         if writers:
-            yield _space(wrote, writers, path)
+            yield _space([wrote[number].data["free"] for number in writers], path)
         if len(writers) > 1 or writers == workers.numbers:
             read = workers.ask("read", writers, path=path, workers=writers)
             yield _shared(read, path, len(workers.numbers))
         else:
-            yield skipped(
-                "checkpoints shared", f"{path}: needs two workers that write, not {len(writers)}"
-            )
+            found = f"{path}: needs two workers that write, not {len(writers)}"
+            yield skipped("checkpoints shared", found)
     finally:  # also after Ctrl-C, and if the caller stops the generator
         left = _clean(workers, numbers, wrote, path)
     if left:
-        yield warning(
-            "probe files",
-            by_worker(left),
-            "removed",
-            f"remove {path.rstrip('/')}/.preflight-{workers.token} manually",
-        )
+        remedy = f"remove {path.rstrip('/')}/.preflight-{workers.token} manually"
+        yield warning("probe files", by_worker(left), "removed", remedy)
 
 
 def _clean(
@@ -263,12 +223,9 @@ def _clean(
     # Workers that did not answer the request to write would not answer the next one either.
     hung = {number for number, answer in wrote.items() if not answer.data}
     cleaned = workers.ask("clean", [n for n in numbers if n not in hung], path=path)
-    made = {
-        number: {"action": "prune", "worker": number, "made": answer.data["made"]}
-        for number, answer in wrote.items()
-        if answer.data.get("made")
-    }
-    workers.ask_each(made)  # folders in which there are other files by now stay
+    made = {number: {"made": answer.data.get("made")} for number, answer in wrote.items()}
+    # Folders in which there are other files by now stay.
+    workers.ask("prune", [number for number, each in made.items() if each["made"]], made)
     left = dict.fromkeys(hung, "it may have left a file")
     for number, answer in cleaned.items():
         # If a worker could not write, the reason is already in another check.
@@ -277,7 +234,7 @@ def _clean(
     return left
 
 
-def _writable(wrote: Mapping[int, Answer], path: str, total: int) -> Check:
+def _writable(wrote: Mapping[int, Answer], path: str, total: int) -> Finding:
     problems = {number: answer.problem for number, answer in wrote.items() if answer.problem}
     if not problems:
         return ok("checkpoints written", f"{path}: by {len(wrote)} of {total} workers")
@@ -290,20 +247,19 @@ def _writable(wrote: Mapping[int, Answer], path: str, total: int) -> Check:
     )
 
 
-def _space(wrote: Mapping[int, Answer], writers: Iterable[int], path: str) -> Check:
-    free = {number: wrote[number].data["free"] for number in writers}
-    sizes = [size for size in free.values() if size is not None]
+def _space(free: Iterable[int | None], path: str) -> Finding:
+    sizes = [size for size in free if size is not None]
     if not sizes:
         return ok("checkpoint space", "a bucket has no limit")
     least = min(sizes) / GIB
-    if least < _LOW_GIB:
-        remedy = "free some space: keep_last= of save_checkpoint removes older checkpoints"
-        found = f"{path}: {least:.1f} GiB free"
-        return warning("checkpoint space", found, f"{_LOW_GIB} GiB or more", remedy)
-    return ok("checkpoint space", f"{least:.0f} GiB free")
+    if least >= _CHECKPOINT_GIB:
+        return ok("checkpoint space", f"{least:.0f} GiB free")
+    remedy = "free some space: keep_last= of save_checkpoint removes older checkpoints"
+    found, expected = f"{path}: {least:.1f} GiB free", f"{_CHECKPOINT_GIB} GiB or more"
+    return warning("checkpoint space", found, expected, remedy)
 
 
-def _shared(read: Mapping[int, Answer], path: str, total: int) -> Check:
+def _shared(read: Mapping[int, Answer], path: str, total: int) -> Finding:
     problems = {}
     for number, answer in read.items():
         if answer.problem:

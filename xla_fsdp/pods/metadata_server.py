@@ -11,7 +11,11 @@ import http.client
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _ROOT = "/computeMetadata/v1/"
 # For each key, its values when the machine will be stopped or paused.
@@ -60,48 +64,46 @@ def ask(host: str, key: str, timeout: float) -> str | None:
         connection = http.client.HTTPConnection(host, timeout=timeout)
         with contextlib.closing(connection):
             connection.connect()
-            with _cut_off(connection.sock, timeout):
-                connection.request("GET", _ROOT + key, headers={"Metadata-Flavor": "Google"})
-                answer = connection.getresponse()
-                if answer.status == 404:
-                    return None  # this machine does not have such events
-                text = answer.read(_LONGEST_ANSWER)
-        if answer.length:
-            raise OSError(f"{host}: {answer.length} bytes of the answer for {key} are missing")
-        if answer.status != 200 or answer.getheader("Metadata-Flavor") != "Google":
-            raise OSError(f"{host} is not a metadata server: status {answer.status} for {key}")
-        return text.decode("ascii", errors="replace").strip()
+            sock = connection.sock
+            try:
+                return within(timeout, lambda: _read(connection, host, key))
+            finally:  # ends a thread that still reads
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
     except (http.client.HTTPException, ValueError) as error:
         raise OSError(f"{host} does not answer in HTTP: {type(error).__name__}") from error
 
 
-@contextlib.contextmanager
-def _cut_off(connection: socket.socket, timeout: float) -> Iterator[None]:
-    """A context that closes the connection after ``timeout`` seconds.
+def _read(connection: http.client.HTTPConnection, host: str, key: str) -> str | None:
+    connection.request("GET", _ROOT + key, headers={"Metadata-Flavor": "Google"})
+    with connection.getresponse() as answer:
+        if answer.status == 404:
+            return None  # this machine does not have such events
+        text = answer.read(_LONGEST_ANSWER)
+        if answer.length:
+            raise OSError(f"{host}: {answer.length} bytes of the answer for {key} are missing")
+    if answer.status != 200 or answer.getheader("Metadata-Flavor") != "Google":
+        raise OSError(f"{host} is not a metadata server: status {answer.status} for {key}")
+    return text.decode("ascii", errors="replace").strip()
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Calls ``call()`` in a thread; raises TimeoutError after ``seconds``.
 
     The timeout of a socket is for each read: a server that sends a byte at a time could keep the
-    connection open for hours.
-
-    Raises:
-        TimeoutError: the connection was closed, even if some of the answer was read.
+    connection open for hours. After a timeout the call continues, until the process ends at last.
     """
-    over = threading.Event()
+    result: Future[T] = Future()
 
-    def end() -> None:
-        over.set()
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
 
-    timer = threading.Timer(timeout, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except (OSError, http.client.HTTPException) as error:
-        if not over.is_set():
-            raise
-        raise TimeoutError(f"no complete answer in {timeout:g} s") from error
-    finally:
-        timer.cancel()
-    if over.is_set():  # a body without a length ends when its connection is closed
-        raise TimeoutError(f"no complete answer in {timeout:g} s")
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not result.done():
+        raise TimeoutError(f"timed out: no complete answer in {seconds:g} s")
+    return result.result()

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
-from importlib import metadata
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy
 
+from ..extras import installed_versions
 from ..planning.reporting.amounts import milliseconds
-from ..planning.reporting.report import Report
 from ..tpu.calibration import Calibration
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
+from .findings import Finding, Status, failed, ok, skipped
 from .microbenchmarks import modelled
 from .privacy import scrubbed, shown_environment
-from .records import CollectiveTime, Finding, Machine, Rate, Status, StepRun
+from .records import CollectiveTime, Machine, Rate, StepRun, read_notes
 from .report import Verification
-from .steps import OURS
+from .steps import IN_TREE, OURS
 
 # The allowed range of a measurement, as a share of the published or modelled figure.
 _FIGURE = (0.75, 1.1)
@@ -41,116 +41,73 @@ _FIGURES = 3  # of links: launch, hop, 1 / W
 _PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy")
 
 
-Notes = Callable[[str], list[dict[str, Any]]]
-
-
-def describe_machine(notes: Sequence[Mapping[str, Any]]) -> Machine:
-    """The machine and software, from the first note about them."""
-    found = notes[0] if notes else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
-    versions = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    versions["python"] = sys.version.split()[0]
+def describe_machine(found: Sequence[Mapping[str, Any]]) -> Machine:
+    """The machine and software, from the first result about them; 0 ranks if there is none."""
+    versions = installed_versions(*_PACKAGES)
+    where = found[0] if found else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
     return Machine(
-        device=str(found["device"]),
-        family=str(found["family"]),
-        ranks=int(found["ranks"]),
-        topology=str(found["topology"]),
-        versions=versions,
+        **where,
+        versions={name: version for name, version in versions.items() if version},
         environment=shown_environment(),
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
 def judge(
-    notes: Notes,
+    folder: Path,
     failures: Sequence[Finding],
     where: Machine,
     asked: Slice | None,
     stages: Sequence[str],
 ) -> Verification:
-    """Creates the report from the notes of the stages.
+    """Creates the report from the results of the stages in ``folder``.
 
     Args:
-        notes: returns all notes of a kind, in the order in which they were written.
         failures: findings from running the child processes.
         asked: the slice for which the steps were planned, if the user chose one.
     """
     slice = None
     with contextlib.suppress(UnknownTopologyError):
         slice = resolve(where.topology) if where.topology else None
-    rates = [_of(Rate, note) for note in notes("rate")]
-    times = [
-        replace(time, groups=tuple(map(tuple, time.groups)))
-        for time in (_of(CollectiveTime, note) for note in notes("collective"))
+    rates, times = read_notes(folder, "rate"), read_notes(folder, "collective")
+    # On CPU ranks a plan is for other hardware.
+    plans = {name: planned for name, *planned in read_notes(folder, "plan")}
+    runs = [
+        replace(run, planned=plans[run.name][0], planned_hbm=plans[run.name][1])
+        if run.name in plans and run.lane == OURS
+        else run
+        for run in read_notes(folder, "step")
     ]
-    runs = _planned([_of(StepRun, note) for note in notes("step")], notes)
-    findings = [
-        replace(found, found=scrubbed(found.found))
-        for found in (_of(Finding, note) for note in notes("finding"))
-    ]
-    findings = [replace(found, status=Status(found.status)) for found in findings]
+    findings = [*failures, *read_notes(folder, "finding")]
     if "programs" in stages:
-        uncached = notes("uncached")
-        if uncached:
-            skipped = Finding(Status.SKIPPED, "compiled programs", scrubbed(uncached[0]["error"]))
-            findings.append(skipped)
-        else:
-            findings.append(programs(notes("programs")))
-    findings += [death(note, where.ranks) for note in notes("death")]
-    for rate in rates:
-        findings += of_rate(rate)
-    findings += of_collectives(times)
-    findings += of_steps(runs, where.family != "cpu")
-    for note in notes("unplanned"):
-        found = scrubbed(note["error"])
-        findings.append(Finding(Status.SKIPPED, f"plan of {note['name']}", found))
-    calibration = calibrate(where.family, times, rates, slice)
+        uncached = read_notes(folder, "uncached")
+        findings.append(
+            skipped("compiled programs", uncached[0])
+            if uncached
+            else judge_programs(read_notes(folder, "programs"))
+        )
+    findings += [judge_death(note, where.ranks) for note in read_notes(folder, "death")]
+    findings += [finding for rate in rates for finding in judge_rate(rate)]
+    findings += judge_collectives(times)
+    findings += judge_steps(runs, where.family != "cpu")
     about = {**where.versions, "device": where.device, "date": where.date}
     about["topology"] = where.topology or "unknown"
     return Verification(
         where=where,
-        findings=tuple([*failures, *findings]),
+        findings=tuple(replace(each, found=scrubbed(each.found)) for each in findings),
         rates=tuple(rates),
         collectives=tuple(times),
         steps=tuple(runs),
-        calibration=replace(calibration, about=about),
+        calibration=replace(calibrate(where.family, times, rates, slice), about=about),
         planned_for=asked.name if asked else where.topology,
     )
 
 
-def _planned(runs: list[StepRun], notes: Notes) -> list[StepRun]:
-    """Adds the figures of the plans to the runs; on CPU ranks a plan is for other hardware."""
-    plans = {note["name"]: Report.load(note["path"]) for note in notes("plan")}
-    return [
-        replace(
-            one,
-            planned=plans[one.name].timing.step,
-            planned_hbm=plans[one.name].memory.required,
-        )
-        if one.name in plans and one.lane == OURS
-        else one
-        for one in runs
-    ]
-
-
-def _of(kind: type, note: Mapping[str, Any]) -> Any:
-    names = {one.name for one in fields(kind)}
-    return kind(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in note.items()
-            if name in names
-        }
-    )
-
-
-def programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
+def judge_programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
     """The finding about the programs that two starts compiled."""
     name = "compiled programs"
     if len(notes) < 2:
-        return Finding(Status.SKIPPED, name, f"{len(notes)} of 2 starts trained")
+        return skipped(name, f"{len(notes)} of 2 starts trained")
     first, second = notes[0], notes[1]
     found = (
         f"first start: {first['compiled']} compiled; second: {second['compiled']} compiled, "
@@ -159,78 +116,88 @@ def programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
     expected = "a second start compiles nothing, and its losses are bitwise equal"
     if first["losses"] != second["losses"]:
         remedy = "do not use enable_compilation_cache here; report it with this file"
-        return Finding(Status.FAILED, name, f"{found}; the losses differ", expected, remedy)
-    if second["compiled"]:
-        return Finding(Status.DIFFERENT, name, found, expected)
-    return Finding(Status.OK, name, found, expected)
+        return failed(name, f"{found}; the losses differ", expected, remedy)
+    return _compared(name, not second["compiled"], found, expected)
 
 
-def death(note: Mapping[str, Any], ranks: int) -> Finding:
+def judge_death(note: Mapping[str, Any], ranks: int) -> Finding:
     """The finding about a launch in which the last rank failed."""
     name = f"a rank that {note['way']}"
     expected = f"the launch raises RankError within {_DEATH:.0f} s, on all hosts"
     found = f"{note['error'] or 'no error'} after {note['seconds']:.1f} s"
     right = note["error"] and (note["way"] != "raises" or note["rank"] == ranks - 1)
     if right and note["seconds"] < _DEATH:
-        return Finding(Status.OK, name, found, expected)
+        return ok(name, found, expected)
     remedy = "monitor jobs on this machine externally; report it with this file"
-    return Finding(Status.FAILED, name, found, expected, remedy)
+    return failed(name, found, expected, remedy)
 
 
-def of_rate(rate: Rate) -> Iterator[Finding]:
+def _compared(name: str, is_close: bool, found: str, expected: str) -> Finding:
+    return Finding(Status.OK if is_close else Status.DIFFERENT, name, found, expected)
+
+
+def _is_within(share: float, allowed: tuple[float, float]) -> bool:
+    return allowed[0] <= share <= allowed[1]
+
+
+def judge_rate(rate: Rate) -> Iterator[Finding]:
     if rate.published is None:
         return
     share = rate.value / rate.published
-    is_close = _FIGURE[0] <= share <= _FIGURE[1]
     small = rate.unit == "FLOP" and rate.amount < 1e11  # too small for full use of the unit
-    yield Finding(
-        Status.OK if is_close or small else Status.DIFFERENT,
+    yield _compared(
         rate.name,
+        small or _is_within(share, _FIGURE),
         f"{rate.value / 1e9:,.0f} G{rate.unit}/s, {share:.0%} of the published figure",
         f"{rate.published / 1e9:,.0f} G{rate.unit}/s at most",
     )
 
 
-def of_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
+def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
     """One finding for each kind and axis: compares the largest size with the model."""
-    groups: dict[tuple[str, str], list[CollectiveTime]] = {}
-    for time in times:
-        groups.setdefault((time.kind, time.axis), []).append(time)
-    for (kind, axis), some in groups.items():
-        largest = max(some, key=lambda time: time.bytes)
-        if largest.modelled is None:
+    largest: dict[tuple[str, str], CollectiveTime] = {}
+    for time in sorted(times, key=lambda time: time.bytes):
+        largest[time.kind, time.axis] = time
+    for kind, axis in dict.fromkeys((time.kind, time.axis) for time in times):
+        time = largest[kind, axis]
+        if time.modelled is None:
             continue
-        share = largest.modelled / largest.seconds
-        is_close = _FIGURE[0] <= share <= _FIGURE[1]
-        yield Finding(
-            Status.OK if is_close else Status.DIFFERENT,
+        share = time.modelled / time.seconds
+        yield _compared(
             f"{kind}, {axis}",
-            f"{largest.bytes / 1e6:.0f} MB in {milliseconds(largest.seconds, 3)}, "
+            _is_within(share, _FIGURE),
+            f"{time.bytes / 1e6:.0f} MB in {milliseconds(time.seconds, 3)}, "
             f"{share:.0%} of the modelled speed",
-            f"{milliseconds(largest.modelled, 3)} with the published link speeds",
+            f"{milliseconds(time.modelled, 3)} with the published link speeds",
         )
 
 
-def of_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
+def judge_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
     """Compares both classes on each step, and each step with its plan.
 
     ``on_tpu``: whether the steps ran on a TPU, for which plans are.
     """
-    lanes: dict[str, dict[str, StepRun]] = {}
-    for run in runs:
-        lanes.setdefault(run.name, {})[run.lane] = run
-    for name, by_lane in lanes.items():
-        ours = by_lane.get("xla_fsdp")
-        other = by_lane.get("in-tree")
-        if ours is not None and other is not None:
+    for name in dict.fromkeys(run.name for run in runs):
+        by_lane = {run.lane: run for run in runs if run.name == name}
+        ours, other = by_lane.get(OURS), by_lane.get(IN_TREE)
+        if ours is None:
+            continue
+        if other is not None:
             yield _compare_with_intree(name, ours, other)
-        if ours is not None and ours.planned is not None and not on_tpu:
+        if ours.planned is not None and not on_tpu:
             found = f"{milliseconds(ours.seconds)} on CPU ranks, {milliseconds(ours.planned)} in"
-            yield Finding(Status.SKIPPED, f"plan of {name}", f"{found} a plan for another device")
-        elif ours is not None and ours.planned is not None:
-            yield _compare_with_plan(name, ours)
-        if on_tpu and ours and ours.hbm is not None and ours.planned_hbm is not None:
-            yield _memory(name, ours.hbm, ours.planned_hbm)
+            yield skipped(f"plan of {name}", f"{found} a plan for another device")
+        elif ours.planned is not None:
+            yield _compare_with_plan(name, ours, ours.planned)
+        if on_tpu and ours.hbm is not None and ours.planned_hbm is not None:
+            share = ours.hbm / ours.planned_hbm
+            mib = ours.hbm / 2**20
+            yield _compared(
+                f"HBM of {name}",
+                _is_within(share, _MEMORY),
+                f"peak of {mib:,.0f} MiB since the process began, {share:.2f} x of the plan",
+                f"{ours.planned_hbm / 2**20:,.0f} MiB required by the plan",
+            )
 
 
 def _compare_with_intree(name: str, ours: StepRun, other: StepRun) -> Finding:
@@ -242,30 +209,17 @@ def _compare_with_intree(name: str, ours: StepRun, other: StepRun) -> Finding:
     title, expected = f"step {name}", "not slower than in-tree; the same losses"
     if not apart <= _LOSSES:
         remedy = "one of the two computes wrong losses here; report it with this file"
-        return Finding(Status.FAILED, title, found, expected, remedy)
-    slower = ours.seconds > 1.05 * other.seconds
-    return Finding(Status.DIFFERENT if slower else Status.OK, title, found, expected)
+        return failed(title, found, expected, remedy)
+    return _compared(title, ours.seconds <= 1.05 * other.seconds, found, expected)
 
 
-def _compare_with_plan(name: str, ours: StepRun) -> Finding:
-    assert ours.planned is not None
-    share = ours.seconds / ours.planned
+def _compare_with_plan(name: str, ours: StepRun, planned: float) -> Finding:
+    share = ours.seconds / planned
     found = f"{milliseconds(ours.seconds)}, {share:.2f} x of the plan"
     if ours.host > 0.9 * ours.seconds:
         found += f"; tracing on the host takes {milliseconds(ours.host)}, which limits the step"
-    is_close = _STEP[0] <= share <= _STEP[1]
-    expected = f"{milliseconds(ours.planned)} by the plan"
-    return Finding(Status.OK if is_close else Status.DIFFERENT, f"plan of {name}", found, expected)
-
-
-def _memory(name: str, peak: int, planned: int) -> Finding:
-    share = peak / planned
-    return Finding(
-        Status.OK if _MEMORY[0] <= share <= _MEMORY[1] else Status.DIFFERENT,
-        f"HBM of {name}",
-        f"peak of {peak / 2**20:,.0f} MiB since the process began, {share:.2f} x of the plan",
-        f"{planned / 2**20:,.0f} MiB required by the plan",
-    )
+    expected = f"{milliseconds(planned)} by the plan"
+    return _compared(f"plan of {name}", _is_within(share, _STEP), found, expected)
 
 
 def calibrate(
@@ -275,18 +229,15 @@ def calibrate(
     launch, hop, bandwidth = (None, None, None) if slice is None else _fit_links(times, slice)
     devices = 1 if slice is None else slice.chip.devices
     best = {rate.name: rate.value for rate in rates}
-    products = [rate.value for rate in rates if rate.unit == "FLOP"]
-
-    def of_a_chip(value: float | None) -> float | None:
-        return None if value is None else value * devices
-
+    hbm = best.get("HBM, read and written")
+    peak = max((rate.value for rate in rates if rate.unit == "FLOP"), default=None)
     return Calibration(
         family=family,
         link_bandwidth=bandwidth,
         launch_latency=launch,
         hop_latency=hop,
-        hbm_bandwidth=of_a_chip(best.get("HBM, read and written")),
-        matrix_flops=of_a_chip(max(products, default=None)),
+        hbm_bandwidth=hbm and hbm * devices,  # of a chip
+        matrix_flops=peak and peak * devices,
         to_device=best.get("host to device"),
         to_host=best.get("device to host"),
     )

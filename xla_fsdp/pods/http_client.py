@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 import google_auth_httplib2
 import httplib2
 
-from .errors import UsageError
-from .trouble import shown
+from .findings import UsageError
 
 # The discovery document has some 100 KB, a node a few KB.
 MOST_BYTES = 16 << 20
@@ -55,8 +54,8 @@ class Http(httplib2.Http):
 class AuthorizedHttp(google_auth_httplib2.AuthorizedHttp):
     """Sends the token only to Google's APIs with https, and to the origin of ``given``.
 
-    The discovery document has the address of the API and can have one for each method. Anyone who
-    can change the document could otherwise receive the token.
+    The discovery document, from ``described_at``, has the address of the API and can have one for
+    each method. Anyone who can change the document could otherwise receive the token.
     """
 
     def __init__(self, credentials: Any, http: Http, given: str, described_at: str) -> None:
@@ -68,7 +67,7 @@ class AuthorizedHttp(google_auth_httplib2.AuthorizedHttp):
         google = place.scheme == "https" and (place.hostname or "").endswith(_GOOGLE)
         if not google and _origin(uri) != _origin(self._given):
             raise UsageError(
-                f"the discovery document at {shown(self._described_at)} has the API at "
+                f"the discovery document at {self._described_at} has the API at "
                 f"{_origin(uri)}, which is not Google's; your token was not sent there. "
                 f"If you trust this address, give --api_endpoint {_origin(uri)}"
             )

@@ -38,7 +38,6 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counter: dict[int, torch.Tensor] = {}
         # Seconds to start a program and wait for it.
         self.overhead = 0.0
         one = self.sent(torch.ones(8))
@@ -56,9 +55,7 @@ class Stopwatch:
         times: int,
     ) -> float:
         """Seconds of one execution of ``body`` in a loop; the minimum of a few runs."""
-        if times not in self._counter:
-            self._counter[times] = self.sent(torch.zeros(times))
-        counter = self._counter[times]
+        counter = self.sent(torch.zeros(times))
 
         def start() -> Sequence[torch.Tensor]:
             return loop(body, carry, [counter], constants, self._device)[0]
@@ -67,9 +64,9 @@ class Stopwatch:
         best = min(self._run(start) for _ in range(_REPEATS))
         return max(best - self.overhead, 1e-9) / times
 
-    def _run(self, start: object) -> float:
+    def _run(self, start: Callable[[], Sequence[torch.Tensor]]) -> float:
         xm.wait_device_ops([])
-        results = start()  # type: ignore[operator]
+        results = start()
         began = time.perf_counter()
         torch_xla.sync(wait=True)
         xm.wait_device_ops([])
@@ -108,8 +105,7 @@ def measure_device(watch: Stopwatch, amounts: Amounts, chip: Chip | None) -> Ite
         held = watch.sent((matrix / rows**0.5).bfloat16())
         times = max(1, min(amounts.times, round(amounts.times * (4096 / rows) ** 2)))
         seconds = watch.seconds(_multiply, [held], [held], times)
-        name = f"matrix product, {rows}, bfloat16"
-        yield Rate(name, "FLOP", 2.0 * rows**3, seconds, peak)
+        yield Rate(f"matrix product, {rows}, bfloat16", "FLOP", 2.0 * rows**3, seconds, peak)
     there = torch.ones(amounts.transfer // 4)
     best_out = best_back = float("inf")
     for _ in range(4):
@@ -222,27 +218,22 @@ def _loop(
     values are zeros, which stay zeros after any number of sums.
     """
     count = size // 4
-
-    def all_gather(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
-        full = among.all_gather(carry[0]).view(among.size, -1)
-        return [full.index_select(0, constants[0]).view(-1)], []
-
-    def reduce_scatter(
-        carry: Tensors, rows: Tensors, constants: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        return [among.all_gather(among.reduce_scatter(carry[0]))], []
-
-    def all_reduce(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
-        return [among.all_reduce_sum(carry[0])], []
-
-    def permute(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
-        return [among.permute(carry[0], axis.around)], []
-
     if kind == "all-gather":
         # Select this rank's part by data, so that the compiler cannot drop the other parts.
         own = watch.sent(torch.tensor([among.rank]))
-        return all_gather, [watch.sent(torch.zeros(count // among.size))], [own]
-    body = {
-        "reduce-scatter": reduce_scatter, "all-reduce": all_reduce, "collective-permute": permute
-    }[kind]  # fmt: skip
+
+        def gather(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
+            full = among.all_gather(carry[0]).view(among.size, -1)
+            return [full.index_select(0, constants[0]).view(-1)], []
+
+        return gather, [watch.sent(torch.zeros(count // among.size))], [own]
+    collectives: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "reduce-scatter": lambda value: among.all_gather(among.reduce_scatter(value)),
+        "all-reduce": among.all_reduce_sum,
+        "collective-permute": lambda value: among.permute(value, axis.around),
+    }
+
+    def body(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
+        return [collectives[kind](carry[0])], []
+
     return body, [watch.sent(torch.zeros(count))], []

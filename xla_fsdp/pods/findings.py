@@ -1,0 +1,83 @@
+"""The result of one check, as one line of text, and the errors that end a preflight early."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..wording import printable, runs
+
+_GROUPS = 6  # the most different findings in one line
+
+
+class Status(enum.Enum):
+    OK = "ok"
+    WARNING = "warning"  # training may start, but its setup may be wrong
+    DIFFERENT = "different"  # a measurement differs from the figure that plans use
+    FAILED = "FAILED"  # training would not start, or would fail or be wrong
+    SKIPPED = "skipped"  # could not be checked; ``found`` has the reason
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one test or measurement.
+
+    ``name``: its subject; ``expected``: the expected result, and ``found``: the actual one, as
+    clauses; ``remedy``: what the user can do, or "".
+    """
+
+    status: Status
+    name: str
+    found: str
+    expected: str = ""
+    remedy: str = ""
+
+    def line(self, status_width: int = 8, name_width: int = 20) -> str:
+        parts = [f"{self.status.value:<{status_width}} {self.name:<{name_width}} {self.found}"]
+        parts += [f"expected: {self.expected}"] if self.expected else []
+        parts += [f"remedy: {self.remedy}"] if self.remedy else []
+        return printable(" | ".join(parts))
+
+
+def ok(name: str, found: str, expected: str = "") -> Finding:
+    return Finding(Status.OK, name, found, expected)
+
+
+def warning(name: str, found: str, expected: str, remedy: str) -> Finding:
+    return Finding(Status.WARNING, name, found, expected, remedy)
+
+
+def failed(name: str, found: str, expected: str, remedy: str = "") -> Finding:
+    return Finding(Status.FAILED, name, found, expected, remedy)
+
+
+def skipped(name: str, found: str, remedy: str = "") -> Finding:
+    return Finding(Status.SKIPPED, name, found, remedy=remedy)
+
+
+def by_worker(findings: Mapping[int, str]) -> str:
+    """Lists findings by worker, equal ones together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
+    groups: dict[str, list[int]] = {}
+    for worker, finding in sorted(findings.items()):
+        groups.setdefault(finding, []).append(worker)
+    shown = [f"{runs('worker', group)}: {text}" for text, group in groups.items()]
+    more = [f"and {len(shown) - _GROUPS} other findings"] if len(shown) > _GROUPS else []
+    return "; ".join(shown[:_GROUPS] + more)
+
+
+class UsageError(Exception):
+    """The user must change the flags, the credentials or the name before any check can run."""
+
+
+class ApiError(Exception):
+    """The TPU API did not answer, or with an unexpected answer; reported as a failed check.
+
+    Attributes:
+        found, expected, remedy: as in :class:`Finding`.
+        passing: whether the error may be temporary.
+    """
+
+    def __init__(self, found: str, expected: str, remedy: str, passing: bool = False) -> None:
+        super().__init__(found)
+        self.found, self.expected, self.remedy, self.passing = found, expected, remedy, passing

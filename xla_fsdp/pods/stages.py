@@ -1,0 +1,209 @@
+"""The child processes of a verification: ``python -m xla_fsdp.pods.stages WHAT JOB``.
+
+``ranks`` launches ranks that run the stages. ``again`` launches ranks a second time, to check that
+they find the compiled programs, and then lets one fail. ``plan`` plans the steps, without ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from ..checkpoint.rank_exchange import RankExchange
+from ..collectives.routes import routes_for
+from ..collectives.world import World
+from ..compiled.cache import compilation_counts, enable_compilation_cache
+from ..ranks.launch import RankError, launch
+from ..tpu.chips import Chip, chip_of
+from ..tpu.topology import Slice
+from ..wording import first_line, to_one_line
+from . import steps
+from .findings import skipped
+from .microbenchmarks import (
+    AMOUNTS_ON_CPU,
+    AMOUNTS_ON_TPU,
+    SIZES_ON_CPU,
+    SIZES_ON_TPU,
+    Stopwatch,
+    measure_collectives,
+    measure_device,
+)
+from .parity import CASES, SIZE, compare, save_and_load
+from .records import Job
+
+_DYING = "the last rank ends here, on purpose"
+_Add = Callable[[str, object], None]  # the kind of a result, and the result
+
+
+def main(what: str, path: str) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    job: Job = pickle.loads(Path(path).read_bytes())
+    if what == "plan":
+        plan_steps(job)
+        return
+    try:
+        enable_compilation_cache(Path(job.folder) / "programs")
+    except (NotImplementedError, OSError) as error:
+        job.add("uncached", str(error))
+    launch(run, (job,), job.num_devices)
+    if what == "again":
+        _end_one_rank(job)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process and its ranks when the process that started it has ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _end_one_rank(job: Job) -> None:
+    ways = ["raises"] if os.environ.get("PJRT_DEVICE", "").startswith("CPU") else ["raises", "dies"]
+    for way in ways:
+        began, message, named = time.monotonic(), "", None
+        try:
+            launch(partial(_end, way=way), (), job.num_devices)
+        except RankError as error:
+            message, named = first_line(error), error.rank
+        seconds = time.monotonic() - began
+        job.add("death", {"way": way, "error": message, "rank": named, "seconds": seconds})
+
+
+def _end(rank: int, way: str) -> None:
+    """Ends the last rank, while all others wait for it in a collective."""
+    if xr.global_ordinal() == xr.world_size() - 1:
+        if way == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError(_DYING)
+    value = xm.all_reduce(xm.REDUCE_SUM, torch.ones(1).to(torch_xla.device()))
+    torch_xla.sync()
+    value.item()  # type: ignore[union-attr]
+
+
+def plan_steps(job: Job) -> None:
+    from ..planning.api import plan  # needs an extra
+
+    for name in job.sizes:
+        size = steps.ON_TPU.get(name) or steps.ON_CPU[name]
+        try:
+            report = plan(steps.planned(size), job.topology, progress=False, ranks=(0,))
+        except Exception as error:  # the compiler fails, the slice is wrong, an extra is missing
+            found = f"{type(error).__name__}: {to_one_line(error, 500)}"
+            job.add("finding", skipped(f"plan of {name}", found))
+            continue
+        job.add("plan", (name, report.timing.step, report.memory.required))
+
+
+def run(rank: int, job: Job) -> None:
+    """Runs all stages of the job on this rank; rank 0 writes the results."""
+    first = xr.global_ordinal() == 0
+    add: _Add = job.add if first else lambda kind, value: None
+    chip, slice = _chip(), _slice()
+    where = {
+        "device": _kind(),
+        "family": "cpu" if chip is None else chip.family,
+        "ranks": xr.world_size(),
+        "topology": slice.name if slice else "",
+    }
+    add("where", where)
+    for stage in job.stages:
+        STAGES[stage](job, add)
+        if xr.local_ordinal() == 0:  # each host must know at which stage to continue
+            job.add("done", stage)
+
+
+def _kind() -> str:
+    kind: str = xm.xla_device_kind()
+    return kind
+
+
+def _chip() -> Chip | None:
+    """``None`` on CPU ranks."""
+    return chip_of(_kind())
+
+
+def _slice() -> Slice | None:
+    routes = routes_for(_kind(), xr.global_runtime_device_attributes())
+    known = routes is not None and routes.slice.devices == xr.world_size()
+    return routes.slice if routes is not None and known else None
+
+
+def _programs(job: Job, add: _Add) -> None:
+    """Runs a few steps, whose programs a second start must find, and counts compilations."""
+    lane, losses = steps.Lane(steps.OURS, SIZE), []
+    for _ in range(3):
+        loss = lane.trace()
+        torch_xla.sync()
+        losses.append(float(loss.item()).hex())
+    RankExchange().gather_values("train", None)  # the counts include all ranks of the process
+    add("programs", {"losses": losses, **compilation_counts()._asdict()})
+    RankExchange().gather_values("count", None)
+
+
+def _parity(job: Job, add: _Add) -> None:
+    for found in compare(case for case in CASES if not job.cases or case.name in job.cases):
+        add("finding", found)
+
+
+def _checkpoints(job: Job, add: _Add) -> None:
+    add("finding", save_and_load(job.ckpt_dir))
+
+
+def _rates(job: Job, add: _Add) -> None:
+    chip = _chip()
+    amounts = AMOUNTS_ON_CPU if chip is None else AMOUNTS_ON_TPU
+    for rate in measure_device(Stopwatch(torch_xla.device()), amounts, chip):
+        add("rate", rate)
+
+
+def _collectives(job: Job, add: _Add) -> None:
+    sizes = SIZES_ON_CPU if _chip() is None else SIZES_ON_TPU
+    watch, world = Stopwatch(torch_xla.device()), World.current()
+    for time_ in measure_collectives(watch, world, _slice(), sizes, _time_check(job)):
+        add("collective", time_)
+
+
+def _time_check(job: Job) -> Callable[[], bool]:
+    """Returns a function that checks whether there is time left; rank 0 decides for all ranks."""
+    exchange = RankExchange()
+    return lambda: bool(
+        exchange.run_on_first_rank("continue measuring", lambda: time.time() < job.until)
+    )
+
+
+def _steps(job: Job, add: _Add) -> None:
+    known = steps.ON_CPU if _chip() is None else steps.ON_TPU
+    sizes = {name: size for name, size in known.items() if not job.sizes or name in job.sizes}
+    peaks = {} if _chip() is None else steps.peaks(sizes)
+    has_time = _time_check(job)
+    for name, size in sizes.items():
+        if not has_time():
+            return
+        for found in steps.run(name, size, peaks.get(name)):
+            add("step", found)
+
+
+# In the order in which they run. After a failure, the rest runs in a new process.
+STAGES: dict[str, Callable[[Job, _Add], None]] = {
+    "programs": _programs,
+    "parity": _parity,
+    "checkpoints": _checkpoints,
+    "rates": _rates,
+    "collectives": _collectives,
+    "steps": _steps,
+}
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,184 @@
+"""Sends a request to all workers of a node at the same time, each with a time limit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import shlex
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..wording import to_one_line
+from .commands import Outcome, run_all
+from .findings import UsageError
+from .node import Endpoint, NodeLocation
+
+GCLOUD = (
+    "gcloud compute tpus tpu-vm ssh {tpu} --zone {zone} --project {project} --worker {worker} "
+    "--command {command}"
+)
+_FIELDS = ("tpu", "zone", "project", "worker", "address", "external_address", "command")
+_DISTINGUISHING_FIELDS = ("{worker}", "{address}", "{external_address}")
+
+
+class Template:
+    """The user's template of the command that runs a program on a worker.
+
+    It is split like a shell command before its fields are replaced. So ``{command}`` is always a
+    single argument: a line for the shell on the worker.
+
+    Raises:
+        UsageError: it has no ``{command}`` or has unknown fields, or the program is not installed.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._words = shlex.split(text)
+        except ValueError as error:
+            raise UsageError(f"--worker_command {text!r}: {error}") from None
+        self.text = text
+        if not any("{command}" in word for word in self._words):
+            raise UsageError(f"--worker_command {text!r} must contain {{command}}")
+        program = self.fill(dict.fromkeys(_FIELDS, "x"))[0]
+        if shutil.which(program) is None:
+            raise UsageError(
+                f"there is no command {program}: install it, or give --worker_command (such as "
+                "'ssh {address} {command}') or --skip_workers"
+            )
+
+    def fill(self, values: Mapping[str, str]) -> list[str]:
+        """The command and its arguments, with ``values`` in place of the fields."""
+        try:
+            return [word.format_map(values) for word in self._words]
+        except (KeyError, ValueError, IndexError, AttributeError):
+            fields = ", ".join(f"{{{name}}}" for name in _FIELDS)
+            raise UsageError(
+                f"--worker_command {self.text!r} has an unknown field or a single brace: allowed "
+                f"are {fields}; write {{{{ for a brace"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A worker's answer to one request.
+
+    ``data``: its answer; empty if there is none, and then ``problem`` has the reason.
+    ``started``, ``ended``: the times of the request and of the answer, by this machine's clock.
+    """
+
+    data: Mapping[str, Any]
+    problem: str
+    started: float
+    ended: float
+
+
+class Workers:
+    """The workers of a node, by number.
+
+    Args:
+        python: the interpreter on the workers, quoted for their shell.
+        seconds: time limit of one answer.
+        at_once: number of workers that are queried at the same time.
+
+    Raises:
+        UsageError: the template would reach the same worker for all of them.
+    """
+
+    def __init__(
+        self,
+        where: NodeLocation,
+        endpoints: Sequence[Endpoint],
+        template: Template,
+        *,
+        python: str,
+        seconds: float,
+        at_once: int,
+    ) -> None:
+        self._where, self._endpoints, self._template = where, endpoints, template
+        self._python, self._seconds, self._at_once = python, seconds, at_once
+        self.numbers = list(range(len(endpoints)))
+        # Random, so that files and lines of other runs are not confused with those of this one.
+        self.token = secrets.token_hex(8)
+        if len(endpoints) > 1 and not any(f in template.text for f in _DISTINGUISHING_FIELDS):
+            raise UsageError(
+                f"--worker_command {template.text!r} is the same for all {len(endpoints)} workers: "
+                f"it must contain {' or '.join(_DISTINGUISHING_FIELDS)}"
+            )
+
+    def ask(
+        self,
+        action: str,
+        numbers: Iterable[int],
+        each: Mapping[int, Mapping[str, Any]] | None = None,
+        **details: Any,
+    ) -> dict[int, Answer]:
+        """Sends one request to each of the workers ``numbers``, and waits for all answers.
+
+        ``details``: the details of the request; ``each``: those for single workers.
+
+        Raises:
+            UsageError: the worker command cannot be started.
+        """
+        common = {"token": self.token, "seconds": self._seconds, "action": action, **details}
+        commands = {}
+        for number in numbers:
+            request = {**common, "worker": number, **((each or {}).get(number, {}))}
+            endpoint = self._endpoints[number]
+            values = {
+                **{name: getattr(self._where, name) for name in ("tpu", "zone", "project")},
+                "worker": str(number),
+                "address": endpoint.address,
+                "external_address": endpoint.external or endpoint.address,
+                "command": f"{self._python} -c {shlex.quote(_program(request))}",
+            }
+            commands[number] = self._template.fill(values)
+        try:
+            outcomes = run_all(commands, self._seconds, self._at_once)
+        except OSError as error:
+            raise UsageError(f"the command for the workers cannot be started: {error}") from error
+        return {number: self._answer(outcome) for number, outcome in sorted(outcomes.items())}
+
+    def _answer(self, outcome: Outcome) -> Answer:
+        data, problem = _own_line(outcome.out, self.token), ""
+        if "error" in data:
+            problem = to_one_line(data["error"])
+        elif not data and outcome.code is None:
+            problem = f"no answer in {self._seconds:g} s"
+        elif not data:
+            output = _reason(outcome.err) or _reason(outcome.out) or "it printed nothing"
+            ended = f"the command ended with {outcome.code}"
+            problem = f"{ended if outcome.code else 'the answer is not from the probe'}: {output}"
+        return Answer(data, problem, outcome.started, outcome.ended)
+
+
+def _program(request: Mapping[str, Any]) -> str:
+    """The probe and its request, as one line that a shell leaves unchanged."""
+    text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
+    text += f"\nmain({json.dumps(request)!r})\n"
+    packed = base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
+    return f'import base64,zlib;exec(zlib.decompress(base64.b64decode("{packed}")))'
+
+
+def _reason(text: str) -> str:
+    """The line with the reason of a failure: gcloud's ERROR, or the last of ssh and Python."""
+    lines = text.strip().splitlines()
+    errors = [number for number, line in enumerate(lines) if line.startswith("ERROR")]
+    return to_one_line(" ".join(lines[errors[-1] if errors else -1 :]))
+
+
+def _own_line(text: str, token: str) -> Mapping[str, Any]:
+    """The answer of the probe in the output ``text``; empty if there is none."""
+    for line in text.splitlines():
+        if line.startswith("{") and token in line:
+            try:
+                data = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(data, dict) and data.get("token") == token:
+                return data
+    return {}

@@ -1,1 +1,0 @@
-"""Monitors a training run: preemption, divergence, profiles (private)."""
