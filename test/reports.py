@@ -24,25 +24,14 @@ def make(blocks=2, steps=3, **changes):
         for block in range(blocks):
             module = f"blocks.{block}.mlp"
             ready = bool(block % 2)
+            name, ranks = f"all-gather.{place}", (tuple(range(8)),)
             collectives.append(
                 Collective(
-                    place,
-                    place + 2 * ready,
-                    f"all-gather.{place}",
-                    "all-gather",
-                    "all-gather",
-                    "bf16",
-                    8_000_000,
-                    (tuple(range(8)),),
-                    8,
-                    7_000_000,
-                    ready,
-                    overlap_cycles=100 * ready,
-                    module=module,
+                    place, place + 2 * ready, name, "all-gather", "all-gather", "bf16", 8_000_000,
+                    ranks, 8, 7_000_000, ready, overlap_cycles=100 * ready, module=module,
                     phase=phase,
                 )
-            )
-            name = f"all-gather.{place}"
+            )  # fmt: skip
             slots.append(
                 Slot("collective", now, now + MS, place, name, module, phase, asynchronous=ready)
             )

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..planning.reporting.storage import target, target_of_page
+from ..planning.reporting.page import target, target_of_plot
 from .api import verify
 from .stages import STAGES
 from .steps import ON_CPU, ON_TPU
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         # Files that cannot be written raise here, before minutes of measurement.
         for path in flags.report:
-            (target if path.endswith(".json") else target_of_page)(path)
+            (target if path.endswith(".json") else target_of_plot)(path)
         if flags.calibration:
             target(flags.calibration)
         found = verify(

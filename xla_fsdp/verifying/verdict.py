@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy
 
-from ..planning.reporting.amounts import milliseconds
 from ..planning.reporting.report import Report
+from ..planning.reporting.tables import milliseconds
 from ..tpu.calibration import Calibration
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from .microbenchmarks import modelled
