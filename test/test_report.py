@@ -38,6 +38,32 @@ def test_text_says_whether_it_fits_and_names_units():
     assert lines[-1] == "  * The last block is not wrapped."
 
 
+def test_where_the_time_goes():
+    """Two blocks forward and backward, three operations each: a matmul, a kernel and another. The
+    first of each backward is recomputed."""
+    report = make()
+    found = report.time_by_kind
+    one = report.timing.compute / 12
+    assert found == pytest.approx(
+        {
+            "matmuls and what is fused with them": 2 * one,
+            "attention and other Pallas kernels": 4 * one,
+            "normalization and other elementwise": 4 * one,
+            "recomputation": 2 * one,
+            "collectives, exposed": report.timing.exposed,
+        }
+    )
+    assert json.loads(report.to_json())["time_by_kind"] == found
+    text = str(report)
+    assert re.search(r"recomputation +3\.00 ms +\d", text)
+    # Equal blocks are one row: forward, recomputed, backward, optimizer, other.
+    assert re.search(r"blocks\.N \(2\) +9\.00 +3\.00 +6\.00 +0\.00 +0\.00", text)
+    ops = tuple(dataclasses.replace(op, phase="optimizer") for op in report.schedule.ops)
+    report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
+    assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
+    assert not refused().time_by_kind and not given_up().time_by_kind
+
+
 def test_text_of_what_does_not_fit():
     report = make(hbm_capacity=GIB, bound_wire_bytes=None)
     assert not report.fits and report.headroom < 0 and report.wire_ratio is None

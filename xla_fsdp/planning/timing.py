@@ -182,6 +182,6 @@ class _Lanes:
 
     def _slot(self, lane: str, begin: float, end: float, what: Op | Collective) -> None:
         asynchronous = isinstance(what, Collective) and what.asynchronous
-        self.slots.append(
-            Slot(lane, begin, end, what.index, what.name, what.module, what.phase, asynchronous)
-        )
+        again = isinstance(what, Op) and what.recomputed
+        place = what.index, what.name, what.module, what.phase
+        self.slots.append(Slot(lane, begin, end, *place, asynchronous, again))

@@ -32,6 +32,7 @@ COLORS: Mapping[str, str] = MappingProxyType(
         "forward": "#0072B2",
         "backward": "#009E73",
         "optimizer": "#CC79A7",
+        "recomputation": "#E69F00",
         "other compute": "#8A8A8A",
         "synchronous collective: compute waits": "#D55E00",
         "asynchronous: compute continues": "#56B4E9",
@@ -44,8 +45,8 @@ COLORS: Mapping[str, str] = MappingProxyType(
         "other temporaries": "#56B4E9",
     }
 )
-_KINDS, _PURPOSES = tuple(COLORS)[:6], tuple(COLORS)[6:]
-_SYNCHRONOUS, _ASYNCHRONOUS = _KINDS[4:]
+_KINDS, _PURPOSES = tuple(COLORS)[:7], tuple(COLORS)[7:]
+_SYNCHRONOUS, _ASYNCHRONOUS = _KINDS[5:]
 _UNIT, _RED, _GREEN = "#DDE3EA", "#B03A00", "#00694F"
 _OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not on the axis
 _BINS = 750  # of an axis; each shows the label that takes most of it
@@ -101,7 +102,11 @@ def draw(report: Report) -> Figure:
     axes, length = figure.add_subplot(grid[0, :3]), max(report.schedule.length, 1)
     _draw_memory(report, axes, numpy.arange(len(report.schedule.curve)), length)
     axes.set_xlabel(f"place in the compiled schedule (of {length:,} instructions)")
-    phases = [(op.index, op.index + 1, ("", op.phase)) for op in report.schedule.ops if op.phase]
+    phases = [
+        (op.index, op.index + 1, ("", "recomputation" if op.recomputed else op.phase))
+        for op in report.schedule.ops
+        if op.phase
+    ]
     top = axes.get_ylim()[1]
     for begin, end, (_, phase) in _busiest(phases, length, bridge=True):
         axes.broken_barh([(begin, end - begin)], (0.96 * top, 0.04 * top), color=COLORS[phase])
@@ -233,7 +238,10 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     compute = [s for s in slots if s.lane == "compute"]
     inside = _draw_units(axes, compute, end)
-    phases = [(s.begin, s.end, ("", s.phase or "other compute")) for s in compute]
+    phases = [
+        (s.begin, s.end, ("", "recomputation" if s.recomputed else s.phase or "other compute"))
+        for s in compute
+    ]
     bars = [(s, e, phase) for s, e, (_, phase) in _busiest(phases, end, bridge=False)]
     rows = [(2, bars)]
     for row, kind in enumerate((_ASYNCHRONOUS, _SYNCHRONOUS)):
@@ -246,7 +254,9 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
     axes.set_yticks([0.42, 1.42, 2.42, 3.5], names, parse_math=False)
     present = {kind for _, bars in rows for _, _, kind in bars}
     patches = [Patch(color=COLORS[kind], label=kind) for kind in _KINDS if kind in present]
-    axes.legend(handles=patches, ncols=6, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+    axes.legend(
+        handles=patches, ncols=7, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), frameon=False
+    )
 
 
 def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:

@@ -155,9 +155,19 @@ class Report:
     def __str__(self) -> str:
         return tables.text(self)
 
+    @property
+    def time_by_kind(self) -> dict[str, float]:
+        """The modelled seconds of a step by what takes them: matmuls, attention and other Pallas
+        kernels, elementwise operations, copies, recomputation, the optimizer, and waiting for
+        collectives and for copies to the host. Together they are ``timing.step``. Empty if the
+        compiler estimated no times, and for a step of several programs.
+        """
+        return tables.time_by_kind(self)
+
     def to_json(self) -> str:
         """The complete report as JSON; ``from_json`` reads it."""
         data = {"format": _FORMAT, "version": _VERSION, "report": self}
+        data["time_by_kind"] = self.time_by_kind  # for readers of the file; not read back
         return json.dumps(data, default=_plain)
 
     @classmethod

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..records import KINDS, Collective, HostNeeds
+from ..records import KINDS, Collective, HostNeeds, Op
 
 if TYPE_CHECKING:
     from .report import Report
@@ -19,6 +19,15 @@ UNKNOWN = "unknown"
 TINY = 64 * 1024  # bytes: the time of a smaller collective is its latency
 _COUNTED = ("count", "sync", "async", "< 64 KiB", "MB sent")
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
+_RECOMPUTATION, _OPTIMIZER = "recomputation", "optimizer"
+_KIND_OF_WORK = {
+    "matmul": "matmuls and what is fused with them",
+    "kernel": "attention and other Pallas kernels",
+    "elementwise": "normalization and other elementwise",
+    "copy": "copies and changes of layout",
+    "": "compute of unknown kind",  # reports of older versions
+}
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _COLUMN = 66  # characters of the last column in a line
 _PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
 
@@ -180,7 +189,7 @@ def sections(report: Report) -> list[Section]:
         _by_unit(report),
     ]
     if report.placed:
-        tables += [_traffic(report), _time(report)]
+        tables += [_traffic(report), _time(report), _time_by_kind(report), _time_by_module(report)]
     return [t for t in (*tables, _program(report)) if t.rows]
 
 
@@ -367,6 +376,65 @@ def _time(report: Report) -> Section:
     flops = f"{t.model_flops / 1e12:,.2f} TFLOP a device, over its peak"
     rows.append(("MFU", percent(t.mfu if timed else None, 1), flops))
     return _explained("Time of a step: MODEL", rows)
+
+
+def time_by_kind(report: Report) -> dict[str, float]:
+    """See :attr:`Report.time_by_kind`. Recomputation and the optimizer count separately, whatever
+    they consist of."""
+    if report.parts or not report.timed:  # the schedule has one program of a streamed step
+        return {}
+    found = dict.fromkeys(_KIND_OF_WORK.values(), 0.0) | {_RECOMPUTATION: 0.0, _OPTIMIZER: 0.0}
+    for op, seconds in _timed_ops(report):
+        if op.phase == "optimizer":
+            kind = _OPTIMIZER
+        elif op.recomputed:
+            kind = _RECOMPUTATION
+        else:
+            kind = _KIND_OF_WORK[op.work]
+        found[kind] += seconds
+    found["collectives, exposed"] = report.timing.exposed
+    found["copies to and from the host, exposed"] = report.timing.copies
+    return {kind: seconds for kind, seconds in found.items() if seconds}
+
+
+def _timed_ops(report: Report) -> list[tuple[Op, float]]:
+    """The operations of a step with their modelled seconds."""
+    cycles = sum(op.cycles * op.times for op in report.schedule.ops)
+    second = share(report.timing.compute, cycles)
+    return [(op, second * op.cycles * op.times) for op in report.schedule.ops if op.cycles]
+
+
+def _time_by_kind(report: Report) -> Section:
+    rows = [
+        (kind, milliseconds(seconds), percent(seconds / report.timing.step, 1))
+        for kind, seconds in time_by_kind(report).items()
+    ]
+    return Section("Where the time goes: MODEL", ("", "of a step"), tuple(rows))
+
+
+def _time_by_module(report: Report, most: int = 8) -> Section:
+    """Compute by top-level unit and phase; numbered units, such as equal blocks, are added up."""
+    columns = ("forward", "recomputed", "backward", "optimizer", "other")
+    found: dict[str, dict[str, float]] = {}
+    members: dict[str, set[str]] = {}
+    timed = [] if report.parts or not report.timed else _timed_ops(report)
+    unit = units(op.module for op, _ in timed)
+    for op, seconds in timed if any(unit.values()) else ():
+        name = _NUMBER.sub(".N", unit[op.module]) or "(no module)"
+        members.setdefault(name, set()).add(unit[op.module])
+        column = "recomputed" if op.recomputed else op.phase or "other"
+        times = found.setdefault(name, dict.fromkeys(columns, 0.0))
+        times[column] += seconds
+    ranked = sorted(found.items(), key=lambda item: -sum(item[1].values()))
+    rows = []
+    for name, times in ranked[:most]:
+        count = len(members[name])
+        shown = f"{short(name, 36)} ({count})" if count > 1 else short(name, 40)
+        rows.append((shown, *(figure(1e3 * times[one], 2) for one in columns)))
+    if ranked[most:]:
+        rest = [sum(times[one] for _, times in ranked[most:]) for one in columns]
+        rows.append(("others", *(figure(1e3 * seconds, 2) for seconds in rest)))
+    return Section("Compute by module, ms: MODEL", columns, tuple(rows))
 
 
 def _program(report: Report) -> Section:
