@@ -277,7 +277,7 @@ def table(found: dict[int, dict]) -> str:
 
 def draw(found: dict[int, dict], path: Path) -> None:
     """Plot the curves, each relative to its value for the fewest ranks."""
-    from xla_fsdp.planning.reporting.drawing import canvas, clean, svg
+    from xla_fsdp.planning.reporting.pictures import canvas, clean
 
     ranks = sorted(found)
     figure = canvas(12.5, 6.5)
@@ -293,7 +293,7 @@ def draw(found: dict[int, dict], path: Path) -> None:
     axes.set_xlabel("ranks")
     axes.set_ylabel(f"times what it is on {ranks[0]} ranks")
     axes.legend(bbox_to_anchor=(1.02, 1.0), loc="upper left", frameon=False, fontsize=8)
-    path.write_text(svg(figure))
+    figure.savefig(path)
 
 
 def main() -> None:

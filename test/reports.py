@@ -3,7 +3,16 @@
 import dataclasses
 import itertools
 
-from xla_fsdp.planning.records import Buffer, Collective, CompilerMemory, Op, Schedule, Slot, Timing
+from xla_fsdp.planning.records import (
+    WORK,
+    Buffer,
+    Collective,
+    CompilerMemory,
+    Op,
+    Schedule,
+    Slot,
+    Timing,
+)
 from xla_fsdp.planning.reporting.report import Report
 
 GIB, MS = 2**30, 1e-3
@@ -24,25 +33,14 @@ def make(blocks=2, steps=3, **changes):
         for block in range(blocks):
             module = f"blocks.{block}.mlp"
             ready = bool(block % 2)
+            name, ranks = f"all-gather.{place}", (tuple(range(8)),)
             collectives.append(
                 Collective(
-                    place,
-                    place + 2 * ready,
-                    f"all-gather.{place}",
-                    "all-gather",
-                    "all-gather",
-                    "bf16",
-                    8_000_000,
-                    (tuple(range(8)),),
-                    8,
-                    7_000_000,
-                    ready,
-                    overlap_cycles=100 * ready,
-                    module=module,
+                    place, place + 2 * ready, name, "all-gather", "all-gather", "bf16", 8_000_000,
+                    ranks, 8, 7_000_000, ready, overlap_cycles=100 * ready, module=module,
                     phase=phase,
                 )
-            )
-            name = f"all-gather.{place}"
+            )  # fmt: skip
             slots.append(
                 Slot("collective", now, now + MS, place, name, module, phase, asynchronous=ready)
             )
@@ -50,10 +48,23 @@ def make(blocks=2, steps=3, **changes):
             live = (8_000_000, place, place + steps)
             buffers.append(Buffer(name, *live, "temporary", shape, opcode, module, phase))
             now, place = now + (0 if ready else MS), place + 1
-            for _ in range(steps):
-                ops.append(Op(place, f"fusion.{place}", "fusion", 1000, 1, module, phase))
+            for number in range(steps):
+                again = phase == "backward" and not number
+                work = WORK[number % len(WORK)]
+                ops.append(
+                    Op(place, f"fusion.{place}", "fusion", 1000, 1, module, phase, again, work)
+                )
                 slots.append(
-                    Slot("compute", now, now + 3 * MS, place, f"fusion.{place}", module, phase)
+                    Slot(
+                        "compute",
+                        now,
+                        now + 3 * MS,
+                        place,
+                        f"fusion.{place}",
+                        module,
+                        phase,
+                        recomputed=again,
+                    )
                 )
                 now, place = now + 3 * MS, place + 1
     buffers.append(Buffer("p0", GIB, 0, place - 1, "argument", "f32[268435456]", "parameter", "w"))

@@ -288,6 +288,7 @@ def test_a_crash_of_the_compiler_names_the_options(run_script, tmp_path):
     assert "--xla_tpu_enable_flash_attention=true'" in done.stderr
 
 
+@pytest.mark.full
 def test_an_interrupt_leaves_no_compiler_behind(run_script):
     """Ctrl-C while the compiler works: it ends with the plan."""
     done = run_script(
@@ -321,6 +322,7 @@ except KeyboardInterrupt:
     assert done.stdout.split() == ["interrupted", "0"], done.stderr
 
 
+@pytest.mark.full
 def test_a_plan_that_is_killed_leaves_nothing_behind(run_script, tmp_path):
     """Python acts upon no SIGTERM; the compiler notices that its parent is gone."""
     folders = tmp_path / "folders"
@@ -373,7 +375,7 @@ def test_a_damaged_plan_counts_as_missing(tmp_path):
     ):
         whole = path.read_bytes()
         right = read()
-        for number in range(len(whole)):
+        for number in range(0, len(whole), 5):
             for other in (whole[number] ^ 1, whole[number] ^ 0x80, 0, 255):
                 path.write_bytes(whole[:number] + bytes([other]) + whole[number + 1 :])
                 assert read() in (None, right)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import numpy
 import pytest
 from reports import GIB, given_up, make, refused
 
-from xla_fsdp.planning.reporting import storage
 from xla_fsdp.planning.reporting.page import page
 from xla_fsdp.planning.reporting.report import Report
 
@@ -36,6 +36,32 @@ def test_text_says_whether_it_fits_and_names_units():
     ):
         assert re.search(pattern, text), pattern
     assert lines[-1] == "  * The last block is not wrapped."
+
+
+def test_where_the_time_goes():
+    """Two blocks forward and backward, three operations each: a matmul, a kernel and another. The
+    first of each backward is recomputed."""
+    report = make()
+    found = report.time_by_kind
+    one = report.timing.compute / 12
+    assert found == pytest.approx(
+        {
+            "matmuls and what is fused with them": 2 * one,
+            "attention and other Pallas kernels": 4 * one,
+            "normalization and other elementwise": 4 * one,
+            "recomputation": 2 * one,
+            "collectives, exposed": report.timing.exposed,
+        }
+    )
+    assert json.loads(report.to_json())["time_by_kind"] == found
+    text = str(report)
+    assert re.search(r"recomputation +3\.00 ms +\d", text)
+    # Equal blocks are one row: forward, recomputed, backward, optimizer, other.
+    assert re.search(r"blocks\.N \(2\) +9\.00 +3\.00 +6\.00 +0\.00 +0\.00", text)
+    ops = tuple(dataclasses.replace(op, phase="optimizer") for op in report.schedule.ops)
+    report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
+    assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
+    assert not refused().time_by_kind and not given_up().time_by_kind
 
 
 def test_text_of_what_does_not_fit():
@@ -66,7 +92,7 @@ def test_a_program_without_names():
     written = str(make(schedule=noted, warnings=()))
     assert "by module" in str(make()) and "by module" not in written
     assert "\nNotes\n  * A trip count was assumed.\n" in written
-    assert "the program has no module names" in page(report)
+    assert "<img" in page(report)
 
 
 def test_text_of_what_the_compiler_refused():
@@ -193,7 +219,7 @@ def test_impossible_reports(name, figure):
 
 @pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.jpeg"])
 def test_other_suffixes_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"allowed are \.png and \.html"):
+    with pytest.raises(ValueError, match=r"allowed are \.png, \.html, \.trace\.json"):
         make().plot(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
@@ -208,7 +234,7 @@ def test_missing_folder_and_failed_write(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(storage.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         make(title="new").save(path)
     assert Report.load(path).title == "ours" and len(list(tmp_path.iterdir())) == 1

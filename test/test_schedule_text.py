@@ -46,6 +46,34 @@ def test_not_a_schedule():
         schedule_of(module("  ROOT %p = f32[] parameter(0)").replace("is_scheduled=true, ", ""))
 
 
+FUSED = """%{name} (a: f32[8,128]) -> f32[8,128] {{
+  %a = f32[8,128]{{1,0}} parameter(0)
+  ROOT %made.{name} = f32[8,128]{{1,0}} {call}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "work"),
+    [
+        ("fusion(%a), kind=kLoop, calls=%inner", "matmul"),  # in a fusion inside
+        ("exponential(%a)", "elementwise"),
+        ("transpose(%a), dimensions={0,1}", "copy"),
+    ],
+)
+def test_what_operations_do(call, work):
+    dot = "dot(%a, %a), lhs_contracting_dims={0}, rhs_contracting_dims={1}"
+    schedule = schedule_of(
+        module(
+            "  %p = f32[8,128]{1,0} parameter(0)\n"
+            "  ROOT %f = f32[8,128]{1,0} fusion(%p), kind=kLoop, calls=%outer",
+            FUSED.format(name="inner", call=dot),
+            FUSED.format(name="outer", call=call),
+        )
+    )
+    assert [op.work for op in schedule.ops] == [work]
+
+
 def test_start_and_done():
     """Plain pairs: counted once, with the compute between them."""
     schedule = schedule_of(

@@ -17,7 +17,7 @@ from xla_fsdp.planning.records import (
     Op,
     Schedule,
 )
-from xla_fsdp.planning.reporting.suggestions import Situation, suggestions
+from xla_fsdp.planning.reporting.advice import Situation, suggestions
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.planning.tracing.units import OnWire, TracedUnit
 from xla_fsdp.tpu.topology import resolve

@@ -57,76 +57,98 @@ def op(index, seconds, times=1):
 # Copies to the host and back: 15 GB/s each way of a v5e.
 
 
-def test_what_compute_does_not_hide_of_a_copy_is_added():
-    copy = HostCopy(0, 2, 15_000_000, to_host=True)  # 1 ms
-    time = time_step(schedule(op(1, 0.4e-3), copy), V5E, 1e9)
-    assert time.copies == pytest.approx(0.6e-3) and time.step == pytest.approx(1e-3)
-    assert time.exposed == 0.0
-    hidden = time_step(schedule(op(1, 2e-3), copy), V5E, 1e9)
-    assert hidden.copies == 0.0 and hidden.step == pytest.approx(2e-3)
-    measured = time_step(schedule(op(1, 0.4e-3), copy), V5E, 1e9, host_link=(30e9, 1e9))
+def copy(index, done, to_host=True, times=1):
+    return HostCopy(index, done, 15_000_000, to_host, times)  # 1 ms
+
+
+# Each: what is scheduled, and the milliseconds that copies add, and of the step.
+@pytest.mark.parametrize(
+    "what, copies, step",
+    [
+        ((op(1, 0.4e-3), copy(0, 2)), 0.6, 1),  # what compute does not hide
+        ((op(1, 2e-3), copy(0, 2)), 0, 2),
+        ((op(1, 1e-3), copy(3, 3)), 1, 2),  # not asynchronous
+        # One after the other in one direction, both directions at once.
+        ((copy(0, 9), copy(1, 8, to_host=False)), 1, 1),
+        ((copy(0, 9), copy(1, 8)), 2, 2),
+        # In a loop.
+        ((op(1, 0.4e-3, times=10), copy(0, 2, times=10)), 6, 10),
+        ((op(1, 0.4e-3, times=10), copy(0, 2, times=10), copy(5, 6)), 7, 11),
+    ],
+)
+def test_copies(what, copies, step):
+    time = time_step(schedule(*what), V5E, 1e9)
+    assert (1e3 * time.copies, 1e3 * time.step) == pytest.approx((copies, step))
+    assert time.exposed == pytest.approx(0.0)
+
+
+def test_links_to_the_host():
+    measured = time_step(schedule(op(1, 0.4e-3), copy(0, 2)), V5E, 1e9, host_link=(30e9, 1e9))
     assert measured.step == pytest.approx(0.5e-3)
-    half = time_step(schedule(copy), V3, 1e9)  # two devices share the link of a chip
+    half = time_step(schedule(copy(0, 2)), V3, 1e9)  # two devices share the link of a chip
     assert half.step == pytest.approx(2e-3)
-
-
-def test_copies_one_way_follow_each_other_and_those_back_do_not_wait():
-    both = [HostCopy(0, 9, 15_000_000, True), HostCopy(1, 8, 15_000_000, False)]
-    assert time_step(schedule(*both), V5E, 1e9).step == pytest.approx(1e-3)
-    same = [HostCopy(0, 9, 15_000_000, True), HostCopy(1, 8, 15_000_000, True)]
-    assert time_step(schedule(*same), V5E, 1e9).step == pytest.approx(2e-3)
-    waited_for = HostCopy(3, 3, 15_000_000, True)  # not asynchronous
-    assert time_step(schedule(op(1, 1e-3), waited_for), V5E, 1e9).copies == pytest.approx(1e-3)
-
-
-def test_copies_in_a_loop_count_as_often_as_it_runs():
-    copy = HostCopy(0, 2, 15_000_000, True, times=10)
-    time = time_step(schedule(op(1, 0.4e-3, times=10), copy), V5E, 1e9)
-    assert time.copies == pytest.approx(6e-3) and time.step == pytest.approx(10e-3)
-    late = HostCopy(5, 6, 15_000_000, True)
-    time = time_step(schedule(op(1, 0.4e-3, times=10), copy, late), V5E, 1e9)
-    assert time.step == pytest.approx(11e-3)
 
 
 # The links.
 
 
-def test_ring_of_16_uses_both_directions():
-    along_y, _ = columns(8, 16)
-    time = collective_seconds(collective("all-gather", 16_000_000, along_y), V5E)
-    assert time == pytest.approx(LAUNCH + 8 * HOP + 15e6 / (2 * 45e9))
+Y16, X8 = columns(8, 16)
+ONE_RING = ["1DAllGatherNonMajorDimImbalanced", "SingleInputAllReduceScatterFusion StrategyRing"]
+ALL_RINGS = ["", "3DAllGatherOnMajorDim", "UniDirectionNDRingStrategy"]
+PLANES = [range(z * 16, (z + 1) * 16) for z in range(4)]
+STRIDED = [range(x + 8 * start, 128, 16) for start in range(2) for x in range(8)]
+SHIFT = [(i, (i + 8) % 128) for i in range(128)]  # around every ring of 16
+ROWS = [(8 * y + x, 8 * y + (x + 1) % 8) for y in range(16) for x in range(8)]
+GATHER, REDUCE, PERMUTE = "all-gather", "all-reduce", "collective-permute"
+MB = 10**6
 
 
-def test_line_of_8_works_at_the_speed_of_one_link():
-    _, along_x = columns(8, 16)
-    time = collective_seconds(collective("reduce-scatter", 16_000_000, along_x), V5E)
-    assert time == pytest.approx(LAUNCH + 7 * HOP + 14e6 / 45e9)
-
-
-def test_all_axes_at_once():
-    gather = collective("all-gather", 128_000_000, ranks=128)
-    time = LAUNCH + (7 + 8) * HOP + 127e6 / (3 * 45e9)
-    assert collective_seconds(gather, V5E) == pytest.approx(time)
-
-
+# Each: the slice, the collective, and its time but for the launch: hops, and bytes over bandwidth.
 @pytest.mark.parametrize(
-    "emitter",
-    ["1DAllGatherNonMajorDimImbalanced", "SingleInputAllReduceScatterFusion StrategyRing"],
+    "slice, what, hops, sent",
+    [
+        # A ring of 16 in both directions, a line of 8 at the speed of one link, and both at once.
+        (V5E, collective(GATHER, 16 * MB, Y16), 8, 15e6 / (2 * 45e9)),
+        (V5E, collective("reduce-scatter", 16 * MB, X8), 7, 14e6 / 45e9),
+        (V5E, collective(GATHER, 128 * MB, ranks=128), 7 + 8, 127e6 / (3 * 45e9)),
+        # One ring where the compiler says so; else three rings of 4, or two.
+        *(
+            (V5E, collective(GATHER, 128 * MB, ranks=128, emitter=name), 64, 127e6 / (2 * 45e9))
+            for name in ONE_RING
+        ),
+        *(
+            (V4, collective(REDUCE, 64 * MB, ranks=64, emitter=name), 12, 2 * 63e6 / (6 * 45e9))
+            for name in ALL_RINGS
+        ),
+        *(
+            (V4, collective(GATHER, 64 * MB, PLANES, emitter=name), 4, 60e6 / (4 * 45e9))
+            for name in ALL_RINGS
+        ),
+        # Both cores of every chip; the same core of every chip: two groups on the same links.
+        (V3, collective(GATHER, 8 * MB, ranks=8), 2, 7e6 / (2 * 82e9)),
+        (V3, collective(GATHER, 8 * MB, [range(0, 8, 2), range(1, 8, 2)]), 2, 12e6 / (2 * 82e9)),
+        # Inside the chips: half of 900 GB/s for each core, read and written.
+        (V3, collective(GATHER, 8 * MB, [(0, 1), (2, 3), (4, 5), (6, 7)]), 0, 2 * 4e6 / 450e9),
+        (V3, collective(GATHER, 8 * MB, [(0, 2), (4, 6)]), 1, 4e6 / 82e9),
+        # An all-to-all crosses the middle: a quarter of the time of a gather, on a ring.
+        (V5E, collective("all-to-all", MB, Y16), 8, 16e6 / (2 * 45e9) / 4),
+        (V5E, collective("all-to-all", MB, X8), 7, 8 * 1e6 / (4 * 45e9)),
+        (V5E, collective(PERMUTE, MB, SHIFT), 1, 1e6 / 45e9),
+        (V5E, collective(PERMUTE, MB, ROWS), 7, 1e6 / 45e9),  # the way back of a line is free
+        (V3, collective(PERMUTE, MB, [(0, 2), (1, 3)]), 1, 2e6 / 82e9),  # both cores of a chip
+        # Strided groups share their links.
+        (V5E, collective(GATHER, 8 * MB, STRIDED), 8, 2 * 7e6 / (2 * 45e9)),
+        # No grid: 0 to 1, 1 back and up to 8, 8 to 0. No link twice, at most two hops, two steps.
+        (V5E, collective(GATHER, 3 * MB, [(0, 1, 8)]), 4, 2e6 / 45e9),
+    ],
 )
-def test_one_ring_where_the_compiler_says_so(emitter):
-    gather = collective("all-gather", 128_000_000, ranks=128, emitter=emitter)
-    time = LAUNCH + 64 * HOP + 127e6 / (2 * 45e9)
-    assert collective_seconds(gather, V5E) == pytest.approx(time)
+def test_time_of_a_collective(slice, what, hops, sent):
+    assert collective_seconds(what, slice) == pytest.approx(LAUNCH + hops * HOP + sent)
 
 
-@pytest.mark.parametrize("emitter", ["", "3DAllGatherOnMajorDim", "UniDirectionNDRingStrategy"])
-def test_three_rings_of_4(emitter):
-    reduce = collective("all-reduce", 64_000_000, ranks=64, emitter=emitter)
-    time = LAUNCH + 2 * 6 * HOP + 2 * 63e6 / (6 * 45e9)
-    assert collective_seconds(reduce, V4) == pytest.approx(time)
-    plane = [range(z * 16, (z + 1) * 16) for z in range(4)]
-    gather = collective("all-gather", 64_000_000, plane, emitter=emitter)
-    assert collective_seconds(gather, V4) == pytest.approx(LAUNCH + 4 * HOP + 60e6 / (4 * 45e9))
+def test_groups_that_are_no_grid_are_named():
+    corner = collective(GATHER, 3 * MB, [(0, 1, 8)])
+    assert odd_groups([corner, collective(GATHER, 8, ranks=128)], V5E) == (corner.name,)
 
 
 def test_axis_after_axis_against_all_at_once():
@@ -139,58 +161,8 @@ def test_axis_after_axis_against_all_at_once():
         collective("reduce-scatter", size // 4**n, groups) for n, groups in enumerate([x, y, z])
     ]
     one_by_one = sum(collective_seconds(c, V4) for c in axes)
-    at_once = collective_seconds(collective("all-reduce", size, ranks=64), V4)
+    at_once = collective_seconds(collective(REDUCE, size, ranks=64), V4)
     assert at_once / one_by_one == pytest.approx(2 / 3, rel=1e-3)
-
-
-def test_two_cores_of_a_chip():
-    size = 8_000_000
-    everyone = collective_seconds(collective("all-gather", size, ranks=8), V3)
-    assert everyone == pytest.approx(LAUNCH + 2 * HOP + 7e6 / (2 * 82e9))
-    # The same core of every chip: two groups on the same links.
-    cores = collective("all-gather", size, [range(0, 8, 2), range(1, 8, 2)])
-    assert collective_seconds(cores, V3) == pytest.approx(LAUNCH + 2 * HOP + 2 * 6e6 / (2 * 82e9))
-    # Inside the chips: half of 900 GB/s for each core, read and written.
-    chip = collective("all-gather", size, [(0, 1), (2, 3), (4, 5), (6, 7)])
-    assert collective_seconds(chip, V3) == pytest.approx(LAUNCH + 2 * 4e6 / 450e9)
-    one_of_two = collective("all-gather", size, [(0, 2), (4, 6)])
-    assert collective_seconds(one_of_two, V3) == pytest.approx(LAUNCH + HOP + 4e6 / 82e9)
-
-
-def test_all_to_all_crosses_the_middle():
-    along_y, along_x = columns(8, 16)
-    ring = collective_seconds(collective("all-to-all", 1_000_000, along_y), V5E)
-    assert ring == pytest.approx(LAUNCH + 8 * HOP + 16 * 1e6 / (8 * 45e9))
-    gather = 16e6 / (2 * 45e9)  # of all that the ranks exchange: the Scaling book's quarter
-    assert ring - LAUNCH - 8 * HOP == pytest.approx(gather / 4)
-    line = collective_seconds(collective("all-to-all", 1_000_000, along_x), V5E)
-    assert line == pytest.approx(LAUNCH + 7 * HOP + 8 * 1e6 / (4 * 45e9))
-
-
-def test_collective_permute():
-    size = 1_000_000
-    shift = [(i, (i + 8) % 128) for i in range(128)]  # around every ring of 16
-    time = collective_seconds(collective("collective-permute", size, shift), V5E)
-    assert time == pytest.approx(LAUNCH + HOP + 1e6 / 45e9)
-    rows = [(8 * y + x, 8 * y + (x + 1) % 8) for y in range(16) for x in range(8)]
-    time = collective_seconds(collective("collective-permute", size, rows), V5E)
-    assert time == pytest.approx(LAUNCH + 7 * HOP + 1e6 / 45e9)  # the way back of a line is free
-    same = [(0, 2), (1, 3)]  # both cores of a chip to its neighbour
-    time = collective_seconds(collective("collective-permute", size, same), V3)
-    assert time == pytest.approx(LAUNCH + HOP + 2e6 / 82e9)
-
-
-def test_strided_groups_share_their_links():
-    halves = [range(x + 8 * start, 128, 16) for start in range(2) for x in range(8)]
-    time = collective_seconds(collective("all-gather", 8_000_000, halves), V5E)
-    assert time == pytest.approx(LAUNCH + 8 * HOP + 2 * 7e6 / (2 * 45e9))
-
-
-def test_groups_that_are_no_grid_are_slow_and_named():
-    corner = collective("all-gather", 3_000_000, [(0, 1, 8)])
-    assert odd_groups([corner, collective("all-gather", 8, ranks=128)], V5E) == (corner.name,)
-    # 0 to 1, 1 back and up to 8, 8 to 0: no link twice, at most two hops, two steps.
-    assert collective_seconds(corner, V5E) == pytest.approx(LAUNCH + 4 * HOP + 2e6 / 45e9)
 
 
 def test_published_measurements():
@@ -256,26 +228,27 @@ def times(*what):
     return tuple(pytest.approx(f / MS, rel=1e-4, abs=1e-4) for f in figures)
 
 
-def test_synchronous():
-    assert times(op(0, 2 * MS), gather(1), op(2, 3 * MS)) == (5, 1, 1)
-
-
-def test_hidden_and_half_hidden():
-    assert times(gather(0, 2), op(1, 3 * MS)) == (3, 1, 0)
-    assert times(gather(0, 2), op(1, 0.4 * MS), op(3, 3 * MS)) == (3.4, 1, 0.6)
-
-
-def test_links_take_one_after_the_other():
-    # The second runs from 1 to 2 ms; compute has 0.5 + 0.25 ms beside them.
-    what = gather(0, 3), gather(1, 5), op(2, 0.5 * MS), op(4, 0.25 * MS)
-    assert times(*what) == (0.75, 2, 1.25)
-    # A synchronous one waits for an asynchronous one that is under way.
-    assert times(gather(0, 9), gather(1), op(2, 5 * MS)) == (5, 2, 2)
-
-
-def test_fused_runs_beside_its_own_fusion():
-    assert times(op(0, MS), op(1, 3 * MS), gather(1, fused=True)) == (4, 1, 0)
-    assert times(op(0, MS), op(1, 0.25 * MS), gather(1, fused=True)) == (1.25, 1, 0.75)
+# Each: what is scheduled, and the milliseconds of compute, of collectives, and exposed.
+@pytest.mark.parametrize(
+    "what, expected",
+    [
+        # Synchronous; hidden; half hidden.
+        ((op(0, 2 * MS), gather(1), op(2, 3 * MS)), (5, 1, 1)),
+        ((gather(0, 2), op(1, 3 * MS)), (3, 1, 0)),
+        ((gather(0, 2), op(1, 0.4 * MS), op(3, 3 * MS)), (3.4, 1, 0.6)),
+        # Links take one after the other: the second runs from 1 to 2 ms, with compute of 0.75 ms.
+        ((gather(0, 3), gather(1, 5), op(2, 0.5 * MS), op(4, 0.25 * MS)), (0.75, 2, 1.25)),
+        # A synchronous one waits for an asynchronous one that is under way.
+        ((gather(0, 9), gather(1), op(2, 5 * MS)), (5, 2, 2)),
+        # One in a fusion overlaps with its own fusion.
+        ((op(0, MS), op(1, 3 * MS), gather(1, fused=True)), (4, 1, 0)),
+        ((op(0, MS), op(1, 0.25 * MS), gather(1, fused=True)), (1.25, 1, 0.75)),
+        # Started before a loop and waited for after it.
+        ((gather(0, 3), op(1, 0.1 * MS, 7), op(4, MS)), (1.7, 1, 0.3)),
+    ],
+)
+def test_timeline(what, expected):
+    assert times(*what) == expected
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 50])
@@ -284,10 +257,8 @@ def test_loops(n):
     assert times(op(0, MS), *body, op(5, MS)) == (2 + 0.7 * n, n, 0.4 * n)
 
 
-def test_collective_across_a_loop():
-    what = gather(0, 3), op(1, 0.1 * MS, 7), op(4, MS)
-    assert times(*what) == (1.7, 1, 0.3)
-    # Started in a body and waited for in another: nothing crashes, nothing is lost.
+def test_collective_that_two_loops_share():
+    """Started in a body and waited for in another: nothing crashes, nothing is lost."""
     body = gather(0, 2, times=3), op(1, 0.1 * MS, 6), op(2, 0.1 * MS, 3)
     compute, total, exposed = times(*body)
     assert (compute, total) == (0.9, 3)

@@ -8,10 +8,9 @@ import pytest
 from reports import HOSTILE, given_up, make, refused
 from test_report_pictures import Page
 
+from xla_fsdp.planning import recorded as reading
 from xla_fsdp.planning.__main__ import main
-from xla_fsdp.planning.recorded import trace
-from xla_fsdp.planning.recorded.trace import read_trace
-from xla_fsdp.planning.recorded.xspace import messages
+from xla_fsdp.planning.recorded import messages, read_trace
 
 
 def table(beside, title):
@@ -213,7 +212,7 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path, monkeypatc
             assert read_trace(path).steps == 3
     # XLA ends the process that reads what it cannot: this one goes on.
     path.write_bytes(tpu_trace(proto))
-    monkeypatch.setattr(trace, "__package__", "os.path")
+    monkeypatch.setattr(reading, "_TO_TEXT", "import os; os.abort()")
     with pytest.raises(ValueError, match="host.xplane.pb: XLA cannot read a program"):
         read_trace(path)
 
@@ -224,4 +223,4 @@ def test_names_are_escaped_on_the_page(tmp_path):
     report = dataclasses.replace(make(), title=HOSTILE, topology=HOSTILE)
     report.compare_trace(path).plot(tmp_path / "both.html")
     written = (tmp_path / "both.html").read_text(encoding="utf-8")
-    assert "<script>alert" not in written and Page(written).tags.count("script") == 2
+    assert "<script>alert" not in written and "script" not in Page(written).tags

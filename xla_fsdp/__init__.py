@@ -61,9 +61,6 @@ if _TYPE_CHECKING:
     from .sharding.layout import ShardedParameterError
     from .sharding.mixed_precision import MixedPrecision
     from .sharding.options import FSDPOptions, ShardingStrategy
-    from .supervision.divergence import DivergenceError, detect_divergence
-    from .supervision.preemption import Preempted, Preemption
-    from .supervision.profiling import profile
     from .tpu.calibration import Calibration, CalibrationError
     from .tpu.topology import UnknownTopologyError
     from .wrap import (

@@ -4,5 +4,5 @@ In the order of the data: ``tracing`` (records the program of a step) → ``comp
 compiler in a separate process) → ``program`` (parses the compiled program) → ``timing`` (models the
 time on the chips and links of ``tpu``) → ``reporting``. ``records`` has the data classes that these
 share. ``make_report`` builds the report from the compiler's result, for both entry points: ``api``
-and ``foreign``. ``recorded`` reads recorded traces, to compare them with a plan.
+and ``foreign``. ``recorded`` reads a recorded trace, to compare it with a plan.
 """

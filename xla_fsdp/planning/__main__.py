@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH",
-        help=".html, or .png without --trace; repeatable",
+        help=".html, .trace.json (for Perfetto), or .png without --trace; repeatable",
     )
     return parser
 

@@ -16,7 +16,6 @@ from .compiling.progress import Progress
 from .make_report import make_report, report_on_parts
 from .reporting.report import Report
 from .tracing.step import TracedStep, trace_step
-from .tracing.traced import TracedProgram
 
 
 def plan(
@@ -107,23 +106,20 @@ def plan(
     first = trace(numbers[0])
     kept = PlanCache.at(cache)
     programs = [part.program for part in first.parts] or [first.program]
+    # In a streamed step, equal programs are the same object.
+    unequal = {id(one): one for one in programs}
     results = {
-        id(one): compile_step(one, where, host, kept, shown, used) for one in _unequal(programs)
+        number: compile_step(one, where, host, kept, shown, used) for number, one in unequal.items()
     }
     compiled = [results[id(one)] for one in programs]
     executables = _executables(trace, first, numbers, compiled[0].key, kept)
 
-    def report_on(step: TracedStep, one: CompiledStep, beside: int) -> Report:
+    def report_on(step: TracedStep, one: CompiledStep, beside: int | None) -> Report:
         return make_report(where, one, step, numbers, executables, title, host, measured, beside)
 
     if not first.parts:
-        return report_on(first, compiled[0], 0)
+        return report_on(first, compiled[0], None)
     return report_on_parts(first, compiled, report_on, where.chip.device_flops)
-
-
-def _unequal(programs: Iterable[TracedProgram]) -> list[TracedProgram]:
-    """Each program once. In a streamed step, equal programs are the same object."""
-    return list({id(one): one for one in programs}.values())
 
 
 def _executables(
@@ -139,16 +135,13 @@ def _executables(
     ranks are also taken from the cache.
     """
 
-    def program_of(rank: int) -> str:
-        return trace(rank).fingerprint
-
     programs = [first.fingerprint]
     if len(ranks) > 1:
-        last = program_of(ranks[-1])
+        last = trace(ranks[-1]).fingerprint
         known = kept.programs(key, ranks)
         if known and (known[0], known[-1]) == (programs[0], last):
             return len(set(known))
-        programs += [*map(program_of, ranks[1:-1]), last]
+        programs += [*(trace(rank).fingerprint for rank in ranks[1:-1]), last]
     kept.write_programs(key, ranks, programs)
     return len(set(programs))
 

@@ -21,12 +21,11 @@ from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
 from .program.assignment import read_assignment
 from .program.schedule import read_schedule
-from .records import CompilerMemory, HostNeeds, Part, Schedule, Timing
-from .reporting import advice
+from .records import CompilerMemory, Part, Schedule, Timing
+from .reporting.advice import Situation, suggestions, warnings
 from .reporting.report import Report
-from .reporting.suggestions import Situation, suggestions
 from .timing import time_step
-from .tracing.step import TracedStep
+from .tracing.step import TracedPart, TracedStep
 
 _BACKWARD = "backward["
 _STATE = re.compile(r"^\w+ of ")
@@ -39,6 +38,15 @@ _NOTE = (
     "execution, sending the shards for the next program, and fetching the gradients of the "
     "previous one. The optimizer's step on the host is NOT included."
 )
+_STOPPED = (
+    "The compiler assigned the buffers, found that the program does not fit, and stopped. It "
+    "reported no cycle estimates and no code size. The size in its message counts only temporaries "
+    "and memory that the compiler reserves; 'required' here also counts arguments and outputs."
+)
+_THEN_ON_THE_HOST = (
+    "The optimizer steps on the host after this program. The modelled step does not include its "
+    "time, nor that of the transfers."
+)
 
 
 def make_report(
@@ -50,7 +58,7 @@ def make_report(
     title: str,
     host: HostOptions,
     measured: Calibration | None = None,
-    beside: int = 0,
+    beside: int | None = None,
 ) -> Report:
     """The report on ``compiled``, the program of ``step``.
 
@@ -60,32 +68,33 @@ def make_report(
         title: the title of the report and its pictures.
         host: the options that libtpu was given.
         measured: figures for the times, instead of published ones.
-        beside: bytes on the device that do not belong to this program.
+        beside: bytes on the device of the other programs of a streamed step; ``None`` if this
+            program is the entire step.
     """
-    published = where.chip
-    where = calibrated(where, measured)
-    schedule, memory = _laid_out(compiled, step, where.chip)
-    memory = replace(memory, beside=beside)
-    chip = where.chip
-    link = _host_link(chip, measured)
-    timing = time_step(schedule, where, compiled.model_flops, link)
+    published, where = where.chip, calibrated(where, measured)
+    chip, capacity = where.chip, where.chip.device_usable_hbm_bytes(host.chip_config)
+    schedule, memory = _laid_out(compiled, step, chip)
+    memory = replace(memory, beside=beside or 0)
+    to_host = to_device = chip.device_host_bandwidth
+    if measured is not None:
+        to_host, to_device = measured.to_host or to_host, measured.to_device or to_device
+
+    def time(schedule: Schedule) -> Timing:
+        return time_step(schedule, where, compiled.model_flops, (to_host, to_device))
+
+    timing = time(schedule)
     notes = list(odd_groups(schedule.collectives, where))
     if compiled.refusal and compiled.scheduled:
-        notes.append(
-            "The compiler assigned the buffers, found that the program does not fit, and stopped. "
-            "It reported no cycle estimates and no code size. The size in its message counts only "
-            "temporaries and memory that the compiler reserves; 'required' here also counts "
-            "arguments and outputs."
-        )
+        notes.append(_STOPPED)
     if schedule.to_host or schedule.to_device:
-        out, back = schedule.to_host / link[0], schedule.to_device / link[1]
         source = chip.sources["pcie_bandwidth"]
         if measured is not None and measured.to_host and measured.to_device:
             source = measured.source
         notes.append(
-            f"Copies to the host take {1e3 * out:.2f} ms of a step and those back "
-            f"{1e3 * back:.2f} ms ({source}), overlapped with compute in the order of the "
-            f"schedule: they add {1e3 * timing.copies:.2f} ms to the step."
+            f"Copies to the host take {1e3 * schedule.to_host / to_host:.2f} ms of a step and "
+            f"those back {1e3 * schedule.to_device / to_device:.2f} ms ({source}), overlapped with "
+            "compute in the order of the schedule: they add "
+            f"{1e3 * timing.copies:.2f} ms to the step."
         )
     if measured is not None:
         notes.append(measured.note(published))
@@ -99,11 +108,19 @@ def make_report(
             link=chip.device_host_bandwidth,
             link_source=chip.sources["pcie_bandwidth"],
         )
-        notes.append(
-            "The optimizer steps on the host after this program. The modelled step does not "
-            "include its time, nor that of the transfers."
-        )
-    capacity = chip.device_usable_hbm_bytes(host.chip_config)
+        notes += [_THEN_ON_THE_HOST] if beside is None else []
+    situation = Situation(
+        schedule=schedule,
+        timing=timing,
+        memory=memory,
+        capacity=capacity,
+        refused=bool(compiled.refusal),
+        units=step.units,
+        retime=lambda other: time(other).step,
+        options=frozenset(host.whose),
+        scoped_vmem_kib=chip.scoped_vmem_kib,
+    )
+    headroom = 1 - memory.required / capacity
     return Report(
         topology=where.name,
         chip=chip.family,
@@ -128,36 +145,12 @@ def make_report(
             for name, whose in host.whose.items()
         },
         chip_config=host.chip_config or "",
-        warnings=tuple(
-            advice.warnings(schedule, step, executables, ranks, 1 - memory.required / capacity)
-        ),
+        warnings=tuple(warnings(schedule, step, executables, ranks, headroom)),
         notes=tuple(notes),
-        suggestions=tuple(
-            suggestions(
-                Situation(
-                    schedule,
-                    timing,
-                    memory,
-                    capacity,
-                    bool(compiled.refusal),
-                    step.units,
-                    lambda other: time_step(other, where, compiled.model_flops, link).step,
-                    frozenset(host.whose),
-                    chip.scoped_vmem_kib,
-                )  # fmt: skip
-            )
-        ),
+        suggestions=tuple(suggestions(situation)),
         refusal=compiled.refusal,
         host=needs,
     )
-
-
-def _host_link(chip: Chip, measured: Calibration | None) -> tuple[float, float]:
-    """Bytes a second from a device to its host, and back: as measured, or as published."""
-    published = chip.device_host_bandwidth
-    if measured is None:
-        return published, published
-    return measured.to_host or published, measured.to_device or published
 
 
 def _laid_out(
@@ -165,25 +158,22 @@ def _laid_out(
 ) -> tuple[Schedule, CompilerMemory]:
     """The schedule and its memory, as far as the compiler computed them before it stopped."""
     if not compiled.scheduled:
-        nothing = Schedule(0, (), (), (), (), 0, {})
-        return nothing, CompilerMemory(0, 0, 0, 0, 0, 0)
+        return Schedule(0, (), (), (), (), 0, {}), CompilerMemory(0, 0, 0, 0, 0, 0)
     assignment = read_assignment(compiled.assignment)
     schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments, chip)
-    memory = compiled.memory
-    if memory is not None:
-        if assignment.on_host:
-            peak = max(schedule.curve)
-            memory = replace(memory, peak=peak, host_temporaries=assignment.on_host)
-        return schedule, memory
-    return schedule, CompilerMemory(
-        arguments=assignment.held("argument"),
-        outputs=assignment.held("output"),  # outputs that do not reuse the buffer of an argument
-        aliased=0,
-        temporaries=assignment.held("temporary"),
-        code=0,
-        peak=max(schedule.curve),
-        host_temporaries=assignment.on_host,
-    )
+    peak, memory = max(schedule.curve), compiled.memory
+    if memory is None:
+        memory = CompilerMemory(
+            arguments=assignment.held("argument"),
+            outputs=assignment.held("output"),  # those that do not reuse the buffer of an argument
+            aliased=0,
+            temporaries=assignment.held("temporary"),
+            code=0,
+            peak=peak,
+        )
+    if assignment.on_host:
+        memory = replace(memory, peak=peak, host_temporaries=assignment.on_host)
+    return schedule, memory
 
 
 def report_on_parts(
@@ -200,77 +190,20 @@ def report_on_parts(
             tensors on the device.
         peak: floating-point operations per second of a device.
     """
-    found: dict[str, Report] = {}
-    beside: Counter[str] = Counter()
-    for part, one in zip(step.parts, compiled, strict=True):
-        beside[one.key] = max(beside[one.key], part.beside)
+    both = list(zip(step.parts, compiled, strict=True))
     codes = {one.key: one.memory.code if one.memory else 0 for one in compiled}
-    for part, one in zip(step.parts, compiled, strict=True):
-        if one.key not in found:
-            others = sum(codes.values()) - codes[one.key]  # all executables stay on the device
-            alone = replace(step, program=part.program, parts=())
-            found[one.key] = report_on(alone, one, beside[one.key] + others)
-    order = [found[one.key] for one in compiled]
-    worst = max(found.values(), key=lambda report: (bool(report.refusal), report.memory.required))
-    flops = sum(
-        one.model_flops if _BACKWARD in one.traced else 3 * one.model_flops for one in compiled
-    )
-    timing = _timing(step, order, worst.host, flops, peak)
-    note = _NOTE.format(runs=len(order), kinds=len(found))
-    notes = [note, *(n for n in worst.notes if "optimizer steps on the host" not in n)]
-    return replace(
-        worst,
-        timing=timing,
-        parts=tuple(_parts(step, compiled, found)),
-        compile_seconds=sum(report.compile_seconds for report in found.values()),
-        from_cache=all(report.from_cache for report in found.values()),
-        program_bytes=sum(codes.values()),
-        warnings=tuple(dict.fromkeys(w for report in found.values() for w in report.warnings)),
-        suggestions=(),  # each would be about one of several programs
-        notes=tuple(notes),
-    )
-
-
-def _timing(
-    step: TracedStep,
-    reports: Sequence[Report],
-    host: HostNeeds | None,
-    flops: float,
-    peak: float,
-) -> Timing:
-    timings = [report.timing for report in reports]
-    compute = sum(one.compute for one in timings)
-    # Before the first part only its shards are sent; after the last, only its gradients.
-    sent = [part.to_device for part in step.parts] + [0]
-    back = [0] + [part.to_host for part in step.parts]
-    link = host.link if host is not None and host.link else float("inf")
-    whole = sent[0] / link + back[-1] / link
-    for number, one in enumerate(timings):
-        whole += max(one.step, sent[number + 1] / link, back[number] / link)
-    collective = sum(one.collective for one in timings)
-    copies = sum(one.copies for one in timings)
-    return Timing(
-        compute=compute,
-        collective=collective,
-        overlapped=sum(one.overlapped for one in timings),
-        exposed=whole - compute - copies,
-        step=whole,
-        model_flops=flops,
-        mfu=flops / (whole * peak) if whole else 0.0,
-        slots=max(reports, key=lambda report: report.memory.required).timing.slots,
-        copies=copies,
-    )
-
-
-def _parts(
-    step: TracedStep, compiled: Sequence[CompiledStep], found: dict[str, Report]
-) -> list[Part]:
     times = Counter(one.key for one in compiled)
-    parts: dict[str, Part] = {}
-    for part, one in zip(step.parts, compiled, strict=True):
-        report = found[one.key]
-        if one.key not in parts:
-            parts[one.key] = Part(
+    found: dict[str, Report] = {}
+    parts = []
+    for part, one in both:
+        if one.key in found:
+            continue
+        tensors = max(other.beside for other, same in both if same.key == one.key)
+        others = sum(codes.values()) - codes[one.key]  # all executables stay on the device
+        alone = replace(step, program=part.program, parts=())
+        report = found[one.key] = report_on(alone, one, tensors + others)
+        parts.append(
+            Part(
                 name=_named(part.program.arguments, _BACKWARD in one.traced),
                 times=times[one.key],
                 required=report.memory.required,
@@ -279,7 +212,52 @@ def _parts(
                 to_device=part.to_device,
                 to_host=part.to_host,
             )
-    return list(parts.values())
+        )
+    worst = max(found.values(), key=lambda report: (bool(report.refusal), report.memory.required))
+    flops = sum(
+        one.model_flops if _BACKWARD in one.traced else 3 * one.model_flops for one in compiled
+    )
+    timings = [found[one.key].timing for one in compiled]
+    return replace(
+        worst,
+        timing=_timing(step.parts, timings, worst, flops, peak),
+        parts=tuple(parts),
+        compile_seconds=sum(report.compile_seconds for report in found.values()),
+        from_cache=all(report.from_cache for report in found.values()),
+        program_bytes=sum(codes.values()),
+        warnings=tuple(dict.fromkeys(w for report in found.values() for w in report.warnings)),
+        suggestions=(),  # each would be about one of several programs
+        notes=(_NOTE.format(runs=len(compiled), kinds=len(found)), *worst.notes),
+    )
+
+
+def _timing(
+    parts: Sequence[TracedPart],
+    timings: Sequence[Timing],
+    worst: Report,
+    flops: float,
+    peak: float,
+) -> Timing:
+    """The times of all programs together."""
+    # Before the first part only its shards are sent; after the last, only its gradients.
+    sent = [*(part.to_device for part in parts), 0]
+    back = [0, *(part.to_host for part in parts)]
+    link = worst.host.link if worst.host is not None and worst.host.link else float("inf")
+    whole = sent[0] / link + back[-1] / link
+    for number, one in enumerate(timings):
+        whole += max(one.step, sent[number + 1] / link, back[number] / link)
+    compute, copies = sum(one.compute for one in timings), sum(one.copies for one in timings)
+    return Timing(
+        compute=compute,
+        collective=sum(one.collective for one in timings),
+        overlapped=sum(one.overlapped for one in timings),
+        exposed=whole - compute - copies,
+        step=whole,
+        model_flops=flops,
+        mfu=flops / (whole * peak) if whole else 0.0,
+        slots=worst.timing.slots,
+        copies=copies,
+    )
 
 
 def _named(arguments: Sequence[str], backward: bool) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 PHASES = ("forward", "backward", "optimizer", "")
+WORK = ("matmul", "kernel", "elementwise", "copy")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Op:
     module: str = ""  # dotted name of the module it was traced in
     phase: str = ""  # one of PHASES
     recomputed: bool = False  # by a checkpointed module, in the backward
+    work: str = ""  # one of WORK; a fusion with a matmul is a matmul; "" if unknown
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ class Slot:
     module: str = ""
     phase: str = ""
     asynchronous: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ docs/design/time-model.md holds the figures against published ones.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -51,10 +52,11 @@ def time_step(
     for times, body in groupby(_events(schedule), key=lambda event: event.what.times):
         lanes.play(list(body), times)
     compute = sum(op.cycles * op.times for op in schedule.ops) / slice.chip.clock_hz
-    collective = sum(lanes.seconds(c) * c.times for c in schedule.collectives) - lanes.at_once
+    busy = sum(lanes.seconds[id(c)] * c.times for c in schedule.collectives)
+    collective, copies = busy - lanes.now[_AT_ONCE], lanes.now[_COPIES]
     # The compute lane only ever waits while the links are busy.
-    exposed = min(max(0.0, lanes.clock - compute - lanes.copies), collective)
-    step = compute + exposed + lanes.copies
+    exposed = min(max(0.0, lanes.now[_COMPUTE_LANE] - compute - copies), collective)
+    step = compute + exposed + copies
     return Timing(
         compute=compute,
         collective=collective,
@@ -64,7 +66,7 @@ def time_step(
         model_flops=model_flops,
         mfu=model_flops / (step * slice.chip.device_flops) if step else 0.0,
         slots=tuple(lanes.slots),
-        copies=lanes.copies,
+        copies=copies,
     )
 
 
@@ -93,127 +95,93 @@ def _unsorted(schedule: Schedule) -> Iterator[_Event]:
         yield _Event(copy.done, _WAIT if copy.done > copy.index else _BLOCK, copy)
 
 
-class _Lanes:
-    """The current times of compute (``clock``) and of the links, in seconds from the start.
+# Keys of _Lanes.now: the time of a lane, the latest end of several, and two sums.
+_COMPUTE_LANE, _LINKS, _BETWEEN, _ON_LINKS, _ANYWHERE = "compute", "links", "between", "all", "any"
+_AT_ONCE, _COPIES = "at once", "copies"
 
-    A link that a permute used since all were in use is free at its ``_link_free``, every other at
-    ``_free``. ``at_once``: seconds by which the times of collectives overlap. ``copies``: seconds
-    that compute waited for copies to and from the host.
+
+class _Lanes:
+    """``now``: until when each lane is in use, in seconds from the start.
+
+    Its keys: ``_COMPUTE_LANE``; ``_LINKS``, all links of the slice; each link that a permute used
+    alone; ``_BETWEEN``, the network between slices; ``_ON_LINKS`` and ``_ANYWHERE``, the latest end
+    of a collective in the slice, and of any; True and False, copies to the host and back; the ids
+    of collectives and copies, when each ends; ``_AT_ONCE``, seconds by which the times of
+    collectives overlap; ``_COPIES``, seconds that compute waited for copies.
     """
 
     def __init__(self, schedule: Schedule, slice: Slice, host_link: tuple[float, float]) -> None:
-        self.clock = 0.0
+        self.now: dict[Hashable, float] = defaultdict(float)
         self.slots: list[Slot] = []
-        self.at_once = 0.0
-        self.copies = 0.0
-        self._host_free = {True: 0.0, False: 0.0}  # to the host, and back
-        self._free = 0.0
-        self._between_free = 0.0
-        self._link_free: dict[Hashable, float] = {}
         self._hertz = slice.chip.clock_hz
         links = Links(slice)
-        self._seconds = {id(c): links.seconds(c) for c in schedule.collectives}
+        self.seconds = {id(c): links.seconds(c) for c in schedule.collectives}
         self._used = {id(c): links.used(c) for c in schedule.collectives}
         rates = {True: host_link[0], False: host_link[1]}
-        self._seconds |= {id(c): c.bytes / rates[c.to_host] for c in schedule.host_copies}
-        self._ends: dict[int, float] = {}
-
-    def seconds(self, collective: Collective) -> float:
-        return self._seconds[id(collective)]
+        self.seconds |= {id(c): c.bytes / rates[c.to_host] for c in schedule.host_copies}
 
     def play(self, body: Sequence[_Event], times: int) -> None:
         """Execute a stretch of the schedule ``times`` over."""
-        clock = free = at_once = copies = 0.0
-        host = self._host_free
+        before: dict[Hashable, float] = {}
         for _ in range(min(times, _PLAYED)):
-            clock, free, at_once = self.clock, self._all_free(), self.at_once
-            copies, host = self.copies, dict(self._host_free)
+            if times > _PLAYED:
+                before = dict(self.now)
             for event in body:
                 self._happen(event)
-        if (left := times - _PLAYED) > 0:
-            moved = {way: free - host[way] for way, free in self._host_free.items()}
-            self._skip(body, left, self.clock - clock, self._all_free() - free, moved)
-            self.at_once += left * (self.at_once - at_once)
-            self.copies += left * (self.copies - copies)
+        if times > _PLAYED:
+            self._skip(body, times - _PLAYED, before)
 
-    def _skip(
-        self,
-        body: Sequence[_Event],
-        count: int,
-        clock: float,
-        free: float,
-        host: Mapping[bool, float],
-    ) -> None:
+    def _skip(self, body: Sequence[_Event], count: int, before: Mapping[Hashable, float]) -> None:
         """Let ``count`` more iterations pass, which take as long as the last one."""
-        label, index = f"{count} more iterations", body[0].index
-        begin, begin_free = self.clock, self._all_free()
-        self.clock += count * clock
-        self._free += count * free
-        self._between_free += count * free
-        self._link_free = {link: at + count * free for link, at in self._link_free.items()}
-        for way, moved in host.items():
-            self._host_free[way] += count * moved
-        for event in body:  # what is waited for only after the loop
-            if event.order == _START:
-                what = event.what
-                self._ends[id(what)] += count * (
-                    host[what.to_host] if isinstance(what, HostCopy) else free
-                )
+        old = dict(self.now)
+        for key, value in old.items():
+            self.now[key] += count * (value - before.get(key, value))
         phases = {event.what.phase for event in body if not isinstance(event.what, HostCopy)}
         phase = phases.pop() if len(phases) == 1 else ""
-        self.slots.append(Slot("compute", begin, self.clock, index, label, phase=phase))
-        if free > 0:
-            lane = ("collective", begin_free, self._all_free())
-            self.slots.append(Slot(*lane, index, label, phase=phase))
+        label = f"{count} more iterations"
+        for lane, key in (("compute", _COMPUTE_LANE), ("collective", _ANYWHERE)):
+            begin, end = old.get(key, 0.0), self.now[key]
+            if lane == "compute" or end > begin:
+                self.slots.append(Slot(lane, begin, end, body[0].index, label, phase=phase))
 
     def _happen(self, event: _Event) -> None:
-        what = event.what
+        what, now = event.what, self.now
         if isinstance(what, Op):
-            begin, self.clock = self.clock, self.clock + what.cycles / self._hertz
+            begin = now[_COMPUTE_LANE]
+            now[_COMPUTE_LANE] += what.cycles / self._hertz
             if what.cycles:
-                self._slot("compute", begin, self.clock, what)
-        elif isinstance(what, HostCopy):
-            if event.order == _START:
-                begin = max(self.clock, self._host_free[what.to_host])
-                end = self._ends[id(what)] = begin + self._seconds[id(what)]
-                self._host_free[what.to_host] = end
-            else:
-                self.copies += max(0.0, self._ends[id(what)] - self.clock)
-                self.clock = max(self.clock, self._ends[id(what)])
+                self._slot("compute", begin, now[_COMPUTE_LANE], what)
         elif event.order == _START:
-            between = what.across_slices
-            free = self._between_free if between else self._free_at(self._used[id(what)])
-            begin = max(self.clock, free)
-            end = self._ends[id(what)] = begin + self._seconds[id(what)]
-            self.at_once += max(0.0, min(end, self._all_free()) - begin)
-            if between:
-                self._between_free = end
-            else:
-                self._take(self._used[id(what)], end)
+            self._start(what)
+        else:  # compute waits for it
+            end = max(now[_COMPUTE_LANE], now[id(what)])
+            if isinstance(what, HostCopy):
+                now[_COPIES] += end - now[_COMPUTE_LANE]
+            now[_COMPUTE_LANE] = end
+
+    def _start(self, what: Collective | HostCopy) -> None:
+        now, used = self.now, self._used.get(id(what))
+        waits: Iterable[Hashable]
+        if isinstance(what, HostCopy):
+            waits = takes = (what.to_host,)
+        elif what.across_slices:
+            waits = takes = (_BETWEEN,)
+        elif used is None:
+            waits, takes = (_ON_LINKS,), (_LINKS, _ON_LINKS)
+        else:
+            waits, takes = (_LINKS, *used), (*used,)
+        begin = max(now[_COMPUTE_LANE], *(now[lane] for lane in waits))
+        end = now[id(what)] = begin + self.seconds[id(what)]
+        now.update(dict.fromkeys(takes, end))
+        if isinstance(what, Collective):
+            now[_AT_ONCE] += max(0.0, min(end, now[_ANYWHERE]) - begin)
+            now[_ANYWHERE] = max(now[_ANYWHERE], end)
+            if not what.across_slices:
+                now[_ON_LINKS] = max(now[_ON_LINKS], end)
             self._slot("collective", begin, end, what)
-        else:
-            self.clock = max(self.clock, self._ends.get(id(what), 0.0))
-
-    def _all_free(self) -> float:
-        return max(self._free, self._between_free, *self._link_free.values())
-
-    def _links_free(self) -> float:
-        return max(self._free, *self._link_free.values(), 0.0)
-
-    def _free_at(self, links: frozenset[Hashable] | None) -> float:
-        """When ``links`` are free; ``None`` means all."""
-        if links is None:
-            return self._links_free()
-        return max((self._link_free.get(link, self._free) for link in links), default=self._free)
-
-    def _take(self, links: frozenset[Hashable] | None, until: float) -> None:
-        if links is None:
-            self._free, self._link_free = until, {}
-        else:
-            self._link_free.update(dict.fromkeys(links, until))
 
     def _slot(self, lane: str, begin: float, end: float, what: Op | Collective) -> None:
         asynchronous = isinstance(what, Collective) and what.asynchronous
-        self.slots.append(
-            Slot(lane, begin, end, what.index, what.name, what.module, what.phase, asynchronous)
-        )
+        again = isinstance(what, Op) and what.recomputed
+        place = what.index, what.name, what.module, what.phase
+        self.slots.append(Slot(lane, begin, end, *place, asynchronous, again))

@@ -63,7 +63,7 @@ def _check_pod(argv: Sequence[str]) -> int:
 
 def _measure(argv: Sequence[str]) -> int:
     # These import torch and torch_xla, which the other checks do not need.
-    from ..planning.reporting.storage import target, target_of_page
+    from ..planning.reporting.page import target, target_of_plot
     from .verify import verify
 
     flags = vars(_measure_parser().parse_args(argv))
@@ -73,7 +73,7 @@ def _measure(argv: Sequence[str]) -> int:
             raise ValueError(f"--report={path} must end in .json or .html")
     # Files that cannot be written raise here, before minutes of measurement.
     for path in reports:
-        (target if path.endswith(".json") else target_of_page)(path)
+        (target if path.endswith(".json") else target_of_plot)(path)
     if calibration:
         target(calibration)
     found = verify(**flags, say=lambda text: _say(f"preflight: {text}"))

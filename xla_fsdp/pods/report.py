@@ -15,10 +15,15 @@ from html import escape
 from typing import Any
 
 from ..planning.compiling.cache import write_whole
-from ..planning.reporting.amounts import UNKNOWN, figure, milliseconds, percent
-from ..planning.reporting.page import STYLE, table
-from ..planning.reporting.storage import target, target_of_page
-from ..planning.reporting.tables import Section, aligned
+from ..planning.reporting.page import document, tables, target, target_of_plot
+from ..planning.reporting.tables import (
+    UNKNOWN,
+    Section,
+    aligned,
+    figure,
+    milliseconds,
+    percent,
+)
 from ..tpu.calibration import Calibration
 from .findings import Finding, Status
 from .records import CollectiveTime, Machine, Rate, StepRun
@@ -115,7 +120,7 @@ class Verification:
             FileNotFoundError: the folder does not exist.
             MissingExtraError: (an ImportError) matplotlib is not installed.
         """
-        write_whole(target_of_page(path), _page(self).encode())
+        write_whole(target_of_plot(path), _page(self).encode())
 
     def failures(self) -> list[str]:
         """The names of the tests that failed."""
@@ -177,7 +182,7 @@ def _draw_collectives(found: Verification) -> str:
 
     Each kind of collective has a panel, and each axis a line.
     """
-    from ..planning.reporting.drawing import canvas, clean, svg  # imports matplotlib
+    from ..planning.reporting.pictures import canvas, clean, embed  # imports matplotlib
 
     kinds = list(dict.fromkeys(time.kind for time in found.collectives))
     colors = dict(zip(dict.fromkeys(t.axis for t in found.collectives), _COLORS, strict=False))
@@ -198,7 +203,7 @@ def _draw_collectives(found: Verification) -> str:
         if number == 0:
             axes.set_ylabel("GB/s sent by a rank")
             axes.legend(frameon=False, fontsize=8.5, loc="upper left")
-    return svg(figure)
+    return embed(figure)
 
 
 def _line(axes: Any, some: list[CollectiveTime], color: str, label: str) -> None:
@@ -212,7 +217,7 @@ def _line(axes: Any, some: list[CollectiveTime], color: str, label: str) -> None
 
 def _draw_steps(found: Verification) -> str:
     """Plots the milliseconds of each step: xla_fsdp, in-tree, planned."""
-    from ..planning.reporting.drawing import canvas, clean, svg
+    from ..planning.reporting.pictures import canvas, clean, embed
 
     names = list(dict.fromkeys(run.name for run in found.steps))
     figure = canvas(12.5, 0.6 + 0.9 * len(names))
@@ -234,7 +239,7 @@ def _draw_steps(found: Verification) -> str:
     axes.set_xlabel("milliseconds for each step")
     axes.margins(x=0.1)
     axes.legend(frameon=False, fontsize=8.5, loc="lower right")
-    return svg(figure)
+    return embed(figure)
 
 
 def _page(found: Verification) -> str:
@@ -256,9 +261,5 @@ def _page(found: Verification) -> str:
         parts += ["<h2>Collectives by size</h2>", f"<p>{note}</p>", _draw_collectives(found)]
     if found.steps:
         parts += ["<h2>Steps</h2>", _draw_steps(found)]
-    tables = "".join(table(section) for section in _sections(found))
-    parts.append(f'<div class="tables">{tables}</div>')
-    body = "\n".join(parts)
-    style = f"<style>{STYLE}{_STYLE}</style>"
-    head = f'<meta charset="utf-8"><title>xla_fsdp verification</title>{style}'
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    parts.append(tables(_sections(found)))
+    return document("xla_fsdp verification", parts, _STYLE)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 
 from ..extras import installed_versions
-from ..planning.reporting.amounts import milliseconds
+from ..planning.reporting.tables import milliseconds
 from ..tpu.calibration import Calibration
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from .findings import Finding, Status, failed, ok, skipped

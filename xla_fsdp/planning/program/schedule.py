@@ -31,6 +31,15 @@ _ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
 
 _HOST = 5  # the memory space, in layouts
 _COPIES = frozenset("copy slice dynamic-slice dynamic-update-slice".split())
+# Instructions that consist of those in the computations that they call.
+_CALLS = frozenset("fusion call async-start".split())
+_MATMULS = frozenset("dot convolution".split())
+# These only move data, or make it without reading any.
+_MOVES = frozenset(
+    "parameter constant tuple get-tuple-element bitcast copy copy-start copy-done transpose reshape"
+    " slice slice-start slice-done dynamic-slice dynamic-update-slice pad concatenate broadcast"
+    " iota reverse async-done".split()
+)
 
 
 def read_schedule(
@@ -143,7 +152,27 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
             module=module,
             phase=phase,
             recomputed=labels.is_recomputed(instruction),
+            work=_work_of(line.module, instruction),
         )
+
+
+def _work_of(module: Module, instruction: Instruction) -> str:
+    """What an operation mostly does, by the instructions that it consists of; one of WORK."""
+    if is_kernel(instruction):
+        return "kernel"
+    opcodes = _opcodes(module, instruction)
+    if opcodes & _MATMULS:
+        return "matmul"
+    return "copy" if opcodes <= _MOVES else "elementwise"
+
+
+def _opcodes(module: Module, instruction: Instruction) -> set[str]:
+    """The opcodes of ``instruction``, or of those in the computations that it calls."""
+    if instruction.opcode not in _CALLS:
+        return {instruction.opcode}
+    called = [module.named(name, instruction) for name in instruction.called]
+    inside = [one for computation in called for one in computation.instructions]
+    return set().union(*(_opcodes(module, one) for one in inside))
 
 
 def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[Collective]:

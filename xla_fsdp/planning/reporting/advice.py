@@ -1,17 +1,28 @@
-"""Warnings on a plan: what costs memory, bytes or time and can be avoided."""
+"""Warnings on a plan (what costs memory, bytes or time and can be avoided), and what to change.
+
+Each rule for changes applies an option to the schedule as the option would, and times it again. A
+rule gives nothing where the option is set already, where it saves less than 1 % of the step, or
+where memory does not suffice.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ..records import Collective, Schedule
+from ..records import Collective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
-from .amounts import units
-from .tables import TINY, count, wire
+from ..tracing.units import TracedUnit
+from .tables import GIB, TINY, count, units, wire
 
 _LITTLE_HEADROOM = 0.05
-_MANY = 20
+_MANY = 20  # small collectives
+_MOST = 5  # suggestions
+_LEAST_SHARE = 0.01  # of the step
+# Of free HBM that a suggestion may use, since its need is an estimate.
+_USABLE = 0.9
 
 
 def warnings(
@@ -43,10 +54,10 @@ def warnings(
             "another program for every new number. The plan uses the largest possible number"
         )
     if step.untrained:
-        names = ", ".join(step.untrained[:4]) + (" …" if len(step.untrained) > 4 else "")
         yield (
             f"{len(step.untrained)} of {step.trained} parameters that the optimizer trains got no "
-            f"gradient; computations with them are not in the plan: {names}"
+            "gradient; computations with them are not in the plan: "
+            f"{_first(step.untrained, 4)}"
         )
     if not step.has_optimizer and any(c.phase == "backward" for c in schedule.collectives):
         yield (
@@ -63,59 +74,234 @@ def warnings(
             f"{step.programs_before} program(s) without an optimizer step ran before this one "
             "(micro-batches, evaluation) and were not planned"
         )
-    missed = _not_donated(step)
+    missed = [
+        name
+        for number, name in enumerate(step.program.arguments)
+        if " of " in name and number not in step.program.donated
+    ]
     if missed:
         yield (
             f"{len(missed)} state tensors are not updated in place, so their old and new values "
-            f"occupy memory together: {', '.join(missed[:3])}{' …' if len(missed) > 3 else ''}"
+            f"occupy memory together: {_first(missed, 3)}"
         )
     yield from _about_collectives(schedule.collectives, any(op.cycles for op in schedule.ops))
 
 
-def _not_donated(step: TracedStep) -> list[str]:
-    """Optimizer state that the step reads but does not update in place."""
-    program = step.program
-    return [
-        name
-        for number, name in enumerate(program.arguments)
-        if " of " in name and number not in program.donated
-    ]
+def _first(names: Sequence[str], most: int) -> str:
+    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
 def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterator[str]:
-    doubled: Counter[str] = Counter()
-    padded: Counter[str] = Counter()
+    doubled, padded = Counter[str](), Counter[str]()
     for one in collectives:
-        if one.kind != "all-reduce" or one.bytes < TINY:
-            continue
-        if one.asked == "reduce-scatter":
-            doubled[_unit(one)] += one.wire_bytes * one.times
-        elif one.phase == "forward":
-            padded[_unit(one)] += one.wire_bytes * one.times
+        unit = units([one.module])[one.module] if one.module else "the step"
+        if one.kind == "all-reduce" and one.bytes >= TINY:
+            if one.asked == "reduce-scatter":
+                doubled[unit] += one.wire_bytes * one.times
+            elif one.phase == "forward":
+                padded[unit] += one.wire_bytes * one.times
     if doubled:
         yield (
-            f"gradients of {_listed(doubled)} are reduced by a full all-reduce, which sends twice "
+            f"gradients of {_largest(doubled)} are reduced by a full all-reduce, which sends twice "
             "the bytes of a reduce-scatter"
         )
     if padded:
         yield (
-            f"the forward of {_listed(padded)} sums large tensors over the ranks; if this is a "
+            f"the forward of {_largest(padded)} sums large tensors over the ranks; if this is a "
             "gather of parameters by all-reduce of padded shards (torch_xla's pinned all_gather), "
             "it sends twice the bytes"
         )
     tiny = count([c for c in collectives if c.bytes < TINY and not c.asynchronous])
     if tiny > _MANY:
         yield f"{tiny} synchronous collectives send less than 64 KiB each: their cost is latency"
-    beside = [c for c in collectives if c.asynchronous or c.fused]
-    if wire(collectives) and not wire(beside) and timed:
+    overlapped = [c for c in collectives if c.asynchronous or c.fused]
+    if wire(collectives) and not wire(overlapped) and timed:
         yield "no collective overlaps with compute: the step contains all of their time"
 
 
-def _unit(one: Collective) -> str:
-    return units([one.module])[one.module] if one.module else "the step"
-
-
-def _listed(sent: Counter[str]) -> str:
+def _largest(sent: Counter[str]) -> str:
+    """The four units that send most, and the number of the others."""
     names = [name for name, _ in sent.most_common()]
-    shown = sorted(names[:4])
-    return ", ".join(shown) + (f" and {len(names) - 4} more units" if len(names) > 4 else "")
+    more = f" and {len(names) - 4} more units" if len(names) > 4 else ""
+    return ", ".join(sorted(names[:4])) + more
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known of a planned step.
+
+    Attributes:
+        capacity: bytes of HBM that a step may take on one device.
+        refused: whether the compiler refused the step, because it does not fit.
+        retime: the time of a step with another schedule.
+        options: names of compiler options that are set.
+        scoped_vmem_kib: the limit for large matmuls on this chip; ``None`` if there is none.
+    """
+
+    schedule: Schedule
+    timing: Timing
+    memory: CompilerMemory
+    capacity: int
+    refused: bool
+    units: Sequence[TracedUnit]
+    retime: Callable[[Schedule], float]
+    options: frozenset[str] = frozenset()
+    scoped_vmem_kib: int | None = None
+
+    @property
+    def free(self) -> float:
+        """Bytes of HBM that a suggestion may use."""
+        return _USABLE * (self.capacity - self.memory.required)
+
+    def saved(self, **changed: Any) -> float:
+        """Seconds of a step that a schedule with other ops, collectives or copies saves."""
+        return self.timing.step - self.retime(replace(self.schedule, **changed))
+
+    def saved_without(self, left_out: Sequence[Collective]) -> float:
+        """Seconds of a step that it saves to leave out these collectives."""
+        ids = set(map(id, left_out))
+        some = tuple(c for c in self.schedule.collectives if id(c) not in ids)
+        return self.saved(collectives=some)
+
+
+Suggestion = tuple[float | None, str]  # seconds of a step that it saves, None if unknown; the text
+
+
+def suggestions(found: Situation) -> list[str]:
+    """At most five things to change, those that save most first."""
+    if found.refused or found.memory.required > found.capacity:
+        return _to_fit(found)[:_MOST]
+    step = found.timing.step
+    if not step:
+        return []  # nothing is known of its time
+    several = [one for rule in _RULES for one in rule(found)]
+    worth = [one for one in several if one[0] is None or one[0] >= _LEAST_SHARE * step]
+    worth.sort(key=lambda one: one[0] or 0.0, reverse=True)  # unknown gains last
+    return [
+        f"{text}; the gain is not modelled, plan it" if seconds is None else
+        f"{text}: {1e3 * seconds:,.2f} ms less of a step, {100 * seconds / step:.0f} % (model)"
+        for seconds, text in worth[:_MOST]
+    ]  # fmt: skip
+
+
+# Rules for steps that fit.
+
+
+def _without_recomputation(found: Situation) -> Iterator[Suggestion]:
+    """Recomputation off, or for fewer modules if memory does not suffice for all."""
+    again = {op.index: op for op in found.schedule.ops if op.recomputed}
+    if not again:
+        return
+    saved = found.saved(ops=tuple(op for op in found.schedule.ops if not op.recomputed))
+    needed = sum(
+        one.bytes * again[one.born].times for one in found.schedule.buffers if one.born in again
+    )
+    share = min(1.0, found.free / needed) if needed else 1.0
+    if share < 0.05:
+        return
+    looped = any(op.times > 1 for op in again.values())
+    if share == 1.0:
+        how = "no checkpoint_module" + (", and no scan_blocks" if looped else "")
+    elif looped:
+        how = "scan_blocks(keep=...) with more values"
+    else:
+        how = f"checkpoint_module on {100 * (1 - share):.0f} % of the modules that have it now"
+    yield share * saved, f"{how} (at most {share * needed / GIB:.1f} GiB more HBM)"
+
+
+def _zero_2(found: Situation) -> Iterator[Suggestion]:
+    """No second gather, if full parameters of all units fit."""
+    gathers = [one for one in _gathers_of_backward(found.schedule) if one.times == 1]
+    needed = _full_bytes(found)
+    if gathers and any(unit.name for unit in found.units) and needed <= found.free:
+        how = "reshard_after_forward=False (ZeRO-2)"
+        yield found.saved_without(gathers), f"{how} ({needed / GIB:.1f} GiB more HBM)"
+
+
+def _gathers_of_backward(schedule: Schedule) -> list[Collective]:
+    return [c for c in schedule.collectives if (c.kind, c.phase) == ("all-gather", "backward")]
+
+
+def _full_bytes(found: Situation) -> int:
+    """Bytes of the full parameters of all units but the outermost."""
+    return sum(one.bytes for unit in found.units if unit.name for one in unit.gathered)
+
+
+def _larger_batch(found: Situation) -> Iterator[Suggestion]:
+    """Twice the samples, by what of the step does not grow with them."""
+    more = found.memory.temporaries
+    if not found.timing.model_flops or more > found.free:
+        return
+    ops = tuple(
+        op if op.phase == "optimizer" else replace(op, cycles=2 * op.cycles)
+        for op in found.schedule.ops
+    )
+    copies = tuple(replace(one, bytes=2 * one.bytes) for one in found.schedule.host_copies)
+    saved = (found.timing.step + found.saved(ops=ops, host_copies=copies)) / 2
+    size = f"at most {more / GIB:.1f} GiB more HBM; compared by the sample"
+    yield saved, f"twice the batch of a device ({size})"
+
+
+def _bfloat16(found: Situation) -> Iterator[Suggestion]:
+    """Half the bytes on the links."""
+    if found.units and all(unit.itemsize >= 4 for unit in found.units):
+        halved = tuple(
+            replace(one, bytes=one.bytes // 2, wire_bytes=one.wire_bytes // 2)
+            if one.dtype == "f32" else one
+            for one in found.schedule.collectives
+        )  # fmt: skip
+        how = "compute_dtype=torch.bfloat16 (counted: bytes sent; not: HBM traffic)"
+        yield found.saved(collectives=halved), how
+
+
+def _larger_units(found: Situation) -> Iterator[Suggestion]:
+    """Small synchronous collectives cost their latency."""
+    small = [c for c in found.schedule.collectives if c.bytes < TINY and not c.asynchronous]
+    if len(found.units) > 2 and small:
+        what = f"larger units, such as auto_wrap_policy with more parameters ({count(small)} small"
+        yield found.saved_without(small) / 2, f"{what} collectives, half of them left out)"
+
+
+def _without_offload(found: Situation) -> Iterator[Suggestion]:
+    """Inputs of modules in HBM, if they fit."""
+    needed = found.memory.host_temporaries
+    if found.schedule.host_copies and needed and needed <= found.free:
+        yield found.saved(host_copies=()), f"offload=False ({needed / GIB:.1f} GiB more HBM)"
+
+
+def _scoped_vmem(found: Situation) -> Iterator[Suggestion]:
+    """More VMEM for one operation, where most of the step is compute."""
+    limit = found.scoped_vmem_kib
+    is_set = any("scoped_vmem_limit" in name for name in found.options)
+    if limit and not is_set and found.timing.mfu and found.timing.compute > found.timing.step / 2:
+        yield None, f"compiler_options=limit_scoped_vmem({limit}), for large matmuls"
+
+
+_RULES = (
+    _without_recomputation, _zero_2, _larger_batch, _bfloat16, _larger_units, _without_offload,
+    _scoped_vmem,
+)  # fmt: skip
+
+
+def _to_fit(found: Situation) -> list[str]:
+    """Rules for steps that do not fit, by the memory that they free."""
+    schedule = found.schedule
+    again = any(op.recomputed for op in schedule.ops)
+    inner = tuple(f"{unit.name}." for unit in found.units if unit.name)
+    stored = sum(
+        one.bytes for one in schedule.live_at_peak()
+        if (one.category, one.phase) == ("temporary", "forward")
+        and f"{one.module}.".startswith(inner)
+    )  # fmt: skip
+    full = _full_bytes(found)
+    several = []
+    if stored and not again:
+        several.append((stored, "checkpoint_module on each block: recompute activations"))
+    if full and schedule.collectives and not _gathers_of_backward(schedule):
+        several.append((full, "reshard_after_forward=True (ZeRO-3)"))
+    several.sort(key=lambda one: one[0], reverse=True)
+    known = [f"{text}: frees at most {size / GIB:.1f} GiB of HBM" for size, text in several]
+    if again and not schedule.host_copies:
+        what = "offload=True: inputs of recomputed modules in host memory"
+        known.append(f"{what}; the size is not modelled, plan it")
+    return known

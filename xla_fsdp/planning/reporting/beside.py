@@ -1,24 +1,25 @@
-"""Compare a plan with a recorded trace of the same step: modelled and measured times, as text and
-as a self-contained page with both timelines.
+"""Compare a plan with a recorded trace of the same step: modelled and measured times, as text, as a
+self-contained page with both timelines, and as a trace for Perfetto.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import TYPE_CHECKING
 
 from ...wording import join_some
 from ..compiling.cache import write_whole
-from ..recorded.trace import RecordedStep, Share
-from ..records import KINDS, PHASES, Slot
-from .amounts import figure, milliseconds, percent, share, short, units
-from .findings import Findings
-from .page import document, table
-from .series import duration, timeline
-from .storage import target_of_page
-from .tables import Section, aligned
+from ..recorded import RecordedStep, Share
+from ..records import KINDS, PHASES
+from .page import document, tables, target_of_plot
+from .tables import Section, figure, milliseconds, percent, share, short, units
+
+if TYPE_CHECKING:
+    from .report import Report
 
 _CPU_NOTE = (
     "Recorded on CPU ranks: compare only which operations there are, their order and their shares. "
@@ -27,10 +28,7 @@ _CPU_NOTE = (
 )
 _COLUMNS = ("modelled", "share", "measured", "share", "ratio")
 _MOST = 24  # collectives in the table
-_SHOWN = 6  # names in a sentence
-Total = tuple[float | None, float | None]  # seconds modelled and measured
-
-_WIDTH, _HEIGHT = 12.5, 3.4  # inches of each timeline
+Total = tuple[float | None, float | None]  # seconds modelled and measured; None if there are none
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Beside:
         ValueError: they have no name in common, so the trace is of another model.
     """
 
-    report: Findings
+    report: Report
     recorded: RecordedStep
     planned: tuple[Share, ...] = field(init=False)
 
@@ -89,21 +87,22 @@ class Beside:
         return [table for table in tables if table.rows]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page with both timelines and the tables.
+        """Write both timelines: ``.html`` is one self-contained page with the tables as well.
+
+        ``.trace.json`` has every operation, for https://ui.perfetto.dev.
 
         Raises:
-            ValueError: the path does not end in .html.
+            ValueError: the path has another suffix.
             FileNotFoundError: there is no such folder.
             MissingExtraError: (an ImportError) matplotlib is not installed.
         """
-        write_whole(target_of_page(path), _page(self).encode())
+        place = target_of_plot(path, (".html", ".trace.json"))
+        write_whole(place, (self._page() if place.suffix == ".html" else self._trace()).encode())
 
     def __str__(self) -> str:
         lines = [self.verdict]
         for section in self.sections():
-            table = [(section.title, *section.columns)]
-            table += [(f"  {row[0]}", *row[1:]) for row in section.rows]
-            lines += ["", *aligned(table, [False] + [True] * len(section.columns))]
+            lines += ["", *section.lines()]
         return "\n".join([*lines, "", *(f"* {note}" for note in self.notes())])
 
     def _step(self) -> Section:
@@ -121,67 +120,93 @@ class Beside:
         return Section("A step", ("modelled", "measured", "ratio"), tuple(cells))
 
     def _by_kind(self) -> Section:
-        found = self._totals(_kind, self.planned, self.recorded.shares)
+        def name(one: Share) -> str:
+            phase = one.phase or "other"
+            return f"{phase} compute" if one.kind == "compute" else f"{one.kind}, {phase}"
+
         order = [f"{p or 'other'} compute" for p in PHASES]
         order += [f"{kind}, {p or 'other'}" for kind in KINDS for p in PHASES]
-        named = sorted(found.items(), key=lambda one: order.index(one[0]))
-        return Section("By kind", _COLUMNS, tuple((name, *self._cells(t)) for name, t in named))
+        found = sorted(self._totals(name), key=lambda one: order.index(one[0]))
+        return self._compared("By kind", found)
 
     def _by_unit(self) -> Section:
-        both = (*self.planned, *self.recorded.shares)
-        unit = units(s.module for s in both)
+        unit = units(s.module for s in (*self.planned, *self.recorded.shares))
 
         def name(one: Share) -> str:
             what = "compute" if one.kind == "compute" else "collectives"
             return f"{unit[one.module] or '(no module)'}: {what}"
 
-        found = self._totals(name, self.planned, self.recorded.shares)
-        order = {one: place for place, one in enumerate(dict.fromkeys(map(_unit_of, found)))}
-        ranked = sorted(found.items(), key=lambda one: order[_unit_of(one[0])])
-        return Section("By unit", _COLUMNS, tuple((n, *self._cells(t)) for n, t in ranked))
+        found = self._totals(name)
+        order = list(dict.fromkeys(row.rpartition(": ")[0] for row, _ in found))
+        found.sort(key=lambda one: order.index(one[0].rpartition(": ")[0]))
+        return self._compared("By unit", found)
 
     def _collectives(self) -> Section:
-        def moved(shares: Sequence[Share]) -> list[Share]:
-            return [s for s in shares if s.kind != "compute"]
-
+        """Those that both have first, then by their share of the step."""
         found = self._totals(
             lambda s: f"{s.kind}, {s.phase or 'other'}: {s.module or '(no module)'}",
-            moved(self.planned), moved(self.recorded.shares),
-        )  # fmt: skip
-        # Those that both have first, then by their share of the step.
-        ranked = sorted(found.items(), key=lambda one: (None in one[1], -max(self._parts(one[1]))))
-        rows = [(short(name, 60), *self._cells(total)) for name, total in ranked[:_MOST]]
-        rest = [total for _, total in ranked[_MOST:]]
-        if rest:
-            sums = [sum(t[side] or 0.0 for t in rest) for side in (0, 1)]
-            rows.append((f"others ({len(rest)})", *self._cells((sums[0], sums[1]))))
-        return Section("Gathers and reductions", _COLUMNS, tuple(rows))
+            lambda s: s.kind != "compute",
+        )
+        found.sort(key=lambda one: (None in one[1], -max(self._parts(one[1]))))
+        shown = [(short(name, 60), total) for name, total in found[:_MOST]]
+        if rest := [total for _, total in found[_MOST:]]:
+            both = sum(t[0] or 0.0 for t in rest), sum(t[1] or 0.0 for t in rest)
+            shown.append((f"others ({len(rest)})", both))
+        return self._compared("Gathers and reductions", shown)
 
     def _totals(
-        self, name: Callable[[Share], str], planned: Iterable[Share], measured: Iterable[Share]
-    ) -> dict[str, Total]:
-        """Seconds by name, in the order of the plan; ``None`` if one side has no such name."""
+        self, name: Callable[[Share], str], which: Callable[[Share], bool] = lambda one: True
+    ) -> list[tuple[str, Total]]:
+        """Names and their seconds, in the order of the plan."""
         sides: list[dict[str, float]] = []
-        for shares in (planned, measured):
-            sums: dict[str, float] = {}
-            for one in shares:
-                sums[name(one)] = sums.get(name(one), 0.0) + one.seconds
+        for shares in (self.planned, self.recorded.shares):
+            sums = defaultdict[str, float](float)
+            for one in filter(which, shares):
+                sums[name(one)] += one.seconds
             sides.append(sums)
         ours, theirs = sides
-        return {n: (ours.get(n), theirs.get(n)) for n in dict.fromkeys([*ours, *theirs])}
+        return [(n, (ours.get(n), theirs.get(n))) for n in dict.fromkeys([*ours, *theirs])]
 
     def _parts(self, total: Total) -> tuple[float, float]:
         """The shares of ``total`` in all modelled and in all measured seconds."""
         sides = [sum(s.seconds for s in side) for side in (self.planned, self.recorded.shares)]
         return share(total[0] or 0.0, sides[0]), share(total[1] or 0.0, sides[1])
 
-    def _cells(self, total: Total) -> tuple[str, ...]:
-        parts = zip(total, self._parts(total), strict=True)
-        shares = ["–" if seconds is None else percent(part, 1) for seconds, part in parts]
-        return _ms(total[0]), shares[0], _ms(total[1]), shares[1], _ratio(*total)
+    def _compared(self, title: str, found: Sequence[tuple[str, Total]]) -> Section:
+        rows = []
+        for name, total in found:
+            parts = zip(total, self._parts(total), strict=True)
+            shares = ["–" if seconds is None else percent(part, 1) for seconds, part in parts]
+            rows.append((name, _ms(total[0]), shares[0], _ms(total[1]), shares[1], _ratio(*total)))
+        return Section(title, _COLUMNS, tuple(rows))
+
+    def _page(self) -> str:
+        """The complete page. Every text is escaped."""
+        from .pictures import canvas, draw_lanes, duration, embed  # imports matplotlib
+
+        report, recorded = self.report, self.recorded
+        measured = f"Measured: step {recorded.number + 1} of {recorded.steps}"
+        parts = [f"<h1>{escape(self.verdict)}</h1>"]
+        parts += [f"<p>{escape(note)}</p>" for note in self.notes()]
+        for heading, slots in (("Modelled", report.timing.slots), (measured, recorded.slots)):
+            # Both timelines have the same scale, unless the trace is of CPU ranks.
+            same = slots if recorded.on_cpu else [*report.timing.slots, *recorded.slots]
+            figure = canvas(15, 3.4)
+            axes = figure.add_subplot()
+            draw_lanes(axes, slots, duration(same))
+            axes.set_xlabel("ms")
+            parts += [f"<h2>{escape(heading)}</h2>", embed(figure)]
+        parts.append(tables(self.sections()))
+        return document(f"{report.title or 'xla_fsdp plan'} and {recorded.device}", parts)
+
+    def _trace(self) -> str:
+        from .pictures import trace_of
+
+        slots = {"modelled": self.report.timing.slots, "measured": self.recorded.slots}
+        return trace_of(slots, self.report)
 
 
-def _planned_shares(report: Findings) -> list[Share]:
+def _planned_shares(report: Report) -> list[Share]:
     """The modelled time of each instruction of a plan in a step."""
     once: dict[tuple[int, str], float] = {}
     for slot in report.timing.slots:
@@ -198,15 +223,6 @@ def _planned_shares(report: Findings) -> list[Share]:
     return shares
 
 
-def _kind(one: Share) -> str:
-    phase = one.phase or "other"
-    return f"{phase} compute" if one.kind == "compute" else f"{one.kind}, {phase}"
-
-
-def _unit_of(row: str) -> str:
-    return row.rpartition(": ")[0]
-
-
 def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else milliseconds(seconds, 3)
 
@@ -216,42 +232,5 @@ def _ratio(modelled: float | None, measured: float | None) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first names, and the number of the others."""
-    return join_some([short(name, 40) for name in sorted(names)], _SHOWN)
-
-
-def _page(both: Beside) -> str:
-    """The complete page. Every text is escaped."""
-    report, recorded = both.report, both.recorded
-    parts = [f"<h1>{escape(both.verdict)}</h1>"]
-    parts += [f"<p>{escape(note)}</p>" for note in both.notes()]
-    modelled, measured = 1e3 * duration(report), _end(recorded.slots)
-    # Both timelines have the same scale, unless the trace is of CPU ranks.
-    common = max(modelled, measured) if not recorded.on_cpu else 0.0
-    for heading, slots, end in (
-        ("Modelled", report.timing.slots, modelled),
-        (f"Measured: step {recorded.number + 1} of {recorded.steps}", recorded.slots, measured),
-    ):
-        parts += [f"<h2>{escape(heading)}</h2>"]
-        parts += [f'<div data-axis="ms">{_timeline(slots, common or end)}</div>']
-    tables = "".join(table(section) for section in both.sections())
-    parts += [f'<div class="tables">{tables}</div>']
-    title = f"{report.title or 'xla_fsdp plan'} and {recorded.device}"
-    return document(title, parts, {})
-
-
-def _end(slots: Sequence[Slot]) -> float:
-    return 1e3 * max((slot.end for slot in slots), default=0.0)
-
-
-def _timeline(slots: Sequence[Slot], end: float) -> str:
-    from .drawing import canvas, svg  # imports matplotlib, which printing does not need
-    from .pictures import SIDES, draw_lanes
-
-    figure = canvas(_WIDTH, _HEIGHT)
-    axes = figure.add_axes((SIDES[0], 0.14, SIDES[1] - SIDES[0], 0.74))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlim(0, end)
-    axes.set_xlabel("ms")
-    draw_lanes(axes, timeline(slots, end), end)
-    return svg(figure)
+    """The first six names, and the number of the others."""
+    return join_some([short(name, 40) for name in sorted(names)], 6)

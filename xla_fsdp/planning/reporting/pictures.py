@@ -1,231 +1,351 @@
-"""The pictures of a report: HBM over the schedule, and the timeline of a step."""
+"""The pictures of a report, drawn with matplotlib, and its timeline as a trace for Perfetto.
+
+Drawing does not use the global state of pyplot and rcParams, so several threads may draw
+concurrently.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
 import numpy
 from matplotlib.axes import Axes
-from matplotlib.figure import FigureBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..records import Buffer
-from .amounts import GIB, MIB, milliseconds, short
-from .drawing import AREA, canvas, clean, held, known, limits, named_row, plain, png, room, svg
-from .findings import Findings
-from .series import (
-    ASYNCHRONOUS,
-    COLORS,
-    KINDS,
-    LANES,
-    MODULE,
-    SYNCHRONOUS,
-    caption,
-    duration,
-    hbm,
-    lane_name,
-    lanes,
-    phases,
-    purposes,
+from ..records import Buffer, Schedule, Slot
+from .tables import GIB, MIB, milliseconds, missing, reason, short, units
+
+if TYPE_CHECKING:
+    from .report import Report
+
+# Okabe and Ito's colours, which colour-blind people can distinguish.
+COLORS: Mapping[str, str] = MappingProxyType(
+    {
+        "forward": "#0072B2",
+        "backward": "#009E73",
+        "optimizer": "#CC79A7",
+        "recomputation": "#E69F00",
+        "other compute": "#8A8A8A",
+        "synchronous collective: compute waits": "#D55E00",
+        "asynchronous: compute continues": "#56B4E9",
+        "arguments": "#BDBDBD",
+        "outputs": "#6E6E6E",
+        "gathered weights": "#E69F00",
+        "made in forward": "#0072B2",
+        "made in backward": "#009E73",
+        "made in optimizer": "#CC79A7",
+        "other temporaries": "#56B4E9",
+    }
 )
-from .spans import Span
-from .text import missing, reason
+_KINDS, _PURPOSES = tuple(COLORS)[:7], tuple(COLORS)[7:]
+_SYNCHRONOUS, _ASYNCHRONOUS = _KINDS[5:]
+_UNIT, _RED, _GREEN = "#DDE3EA", "#B03A00", "#00694F"
+_OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not on the axis
+_BINS = 750  # of an axis; each shows the label that takes most of it
+_ROOM = 190  # characters in the width of a picture
 
-SIDES = (0.1, 0.99)  # left and right ends of the axes on a page, as parts of its width
-_PNG, _PAGE = 15, 12.5  # inches wide
-_TIMELINE = 6.1  # inches high
-_LINE = 0.27  # inches, of the text above the axes
-_NAME = 84  # characters above a bar
-_GREEN, _RED, _GREY, _CURVE = "#00694F", "#B03A00", "#444444", "#9DB4C8"
-_CALLED = {
-    "": "other compute",
-    SYNCHRONOUS: "synchronous collective: compute waits",
-    ASYNCHRONOUS: "asynchronous: compute continues",
-}
+Interval = tuple[float, float, tuple[str, str]]  # begin, end, (name, phase)
 
 
-def picture(report: Findings) -> bytes:
-    """PNG, 1650 pixels wide: HBM over the schedule, and below it the timeline of the step.
-
-    A part that the compiler did not compute is left out, with a message in the picture.
-    """
-    if missing(report):
-        return memory_picture(report)
-    height = _memory_height(report)
-    figure = canvas(_PNG, height + _TIMELINE)
-    heights = (height, _TIMELINE)
-    (upper,), (lower,) = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)
-    _draw_memory(report, upper, height)
-    _draw_timeline(report, lower)
-    return png(figure)
+def canvas(width: float, height: float) -> Figure:
+    """An empty figure with this size in inches."""
+    figure = Figure(figsize=(width, height), dpi=110, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
-def memory_picture(report: Findings) -> bytes:
-    """PNG: HBM in use over the schedule by purpose, and the ten largest buffers at its peak."""
-    height = _memory_height(report)
-    figure = canvas(_PNG, height)
-    _draw_memory(report, figure, height)
-    return png(figure)
+def png(figure: Figure) -> bytes:
+    """The figure as the content of a PNG file."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()
 
 
-def timeline_picture(report: Findings) -> bytes:
-    """PNG: modules, compute, collectives and HBM in use over the modelled time of a step."""
-    figure = canvas(_PNG, _TIMELINE)
-    _draw_timeline(report, figure)
-    return png(figure)
+def embed(figure: Figure) -> str:
+    """The figure as an HTML element that needs no other file."""
+    data = base64.b64encode(png(figure)).decode()
+    return f'<img alt="" src="data:image/png;base64,{data}">'
 
 
-def memory_svg(report: Findings) -> str:
-    """SVG for a page: HBM in use over the schedule by purpose."""
-    figure = canvas(_PAGE, 4.2)
-    _draw_curve(report, figure.add_axes((SIDES[0], 0.12, SIDES[1] - SIDES[0], 0.74)))
-    return svg(figure)
+def clean(axes: Axes) -> None:
+    """A grid of horizontal lines, and no frame at the top and right."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
-def timeline_svg(report: Findings) -> str:
-    """SVG for a page: what ``timeline_picture`` shows."""
-    figure = canvas(_PAGE, 4.8)
-    _draw_lanes_and_curve(report, figure, SIDES[0], 0.92)
-    return svg(figure)
+def picture(report: Report) -> bytes:
+    """PNG: HBM over the schedule, the largest buffers at its peak, and the timeline of the step."""
+    return png(draw(report))
 
 
-def _memory_height(report: Findings) -> float:
-    """The height of the picture of memory, in inches."""
-    return (5.1 if report.schedule.curve else 0.6) + _LINE * len(_lines(report))
-
-
-def _lines(report: Findings) -> list[tuple[str, str]]:
-    """The lines of text below the verdict, with their colours."""
-    lines = [(caption(report), _GREY), (reason(report), _RED), (missing(report), _GREY)]
-    return [(text, color) for text, color in lines if text]
-
-
-def _draw_memory(report: Findings, figure: FigureBase, height: float) -> None:
-    """Draw on a figure that is ``height`` inches high."""
-    _heading(figure, 1 - 0.19 / height, report.verdict, _GREEN if report.fits else _RED)
-    below = 0.53
-    for text, color in _lines(report):
-        place = 0.012, 1 - below / height
-        figure.text(*place, **plain(text), fontsize=9.5, va="top", color=color)
-        below += _LINE
-    if not report.schedule.curve:
-        return
-    bottom, top = 0.66 / height, 1 - (below + 0.52) / height
-    _draw_curve(report, figure.add_axes((0.055, bottom, 0.545, top - bottom)))
-    top -= 0.27 / height  # below the legend, which is as wide as the figure
-    _draw_largest(report, figure.add_axes((0.635, bottom, 0.355, top - bottom)))
-
-
-def _heading(figure: FigureBase, y: float, text: str, color: str = "black") -> None:
-    figure.text(0.012, y, **plain(text), fontsize=14, weight="bold", va="top", color=color)
-
-
-def _draw_curve(report: Findings, axes: Axes) -> None:
-    length = max(report.schedule.length, 1)
+def draw(report: Report) -> Figure:
+    """The figure of ``picture``. What the compiler did not compute is left out, with a message."""
+    lines = [report.verdict, _caption(report), reason(report), missing(report)]
+    heading = "\n".join(_known(short(line, 190)) for line in lines if line)
+    has_memory, has_timeline = bool(report.schedule.curve), not missing(report)
+    figure = canvas(15, 1.2 + 5.2 * has_memory + 5.6 * has_timeline)
+    color = _GREEN if report.fits else _RED
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=11, color=color, parse_math=False)
+    if not has_memory:
+        return figure
+    grid = figure.add_gridspec(3, 5, height_ratios=(5, 3, 2)) if has_timeline else None
+    grid = grid or figure.add_gridspec(1, 5)
+    axes, length = figure.add_subplot(grid[0, :3]), max(report.schedule.length, 1)
+    _draw_memory(report, axes, numpy.arange(len(report.schedule.curve)), length)
     axes.set_xlabel(f"place in the compiled schedule (of {length:,} instructions)")
-    axes.set_ylabel("HBM in use, GiB a device")
+    phases = [
+        (op.index, op.index + 1, ("", "recomputation" if op.recomputed else op.phase))
+        for op in report.schedule.ops
+        if op.phase
+    ]
+    top = axes.get_ylim()[1]
+    for begin, end, (_, phase) in _busiest(phases, length, bridge=True):
+        axes.broken_barh([(begin, end - begin)], (0.96 * top, 0.04 * top), color=COLORS[phase])
+        style: dict[str, Any] = {"color": "white", "fontsize": 8, "ha": "center", "va": "center"}
+        text = _fitting(phase, (end - begin) / length * _ROOM / 2)
+        axes.text((begin + end) / 2, 0.978 * top, text, **style)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9)
+    _draw_largest(report, figure.add_subplot(grid[0, 3:]))
+    if has_timeline:
+        timing, end = report.timing, duration(report.timing.slots)
+        axes = figure.add_subplot(grid[1, :])
+        draw_lanes(axes, timing.slots, end)
+        waits = f"{milliseconds(timing.exposed, 1)} wait for collectives; MFU {timing.mfu:.0%}"
+        title = f"Timeline of one step (modelled, not measured): {milliseconds(timing.step, 1)}"
+        axes.set_title(f"{title}, of which {waits}", loc="left", pad=26, weight="bold")
+        below = figure.add_subplot(grid[2, :], sharex=axes)
+        _draw_memory(report, below, 1e3 * _seconds(report), 1e3 * end)
+        below.set_xlabel("modelled time, ms")
+    return figure
+
+
+def _caption(report: Report) -> str:
+    """The title, and why the required memory is more than the live peak."""
+    what = ", ".join(x for x in (report.title, report.topology, report.chip) if x)
+    peak = max(report.schedule.curve, default=0)
+    more = (report.memory.required - peak) / GIB
+    if more < 0 or not peak:
+        return f"{what}."
+    parts = "code, fragmentation and alignment" if report.memory.code else "fragmentation"
+    size = "" if report.memory.code else " (the size of the code is unknown)"
+    live = f"{peak / GIB:.2f} GiB live at the peak"
+    return f"{what}. Required: {live}, and {more:.2f} GiB of {parts}{size}."
+
+
+def _known(text: str) -> str:
+    """``text`` in one line; characters that matplotlib's font lacks are escaped."""
+    return "".join(
+        c if c in "…×–" or (c < "\u0250" and c.isprintable()) else ascii(c)[1:-1] for c in text
+    )
+
+
+def _draw_memory(report: Report, axes: Axes, x: numpy.ndarray, end: float) -> None:
+    """HBM in use by purpose. ``x``: of each place in the schedule; ``end``: the end of the axis."""
+    spots, stack = hbm(report)
+    places, values = numpy.append(x[spots], end), list(stack.values())
+    heights = [numpy.append(one, one[-1:]) / GIB for one in values]
+    colors = [COLORS[name] for name in stack]
+    axes.stackplot(places, heights, labels=list(stack), colors=colors, step="post", linewidth=0)
+    axes.plot(places, sum(heights), color="black", linewidth=0.9, drawstyle="steps-post")
     clean(axes)
-    curve = hbm(report)
-    names = list(curve.stack)
-    colors = [COLORS[n] for n in names]
-    values = [held(curve.stack[n]) / GIB for n in names]
-    x = numpy.append(curve.places, length)
-    axes.stackplot(x, values, labels=names, colors=colors, step="post", linewidth=0, gid=AREA)
-    axes.plot(x, held(curve.total) / GIB, color="black", linewidth=0.9, drawstyle="steps-post")
-    limits(axes, report, length, report.schedule.peak_index)
-    strip = axes.inset_axes((0, 1.0, 1, 0.06), sharex=axes)
-    strip.set_axis_off()
-    strip.set_ylim(0, 1)
-    named_row(strip, phases(report), 0, length, "white")
-    style = {"frameon": False, "handlelength": 1.3, "columnspacing": 1.3, "fontsize": 9.5}
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.06), ncols=len(names), **style)
+    axes.set_ylabel("HBM in use,\nGiB a device")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    peak, capacity = max(report.schedule.curve) / GIB, report.hbm_capacity / GIB
+    shown = capacity < _OFF_AXIS * peak
+    if shown:
+        axes.axhline(capacity, color=_RED, linewidth=1.8, linestyle="--")
+    axes.set(xlim=(0, end), ylim=(0, 1.18 * max(peak, capacity * shown, 1 / GIB)))
+    axes.plot(x[[report.schedule.peak_index]], [peak], marker="v", color="black", clip_on=False)
+    where = "dashed" if shown else "above this axis"
+    words = f"peak {peak:.2f} GiB; capacity {capacity:.2f} GiB ({where})"
+    axes.set_title(words, loc="right", fontsize=10, weight="bold")
 
 
-def _draw_largest(report: Findings, axes: Axes) -> None:
+def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
+    """HBM in use in bytes by purpose, at some places of the schedule: the places, and the values.
+
+    The places are the highest of each interval of the schedule, and so include the peak.
+    """
+    total = numpy.asarray(report.schedule.curve, dtype=float)
+    edges = numpy.linspace(0, len(total), min(len(total), 2 * _BINS) + 1).astype(int)
+    pairs = zip(edges, edges[1:], strict=False)
+    spots = numpy.array([a + int(numpy.argmax(total[a:b])) for a, b in pairs], dtype=int)
+    stack = {}
+    for name, buffers in _purposes(report.schedule).items():
+        change = numpy.zeros(len(total) + 1)
+        for b in buffers:
+            change[b.born] += b.bytes
+            change[min(b.dies + 1, len(total))] -= b.bytes
+        if change.any():
+            stack[name] = numpy.cumsum(change)[spots]
+    rest = numpy.maximum(total[spots] - sum(stack.values()), 0)
+    if rest.any():
+        stack["other temporaries"] = stack.get("other temporaries", 0.0) + rest
+    return spots, stack
+
+
+def _purposes(schedule: Schedule) -> dict[str, list[Buffer]]:
+    gathers = {c.name for c in schedule.collectives if "all-gather" in (c.kind, c.asked)}
+    found: dict[str, list[Buffer]] = {name: [] for name in _PURPOSES}
+    for buffer in schedule.buffers:
+        if buffer.category != "temporary":
+            found[buffer.category + "s"].append(buffer)
+        elif buffer.name in gathers or buffer.opcode.startswith("all-gather"):
+            found["gathered weights"].append(buffer)
+        else:
+            phase = f"made in {buffer.phase}"
+            found[phase if phase in found else "other temporaries"].append(buffer)
+    return found
+
+
+def _draw_largest(report: Report, axes: Axes) -> None:
     """Draw the ten largest buffers as bars with their names."""
-    live = report.schedule.live_at_peak()[:10]
-    colors = {b: COLORS[name] for name, some in purposes(report.schedule).items() for b in some}
+    colors = {b: COLORS[name] for name, some in _purposes(report.schedule).items() for b in some}
+    for row, b in enumerate(report.schedule.live_at_peak()[:10]):
+        axes.barh(row + 0.38, b.bytes / MIB, 0.3, color=colors[b])
+        owner = f"argument {b.name}" if b.category == "argument" else f"{b.opcode}, {b.module}"
+        text = _known(f"{b.bytes / MIB:,.1f} MiB   {short(b.shape, 30)}   {short(owner, 42)}")
+        label = axes.text(0, row, text, fontsize=8.5, va="center", parse_math=False)
+        label.set_in_layout(False)
     axes.set_title("Ten largest buffers live at the peak", loc="left", fontsize=11, weight="bold")
     axes.set_xlabel("MiB a device")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_yticks([])
-    for row, buffer in enumerate(live):
-        axes.barh(row + 0.38, buffer.bytes / MIB, 0.3, color=colors[buffer])
-        size = f"{buffer.bytes / MIB:,.1f} MiB   {short(buffer.shape, 30)}   "
-        text = plain(size + _named(buffer, _NAME - len(size)))
-        axes.text(0, row, **text, fontsize=8.5, va="center")
     axes.set_ylim(9.7, -0.4)
     axes.set_xlim(left=0)
 
 
-def _named(buffer: Buffer, most: int) -> str:
-    """The name of an argument; for another buffer, its operation and module."""
-    if buffer.category == "argument":
-        return short(f"argument {buffer.name}", most)
-    module = short(buffer.module, max(most - len(buffer.opcode) - 2, 8))
-    return ", ".join(x for x in (short(buffer.opcode, 20), module) if x)
+def duration(slots: Sequence[Slot]) -> float:
+    """The length of a timeline in seconds."""
+    return max((slot.end for slot in slots), default=0.0)
 
 
-def _draw_timeline(report: Findings, figure: FigureBase) -> None:
-    timing = report.timing
-    if missing(report):
-        _heading(figure, 0.965, missing(report))
-        return
-    _heading(
-        figure,
-        0.965,
-        f"Timeline of one step (modelled, not measured): {milliseconds(timing.step, 1)}, of which "
-        f"{milliseconds(timing.exposed, 1)} wait for collectives; MFU {timing.mfu:.0%}",
-    )
-    _draw_lanes_and_curve(report, figure, 0.085, 0.85)
+def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
+    """Draw a timeline up to ``end`` seconds: units of the compute, its phases, and collectives.
 
-
-def _draw_lanes_and_curve(report: Findings, figure: FigureBase, left: float, top: float) -> None:
-    """Draw on the part of a figure right of ``left`` and below ``top``."""
-    width = SIDES[1] - left
-    axes = figure.add_axes((left, 0.43, width, top - 0.43))
-    below = figure.add_axes((left, 0.1, width, 0.29), sharex=axes)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.tick_params(axis="x", labelbottom=False, length=0)
-    draw_lanes(axes, lanes(report), 1e3 * duration(report))
-    below.set_xlabel("modelled time, ms")
-    below.set_ylabel("HBM in use,\nGiB a device")
-    clean(below)
-    curve, total = hbm(report), 1e3 * duration(report)
-    x, y = numpy.append(1e3 * curve.seconds, total), held(curve.total) / GIB
-    below.fill_between(x, y, step="post", color=_CURVE, linewidth=0, gid=AREA)
-    below.plot(x, y, color="black", linewidth=0.9, drawstyle="steps-post")
-    limits(below, report, total, float(x[int(numpy.argmax(y))]))
-
-
-def draw_lanes(axes: Axes, found: dict[str, list[Span]], end: float) -> None:
-    """Draw the lanes of a timeline that is ``end`` milliseconds long."""
-    named_row(axes, found[MODULE], 3.1, end, "black")
-    if not found[MODULE]:
-        axes.text(0, 3.5, "  the program has no module names", va="center", color="#666666")
-    rows = LANES[::-1]
-    for row, lane in enumerate(rows[:-1]):
-        _draw_bars(axes, row, found[lane])
-    names = [lane_name(lane, found[lane], room(axes, end)) for lane in rows]
-    words = ["\n".join(map(known, lines)) for lines in names]
-    axes.set_yticks([0.42, 1.42, 2.42, 3.5], words, parse_math=False)
-    axes.set_ylim(-0.1, 4)
-    present = {s.kind for lane in rows[:-1] for s in found[lane]}
-    kinds = [kind for kind in KINDS if kind in present]
-    patches = [Patch(color=COLORS[kind], label=_CALLED.get(kind, kind)) for kind in kinds]
+    In a lane of collectives, a paler colour is a share of the time.
+    """
+    axes.set(xlim=(0, 1e3 * end), ylim=(-0.1, 4))
+    axes.spines[["top", "right"]].set_visible(False)
+    compute = [s for s in slots if s.lane == "compute"]
+    inside = _draw_units(axes, compute, end)
+    phases = [
+        (s.begin, s.end, ("", "recomputation" if s.recomputed else s.phase or "other compute"))
+        for s in compute
+    ]
+    bars = [(s, e, phase) for s, e, (_, phase) in _busiest(phases, end, bridge=False)]
+    rows = [(2, bars)]
+    for row, kind in enumerate((_ASYNCHRONOUS, _SYNCHRONOUS)):
+        some = [s for s in slots if s.lane != "compute" and s.asynchronous == (row == 0)]
+        rows.append((row, [(s.begin, s.end, kind) for s in some]))
+    for row, bars in rows:
+        where = [(1e3 * s, 1e3 * (e - s)) for s, e, _ in bars]
+        axes.broken_barh(where, (row, 0.85), facecolors=[COLORS[k] for _, _, k in bars])
+    names = ["collectives,\nasynchronous", "collectives,\nsynchronous", "compute", inside]
+    axes.set_yticks([0.42, 1.42, 2.42, 3.5], names, parse_math=False)
+    present = {kind for _, bars in rows for _, _, kind in bars}
+    patches = [Patch(color=COLORS[kind], label=kind) for kind in _KINDS if kind in present]
     axes.legend(
-        handles=patches, ncols=max(len(patches), 1), loc="lower left",
-        bbox_to_anchor=(-0.008, 0.99), frameon=False,
-    )  # fmt: skip
+        handles=patches, ncols=7, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), frameon=False
+    )
 
 
-def _draw_bars(axes: Axes, row: int, spans: list[Span]) -> None:
-    for kind, height in sorted({(s.kind, s.height) for s in spans}):
-        alike = [s for s in spans if (s.kind, s.height) == (kind, height)]
-        bars = [(s.begin, s.end - s.begin) for s in alike]
-        color, width = COLORS[kind], 0.4 if height == 1 else 0
-        tips = [_tip(span) for span in alike]
-        axes.broken_barh(bars, (row, 0.85 * height), color=color, linewidth=width, urls=tips)
+def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
+    """Draw units as named boxes, or their parents if most boxes are too narrow for a name.
+
+    Returns the name of the lane, which says where the units are.
+    """
+    unit = units(s.module for s in compute)
+    named = [s for s in compute if unit[s.module]]
+    if not named:
+        axes.text(0, 3.5, "  the program has no module names", va="center", color="#666666")
+        return "module"
+    for level in (unit, {m: u.rpartition(".")[0] or u for m, u in unit.items()}):
+        intervals = [(s.begin, s.end, (level[s.module], s.phase)) for s in named]
+        boxes = _busiest(intervals, end, bridge=True)
+        texts = [_fitting(name, (e - s) / end * _ROOM) for s, e, (name, _) in boxes]
+        if 2 * sum(map(bool, texts)) >= len(texts):
+            break
+    bars = [(1e3 * s, 1e3 * (e - s)) for s, e, _ in boxes]
+    axes.broken_barh(bars, (3.1, 0.8), facecolors=_UNIT, edgecolor="white")
+    for (begin, length), text in zip(bars, texts, strict=True):
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8.5}
+        axes.text(begin + length / 2, 3.48, _known(text), parse_math=False, **style)
+    parents = {name.rpartition(".")[0] for (_, _, (name, _)), t in zip(boxes, texts, strict=True)
+               if t.isdigit()}  # fmt: skip
+    return f"module,\n{_known(short(min(parents), 12))}.N" if len(parents) == 1 else "module"
 
 
-def _tip(span: Span) -> str:
-    label = span.label if span.count == 1 else f"{span.count} in a row, mostly {span.label}"
-    return f"{label}\n{span.busy:.3f} ms from {span.begin:.3f} ms on"
+def _fitting(name: str, room: float) -> str:
+    """``name``, its last component, or "": what fits in ``room`` characters."""
+    return next((text for text in (name, name.rpartition(".")[2]) if len(text) <= room), "")
+
+
+def _busiest(intervals: Iterable[Interval], end: float, bridge: bool) -> list[Interval]:
+    """The label that takes most time in each of 750 bins; bins with one label are joined.
+
+    So single operations of another unit do not show. ``bridge``: whether to join them over a gap.
+    """
+    width = end / _BINS or 1.0
+    busy = [defaultdict[tuple[str, str], float](float) for _ in range(_BINS)]
+    for begin, stop, label in intervals:
+        last = min(int(stop / width), _BINS - 1)
+        for i in range(min(int(begin / width), last), last + 1):
+            busy[i][label] += max(min(stop, (i + 1) * width) - max(begin, i * width), 0.0)
+    runs: list[Interval] = []
+    for i, times in enumerate(busy):
+        if not times:
+            continue
+        begin, label = i * width, max(times, key=times.__getitem__)
+        if runs and runs[-1][2] == label and (bridge or begin - runs[-1][1] < width / 2):
+            begin = runs.pop()[0]
+        runs.append((begin, (i + 1) * width, label))
+    return runs
+
+
+def _seconds(report: Report) -> numpy.ndarray:
+    """Modelled time at each place of the schedule; asynchronous collectives do not count."""
+    slots, length = report.timing.slots, len(report.schedule.curve)
+    begins: dict[int, float] = {length: duration(slots)}
+    for slot in slots:
+        if not slot.asynchronous:
+            begins[slot.index] = min(slot.begin, begins.get(slot.index, slot.begin))
+    index = sorted(begins)
+    times = numpy.maximum.accumulate([begins[i] for i in index])
+    return numpy.interp(numpy.arange(length), index, times)
+
+
+def trace(report: Report) -> str:
+    """The modelled timeline and the HBM in use, as JSON that https://ui.perfetto.dev opens."""
+    return trace_of({"modelled": report.timing.slots}, report)
+
+
+def trace_of(timelines: Mapping[str, Sequence[Slot]], report: Report) -> str:
+    """Timelines by name, each as a process of Chrome's trace event format, and HBM in use."""
+    events: list[dict[str, Any]] = []
+    for pid, (name, slots) in enumerate(timelines.items()):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        for number, slot in enumerate(slots):
+            args = {"module": slot.module, "phase": slot.phase, "place": slot.index}
+            begin, kind = 1e6 * slot.begin, slot.lane
+            event = {"pid": pid, "tid": kind, "cat": kind, "name": slot.label, "ts": begin}
+            if slot.asynchronous:  # these may overlap, so each has its own row
+                events.append({**event, "ph": "b", "id": number, "args": args})
+                events.append({**event, "ph": "e", "id": number, "ts": 1e6 * slot.end})
+            else:
+                events.append({**event, "ph": "X", "dur": 1e6 * slot.end - begin, "args": args})
+    if report.schedule.curve and not missing(report):
+        spots, stack = hbm(report)
+        for number, at in enumerate(1e6 * _seconds(report)[spots]):
+            args = {purpose: float(values[number]) / GIB for purpose, values in stack.items()}
+            events.append({"ph": "C", "pid": 0, "name": "HBM in use, GiB", "ts": at, "args": args})
+    return json.dumps({"traceEvents": events})

@@ -1,21 +1,273 @@
-"""``Report``: print, plot, save, load and compare the report on one compiled step."""
+"""``Report``: the figures of one compiled step, to print, plot, save, load and compare."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from ... import extras
 from ...deprecated import accept_old_names
 from ..compiling.cache import write_whole
-from . import page, storage, text
-from .amounts import GIB, MB, MB_MEANS, MIB, figure, share
-from .findings import Findings
-from .tables import TINY, aligned, count, wire
+from ..records import CompilerMemory, HostNeeds, Part, Schedule, Timing
+from . import page, tables
+from .page import target, target_of_plot
+from .tables import GIB, MB, MB_MEANS, MIB, TINY, aligned, count, figure, share, wire
 
 if TYPE_CHECKING:
     from .beside import Beside
+
+_FORMAT, _VERSION = "xla_fsdp plan", 1
+_EXPECTED = f"expected a report of Report.save(), JSON with format {_FORMAT!r}"
+
+
+@accept_old_names
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What a compiled step needs on a slice: ``print`` it, plot, save and compare it.
+
+    All bytes are of one device and one step.
+
+    Raises:
+        ValueError: no devices, or no memory.
+    """
+
+    topology: str  # as the user named it
+    chip: str
+    devices: int
+    hbm_capacity: int  # usable bytes a device
+    hbm_source: str
+    memory: CompilerMemory
+    schedule: Schedule
+    timing: Timing
+    bound_wire_bytes: int | None  # the bytes of ZeRO; None if unknown
+    bound_label: str
+    link_model: str  # one sentence: assumptions of the interconnect model, and their sources
+    compile_seconds: float
+    program_bytes: int
+    ranks_traced: tuple[int, ...]
+    executables: int  # distinct programs of the traced ranks
+    from_cache: bool = False
+    title: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    # The value of each option that was set, as reported by libtpu, and who set it, in brackets.
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
+    chip_config: str = ""  # how the cores of a chip form devices; "" if there is only one way
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()  # what to change, those that save most time first
+    refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
+    host: HostNeeds | None = None  # if the optimizer steps on the host
+    parts: tuple[Part, ...] = ()  # if the step consists of several programs
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "hbm_capacity"):
+            if getattr(self, name) < 1:
+                message = f"{name} is {getattr(self, name)!r}: a report needs at least 1"
+                raise ValueError(message)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step can be loaded and run."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the step fits in HBM."""
+        return not self.refusal and self.memory.required <= self.hbm_capacity
+
+    @property
+    def host_required(self) -> int:
+        """Bytes of host memory: offloaded state, and offloaded inputs of layers."""
+        if self.host is None:
+            return 0
+        return self.host.required + self.host.ranks * self.memory.host_temporaries
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether host memory is large enough; True if nothing is offloaded."""
+        return self.host is None or self.host_required <= self.host.capacity
+
+    @property
+    def headroom(self) -> float:
+        """The share of HBM that stays free; negative if the step does not fit."""
+        return 1 - self.memory.required / self.hbm_capacity
+
+    @property
+    def sized(self) -> bool:
+        """Whether the required memory is known; it is not if the compiler stopped early."""
+        return self.memory.required > 0 or not self.refusal
+
+    @property
+    def placed(self) -> bool:
+        """Whether the compiler made a schedule."""
+        return self.schedule.length > 0
+
+    @property
+    def timed(self) -> bool:
+        """Whether the compiler estimated cycles, as it does for steps that fit."""
+        # If the step does not fit, only Pallas kernels have times, and those are modelled.
+        return not self.refusal and self.timing.compute > 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a device sends in a step; loops count per iteration."""
+        if self.parts:
+            return sum(part.wire_bytes * part.times for part in self.parts)
+        return sum(c.wire_bytes * c.times for c in self.schedule.collectives)
+
+    @property
+    def wire_ratio(self) -> float | None:
+        """``wire_bytes`` over the bound; None if one of them is unknown."""
+        if not self.bound_wire_bytes or not self.placed:
+            return None
+        return self.wire_bytes / self.bound_wire_bytes
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether it fits, and how well."""
+        of = f"of {self.hbm_capacity / GIB:.1f} GiB a device on {self.topology}"
+        required = f"{self.memory.required / GIB:.1f}"
+        if self.memory.required < GIB / 10:
+            required = f"{self.memory.required / MIB:.1f} MiB"
+        if self.host is not None and self.fits_device and not self.fits_host:
+            return (
+                f"DOES NOT FIT: {self.host_required / 1e9:.0f} GB of {self.host.capacity / 1e9:.0f}"
+                f" GB that a host of {self.topology} has"
+            )
+        if self.fits:
+            return f"FITS: {required} {of} ({100 * self.headroom:.0f} % headroom)"
+        missing = (self.memory.required - self.hbm_capacity) / GIB
+        if missing <= 0:
+            return f"DOES NOT FIT: {self.topology} has {self.hbm_capacity / GIB:.1f} GiB a device"
+        return f"DOES NOT FIT: {required} {of} ({missing:.2f} GiB too much)"
+
+    def __repr__(self) -> str:
+        return f"<Report {self.title or 'step'}: {self.verdict}>"
+
+    def __str__(self) -> str:
+        return tables.text(self)
+
+    @property
+    def time_by_kind(self) -> dict[str, float]:
+        """The modelled seconds of a step by what takes them: matmuls, attention and other Pallas
+        kernels, elementwise operations, copies, recomputation, the optimizer, and waiting for
+        collectives and for copies to the host. Together they are ``timing.step``. Empty if the
+        compiler estimated no times, and for a step of several programs.
+        """
+        return tables.time_by_kind(self)
+
+    def to_json(self) -> str:
+        """The complete report as JSON; ``from_json`` reads it."""
+        data = {"format": _FORMAT, "version": _VERSION, "report": self}
+        data["time_by_kind"] = self.time_by_kind  # for readers of the file; not read back
+        return json.dumps(data, default=_plain)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "this text") -> Report:
+        """Read the report that ``to_json`` wrote; sequences become tuples.
+
+        Raises:
+            ValueError: the text is not such a report. The message names ``source``, where the text
+                comes from.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{source} is not JSON ({error}): {_EXPECTED}") from error
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError(f"{source} is some other JSON: {_EXPECTED}")
+        if data.get("version") != _VERSION:
+            found = data.get("version")
+            raise ValueError(f"{source} has version {found!r}, allowed is {_VERSION}: plan again")
+        try:
+            report: Report = _reader(cls)(data.get("report"))
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            message = f"{source} is damaged ({found}): {_EXPECTED}; plan again"
+            raise ValueError(message) from error
+        return report
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report, including the schedule, as JSON. The file is written completely or not
+        at all.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+        """
+        write_whole(target(path), self.to_json().encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Read what ``save`` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is not a report.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not text: {_EXPECTED}") from error
+        return cls.from_json(text, str(path))
+
+    def compare(self, other: Report) -> Comparison:
+        """Compare this report with another one; ratios are this one over the other.
+
+        Raises:
+            TypeError: ``other`` is not a report.
+        """
+        if not isinstance(other, Report):
+            message = f"cannot compare {type(other).__name__}: give a Report (of plan or load)"
+            raise TypeError(message)
+        return _compare(self, other)
+
+    def compare_trace(self, trace: str | os.PathLike[str]) -> Beside:
+        """Compare this plan with a recorded trace: ``print`` the result, or ``.plot("both.html")``.
+
+        ``trace``: the folder that was given to :class:`xla_fsdp.profile` (its newest trace is
+        read), or a file in it.
+
+        Raises:
+            FileNotFoundError: there is no trace.
+            ValueError: the trace is damaged, has no module names, or is of another model; or this
+                plan has no timeline.
+            MissingExtraError: (an ImportError) protobuf or jax is not installed.
+        """
+        extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
+        if tables.missing(self):
+            raise ValueError(f"nothing to compare a trace with. {tables.missing(self)}")
+        from ..recorded import read_trace  # imports protobuf, which plans do not need
+        from .beside import Beside
+
+        return Beside(self, read_trace(trace))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Plot HBM over the schedule and the timeline of the step.
+
+        ``.png`` is a picture. ``.html`` is one self-contained page with the picture and the tables.
+        ``.trace.json`` has every operation and the memory in use, for https://ui.perfetto.dev.
+
+        Raises:
+            ValueError: ``path`` has another suffix.
+            FileNotFoundError: there is no such folder.
+            MissingExtraError: (an ImportError) matplotlib is not installed.
+        """
+        place = target_of_plot(path, (".png", ".html", ".trace.json"))
+        from . import pictures  # imports matplotlib, which printing and saving do not need
+
+        if place.suffix.lower() == ".png":
+            write_whole(place, pictures.picture(self))
+        else:
+            html = place.suffix.lower() == ".html"
+            write_whole(place, (page.page if html else pictures.trace)(self).encode())
 
 
 @dataclass(frozen=True)
@@ -75,28 +327,19 @@ class Comparison:
             unit = f"{f.unit} ({MB_MEANS})" if f.unit == "MB" else f.unit
             name = f"{f.name}, {unit}" if unit else f.name
             ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
-            rows.append((name, _number(f.left, f.unit), _number(f.right, f.unit), ratio))
+            digits = {"": 0, "GiB": 3, "×": 2}.get(f.unit, 1)
+            rows.append((name, figure(f.left, digits), figure(f.right, digits), ratio))
         return rows
 
 
-def _compare(left: Findings, right: Findings) -> Comparison:
-    """Compare the main figures of two reports.
-
-    Raises:
-        TypeError: one of them is not a report.
-    """
-    for report in (left, right):
-        if not isinstance(report, Findings):
-            message = f"cannot compare {type(report).__name__}: give a Report (of plan or load)"
-            raise TypeError(message)
-    one, two = _figures(left), _figures(right)
+def _compare(left: Report, right: Report) -> Comparison:
     figures = tuple(
         Figure(name, unit, value, other)
-        for (name, unit, value), (_, _, other) in zip(one, two, strict=True)
+        for (name, unit, value), (_, _, other) in zip(_figures(left), _figures(right), strict=True)
     )
     names = (left.title or left.topology, right.title or right.topology)
     if names[0] == names[1]:
-        marks = (f"{left.topology}", f"{right.topology}")
+        marks = (left.topology, right.topology)
         marks = ("this", "other") if marks[0] == marks[1] else marks
         names = (f"{names[0]} ({marks[0]})", f"{names[1]} ({marks[1]})")
     remark = ""
@@ -106,148 +349,71 @@ def _compare(left: Findings, right: Findings) -> Comparison:
     return Comparison(names, (left.verdict, right.verdict), figures, remark)
 
 
-def _figures(report: Findings) -> list[tuple[str, str, float | None]]:
+def _figures(report: Report) -> list[tuple[str, str, float | None]]:
+    """Name, unit and value of each figure; the value is None if it is unknown."""
     memory, timing, collectives = report.memory, report.timing, report.schedule.collectives
+    sized, placed, timed = report.sized, report.placed, report.timed
     ready = [c for c in collectives if c.asynchronous]
     tiny = [c for c in collectives if c.bytes < TINY]
-    held: list[tuple[str, str, float]] = [
-        ("required HBM", "GiB", memory.required / GIB),
-        ("arguments", "GiB", memory.arguments / GIB),
-        ("temporaries", "GiB", memory.temporaries / GIB),
-        ("live peak", "GiB", memory.peak / GIB),
-        ("headroom", "%", 100 * report.headroom),
+    hidden = share(timing.overlapped, timing.collective)
+    built = bool(report.program_bytes) or not report.refusal
+    figures: list[tuple[str, str, bool, float | None]] = [
+        ("required HBM", "GiB", sized, memory.required / GIB),
+        ("arguments", "GiB", sized, memory.arguments / GIB),
+        ("temporaries", "GiB", sized, memory.temporaries / GIB),
+        ("live peak", "GiB", sized, memory.peak / GIB),
+        ("headroom", "%", sized, 100 * report.headroom),
+        ("capacity", "GiB", True, report.hbm_capacity / GIB),
+        ("sent", "MB", placed, report.wire_bytes / MB),
+        ("collectives", "", placed, count(collectives)),
+        ("synchronous", "", placed, count(collectives) - count(ready)),
+        ("smaller than 64 KiB", "", placed, count(tiny)),
+        ("asynchronous share", "%", placed, 100 * share(wire(ready), report.wire_bytes)),
+        ("collective time (model)", "ms", placed, 1e3 * timing.collective),
+        ("sent / bound", "×", True, report.wire_ratio),
+        ("compute (model)", "ms", timed, 1e3 * timing.compute),
+        ("hidden share (model)", "%", timed, 100 * hidden),
+        ("exposed (model)", "ms", timed, 1e3 * timing.exposed),
+        ("step (model)", "ms", timed, 1e3 * timing.step),
+        ("MFU (model)", "%", timed, 100 * timing.mfu),
+        ("compile time", "s", True, report.compile_seconds),
+        ("code", "MiB", built, report.program_bytes / MIB),
+        ("executables", "", True, report.executables),
     ]
-    sent = [
-        ("sent", "MB", report.wire_bytes / MB),
-        ("collectives", "", count(collectives)),
-        ("synchronous", "", count(collectives) - count(ready)),
-        ("smaller than 64 KiB", "", count(tiny)),
-        ("asynchronous share", "%", 100 * share(wire(ready), report.wire_bytes)),
-        ("collective time (model)", "ms", 1e3 * timing.collective),
-    ]
-    took = [
-        ("compute (model)", "ms", 1e3 * timing.compute),
-        ("hidden share (model)", "%", 100 * share(timing.overlapped, timing.collective)),
-        ("exposed (model)", "ms", 1e3 * timing.exposed),
-        ("step (model)", "ms", 1e3 * timing.step),
-        ("MFU (model)", "%", 100 * timing.mfu),
-    ]
-    built = [("code", "MiB", report.program_bytes / MIB)]
-    return [
-        *_where(report.sized, held),
-        ("capacity", "GiB", report.hbm_capacity / GIB),
-        *_where(report.placed, sent),
-        ("sent / bound", "×", report.wire_ratio),
-        *_where(report.timed, took),
-        ("compile time", "s", report.compile_seconds),
-        *_where(report.program_bytes or not report.refusal, built),
-        ("executables", "", report.executables),
-    ]
+    return [(name, unit, value if known else None) for name, unit, known, value in figures]
 
 
-def _where(
-    known: object, figures: list[tuple[str, str, float]]
-) -> list[tuple[str, str, float | None]]:
-    """The figures; with None for each value if they are not ``known``."""
-    return [(name, unit, value if known else None) for name, unit, value in figures]
+def _plain(value: Any) -> Any:
+    """Convert a data class, a mapping or a numpy number to a type that JSON has."""
+    if is_dataclass(value):
+        return vars(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, numpy.generic):
+        return value.item()
+    raise TypeError(f"{value!r:.60} in a report: allowed are data classes and types of JSON")
 
 
-def _number(value: float | None, unit: str) -> str:
-    return figure(value, {"": 0, "GiB": 3, "×": 2}.get(unit, 1))
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """A function that converts a value from JSON to the type of an annotation."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        readers = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+        return lambda value: kind(**{name: readers[name](item) for name, item in value.items()})
+    if origin is types.UnionType:
+        one = _reader(inner[0])
+        return lambda value: None if value is None else one(value)
+    if origin in (tuple, Sequence):
+        one = _reader(inner[0])
+        return lambda value: tuple([one(item) for item in _checked(value, list)])
+    if origin is Mapping:
+        key, one = inner[0], _reader(inner[1])
+        return lambda value: {key(k): one(item) for k, item in _checked(value, dict).items()}
+    return lambda value: _checked(value, (int, float) if kind is float else kind)
 
 
-@accept_old_names
-class Report(Findings):
-    """What a compiled step needs on a slice: ``print`` it, plot, save and compare it."""
-
-    def __repr__(self) -> str:
-        return f"<Report {self.title or 'step'}: {self.verdict}>"
-
-    def __str__(self) -> str:
-        return text.text(self)
-
-    def to_json(self) -> str:
-        """The complete report as JSON; ``from_json`` reads it."""
-        return storage.encode(self)
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "this text") -> Report:
-        """Read the report that ``to_json`` wrote; sequences become tuples.
-
-        Raises:
-            ValueError: the text is not such a report. The message names ``source``, where the text
-                comes from.
-        """
-        return storage.decode(cls, text, source)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report, including the schedule, as JSON. The file is written completely or not
-        at all.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-        """
-        write_whole(storage.target(path), self.to_json().encode())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Report:
-        """Read what ``save`` wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is not a report.
-        """
-        return cls.from_json(storage.read(path), str(path))
-
-    def compare(self, other: Report) -> Comparison:
-        """Compare this report with another one; ratios are this one over the other.
-
-        Raises:
-            TypeError: ``other`` is not a report.
-        """
-        return _compare(self, other)
-
-    def compare_trace(self, trace: str | os.PathLike[str]) -> Beside:
-        """Compare this plan with a recorded trace: ``print`` the result, or ``.plot("both.html")``.
-
-        ``trace``: the folder that was given to :class:`xla_fsdp.profile` (its newest trace is
-        read), or a file in it.
-
-        Raises:
-            FileNotFoundError: there is no trace.
-            ValueError: the trace is damaged, has no module names, or is of another model; or this
-                plan has no timeline.
-            MissingExtraError: (an ImportError) protobuf or jax is not installed.
-        """
-        extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
-        if text.missing(self):
-            raise ValueError(f"nothing to compare a trace with. {text.missing(self)}")
-        from ..recorded.trace import read_trace  # imports protobuf, which plans do not need
-        from .beside import Beside
-
-        return Beside(self, read_trace(trace))
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plot HBM over the schedule and the timeline of the step, with matplotlib.
-
-        ``.png`` is a picture. ``.html`` is one self-contained page with the tables as well; its
-        pictures show figures when the pointer is over them.
-
-        Raises:
-            ValueError: ``path`` has another suffix.
-            FileNotFoundError: there is no such folder.
-            MissingExtraError: (an ImportError) matplotlib is not installed.
-        """
-        target = storage.target(path)
-        if target.suffix.lower() not in (".png", ".html"):
-            message = f"cannot plot to {str(path)!r}: allowed are .png and .html; rename the file"
-            raise ValueError(message)
-        extras.require_extra("plan", "a plot", ("matplotlib",))
-        if target.suffix.lower() == ".html":
-            write_whole(target, page.page(self).encode())
-        else:
-            from .pictures import (
-                picture,
-            )  # imports matplotlib, which printing and saving do not need
-
-            write_whole(target, picture(self))
+def _checked(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        name = getattr(kind, "__name__", "a number")
+        raise TypeError(f"{value!r:.60} where {name} belongs")
+    return value

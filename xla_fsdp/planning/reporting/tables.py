@@ -1,68 +1,84 @@
-"""The tables of a report as cells, for text and page."""
+"""The report as text: its tables (a page has them too), notes and warnings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..records import KINDS, Collective, HostNeeds
-from .amounts import GB, GIB, MB, MIB, UNKNOWN, figure, milliseconds, percent, share, short, units
-from .findings import Findings
+from ..records import KINDS, Collective, HostNeeds, Op
 
+if TYPE_CHECKING:
+    from .report import Report
+
+GIB, MIB, GB, MB = 2**30, 2**20, 10**9, 10**6
+MB_MEANS = "10^6 bytes"  # the unit of bandwidths; MiB and GiB are binary
+UNKNOWN = "unknown"
 TINY = 64 * 1024  # bytes: the time of a smaller collective is its latency
-SENT = "MB sent"
-_COUNTED = ("count", "sync", "async", "< 64 KiB", SENT)
+_COUNTED = ("count", "sync", "async", "< 64 KiB", "MB sent")
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
+_RECOMPUTATION, _OPTIMIZER = "recomputation", "optimizer"
+_KIND_OF_WORK = {
+    "matmul": "matmuls and what is fused with them",
+    "kernel": "attention and other Pallas kernels",
+    "elementwise": "normalization and other elementwise",
+    "copy": "copies and changes of layout",
+    "": "compute of unknown kind",  # reports of older versions
+}
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_COLUMN = 66  # characters of the last column in a line
+_PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
 
 
-@dataclass(frozen=True)
-class Section:
-    """A table of the report. ``columns``: the names of the columns after the first. ``bars``: the
-    column that a page also draws as bars."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    bars: str = ""
-
-    def numeric(self) -> list[bool]:
-        """Which columns have only figures; these are aligned to the right."""
-        return [all(_is_number(cell) for cell in column) for column in zip(*self.rows, strict=True)]
+def figure(value: float | None, digits: int = 0, unit: str = "") -> str:
+    """The figure with its unit; "unknown" for ``None``."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.{digits}f} {unit}".rstrip()
 
 
-def sections(report: Findings) -> list[Section]:
-    """All tables that are not empty."""
-    tables = [
-        _memory(report),
-        _host(report),
-        _parts(report),
-        _largest(report),
-        _collectives(report),
-        _by_unit(report),
-    ]
-    if report.placed:
-        tables += [_traffic(report), _time(report)]
-    return [t for t in (*tables, _program(report)) if t.rows]
+def percent(part: float | None, digits: int = 0) -> str:
+    """A share as a percentage."""
+    return figure(None if part is None else 100 * part, digits, "%")
 
 
-def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str]:
-    """Rows as lines; figures are aligned to the right, words to the left."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = zip(row, widths, numeric, strict=True)
-        padded = [cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells]
-        lines.append("  ".join(padded).rstrip())
-    return lines
+def milliseconds(seconds: float | None, digits: int = 2) -> str:
+    return figure(None if seconds is None else 1e3 * seconds, digits, "ms")
 
 
-def of_kinds(collectives: Sequence[Collective]) -> dict[str, list[Collective]]:
-    """The collectives by kind; those whose kind the compiler changed are listed separately."""
-    found: dict[str, list[Collective]] = {}
-    for kind in KINDS:
-        for c in (c for c in collectives if c.kind == kind):
-            name = f"{kind} (traced as {c.asked})" if c.asked not in ("", kind) else kind
-            found.setdefault(name, []).append(c)
+def share(part: float, whole: float) -> float:
+    """``part / whole``; 0 if ``whole`` is 0."""
+    return part / whole if whole else 0.0
+
+
+def short(text: str, most: int) -> str:
+    """``text``, shortened in the middle to at most ``most`` characters."""
+    if len(text) <= most:
+        return text
+    return text[: most // 2 - 1] + "…" + text[len(text) - (most - most // 2) :]
+
+
+def units(modules: Iterable[str]) -> dict[str, str]:
+    """The top-level unit of every module, by which reports group their figures.
+
+    A unit is the shortest beginning of the path that is not a parent of numbered blocks.
+
+    ``blocks.3.attn.qkv`` and ``blocks.3.norm`` belong to ``blocks.3``, ``embed.proj`` to ``embed``,
+    and next to ``model.layers.0.mlp``, ``model.norm`` is ``model.norm`` and not ``model``.
+    """
+    paths = {m: [c for c in m.split(".") if c and not c.startswith("_")] for m in set(modules)}
+    holders: set[tuple[str, ...]] = set()
+    for path in paths.values():
+        number = next((i for i, part in enumerate(path) if part.isdigit()), 0)
+        holders.update(tuple(path[: i + 1]) for i in range(number))
+    found = {}
+    for module, path in paths.items():
+        depth = 1
+        while depth < len(path) and tuple(path[:depth]) in holders:
+            depth += 1
+        found[module] = ".".join(path[:depth])
     return found
 
 
@@ -76,87 +92,183 @@ def wire(collectives: Sequence[Collective]) -> int:
     return sum(c.wire_bytes * c.times for c in collectives)
 
 
-def _memory(report: Findings) -> Section:
-    m, summed = report.memory, max(report.schedule.curve, default=0)
-    by = f"the compiler's {'buffer assignment' if report.refusal else 'memory statistics'}"
-    donated, code = (None if report.refusal and not size else size for size in (m.aliased, m.code))
+@dataclass(frozen=True)
+class Section:
+    """A table of the report. ``columns``: the names of the columns after the first."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def numeric(self) -> list[bool]:
+        """Which columns have only figures; these are aligned to the right."""
+        return [all(_is_number(cell) for cell in column) for column in zip(*self.rows, strict=True)]
+
+    def lines(self) -> list[str]:
+        """The table as lines; the text of the last column is wrapped."""
+        table = [(self.title, *self.columns)]
+        for row in self.rows:
+            first, *more = textwrap.wrap(row[-1], _COLUMN) or [""]
+            table.append((f"  {row[0]}", *row[1:-1], first))
+            table += [("",) * (len(row) - 1) + (line,) for line in more]
+        return aligned(table, [False, *self.numeric()[1:]])
+
+
+def _is_number(cell: str) -> bool:
+    return cell[:1] in ("", "-", "–") or cell[:1].isdigit() or cell in ("yes", "NO", UNKNOWN)
+
+
+def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str]:
+    """Rows as lines; figures are aligned to the right, words to the left."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = zip(row, widths, numeric, strict=True)
+        padded = [cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def text(report: Report) -> str:
+    """The complete report, in lines of about 100 characters."""
+    lines = [report.verdict, *textwrap.wrap(reason(report), 100), subtitle(report)]
+    for section in sections(report):
+        lines += ["", *section.lines()]
+    for heading, texts in (
+        ("Notes", remarks(report)),
+        ("Warnings", report.warnings),
+        ("What to change", report.suggestions),
+    ):
+        lines += ["", heading] if texts else []
+        for one in texts:
+            lines += textwrap.wrap(one, 100, initial_indent="  * ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def subtitle(report: Report) -> str:
+    """The title, and the slice of the plan."""
+    what = f"{report.title}: " if report.title else ""
+    return f"{what}{report.topology}, {report.devices} devices ({report.chip})"
+
+
+def reason(report: Report) -> str:
+    """The beginning of the compiler's message if the step does not fit; else ""."""
+    first = report.refusal.strip().partition("\n\n")[0]
+    return short(" ".join(_PREFIX.sub("", first).split()), 300)
+
+
+def missing(report: Report) -> str:
+    """Why there is no timeline or no picture at all; "" if there are both."""
+    if not report.schedule.curve:
+        refused = "the compiler stopped before it assigned buffers" if report.refusal else ""
+        return f"Nothing to draw: {refused or 'the schedule is empty'}."
+    if not report.timed and report.refusal:
+        return "No timeline: the compiler stopped before it estimated any times."
+    if not report.timed or not report.timing.slots:
+        return "No timeline: the compiler estimated no times."
+    return ""
+
+
+def remarks(report: Report) -> list[str]:
+    """All notes: assumptions, and remarks on the figures."""
+    notes = [*report.notes, *report.schedule.notes]
+    if report.schedule.collectives:
+        notes.append(f"Interconnect model: {report.link_model.removeprefix('Model: ')}")
+        notes.append(f"MB are {MB_MEANS}; KiB, MiB and GiB are powers of 1024.")
+    return notes
+
+
+def sections(report: Report) -> list[Section]:
+    """All tables that are not empty."""
+    tables = [
+        _memory(report),
+        _host(report),
+        _parts(report),
+        _largest(report),
+        _collectives(report),
+        _by_unit(report),
+    ]
+    if report.placed:
+        tables += [_traffic(report), _time(report), _time_by_kind(report), _time_by_module(report)]
+    return [t for t in (*tables, _program(report)) if t.rows]
+
+
+def _explained(title: str, rows: Sequence[tuple[str, str, str]], unit: str = "") -> Section:
+    return Section(title, (unit, "how obtained"), tuple(rows))
+
+
+def _memory(report: Report) -> Section:
+    m, refused = report.memory, bool(report.refusal)
+    by = f"the compiler's {'buffer assignment' if refused else 'memory statistics'}"
+    donated, code = (None if refused and not size else size for size in (m.aliased, m.code))
     rows: list[tuple[str, float | None, str]] = []
     if report.sized:
-        known = "sum of the above" if not report.refusal else "sum of the known values above"
         rows = [
             ("arguments", m.arguments, f"{by}: parameters, optimizer state, batch"),
             ("outputs", m.outputs, by),
             ("donated", donated and -donated, f"{by}: outputs that reuse buffers of arguments"),
             ("temporaries", m.temporaries, f"{by}, including fragmentation"),
             ("code", code, "the executable itself" if code is None else f"{by}: the executable"),
-            *(
-                [("other parts", m.beside, "tensors of the other programs of the step")]
-                if m.beside
-                else []
-            ),
-            ("required", m.required, known),
         ]
-        if not report.refusal:
-            said = "the schedule" if m.host_temporaries else by
-            rows += [("live peak", m.peak, f"{said}, without code and fragmentation")]
-        rows += [("live peak, computed", summed, "sum of the live buffers in the schedule")]
-    rows += [("capacity", report.hbm_capacity, report.hbm_source)]
+        if m.beside:
+            rows.append(("other parts", m.beside, "tensors of the other programs of the step"))
+        known = "the known values above" if refused else "the above"
+        rows.append(("required", m.required, f"sum of {known}"))
+        if not refused:
+            source = "the schedule" if m.host_temporaries else by
+            rows.append(("live peak", m.peak, f"{source}, without code and fragmentation"))
+        summed = max(report.schedule.curve, default=0)
+        rows.append(("live peak, computed", summed, "sum of the live buffers in the schedule"))
+    rows.append(("capacity", report.hbm_capacity, report.hbm_source))
     small = 0 < m.required < GIB
     scale, digits, unit = (MIB, 1, "MiB") if small else (GIB, 3, "GiB")
     lines = [(name, figure(size and size / scale, digits), how) for name, size, how in rows]
     if report.sized:
         headroom = f"headroom {percent(report.headroom, 1)} of the capacity"
-        lines += [("fits", "yes" if report.fits_device else "NO", headroom)]
-    return Section("HBM of a device", (unit, "how obtained"), tuple(lines))
+        lines.append(("fits", "yes" if report.fits_device else "NO", headroom))
+    return _explained("HBM of a device", lines, unit)
 
 
-def _host(report: Findings) -> Section:
-    held, schedule = report.memory.host_temporaries, report.schedule
-    rows: list[tuple[str, ...]] = []
-    if held or schedule.to_host or schedule.to_device:
-        rows = [("offloaded", figure(held / MIB, 1, "MiB"), "the compiler's buffer assignment")]
-        for name, size in (("copied to it", schedule.to_host), ("copied back", schedule.to_device)):
-            rows.append((name, figure(size / MB, 1, "MB"), "per step, from the scheduled program"))
-        moved = schedule.to_host + schedule.to_device
+def _host(report: Report) -> Section:
+    stored, schedule = report.memory.host_temporaries, report.schedule
+    moved = schedule.to_host + schedule.to_device
+    rows: list[tuple[str, str, str]] = []
+    if stored or moved:
+        how = "per step, from the scheduled program"
+        rows = [
+            ("offloaded", figure(stored / MIB, 1, "MiB"), "the compiler's buffer assignment"),
+            ("copied to it", figure(schedule.to_host / MB, 1, "MB"), how),
+            ("copied back", figure(schedule.to_device / MB, 1, "MB"), how),
+        ]
         if report.timed:
-            speed = figure(moved / report.timing.step / 1e9, 1, "GB/s")
+            speed = figure(moved / report.timing.step / GB, 1, "GB/s")
             rows.append(("needs", speed, "to hide in the modelled step"))
     if report.host is not None:
         rows += _offloaded(report, report.host)
-    return Section("Host memory for a device", ("", "how obtained"), tuple(rows))
+    return _explained("Host memory for a device", rows)
 
 
-def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, str, str]]:
-    read, said = "tensors of the traced step", "on the links to the host"
-    said += (
-        "; the modelled step includes the part that does not overlap"
-        if report.parts
-        else "; NOT in the modelled step"
-    )
-    rows = [
+def _offloaded(report: Report, host: HostNeeds) -> list[tuple[str, str, str]]:
+    part = "the modelled step includes the part that does not overlap"
+    where = f"on the links to the host; {part if report.parts else 'NOT in the modelled step'}"
+    read = "tensors of the traced step"
+    return [
         ("shards", figure(host.shards / GB, 2, "GB"), read),
         ("gradients", figure(host.gradients / GB, 2, "GB"), read),
         ("optimizer", figure(host.state / GB, 2, "GB"), "state that its first step creates"),
         ("buffers", figure(host.buffers / GB, 2, "GB"), "buffers for transfers, at most"),
-        (
-            "gradients sent",
-            figure(host.to_host / MB, 1, "MB"),
-            "per step, when the program has ended",
-        ),
-        (
-            "shards sent",
-            figure(host.to_device / MB, 1, "MB"),
-            "per step, in the dtype of the gather",
-        ),
-        ("transfer time", milliseconds(host.seconds), f"{said}: {host.link_source}"),
+        ("gradients sent", figure(host.to_host / MB, 1, "MB"),
+         "per step, when the program has ended"),
+        ("shards sent", figure(host.to_device / MB, 1, "MB"),
+         "per step, in the dtype of the gather"),
+        ("transfer time", milliseconds(host.seconds), f"{where}: {host.link_source}"),
         ("a host needs", figure(report.host_required / GB, 1, "GB"), f"{host.ranks} rank(s)"),
         ("a host has", figure(host.capacity / GB, 1, "GB"), host.source),
-    ]
-    rows.append(("fits", "yes" if report.fits_host else "NO", "if nothing else uses host memory"))
-    return rows
+        ("fits", "yes" if report.fits_host else "NO", "if nothing else uses host memory"),
+    ]  # fmt: skip
 
 
-def _parts(report: Findings) -> Section:
+def _parts(report: Report) -> Section:
     rows = [
         (
             short(part.name, 40),
@@ -172,7 +284,7 @@ def _parts(report: Findings) -> Section:
     return Section("Parts of the step", columns, tuple(rows))
 
 
-def _largest(report: Findings) -> Section:
+def _largest(report: Report) -> Section:
     live = report.schedule.live_at_peak()
     rows = []
     for b in live[:10]:
@@ -181,16 +293,19 @@ def _largest(report: Findings) -> Section:
         size = f"{b.bytes / MIB:,.1f}"
         rows.append((short(b.shape, 30), size, b.opcode, short(owner, 40), role))
     title = f"Largest at the peak ({min(len(live), 10)} of {len(live)})"
-    return Section(title, ("MiB", "op", "module or name", "role"), tuple(rows), "MiB")
+    return Section(title, ("MiB", "op", "module or name", "role"), tuple(rows))
 
 
-def _collectives(report: Findings) -> Section:
-    collectives = report.schedule.collectives
-    kinds = of_kinds(collectives)
+def _collectives(report: Report) -> Section:
+    """By kind; those whose kind the compiler changed are listed separately."""
+    kinds: dict[str, list[Collective]] = {}
+    for c in sorted(report.schedule.collectives, key=lambda c: KINDS.index(c.kind)):
+        name = f"{c.kind} (traced as {c.asked})" if c.asked not in ("", c.kind) else c.kind
+        kinds.setdefault(name, []).append(c)
     if len(kinds) > 1:
-        kinds["total"] = list(collectives)
+        kinds["total"] = list(report.schedule.collectives)
     rows = [(name, *_counts(some)) for name, some in kinds.items()]
-    return Section("Collectives of a step", _COUNTED, tuple(rows), SENT)
+    return Section("Collectives of a step", _COUNTED, tuple(rows))
 
 
 def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
@@ -200,103 +315,146 @@ def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
     return *map(str, numbers), figure(wire(some) / MB, 1)
 
 
-def _by_unit(report: Findings, most: int = 5) -> Section:
-    """Bytes by top-level unit, the largest first."""
+def _by_unit(report: Report, most: int = 5) -> Section:
+    """Bytes by top-level unit, the largest first; empty if the program names no modules."""
     collectives = report.schedule.collectives
     unit = units(c.module for c in collectives)
     found: dict[str, list[Collective]] = {}
-    for c in collectives:
+    for c in collectives if any(unit.values()) else ():
         found.setdefault(unit[c.module] or "(no module)", []).append(c)
-    if not any(unit.values()):
-        found = {}  # the program names no modules
     ranked = sorted(found.items(), key=lambda item: -wire(item[1]))
     if len(ranked) > most + 1:
         rest = [c for _, some in ranked[most:] for c in some]
         ranked = [*ranked[:most], (f"others ({len(ranked) - most})", rest)]
     rows = [(short(u, 40), *_counts(some)) for u, some in ranked]
-    return Section("Collectives by module", _COUNTED, tuple(rows), SENT)
+    return Section("Collectives by module", _COUNTED, tuple(rows))
 
 
-def _traffic(report: Findings) -> Section:
-    collectives, timing = report.schedule.collectives, report.timing
-    ready = [c for c in collectives if c.asynchronous]
-    inside = [c for c in ready if c.overlap_cycles]
-    bound, ratio = report.bound_wire_bytes, report.wire_ratio
-    rows = [
-        (
-            "sent",
-            figure(report.wire_bytes / MB, 1, "MB"),
-            "scheduled program, loops count per iteration",
-        )
-    ]
-    if bound and ratio is not None:
-        rows += [("bound", figure(bound / MB, 1, "MB"), report.bound_label)]
+def _traffic(report: Report) -> Section:
+    collectives, timing, timed = report.schedule.collectives, report.timing, report.timed
+    sent, bound, ratio = report.wire_bytes, report.bound_wire_bytes, report.wire_ratio
+    how = "scheduled program, loops count per iteration"
+    rows = [("sent", figure(sent / MB, 1, "MB"), how)]
+    rows += [("bound", figure(bound / MB if bound else None, 1, "MB"), report.bound_label)]
+    if ratio is not None:
         less = "1.00 is plain ZeRO-3; kept parameters lower it"
         rows += [("sent / bound", f"{ratio:.2f} ×", less)]
-    else:
-        rows += [("bound", UNKNOWN, report.bound_label)]
     across = [c for c in collectives if c.across_slices]
     if across:
         rows += [("between slices", figure(wire(across) / MB, 1, "MB"), "of what is sent")]
     if collectives:
-        parts = [share(wire(some), report.wire_bytes) for some in (ready, inside)]
-        how = "of the bytes: sent while the device could compute"
-        rows += [("asynchronous", percent(parts[0]), how)]
-        how = "of the bytes: compute is scheduled during them" if report.timed else _NO_CYCLES
-        rows += [("with compute inside", percent(parts[1] if report.timed else None), how)]
-        hidden = share(timing.overlapped, timing.collective) if report.timed else None
-        how = "of the collectives' time, MODEL" if report.timed else _NO_CYCLES
-        rows += [("hidden", percent(hidden), how)]
-    return Section("Traffic of a device", ("", "how obtained"), tuple(rows))
+        ready = [c for c in collectives if c.asynchronous]
+        inside = share(wire([c for c in ready if c.overlap_cycles]), sent)
+        hidden = share(timing.overlapped, timing.collective)
+        ready_how = "of the bytes: sent while the device could compute"
+        inside_how = "of the bytes: compute is scheduled during them" if timed else _NO_CYCLES
+        hidden_how = "of the collectives' time, MODEL" if timed else _NO_CYCLES
+        rows += [
+            ("asynchronous", percent(share(wire(ready), sent)), ready_how),
+            ("with compute inside", percent(inside if timed else None), inside_how),
+            ("hidden", percent(hidden if timed else None), hidden_how),
+        ]
+    return _explained("Traffic of a device", rows)
 
 
-def _time(report: Findings) -> Section:
-    t, known = report.timing, report.timed
-    flops = f"{t.model_flops / 1e12:,.2f} TFLOP a device, over its peak"
-    waits = "the rest, in which compute waits (modelled, not measured)"
+def _time(report: Report) -> Section:
+    t, timed = report.timing, report.timed
+    by_cycles = "the compiler's cycle estimates at the chip's clock"
     figures = [
-        ("compute", t.compute, "the compiler's cycle estimates at the chip's clock"),
+        ("compute", t.compute, by_cycles if timed else _NO_CYCLES),
         ("collectives", t.collective, "interconnect model, see Notes"),
         ("overlapped", t.overlapped, "collectives that overlap with compute in this schedule"),
-        ("exposed", t.exposed, waits),
-        *(
-            [("copies", t.copies, "the device waits for host memory, see Notes")]
-            if t.copies
-            else []
-        ),
-        ("step", t.step, "compute + exposed + copies" if t.copies else "compute + exposed"),
+        ("exposed", t.exposed, "the rest, in which compute waits (modelled, not measured)"),
     ]
+    if t.copies:
+        figures.append(("copies", t.copies, "the device waits for host memory, see Notes"))
+    figures.append(("step", t.step, f"compute + exposed{' + copies' if t.copies else ''}"))
+    rows = [
+        (name, milliseconds(seconds if timed or name == "collectives" else None), how)
+        for name, seconds, how in figures
+    ]
+    flops = f"{t.model_flops / 1e12:,.2f} TFLOP a device, over its peak"
+    rows.append(("MFU", percent(t.mfu if timed else None, 1), flops))
+    return _explained("Time of a step: MODEL", rows)
+
+
+def time_by_kind(report: Report) -> dict[str, float]:
+    """See :attr:`Report.time_by_kind`. Recomputation and the optimizer count separately, whatever
+    they consist of."""
+    if report.parts or not report.timed:  # the schedule has one program of a streamed step
+        return {}
+    found = dict.fromkeys(_KIND_OF_WORK.values(), 0.0) | {_RECOMPUTATION: 0.0, _OPTIMIZER: 0.0}
+    for op, seconds in _timed_ops(report):
+        if op.phase == "optimizer":
+            kind = _OPTIMIZER
+        elif op.recomputed:
+            kind = _RECOMPUTATION
+        else:
+            kind = _KIND_OF_WORK[op.work]
+        found[kind] += seconds
+    found["collectives, exposed"] = report.timing.exposed
+    found["copies to and from the host, exposed"] = report.timing.copies
+    return {kind: seconds for kind, seconds in found.items() if seconds}
+
+
+def _timed_ops(report: Report) -> list[tuple[Op, float]]:
+    """The operations of a step with their modelled seconds."""
+    cycles = sum(op.cycles * op.times for op in report.schedule.ops)
+    second = share(report.timing.compute, cycles)
+    return [(op, second * op.cycles * op.times) for op in report.schedule.ops if op.cycles]
+
+
+def _time_by_kind(report: Report) -> Section:
+    rows = [
+        (kind, milliseconds(seconds), percent(seconds / report.timing.step, 1))
+        for kind, seconds in time_by_kind(report).items()
+    ]
+    return Section("Where the time goes: MODEL", ("", "of a step"), tuple(rows))
+
+
+def _time_by_module(report: Report, most: int = 8) -> Section:
+    """Compute by top-level unit and phase; numbered units, such as equal blocks, are added up."""
+    columns = ("forward", "recomputed", "backward", "optimizer", "other")
+    found: dict[str, dict[str, float]] = {}
+    members: dict[str, set[str]] = {}
+    timed = [] if report.parts or not report.timed else _timed_ops(report)
+    unit = units(op.module for op, _ in timed)
+    for op, seconds in timed if any(unit.values()) else ():
+        name = _NUMBER.sub(".N", unit[op.module]) or "(no module)"
+        members.setdefault(name, set()).add(unit[op.module])
+        column = "recomputed" if op.recomputed else op.phase or "other"
+        times = found.setdefault(name, dict.fromkeys(columns, 0.0))
+        times[column] += seconds
+    ranked = sorted(found.items(), key=lambda item: -sum(item[1].values()))
     rows = []
-    for name, seconds, how in figures:
-        found = known or name == "collectives"
-        source = how if known or name != "compute" else _NO_CYCLES
-        rows.append((name, milliseconds(seconds if found else None), source))
-    rows += [("MFU", percent(t.mfu if known else None, 1), flops)]
-    return Section("Time of a step: MODEL", ("", "how obtained"), tuple(rows))
+    for name, times in ranked[:most]:
+        count = len(members[name])
+        shown = f"{short(name, 36)} ({count})" if count > 1 else short(name, 40)
+        rows.append((shown, *(figure(1e3 * times[one], 2) for one in columns)))
+    if ranked[most:]:
+        rest = [sum(times[one] for _, times in ranked[most:]) for one in columns]
+        rows.append(("others", *(figure(1e3 * seconds, 2) for seconds in rest)))
+    return Section("Compute by module, ms: MODEL", columns, tuple(rows))
 
 
-def _program(report: Findings) -> Section:
-    ranks, code = report.ranks_traced, report.program_bytes
+def _program(report: Report) -> Section:
+    ranks, code, options = report.ranks_traced, report.program_bytes, report.compiler_options
     cached = "from the cache: time of the compilation" if report.from_cache else "measured here"
+    size = code / MIB if code or not report.refusal else None
+    rows = [
+        ("compile time", figure(report.compile_seconds, 1, "s"), cached),
+        ("code", figure(size, 1, "MiB"), "size of the generated code"),
+    ]
+    if report.placed:
+        rows.append(("instructions", f"{report.schedule.length:,}", "places in the schedule"))
     listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     same = "all run one program" if report.executables == 1 else "RANKS DIFFER"
-    size = code / MIB if code or not report.refusal else None
-    rows = [("compile time", figure(report.compile_seconds, 1, "s"), cached)]
-    rows += [("code", figure(size, 1, "MiB"), "size of the generated code")]
-    if report.placed:
-        rows += [("instructions", f"{report.schedule.length:,}", "places in the schedule")]
-    how = f"ranks {listed}: {same}"
-    rows += [("executables", f"{report.executables} of {len(ranks)}", how)]
+    rows.append(("executables", f"{report.executables} of {len(ranks)}", f"ranks {listed}: {same}"))
     if report.versions:
-        names = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-        rows += [("versions", "", names)]
-    if report.compiler_options:
-        names = "; ".join(f"{name}={how}" for name, how in report.compiler_options.items())
-        rows += [("options", f"{len(report.compiler_options)}", names)]
+        rows.append(("versions", "", ", ".join(f"{n} {v}" for n, v in report.versions.items())))
+    if options:
+        values = "; ".join(f"{name}={value}" for name, value in options.items())
+        rows.append(("options", f"{len(options)}", values))
     if report.chip_config:
-        rows += [("cores", "", f"{report.chip_config}: one device a chip")]
-    return Section("Program", ("", "how obtained"), tuple(rows))
-
-
-def _is_number(cell: str) -> bool:
-    return cell[:1] in "-" or cell[:1].isdigit() or cell in ("yes", "NO", UNKNOWN)
+        rows.append(("cores", "", f"{report.chip_config}: one device a chip"))
+    return _explained("Program", rows)

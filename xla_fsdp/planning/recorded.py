@@ -1,4 +1,4 @@
-"""Read one step from a recorded trace, as a plan has it: slots of a timeline, and totals.
+"""Read one step from a trace that ``xla_fsdp.profile`` recorded, to compare it with a plan.
 
 The trace contains a copy of each program, which has the module and the phase of each instruction.
 It is parsed with the same code as the program of a plan, so both use the same names.
@@ -16,29 +16,177 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from ..program.collectives import find_collectives
-from ..program.hlo import parse_module
-from ..program.places import line_up
-from ..program.schedule import computing
-from ..program.scopes import Labels
-from ..records import Collective, Slot
-from .xspace import Event, Plane, hlo_module, read, trace_in
+from .program.collectives import find_collectives
+from .program.hlo import parse_module
+from .program.places import line_up
+from .program.schedule import computing
+from .program.scopes import Labels
+from .records import Collective, Slot
 
 _DEVICE = re.compile(r"/device:TPU:\d+")
 _HOST = "/host:CPU"
+_HLO_PLANE = "/host:metadata"
 _OPS = "XLA Ops"
 _NAME = re.compile(r"%?([\w.\-]+)")
 _STEP = "train"  # what xla_fsdp.profile calls a step
 _KNOWN = 0.9  # the share of the instructions that ran which must be in the program
 _LOST = 1e-9  # seconds: the length of events that have none
-
-_HLO_PLANE = "/host:metadata"
 _SECONDS_TO_READ = 120.0
+_MOST_BYTES = 2 << 30  # the limit of protobuf for a message
+# Run in a separate process, because XLA may crash on damaged bytes.
+_TO_TEXT = (
+    "import sys, jaxlib._jax as j; "
+    "m = j.HloModule.from_serialized_hlo_module_proto(sys.stdin.buffer.read()); "
+    "sys.stdout.write(m.to_string())"
+)
+
+# The fields that are read of XLA's xplane.proto and hlo.proto: name, type (* if repeated), number.
+# Strings are read as bytes, so that a name that is not UTF-8 does not make the file unreadable.
+# Maps are lists of entries, as protobuf encodes them.
+_PACKAGE = "xla_fsdp.recorded"
+_MESSAGES = {
+    "XSpace": ["planes XPlane* 1"],
+    "XPlane": ["name bytes 2", "lines XLine* 3", "event_metadata EventEntry* 4",
+               "stat_metadata StatEntry* 5"],
+    "EventEntry": ["key int64 1", "value XEventMetadata 2"],
+    "StatEntry": ["key int64 1", "value XStatMetadata 2"],
+    "XLine": ["name bytes 2", "timestamp_ns int64 3", "events XEvent* 4"],
+    "XEvent": ["metadata_id int64 1", "offset_ps int64 2", "duration_ps int64 3", "stats XStat* 4"],
+    "XStat": ["metadata_id int64 1", "double_value double 2", "uint64_value uint64 3",
+              "int64_value int64 4", "str_value bytes 5", "bytes_value bytes 6",
+              "ref_value uint64 7"],
+    "XEventMetadata": ["name bytes 2", "display_name bytes 4", "stats XStat* 5"],
+    "XStatMetadata": ["name bytes 2"],
+    "HloProto": ["hlo_module bytes 1"],
+}  # fmt: skip
+_KINDS = {"int64": 3, "uint64": 4, "double": 1, "bytes": 12}  # all others are messages (11)
+_VALUES = [field.split()[0] for field in _MESSAGES["XStat"][1:]]
+
+
+def messages() -> Mapping[str, Any]:
+    """The protobuf classes of the messages, by name."""
+    file = descriptor_pb2.FileDescriptorProto(name="recorded.proto", package=_PACKAGE)
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, kind, number in map(str.split, fields):
+            label, plain = 3 if kind.endswith("*") else 1, kind.rstrip("*")
+            one = message.field.add(name=field, number=int(number), label=label)
+            one.type = _KINDS.get(plain, 11)
+            if plain not in _KINDS:
+                one.type_name = f".{_PACKAGE}.{plain}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+        for name in _MESSAGES
+    }
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ran, in seconds of the trace's clock. ``stats``: its other properties."""
+
+    name: str
+    shown: str  # a shorter name, or ""
+    begin: float
+    end: float
+    stats: Mapping[str, Any]
+
+
+class Plane:
+    """The events of one device, or of the host.
+
+    ``kinds``: name, shorter name and stats of each kind of event, whether or not there are such.
+    """
+
+    def __init__(self, message: Any) -> None:
+        self.name = _text(message.name)
+        self._lines = message.lines
+        self._stats = {entry.key: _text(entry.value.name) for entry in message.stat_metadata}
+        self.kinds = {
+            entry.key: (
+                _text(entry.value.name),
+                _text(entry.value.display_name),
+                self._read(entry.value.stats),
+            )
+            for entry in message.event_metadata
+        }
+
+    def events(self, line: str = "") -> Iterator[Event]:
+        """Yield the events of the lines with this name, or of all lines."""
+        for one in self._lines:
+            if line in ("", _text(one.name)):
+                for event in one.events:
+                    name, shown, stats = self.kinds.get(event.metadata_id, ("", "", {}))
+                    begin = 1e-9 * one.timestamp_ns + 1e-12 * event.offset_ps
+                    end = begin + 1e-12 * max(event.duration_ps, 0)
+                    own = self._read(event.stats) if event.stats else {}
+                    yield Event(name, shown, begin, end, {**stats, **own})
+
+    def _read(self, stats: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for stat in stats:
+            given = [field for field in _VALUES if stat.HasField(field)]
+            if given:
+                value = getattr(stat, given[-1])
+                if given[-1] == "str_value":
+                    value = _text(value)
+                elif given[-1] == "ref_value":  # frequent strings are stored in the table of names
+                    value = self._stats.get(value, "")
+                found[self._stats.get(stat.metadata_id, "")] = value
+        return found
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def trace_in(folder: str | os.PathLike[str]) -> Path:
+    """The newest trace in a TensorBoard folder; or the file itself, if ``folder`` is a file.
+
+    Raises:
+        FileNotFoundError: there is no trace.
+    """
+    path = Path(folder)
+    if path.is_file():
+        return path
+    found = sorted(path.glob("plugins/profile/*/*.xplane.pb"))
+    if not found:
+        raise FileNotFoundError(
+            f"{path}: has no trace (plugins/profile/*/*.xplane.pb): record one with "
+            "xla_fsdp.profile or --profile_steps, and give the folder of the recording"
+        )
+    return max(found, key=lambda each: (each.parent.name, each.stat().st_mtime))
+
+
+def read(path: Path) -> list[Plane]:
+    """Read the planes of a trace.
+
+    Raises:
+        ValueError: the file is not a trace, or is damaged.
+    """
+    size = path.stat().st_size
+    if size >= _MOST_BYTES:
+        raise ValueError(
+            f"{path}: has {size} bytes, the limit is {_MOST_BYTES}: record fewer steps"
+        )
+    try:
+        space = messages()["XSpace"].FromString(path.read_bytes())
+    except DecodeError as error:
+        raise ValueError(f"{path}: is not a trace, or is damaged: record it again") from error
+    planes = [Plane(plane) for plane in space.planes]
+    if not planes:
+        raise ValueError(f"{path}: is empty: the recording was interrupted; record it again")
+    return planes
 
 
 @dataclass(frozen=True)
@@ -62,18 +210,6 @@ class Program:
         return {*found, *(c.module for c in self.starts.values())} - {""}
 
 
-def texts_of(planes: list[Plane]) -> dict[str, list[bytes]]:
-    """The serialized HLO modules of the programs in a trace, by their names in the trace."""
-    found: dict[str, list[bytes]] = {}
-    for plane in planes:
-        if plane.name == _HLO_PLANE:
-            for name, stats in plane.kinds():
-                for value in stats.values():
-                    if isinstance(value, bytes):
-                        found.setdefault(name, []).append(value)
-    return found
-
-
 def read_program(name: str, proto: bytes) -> Program:
     """Parse the program in an HloProto.
 
@@ -81,10 +217,16 @@ def read_program(name: str, proto: bytes) -> Program:
         ValueError: this XLA cannot read it, or it is not scheduled.
     """
     try:
-        text = _text(hlo_module(proto))
+        content = messages()["HloProto"].FromString(proto).hlo_module
     except DecodeError as error:
         raise ValueError(f"program {name} is damaged") from error
-    module = parse_module(text)
+    done = subprocess.run(
+        [sys.executable, "-c", _TO_TEXT],
+        input=content, capture_output=True, timeout=_SECONDS_TO_READ, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ValueError("XLA cannot read a program in this trace")
+    module = parse_module(done.stdout.decode())
     if not module.scheduled:
         raise ValueError(f"program {name} is not scheduled")
     line = line_up(module)
@@ -95,23 +237,12 @@ def read_program(name: str, proto: bytes) -> Program:
         place.instruction.name: labels.of(place.instruction)
         for place in computing(line, found.places)
     }
-    times: dict[str, int] = {}
+    times = Counter[str]()
     for place in line.places:
-        times[place.instruction.name] = times.get(place.instruction.name, 0) + place.times
+        times[place.instruction.name] += place.times
     starts = {names[c.index]: c for c in found.collectives}
     ends = {names[c.done]: c for c in found.collectives if c.done > c.index}
     return Program(module.name, compute, starts, ends, times)
-
-
-def _text(module: bytes) -> str:
-    """The module as text. XLA runs in a separate process, because damaged bytes may crash it."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.hlo_child"],
-        input=module, capture_output=True, timeout=_SECONDS_TO_READ, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise ValueError("XLA cannot read a program in this trace")
-    return done.stdout.decode()
 
 
 @dataclass(frozen=True)
@@ -182,10 +313,8 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
     once = [len(found) for name, found in mine.items() if program.times[name] == 1]
     executions = statistics.mode(once) if once else 1
     steps = len(marks) or 1
-    if (
-        executions % steps
-    ):  # the first or last step is incomplete, or a step runs the program several times
-        steps = 1
+    # Otherwise the first or last step is incomplete, or a step runs the program several times.
+    steps = 1 if executions % steps else steps
     on_cpu = device == _HOST
     ranks = max(executions // steps, 1) if on_cpu else 1
     windows = [_window(mine, number, steps) for number in range(steps)]
@@ -249,11 +378,13 @@ def _main_program(
     for _, key, event in events:
         spent[key] = spent.get(key, 0.0) + event.end - event.begin
     protos: dict[str, list[tuple[str, bytes]]] = {}
-    for name, some in texts_of(planes).items():
+    kinds = [kind for plane in planes if plane.name == _HLO_PLANE for kind in plane.kinds.values()]
+    for name, _, stats in kinds:
         # In "jit_step(81)", jit_step is the program's name and 81 its number.
         base, _, number = name.rpartition("(")
+        some = [(base, value) for value in stats.values() if isinstance(value, bytes)]
         for key in {base, _number(number.removesuffix(")"))} & spent.keys():
-            protos.setdefault(key, []).extend((base, proto) for proto in some)
+            protos.setdefault(key, []).extend(some)
     for key in sorted(protos, key=lambda key: -spent[key]):
         ran: dict[str, list[Event]] = {}
         for op, of, event in sorted(events, key=lambda one: one[2].begin):
