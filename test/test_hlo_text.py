@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.roofline import padded_bytes
 from xla_fsdp.planning.program.collectives import parse_groups
-from xla_fsdp.planning.program.hlo import parse_module
+from xla_fsdp.planning.program.hlo import Tuple, leaves, parse_module, read_shape
 from xla_fsdp.planning.program.scopes import asked, scope
-from xla_fsdp.planning.program.shapes import ShapeReader, Tuple, leaves, padded_bytes
 
 
 @pytest.mark.parametrize(
@@ -36,17 +36,17 @@ from xla_fsdp.planning.program.shapes import ShapeReader, Tuple, leaves, padded_
     ],
 )
 def test_bytes_in_memory(text, size):
-    assert padded_bytes(ShapeReader().read(text)) == size
+    assert padded_bytes(read_shape(text)) == size
 
 
 def test_nested_tuples():
-    shape = ShapeReader().read("((f32[2]{0}), bf16[3,4]{1,0:T(8,128)(2,1)S(5)}, ())")
+    shape = read_shape("((f32[2]{0}), bf16[3,4]{1,0:T(8,128)(2,1)S(5)}, ())")
     assert isinstance(shape, Tuple) and len(shape.parts) == 3
     assert [str(leaf) for leaf in leaves(shape)] == ["f32[2]", "bf16[3,4]"]
     inner = shape.parts[1]
-    assert (inner.minor_to_major, inner.tiles, inner.space) == ((1, 0), ((8, 128), (2, 1)), 5)
+    assert (inner.dims, inner.layout, inner.space) == ((3, 4), "1,0:T(8,128)(2,1)S(5)", 5)
     with pytest.raises(ValueError, match="not a shape"):
-        ShapeReader().read("f32 of 2")
+        read_shape("f32 of 2")
 
 
 @pytest.mark.parametrize(

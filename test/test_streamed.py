@@ -43,7 +43,9 @@ def as_without(rank, on_tpu):
             assert found[2][-1] == found[2][-2]
 
 
-@pytest.mark.parametrize("ranks,on_tpu", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "ranks,on_tpu", [pytest.param(1, False, marks=pytest.mark.full), (2, False), (2, True)]
+)
 def test_trains_as_without(run_ranks, ranks, on_tpu):
     run_ranks(as_without, ranks, on_tpu)
 

@@ -129,10 +129,6 @@ def blocks_may_differ_in_a_number(rank):
         scanned.join([Block()], keep=("up",))
 
 
-def test_blocks_may_differ_in_what_is_ignored(run_ranks):
-    run_ranks(blocks_may_differ_in_a_number, 2)
-
-
 def refused(rank):
     settings = ShardingSettings()
     with pytest.raises(ValueError, match="shard_group_size=3 does not divide the 2 ranks"):
@@ -170,5 +166,10 @@ def refused(rank):
         XlaFullyShardedDataParallel(Network(), collective_routes="fast")
 
 
-def test_what_does_not_go_with_a_model_is_refused(run_ranks):
-    run_ranks(refused, 2)
+def ignored_and_refused(rank):
+    blocks_may_differ_in_a_number(rank)
+    refused(rank)
+
+
+def test_what_may_differ_and_what_does_not_go_with_a_model(run_ranks):
+    run_ranks(ignored_and_refused, 2)

@@ -27,7 +27,7 @@ def names_are_those_of_blocks_wrapped_singly(rank, folder):
     (_, first, last) = FSDP.fsdp_modules(grouped)
     assert len(first.sharded_params) == 8 and len(last.sharded_params) == 4
     for model in (grouped, singly):
-        trained(model, [inputs(rank, step).to("xla") for step in range(2)])
+        trained(model, [inputs(rank, 0).to("xla")])
         torch_xla.sync()
     names = [name for name, _ in singly.named_parameters()]
     assert [name for name, _ in grouped.named_parameters()] == names
@@ -120,8 +120,8 @@ def test_units_of_several_are_tried_where_a_trace_says_that_they_can_be():
                 raise self.error
 
     able, unable = Asking(), Asking(ValueError("the blocks are not all of one nn.Sequential"))
-    assert _groups(able, {}, facts(), 4) and not _groups(unable, {}, facts(), 4)
+    assert _groups(able.trace, {}, facts(), 4) and not _groups(unable.trace, {}, facts(), 4)
     assert able.asked == unable.asked == [TWO.changed(batch=4)]
     # Not asked where the caller has said it, and where there are too few.
-    assert not _groups(able, {"blocks_per_unit": (2,)}, facts(), 4)
-    assert not _groups(able, {}, facts(blocks=3), 4) and len(able.asked) == 1
+    assert not _groups(able.trace, {"blocks_per_unit": (2,)}, facts(), 4)
+    assert not _groups(able.trace, {}, facts(blocks=3), 4) and len(able.asked) == 1

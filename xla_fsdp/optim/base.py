@@ -38,7 +38,7 @@ class ShardedOptimizer(KeepsDtypes):
     Accepts ``model.parameters()`` of a wrapped model, and parameters that are not sharded.
     """
 
-    # Plans do not replace its tensors, see planning/tracing/host_step.py.
+    # Plans do not replace its tensors, see planning/tracing/steady.py.
     knows_shards = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class InFloat32(KeepsDtypes):
         TypeError: ``optimizer_class`` does not make an optimizer.
     """
 
-    # Plans do not replace its tensors, see planning/tracing/host_step.py.
+    # Plans do not replace its tensors, see planning/tracing/steady.py.
     knows_shards = True
 
     def __init__(
