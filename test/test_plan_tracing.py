@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import torch_xla.runtime as xr
 from torch import nn
 
 import xla_fsdp
+from xla_fsdp.planning.tracing import simulated_rank
+from xla_fsdp.planning.tracing import step as traced_step
 from xla_fsdp.planning.tracing.step import trace_step
 
 
@@ -231,8 +234,12 @@ def steps_without_end_say_where():
             model(torch.ones(1, 2).to("xla")).sum().backward()
             stepper.step()
 
-    for step, words in ((spins, "read 2000 values"), (never_syncs, r"torch_xla.sync\(\)")):
-        with pytest.raises(RuntimeError, match=words) as info:
+    for step, words in ((spins, "read 50 values"), (never_syncs, r"torch_xla.sync\(\)")):
+        with (
+            mock.patch.object(simulated_rank, "_MANY_READS", 50),
+            mock.patch.object(traced_step, "_MANY_CALLS", 50),
+            pytest.raises(RuntimeError, match=words) as info,
+        ):
             trace_step(step, 0, 8)
         assert "test_plan_tracing.py" in str(info.value)
     assert trace_step(_step(), 0, 8).has_optimizer  # the next one is planned
@@ -445,7 +452,7 @@ def other_threads_make_tuples_meanwhile():
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
-    live, until = LiveTensors(), time.monotonic() + 3
+    live, until = LiveTensors(), time.monotonic() + 1.5
     while time.monotonic() < until and not failed:
         live.all()
     over.set()
