@@ -8,14 +8,23 @@ operand, only the slices count.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
-from xla_fsdp.planning.program.flops import flops_of
-from xla_fsdp.planning.program.hlo import Computation, Instruction, Module, parse_module
-from xla_fsdp.planning.program.kernels import is_kernel
+from xla_fsdp.planning.program.flops import flops_of, is_kernel
+from xla_fsdp.planning.program.hlo import (
+    HBM,
+    Computation,
+    Instruction,
+    Module,
+    Shape,
+    Tuple,
+    leaves,
+    numbers,
+    parse_module,
+)
 from xla_fsdp.planning.program.places import Place, line_up
-from xla_fsdp.planning.program.shapes import Shape, leaves, padded_bytes
 from xla_fsdp.planning.records import Op, Schedule
 from xla_fsdp.tpu.chips import Chip
 
@@ -24,6 +33,7 @@ _COPIES = ("copy", "transpose", "reshape")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _FIELD = re.compile(r"(\w+)=([-\dx_]+)")
 _SLICES = ("dynamic-slice", "slice", "gather")
+_TILES = re.compile(r"(?<![A-Z])T((?:\([^()]*\))+)")
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ def _read(inside: Computation, parameter: Instruction, whole: int) -> int:
             continue  # only written to
         if one.opcode not in _SLICES:
             return whole
-        total += sum(leaf.padded for leaf in leaves(one.shape))
+        total += sum(_padded(leaf) for leaf in leaves(one.shape))
     return min(whole, total)
 
 
@@ -186,9 +196,39 @@ def _written(inside: Computation, one: Instruction) -> int:
     for part, shape in zip(parts, shapes, strict=True):
         bytes_ = padded_bytes(shape)
         if bytes_ and part.opcode == "dynamic-update-slice":
-            bytes_ = sum(leaf.padded for leaf in leaves(inside.by_name[part.operands[1]].shape))
+            bytes_ = sum(_padded(leaf) for leaf in leaves(inside.by_name[part.operands[1]].shape))
         total += bytes_
     return total
+
+
+def padded_bytes(shape: Shape | Tuple) -> int:
+    """Bytes of HBM of the arrays of a shape, including the padding of their tiled layouts."""
+    return sum(_padded(leaf) for leaf in leaves(shape) if leaf.space == HBM)
+
+
+def _padded(shape: Shape) -> int:
+    order, _, rest = shape.layout.partition(":")
+    sizes = [shape.dims[d] for d in reversed(numbers(order))]
+    if len(sizes) != len(shape.dims):
+        sizes = list(shape.dims)
+    tiles = _TILES.search(rest)
+    for tile in re.findall(r"\(([^()]*)\)", tiles[1]) if tiles else ():
+        sizes = _tiled(sizes, [part.strip() for part in tile.split(",")])
+    return (math.prod(sizes) * shape.bits + 7) // 8
+
+
+def _tiled(sizes: list[int], tile: list[str]) -> list[int]:
+    """Sizes, major first, after tiling the minor ones: the numbers of tiles, then the tile. "*"
+    merges a dimension into the next minor one."""
+    sizes = [1] * (len(tile) - len(sizes)) + sizes
+    counts, lengths, merged = sizes[: len(sizes) - len(tile)], [], 1
+    for size, length in zip(sizes[len(counts) :], tile, strict=True):
+        merged *= size
+        if length != "*":
+            counts.append(-(-merged // int(length)))
+            lengths.append(int(length))
+            merged = 1
+    return counts + lengths
 
 
 def by_kind(all_of_them: list[Timed]) -> dict[str, dict[str, float]]:

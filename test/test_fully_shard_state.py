@@ -186,7 +186,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import torch
 from in_place import VOCABULARY, loss_of, sharded, wrapped
-from xla_fsdp.planning.tracing.fingerprint import names
+from xla_fsdp.planning.tracing.traced import names
 from xla_fsdp.planning.tracing.step import trace_step
 from xla_fsdp.tpu.topology import resolve
 

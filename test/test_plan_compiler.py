@@ -78,37 +78,23 @@ class TestFinding:
             ("libtpu-51", r"compiler='libtpu-51' is no file: .*tested: 0.0.51, 0.0.21"),
             ("/tmp", r"compiler='/tmp' has no bin/python: .* --folder /tmp"),
             ("/etc/passwd", r"/etc/passwd does not run as a Python interpreter \(.*denied"),
-        ],
-    )
-    def test_what_is_none(self, wanted, message):
-        with pytest.raises(UnusableCompilerError, match=message) as info:
-            find_compiler(wanted)
-        assert "\n" not in str(info.value) and COMMAND in str(info.value)
-
-    @pytest.mark.parametrize(
-        ("script", "message"),
-        [
-            ("echo gone >&2; exit 3", r"exit status 3 \(gone\): install one"),
-            ("echo hello", r"does not run as a Python interpreter"),
-            ("true", r"does not run as a Python interpreter"),
-        ],
-    )
-    def test_an_interpreter_that_does_not_answer(self, tmp_path, script, message):
-        with pytest.raises(UnusableCompilerError, match=message) as info:
-            find_compiler(interpreter(tmp_path, script))
-        assert "\n" not in str(info.value)
-
-    @pytest.mark.parametrize(
-        ("lacks", "message"),
-        [
+            (["echo gone >&2; exit 3"], r"exit status 3 \(gone\): install one"),
+            (["echo hello"], r"does not run as a Python interpreter"),
+            (["true"], r"does not run as a Python interpreter"),
             ({"libtpu": ""}, "has no libtpu: install one"),
             ({"jax": "", "jaxlib": "", "libtpu": "1"}, "has no jax, jaxlib: install one"),
             ({"libtpu": "1", "library": ""}, "has no libtpu.so"),
         ],
     )
-    def test_an_interpreter_without_the_compiler(self, tmp_path, lacks, message):
-        with pytest.raises(UnusableCompilerError, match=message):
-            find_compiler(says(tmp_path, **lacks))
+    def test_what_is_none(self, tmp_path, wanted, message):
+        """Text is given as it is, a list is what an interpreter runs, a mapping what it says."""
+        if isinstance(wanted, list):
+            wanted = interpreter(tmp_path, *wanted)
+        elif isinstance(wanted, dict):
+            wanted = says(tmp_path, **wanted)
+        with pytest.raises(UnusableCompilerError, match=message) as info:
+            find_compiler(wanted)
+        assert "\n" not in str(info.value) and COMMAND in str(info.value)
 
     def test_a_real_interpreter_without_the_compiler(self, tmp_path):
         subprocess.run(
@@ -154,6 +140,7 @@ class TestInstalling:
         with pytest.raises(UnusableCompilerError, match="is no virtual environment: remove it"):
             install(folder=tmp_path)
 
+    @pytest.mark.full
     def test_pip_fails(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
         monkeypatch.setenv("PIP_RETRIES", "0")

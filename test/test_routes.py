@@ -167,8 +167,8 @@ def fingerprint_on(rank, name):
     from torch import nn
 
     import xla_fsdp
-    from xla_fsdp.planning.tracing.fingerprint import fingerprint
     from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.planning.tracing.traced import fingerprint
 
     def step():
         model = xla_fsdp.XlaFullyShardedDataParallel(nn.Linear(2048, 2048))

@@ -2,7 +2,7 @@
 
 Two lanes. The compute lane executes the schedule in order, each operation for the compiler's
 ``estimated_cycles`` at the TensorCore's clock (``Chip.clock_hz``), a Pallas kernel for what
-``program/kernels.py`` makes of its own statement; operations without an estimate take no time. The
+``program/flops.py`` makes of its own statement; operations without an estimate take no time. The
 links are one lane too: collectives run one after the other, in the order of their starts, for what
 ``links.py`` says; only permutes that share no link run at once. Compute waits for a synchronous
 collective at its place and for an asynchronous one where it is done; one inside a fusion runs

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ from ...wording import to_one_line
 from ..program.assignment import LIVE_RANGES
 from ..program.flops import model_flops
 from ..records import CompilerMemory
-from ..tracing.fingerprint import names
-from ..tracing.traced import PartitionedProgram, TracedProgram
+from ..tracing.traced import PartitionedProgram, TracedProgram, names
 from . import compile_child
 from .cache import CompiledStep, PlanCache
 from .progress import Progress
@@ -50,7 +49,7 @@ def require_extra(compiler: Compiler) -> None:
     """Raises MissingExtraError unless the packages of the ``plan`` extra are there that a plan
     with ``compiler`` needs."""
     own = ("jax", "jaxlib", "libtpu") if compiler.python == sys.executable else ()
-    extras.require_extra("plan", "planning", (*own, "matplotlib"))
+    extras.require_extra("plan", "planning", (*own, "matplotlib", "google.protobuf"))
 
 
 def compile_step(
@@ -73,9 +72,10 @@ def compile_step(
     """
     compiler = compiler or find_compiler()
     versions = {"torch_xla": importlib.metadata.version("torch_xla"), **compiler.versions}
+    chip_config = {} if host.chip_config is None else {"chip_config_name": host.chip_config}
     request: dict[str, Any] = {
         "libtpu_name": where.libtpu_name,
-        "topology_options": _topology_options(where, host),
+        "topology_options": {**where.options, **chip_config},
         "devices": where.devices,
         "arguments": host.arguments,
         "donated": sorted(program.donated),
@@ -100,20 +100,41 @@ def compile_step(
         (folder / "request.json").write_text(json.dumps(request))
         (folder / compile_child.program_file(request)).write_bytes(code)
         what = f"compiling for {where.name} ({where.devices} devices)"
-        _run(folder, what, progress, compiler)
-        _require_usable(compiler, folder, where)
-        compiled = _collect(folder, key, host.whose, request.get("model_flops"), versions)
+        result = _run(folder, host.arguments, what, progress, compiler)
+        refusal = result.get("error", "")
+        if refusal:
+            _raise_unless_memory(result["kind"], refusal, compiler, where)
+        traced = _dumped(folder, "before_optimizations.txt")
+        assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
+        if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51 writes a separate file
+            assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
+        flops = request.get("model_flops")
+        scheduled = ""  # if it stopped before it had assigned any memory
+        if not refusal:
+            scheduled = (folder / "scheduled.txt").read_text()
+        elif assignment:
+            scheduled = _dumped(folder, "after_optimizations_after_buffer_assignment.txt")
+        compiled = CompiledStep(
+            key=key,
+            traced=traced,
+            scheduled=scheduled,
+            assignment=assignment,
+            memory=None if refusal else CompilerMemory(**result["memory"]),
+            refusal=refusal,
+            seconds=result["seconds"],
+            from_cache=False,
+            model_flops=model_flops(traced) if flops is None else flops,
+            options=_values(_dumped(folder, "flagfile"), host.whose),
+            versions=versions,
+        )
     cache.write(compiled)
     return compiled
 
 
-def _topology_options(where: Slice, host: HostOptions) -> dict[str, object]:
-    if host.chip_config is None:
-        return dict(where.options)
-    return {**where.options, "chip_config_name": host.chip_config}
-
-
-def _run(folder: Path, what: str, progress: Progress, compiler: Compiler) -> None:
+def _run(
+    folder: Path, arguments: str, what: str, progress: Progress, compiler: Compiler
+) -> dict[str, Any]:
+    """Runs the compiler on the request in ``folder``; returns its ``result.json``."""
     began = time.monotonic()
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
@@ -131,27 +152,22 @@ def _run(folder: Path, what: str, progress: Progress, compiler: Compiler) -> Non
                 child.wait()
     if not (folder / "result.json").exists():
         tail = (folder / "log").read_text(errors="replace").strip().splitlines()[-15:]
+        perhaps = ""
+        if child.returncode == -signal.SIGKILL:
+            perhaps = " (killed, perhaps by a system out of memory)"
+        elif child.returncode < 0 and arguments:
+            perhaps = (
+                " (a crash; compiler_options= can undo what it was asked, one by one: "
+                f"LIBTPU_INIT_ARGS={arguments!r})"
+            )
         raise CompileError(
-            f"the TPU compiler ended with exit status {child.returncode}"
-            f"{_perhaps(child.returncode, folder)} and no result. "
+            f"the TPU compiler ended with exit status {child.returncode}{perhaps} and no result. "
             "The end of its output:\n" + "\n".join(tail)
         )
-    most = json.loads((folder / "result.json").read_text())["host_memory"]
-    done = f"{what}, in {most / 2**30:.1f} GiB of host memory"
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    done = f"{what}, in {result['host_memory'] / 2**30:.1f} GiB of host memory"
     progress.done(done, time.monotonic() - began)
-
-
-def _perhaps(status: int, folder: Path) -> str:
-    """What a user can do about a compiler that was killed, or crashed."""
-    if status == -signal.SIGKILL:
-        return " (killed, perhaps by a system out of memory)"
-    arguments = json.loads((folder / "request.json").read_text())["arguments"]
-    if status < 0 and arguments:
-        return (
-            " (a crash; compiler_options= can undo what it was asked, one by one: "
-            f"LIBTPU_INIT_ARGS={arguments!r})"
-        )
-    return ""
+    return result
 
 
 def _give_back_memory() -> None:
@@ -160,62 +176,18 @@ def _give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _require_usable(compiler: Compiler, folder: Path, where: Slice) -> None:
-    """Raises UnusableCompilerError if the compiler did not get as far as the program."""
-    result = json.loads((folder / "result.json").read_text())
-    if result.get("kind") == "topology":
+def _raise_unless_memory(kind: str, error: str, compiler: Compiler, where: Slice) -> None:
+    """Raises if the compiler failed for another reason than the program's need of memory."""
+    if kind == "topology":
         slice_ = f"{where.name} ({where.libtpu_name})"
-        raise UnusableCompilerError(
-            refusal_of(compiler.versions["libtpu"], slice_, result["error"])
-        )
-    if result.get("kind") == "names":
+        raise UnusableCompilerError(refusal_of(compiler.versions["libtpu"], slice_, error))
+    if kind == "names":
         raise UnusableCompilerError(
             f"jax {compiler.versions['jax']} of {compiler.python} has no "
-            f"{to_one_line(result['error'], 200)}: install a tested release: {COMMAND}"
+            f"{to_one_line(error, 200)}: install a tested release: {COMMAND}"
         )
-
-
-def _collect(
-    folder: Path,
-    key: str,
-    named: Iterable[str],
-    flops: float | None,
-    versions: Mapping[str, str],
-) -> CompiledStep:
-    """Reads the results in ``folder``.
-
-    Args:
-        named: options of interest.
-        flops: those of the model, or None to count them in the program.
-        versions: of what made the program.
-    """
-    result = json.loads((folder / "result.json").read_text())
-    if result.get("error") and result["kind"] != "memory":
-        raise CompileError(f"the TPU compiler refused the program: {result['error']}")
-    refused = bool(result.get("error"))
-    traced = _dumped(folder, "before_optimizations.txt")
-    assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
-    if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51 writes a separate file
-        assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
-    if not refused:
-        scheduled = (folder / "scheduled.txt").read_text()
-    elif assignment:
-        scheduled = _dumped(folder, "after_optimizations_after_buffer_assignment.txt")
-    else:
-        scheduled = ""  # it stopped before it had assigned any memory
-    return CompiledStep(
-        key=key,
-        traced=traced,
-        scheduled=scheduled,
-        assignment=assignment,
-        memory=None if refused else CompilerMemory(**result["memory"]),
-        refusal=result.get("error", ""),
-        seconds=result["seconds"],
-        from_cache=False,
-        model_flops=model_flops(traced) if flops is None else flops,
-        options=_values(_dumped(folder, "flagfile"), named),
-        versions=dict(versions),
-    )
+    if kind != "memory":
+        raise CompileError(f"the TPU compiler refused the program: {error}")
 
 
 def _values(flags: str, named: Iterable[str]) -> dict[str, str]:

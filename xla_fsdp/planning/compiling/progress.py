@@ -50,10 +50,7 @@ class Progress:
         self._shown = ""
 
     def done(self, what: str, seconds: float) -> None:
-        if self._stream is not None:
-            start = "\r\033[K" if self._stream.isatty() else ""
-            self._write(f"{start}{what}: {seconds:.0f} s", "\n")
-        self._shown = ""
+        self.say(f"{what}: {seconds:.0f} s")
 
     def _write(self, text: str, end: str) -> None:
         print(text, end=end, file=self._stream, flush=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from .hlo import HBM, HOST
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+)(.*)$")
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
@@ -20,7 +22,6 @@ _COLOR = re.compile(r", color (\d+)")
 _PARAMETER = re.compile(r", parameter (\d+)")
 # What precedes the order of instructions and the live ranges.
 LIVE_RANGES = "\nHloLiveRange"
-_HBM, _HOST = 0, 5  # memory spaces, which XLA calls colors
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Allocation:
     bytes: int
     category: str
     parameter: int | None  # number of the argument that it contains
-    values: tuple[Value, ...]
+    values: Sequence[Value]
 
 
 @dataclass(frozen=True)
@@ -83,26 +84,21 @@ def read_assignment(text: str) -> Assignment:
             break
     allocations = tuple(_allocations(head, ranges, len(sequence) - 1))
     lines = filter(None, map(_ALLOCATION.match, head.splitlines()))
-    on_host = sum(int(line[2]) for line in lines if _color(line[3]) == _HOST)
+    on_host = sum(int(line[2]) for line in lines if _color(line[3]) == HOST)
     return Assignment(allocations, tuple(sequence), on_host)
 
 
 def _allocations(
     text: str, ranges: Mapping[tuple[str, str], tuple[int, int]], last: int
 ) -> Iterator[Allocation]:
-    current: tuple[int, str, int | None] | None = None
-    values: list[Value] = []
-
-    def finished() -> Iterator[Allocation]:
-        if current is not None:
-            yield Allocation(*current, tuple(values))
-
+    values: list[Value] | None = None  # of the last allocation that is in HBM
     for line in text.splitlines():
-        begin = _ALLOCATION.match(line)
-        if begin:
-            yield from finished()
-            current, values = _kind(int(begin[2]), begin[3]), []
-        elif current is not None:
+        if begin := _ALLOCATION.match(line):
+            kind, values = _kind(int(begin[2]), begin[3]), None
+            if kind is not None:
+                values = []
+                yield Allocation(*kind, values)
+        elif values is not None:
             value = _VALUE.match(line)
             if value:
                 name, index, size, offset, shape = value.groups()
@@ -110,12 +106,11 @@ def _allocations(
                 values.append(Value(name, int(size), int(offset), shape, born, dies))
             elif not line.startswith(" "):
                 break  # the end of the allocations
-    yield from finished()
 
 
 def _kind(size: int, said: str) -> tuple[int, str, int | None] | None:
     """Size, category and parameter number; ``None`` if the allocation is not in HBM."""
-    if _color(said) != _HBM or "thread-local" in said:
+    if _color(said) != HBM or "thread-local" in said:
         return None
     parameter = _PARAMETER.search(said)
     if parameter:
@@ -128,7 +123,7 @@ def _kind(size: int, said: str) -> tuple[int, str, int | None] | None:
 
 def _color(said: str) -> int:
     color = _COLOR.search(said)
-    return int(color[1]) if color else _HBM
+    return int(color[1]) if color else HBM
 
 
 def without_overlap(values: Sequence[Value]) -> list[Value]:
@@ -147,7 +142,5 @@ def without_overlap(values: Sequence[Value]) -> list[Value]:
         for value, following in zip(same, [*same[1:], None], strict=True):
             dies = value.dies if following is None else min(value.dies, following.born - 1)
             if dies >= value.born:
-                result.append(
-                    Value(value.name, value.bytes, value.offset, value.shape, value.born, dies)
-                )
+                result.append(replace(value, dies=dies))
     return result

@@ -12,19 +12,19 @@ prepares it, a ``custom-call-update`` with its operands, where it begins, and a
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ...tpu.links import wire_bytes
 from ...tpu.slices import Groups
 from ..records import KINDS, Collective
-from .hlo import Computation, Instruction, Module
+from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves, numbers, span
 from .places import Line, Place
 from .scopes import asked, scope
-from .shapes import Shape, Tuple, leaves, numbers, span
 
 # Opcodes of collectives. A rare kind counts as the one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
@@ -48,15 +48,6 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)*)\}")
 
 
-def _read_groups(instruction: Instruction) -> Groups:
-    """The groups of a collective, or the (source, target) pairs of a collective-permute.
-
-    Empty if all devices form one group. Raises ValueError for an unknown notation.
-    """
-    pairs = instruction.attribute("source_target_pairs")
-    return parse_groups(instruction.attribute("replica_groups") or "" if pairs is None else pairs)
-
-
 def parse_groups(text: str) -> Groups:
     """Parse groups: ``{{0,1},{2,3}}``, ``[2,2]<=[2,2]T(1,0)`` or ``mesh['a'=2,'b'=2] {'b'}``.
 
@@ -65,49 +56,33 @@ def parse_groups(text: str) -> Groups:
     has the numbers that differ only in the named axes.
     """
     text = text.strip()
-    mesh = _MESH.fullmatch(text)
-    if mesh:
-        return _groups_of_mesh(*mesh.groups())
-    iota = _IOTA.fullmatch(text)
-    if iota:
-        rows, width = _split(iota[1])
+    if mesh := _MESH.fullmatch(text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        along = re.findall(r"'(\w+)'", mesh[2])
+        if not set(along) <= set(sizes) or len(set(along)) < len(along):
+            raise ValueError(f"replica groups along {along} do not fit the mesh {mesh[1]!r}")
+        order = [
+            list(sizes).index(name) for name in (*(n for n in sizes if n not in along), *along)
+        ]
+        width = math.prod(sizes[name] for name in along)
+        return _rows(list(sizes.values()), order, width)
+    if iota := _IOTA.fullmatch(text):
+        *several, width = numbers(iota[1])  # a single number means one group
         dims = numbers(iota[2])
-        order = numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
-        if sorted(order) != list(range(len(dims))) or math.prod(dims) != rows * width:
+        order = list(numbers(iota[3]) if iota[3] else range(len(dims)))
+        if sorted(order) != list(range(len(dims))) or math.prod(dims) != math.prod(several) * width:
             raise ValueError(f"replica groups {text!r} have inconsistent sizes")
-        flat = _transposed(dims, order)
-        return tuple(tuple(flat[r * width : (r + 1) * width]) for r in range(rows))
+        return _rows(dims, order, width)
     if text and not re.fullmatch(r"\{(\s*\{[\d,\s]*\}\s*,?)*\s*\}", text):
         raise ValueError(f"replica groups in an unknown notation: {text[:120]!r}")
     groups = (numbers(g) for g in _GROUP.findall(text[1:-1]))
     return tuple(g for g in groups if g)
 
 
-def _groups_of_mesh(mesh: str, named: str) -> Groups:
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    along = re.findall(r"'(\w+)'", named)
-    if not set(along) <= set(sizes) or len(set(along)) < len(along):
-        raise ValueError(f"replica groups along {along} do not fit the mesh {mesh!r}")
-    names, dims = list(sizes), list(sizes.values())
-    order = [names.index(name) for name in (*(n for n in names if n not in along), *along)]
-    flat = _transposed(dims, order)
-    width = math.prod(sizes[name] for name in along)
-    return tuple(tuple(flat[at : at + width]) for at in range(0, len(flat), width))
-
-
-def _split(text: str) -> tuple[int, int]:
-    """Number of groups and their size; a single number means one group."""
-    *most, last = numbers(text)
-    return math.prod(most), last
-
-
-def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
-    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
-    ranges = [range(dims[d]) for d in order]
-    return [
-        sum(i * strides[d] for i, d in zip(index, order, strict=True))
-        for index in itertools.product(*ranges)
-    ]
+def _rows(dims: Sequence[int], order: Sequence[int], width: int) -> Groups:
+    """Numbers from 0 in the shape ``dims``, transposed, in rows of ``width``."""
+    numbered = np.arange(math.prod(dims)).reshape(dims).transpose(order)
+    return tuple(map(tuple, numbered.reshape(-1, width).tolist()))
 
 
 @dataclass(frozen=True)
@@ -204,7 +179,7 @@ class _Search:
             return
         texts = (
             i.attributes
-            for i in self._computation(instruction).instructions
+            for i in self._module.called_by(instruction).instructions
             if i.opcode == "custom-call"
         )
         ends = [t for t in texts if _START in t or _DONE in t]
@@ -302,25 +277,20 @@ class _Search:
                 if operand in self._carried:
                     self._carried[inline.scope, parameter.name] = self._carried[operand]
 
-    # Fusions.
-
-    def _computation(self, instruction: Instruction) -> Computation:
-        return self._module.called_by(instruction)
-
     def _collectives_in(self, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
+        """The collectives inside a fusion or what an asynchronous call starts."""
         if not instruction.called:
             return []
         name = instruction.called[0]
         if name not in self._inside:
-            self._inside[name] = list(self._inner(self._computation(instruction)))
+            computation = self._module.called_by(instruction)
+            found = self._inside[name] = []
+            for one in computation.instructions:
+                if one.opcode in _KINDS:
+                    found.append((computation, one))
+                elif one.opcode == "fusion":
+                    found += self._collectives_in(one)
         return self._inside[name]
-
-    def _inner(self, computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
-        for instruction in computation.instructions:
-            if instruction.opcode in _KINDS:
-                yield computation, instruction
-            elif instruction.opcode == "fusion":
-                yield from self._collectives_in(instruction)
 
 
 def _record(module: Module, one: _Open, last: int) -> Collective:
@@ -333,7 +303,11 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
     emitter = _emitter(core) or _emitter(instruction)
     if one.fused and kind == "all-reduce" and _scatters(module, one, emitter):
         kind = "reduce-scatter"
-    groups = _over_slices(module, core) if between else _read_groups(core)
+    if between:
+        groups = _over_slices(module, core)
+    else:
+        pairs = core.attribute("source_target_pairs")
+        groups = parse_groups(core.attribute("replica_groups") or "" if pairs is None else pairs)
     if kind == "collective-permute":
         size = 2
     else:
@@ -341,7 +315,7 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
     results = one.results
     if not results and isinstance(instruction.shape, Tuple) and len(instruction.shape.parts) > 1:
         results = leaves(instruction.shape.parts[1])
-    number_of_bytes = max(_bytes(one.operands), _bytes(results))
+    number_of_bytes = max(sum(s.bytes for s in shapes) for shapes in (one.operands, results))
     largest = max((*one.operands, *results), key=lambda s: s.bytes, default=None)
     names = [n for n in (core.op_name, instruction.op_name) if n]
     names += _names_of_reducer(module, core)
@@ -374,10 +348,6 @@ def _over_slices(module: Module, core: Instruction) -> tuple[tuple[int, ...], ..
     slices = len(found[1].split(",")) if found else 1
     devices = module.devices
     return tuple(tuple(d + s * devices for s in range(slices)) for d in range(devices))
-
-
-def _bytes(shapes: tuple[Shape, ...]) -> int:
-    return sum(shape.bytes for shape in shapes)
 
 
 def _emitter(instruction: Instruction) -> str:

@@ -1,28 +1,35 @@
 """Count the floating-point operations of a model in the traced program.
 
 A matmul of (m, k) and (k, n) counts 2mkn, a convolution likewise for each of its outputs, and a
-Pallas kernel counts its cost estimate (``kernels.py``). Nothing else counts. The backward of a
+Pallas kernel counts its cost estimate. Nothing else counts. The backward of a
 matmul is two matmuls of the same size (one for the gradient of each factor), so training counts
 three times the forward. For a transformer this is the 6 N per token of Kaplan et al., "Scaling Laws
 for Neural Language Models" (section 2.1), plus attention. Recomputation in the backward does not
 count, by the definition of model FLOPs utilisation in Chowdhery et al., "PaLM" (appendix B).
+
+The time of Pallas kernels is also modelled here, from the same estimates; the compiler has no
+others. A kernel's custom call has Pallas' ``CostEstimate``: floating-point operations, and bytes
+between HBM and the core. Its time in the model is the longer of the two at the chip's peak rates
+(the roofline of Williams et al., "Roofline: an insightful visual performance model", CACM 2009).
+The real time is longer, since neither the vector unit nor the start of a kernel is included.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 
-from .hlo import Computation, Instruction, Module, parse_module
-from .kernels import is_kernel, kernel_flops
-from .shapes import Shape, numbers
-from .trips import trip_count
+from ...tpu.chips import Chip
+from .hlo import Computation, Instruction, Shape, numbers, parse_module
+from .places import line_up
 
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _AGAIN = "recompute["
 _NOT_FORWARD = ("backward[", "optimizer[")
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+# An attribute that xla_fsdp.layers.jax_call sets: FLOPs of the model, if fewer than the kernel's.
+_MODEL_FLOPS = "xla_fsdp_model_flops"
 _DILATED = re.compile(r"lhs_dilate=([\dx]+)")
 
 
@@ -37,37 +44,15 @@ def model_flops(traced: str) -> float:
     Raises:
         ValueError: ``traced`` is not HLO.
     """
-    module = parse_module(traced)
     forward = everything = 0.0
-    for name, flops in _named_flops(module, module.entry, "", 1):
-        if _AGAIN not in name:
+    for place in line_up(parse_module(traced)).places:
+        flops = flops_of(place.computation, place.instruction) * place.times
+        if flops and _AGAIN not in place.path:
             everything += flops
-            if not any(part in name for part in _NOT_FORWARD):
+            if not any(part in place.path for part in _NOT_FORWARD):
                 forward += flops
     # A step without modules has no names.
-    named = "backward[" in traced
-    return 3 * forward if named else everything
-
-
-def _named_flops(
-    module: Module, computation: Computation, name: str, times: int
-) -> Iterator[tuple[str, float]]:
-    """Yield name and FLOPs of the matmuls in ``computation``, which runs ``times`` times.
-
-    ``name``: the name of the calling instruction; it is prepended to the names.
-    """
-    for instruction in computation.instructions:
-        path = f"{name}/{instruction.op_name}"
-        flops = flops_of(computation, instruction)
-        if flops:
-            yield path, times * flops
-        for key in ("body", "to_apply"):
-            inner = instruction.attribute(key)
-            if inner is None or instruction.opcode not in ("while", "call"):
-                continue
-            often = trip_count(module, computation, instruction) if key == "body" else 1
-            body = module.named(inner.lstrip("%"), instruction)
-            yield from _named_flops(module, body, path, times * (often or 1))
+    return 3 * forward if "backward[" in traced else everything
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> float:
@@ -99,3 +84,32 @@ def _elements(instruction: Instruction) -> int:
 def _shape(instruction: Instruction) -> Shape:
     assert isinstance(instruction.shape, Shape), instruction.name
     return instruction.shape
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether ``instruction`` calls a Pallas kernel."""
+    return instruction.opcode == "custom-call" and _KERNEL in instruction.attributes
+
+
+def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
+    """Cycles of one execution at peak rates; ``None`` if the kernel has no cost estimate."""
+    cost = _cost(instruction)
+    if not cost:
+        return None
+    flops, moved = (float(cost.get(name, 0)) for name in ("flops", "bytes_accessed"))
+    seconds = max(flops / chip.device_flops, moved / chip.device_hbm_bandwidth)
+    return round(seconds * chip.clock_hz)
+
+
+def kernel_flops(instruction: Instruction) -> float:
+    """The kernel's part of the model FLOPs; 0 if the kernel has no cost estimate."""
+    for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
+        name, _, value = pair.partition("=")
+        if name.strip() == _MODEL_FLOPS:
+            return float(value.strip('"'))
+    return float(_cost(instruction).get("flops", 0))
+
+
+def _cost(instruction: Instruction) -> dict[str, str]:
+    config = instruction.backend_config.get("custom_call_config") or {}
+    return config.get("cost_estimate") or {}

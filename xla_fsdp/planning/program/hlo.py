@@ -1,18 +1,19 @@
-"""Parse the text of an HLO module.
+"""Parse the text of an HLO module: what ``HloModule.to_string()`` prints.
 
-Reads what ``HloModule.to_string()`` prints: the structure, not the meaning of operations. Most
-attributes are never used, so an attribute is parsed only on access.
+Reads the structure, not the meaning of operations. Most attributes are never used, so an attribute
+is parsed only on access.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from .shapes import Shape, ShapeReader, Tuple, numbers
+HBM, HOST = 0, 5  # memory spaces, see Shape.space; HBM is that of layouts that name none
 
 # An array's shape, then the opcode. A tuple's shape ends at the first ")" that is followed by an
 # opcode: inside, ")" is followed by a comma, a brace or another ")".
@@ -30,6 +31,110 @@ _NUMBER_FIELD = re.compile(r"\b(\w+)=(-?\d+)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 # Tokens that matter for nesting: an entire string, or one bracket.
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+
+# Of shapes.
+_SHAPE = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
+_TOKEN = re.compile(r"/\*.*?\*/|[()]|\w+\[[^\]]*\](?:\{[^}]*\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_ELEMENT_BITS = re.compile(r"E\((\d+)\)")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape and layout of an array.
+
+    ``layout`` is the text of its order in memory and of its tiles, such as ``1,0:T(8,128)``.
+    ``space`` is the memory space: 0 HBM, 1 VMEM, 2 synchronisation flags, 4 and 6 scalar memories,
+    5 the host. ``bits`` is the size of an element, 0 for tokens and opaque values.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str = ""
+    space: int = HBM
+    bits: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Size of the elements, without padding."""
+        return (math.prod(self.dims) * self.bits + 7) // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class Tuple:
+    """A tuple of shapes, which may be tuples themselves."""
+
+    parts: tuple[Shape | Tuple, ...]
+
+    @cached_property
+    def leaves(self) -> tuple[Shape, ...]:
+        """All arrays in it, in order."""
+        return tuple(leaf for part in self.parts for leaf in leaves(part))
+
+
+def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
+    """All arrays of a shape, in order."""
+    return shape.leaves if isinstance(shape, Tuple) else (shape,)
+
+
+def span(shape: Shape | Tuple, place: tuple[int, ...]) -> tuple[int, int]:
+    """The range of leaves below an index such as ``(2, 0)``: first, and one past the last.
+
+    Raises ValueError if the shape has no such index.
+    """
+    start = 0
+    for number in place:
+        if not isinstance(shape, Tuple) or number >= len(shape.parts):
+            raise ValueError(f"{shape} has nothing at {place}")
+        start += sum(len(leaves(part)) for part in shape.parts[:number])
+        shape = shape.parts[number]
+    return start, start + len(leaves(shape))
+
+
+@lru_cache(maxsize=1 << 14)  # programs repeat few shapes often
+def read_shape(text: str) -> Shape | Tuple:
+    """The shape of ``text``; raises ValueError if ``text`` is not a shape."""
+    if text[:1] != "(":
+        return _array(text)
+    stack: list[list] = [[]]
+    for token in _TOKEN.findall(text):
+        if token == "(":
+            stack.append([])
+        elif token == ")" and len(stack) > 1:
+            parts = stack.pop()
+            stack[-1].append(Tuple(tuple(parts)))
+        elif token[:2] != "/*" and token != ")":
+            stack[-1].append(read_shape(token))
+    if len(stack) != 1 or len(stack[0]) != 1:
+        raise ValueError(f"not the shape of a tuple: {text[:120]!r}")
+    shape: Tuple = stack[0][0]
+    return shape
+
+
+def _array(text: str) -> Shape:
+    found = _SHAPE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"not a shape: {text[:120]!r}")
+    dtype, dims, layout = found[1], found[2], found[3] or ""
+    bits, space = _ELEMENT_BITS.search(layout), _SPACE.search(layout)
+    in_name = re.search(r"\d+", dtype)  # f32, bf16, s4, f8e4m3fn, c64
+    usual = 8 if dtype == "pred" else int(in_name[0]) if in_name else 0
+    return Shape(
+        dtype=dtype,
+        # "<=8" is a bounded dimension; its memory is that of the bound.
+        dims=tuple(int(d.strip().lstrip("<=").replace("?", "0")) for d in dims.split(",") if d),
+        layout=layout,
+        space=int(space[1]) if space else HBM,
+        bits=int(bits[1]) if bits else usual,
+    )
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list such as ``2,0,1``."""
+    return tuple(int(n) for n in text.replace(",", " ").split())
 
 
 @dataclass(eq=False)
@@ -165,7 +270,6 @@ def parse_module(text: str) -> Module:
         raise ValueError(f"no line starts with 'HloModule': {text[:80]!r} is not an HLO module")
     computations: dict[str, Computation] = {}
     entry = current = None
-    shapes = ShapeReader()
     for line in _joined(lines):
         if current is None:
             if line[:1] not in (" ", "") and (found := _COMPUTATION.match(line)):
@@ -175,7 +279,7 @@ def parse_module(text: str) -> Module:
         elif line.startswith("}"):
             current = None
         elif line.strip():
-            current.instructions.append(_instruction(line, shapes))
+            current.instructions.append(_instruction(line))
     if entry is None:
         raise ValueError(f"the module {header[:80]!r} has no ENTRY computation")
     counts = dict(_NUMBER_FIELD.findall(header))
@@ -210,7 +314,7 @@ def _joined(lines: list[str]) -> Iterator[str]:
         yield pending
 
 
-def _instruction(line: str, shapes: ShapeReader) -> Instruction:
+def _instruction(line: str) -> Instruction:
     head = _INSTRUCTION.match(line)
     start = head.end() if head else 0
     if head and line[start] == "(":
@@ -232,7 +336,7 @@ def _instruction(line: str, shapes: ShapeReader) -> Instruction:
         items = _split(inside) if "[" in inside else inside.split(",")
         operands = tuple(i.split()[-1].lstrip("%") for i in items if i.strip())
     rest = line[stop + 1 :].lstrip(", ")
-    return Instruction(head[2], opcode, shapes.read(shape_text), operands, rest, bool(head[1]))
+    return Instruction(head[2], opcode, read_shape(shape_text), operands, rest, bool(head[1]))
 
 
 def _closing(text: str, start: int) -> int:

@@ -12,13 +12,12 @@ from itertools import accumulate
 
 from ...tpu.chips import Chip
 from ..records import Buffer, Collective, HostCopy, Op, Schedule
-from .assignment import Allocation, Assignment, Value, without_overlap
+from .assignment import Assignment, Value, without_overlap
 from .collectives import find_collectives
-from .hlo import Instruction, Module, parse_module
-from .kernels import is_kernel, kernel_cycles
+from .flops import is_kernel, kernel_cycles
+from .hlo import HOST, Instruction, Module, Shape, leaves, parse_module
 from .places import Line, Place, line_up
 from .scopes import Labels
-from .shapes import Shape, leaves
 
 # These take no time. For a loop or a call, the instructions inside take the time.
 _FREE = frozenset(
@@ -29,7 +28,6 @@ _FREE = frozenset(
 _NO_ESTIMATE = (2**63 - 1, 2**64 - 1)
 _ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
 
-_HOST = 5  # the memory space, in layouts
 _COPIES = frozenset("copy slice dynamic-slice dynamic-update-slice".split())
 # Instructions that consist of those in the computations that they call.
 _CALLS = frozenset("fusion call async-start".split())
@@ -62,18 +60,23 @@ def read_schedule(
     found = find_collectives(line)
     labels = Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
     ops = tuple(_ops(line, found.places, labels, chip))
-    memory = _Memory(line, labels, assignment, arguments)
-    curve = memory.curve
+    buffers = _buffers(line, labels, assignment, arguments)
+    change = [0] * (len(line.places) + 1)
+    for buffer in buffers:
+        change[buffer.born] += buffer.bytes
+        change[buffer.dies + 1] -= buffer.bytes
+    curve = tuple(accumulate(change[:-1]))
     copies = tuple(_host_copies(line))
     return Schedule(
         length=len(line.places),
         ops=ops,
         collectives=tuple(_overlapped(found.collectives, ops)),
-        buffers=memory.buffers,
+        buffers=buffers,
         curve=curve,
         peak_index=max(range(len(curve)), key=curve.__getitem__),
-        aliased=_aliased(module),
-        notes=tuple(line.notes + found.notes + _untimed(line) + _kernels(line, chip)),
+        # A program with one output has no tuple of outputs; the index of its output is ().
+        aliased={out[0] if out else 0: argument for out, argument, _ in module.aliases},
+        notes=tuple(line.notes + found.notes + _untimed(line, chip)),
         to_host=sum(one.bytes * one.times for one in copies if one.to_host),
         to_device=sum(one.bytes * one.times for one in copies if not one.to_host),
         host_copies=copies,
@@ -92,27 +95,23 @@ def _estimated_cycles(instruction: Instruction) -> int:
     return 0 if cycles in _NO_ESTIMATE else cycles
 
 
-def _untimed(line: Line) -> list[str]:
-    """Notes on operations that take time but have none in the model."""
-    attributes = [place.instruction.attributes for place in line.places]
-    unable = sum(any(f'"{most}"' in text for most in _NO_ESTIMATE) for text in attributes)
-    random = [p for p in line.places if p.instruction.opcode == "rng-bit-generator"]
+def _untimed(line: Line, chip: Chip | None) -> list[str]:
+    """Notes on operations that have no time in the model, or one that is too short."""
+    instructions = [place.instruction for place in line.places]
+    unable = sum(
+        any(f'"{most}"' in one.attributes for most in _NO_ESTIMATE) for one in instructions
+    )
+    random = [one for one in instructions if one.opcode == "rng-bit-generator"]
     notes = []
     if unable:
         notes.append(f"the compiler has no estimate for {unable} fusion(s): no time for them here")
-    if random and not any(_estimated_cycles(p.instruction) for p in random):
+    if random and not any(map(_estimated_cycles, random)):
         notes.append(
             f"the compiler has no estimate for {len(random)} generator(s) of random numbers: no "
             "time for them here"
         )
-    return notes
-
-
-def _kernels(line: Line, chip: Chip | None) -> list[str]:
-    """Notes on the modelled time of Pallas kernels."""
-    kernels = [place.instruction for place in line.places if is_kernel(place.instruction)]
+    kernels = [one for one in instructions if is_kernel(one)]
     unknown = sum(chip is None or kernel_cycles(one, chip) is None for one in kernels)
-    notes = []
     if len(kernels) > unknown:
         notes.append(
             f"{len(kernels) - unknown} Pallas kernel(s): the modelled time is that of their stated "
@@ -126,12 +125,6 @@ def _kernels(line: Line, chip: Chip | None) -> list[str]:
     return notes
 
 
-def _cycles(instruction: Instruction, chip: Chip | None) -> int:
-    if chip is not None and is_kernel(instruction):
-        return kernel_cycles(instruction, chip) or 0
-    return _estimated_cycles(instruction)
-
-
 def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
     """Yield the places that compute something; ``taken``: the places of collectives."""
     for place in line.places:
@@ -143,11 +136,15 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
     for place in computing(line, taken):
         instruction = place.instruction
         phase, module = labels.of(instruction)
+        if chip is not None and is_kernel(instruction):
+            cycles = kernel_cycles(instruction, chip) or 0
+        else:
+            cycles = _estimated_cycles(instruction)
         yield Op(
             index=place.index,
             name=instruction.name,
             opcode=instruction.opcode,
-            cycles=_cycles(instruction, chip),
+            cycles=cycles,
             times=place.times,
             module=module,
             phase=phase,
@@ -187,11 +184,6 @@ def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[
         yield one
 
 
-def _aliased(module: Module) -> dict[int, int]:
-    # A program with one output has no tuple of outputs; the index of its output is ().
-    return {output[0] if output else 0: argument for output, argument, _ in module.aliases}
-
-
 def _host_copies(line: Line) -> Iterator[HostCopy]:
     """Copies between HBM and host memory, in the order of the schedule."""
     shapes = {
@@ -209,11 +201,11 @@ def _host_copies(line: Line) -> Iterator[HostCopy]:
             continue
         given = [leaves(shapes[operand])[0] for operand in line.operands(place)]
         source, target = _ends(kind, place.instruction, given)
-        if (source.space == _HOST) != (target.space == _HOST):
+        if (source.space == HOST) != (target.space == HOST):
             # Of an update in place moves what is written, of a slice what is read.
             size = (source if kind == "dynamic-update-slice" else target).bytes
             done = ends.get((place.scope, place.instruction.name), place.index)
-            yield HostCopy(place.index, done, size, target.space == _HOST, place.times)
+            yield HostCopy(place.index, done, size, target.space == HOST, place.times)
 
 
 def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shape, Shape]:
@@ -227,78 +219,46 @@ def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shap
     return given[0], found[0] if kind == "copy" else found[len(given)]
 
 
-class _Memory:
-    """HBM over the places of ``line``.
+def _buffers(
+    line: Line, labels: Labels, assignment: Assignment, arguments: Sequence[str]
+) -> tuple[Buffer, ...]:
+    """Everything in HBM except the program itself, largest first.
 
-    Args:
-        arguments: names of the arguments by number; "" or missing if unknown.
-
-    Attributes:
-        buffers: everything in HBM except the program itself, largest first.
-        curve: bytes in use at every place.
+    ``arguments``: names of the arguments by number; "" or missing if unknown.
     """
+    places = {place.instruction.name: place for place in reversed(line.places)}
+    last = len(line.places) - 1
+    # The place for every entry of the compiler's sequence. That also has the instructions inside
+    # fusions and asynchronous operations; these get the place of the last one before them.
+    in_line = (places[name].index if name in places else 0 for name in assignment.sequence)
+    place_of = list(accumulate(in_line, max, initial=0))[1:]
 
-    def __init__(
-        self, line: Line, labels: Labels, assignment: Assignment, arguments: Sequence[str] = ()
-    ) -> None:
-        self._labels = labels
-        self._arguments = arguments
-        self._places = {place.instruction.name: place for place in reversed(line.places)}
-        self._last = len(line.places) - 1
-        self._place_of = self._positions(assignment)
-        found = [buffer for one in assignment.allocations for buffer in self._of_allocation(one)]
-        self.buffers = tuple(sorted(found, key=lambda b: (-b.bytes, b.born)))
-        change = [0] * (len(line.places) + 1)
-        for buffer in self.buffers:
-            change[buffer.born] += buffer.bytes
-            change[buffer.dies + 1] -= buffer.bytes
-        self.curve = tuple(accumulate(change[:-1]))
-
-    def _positions(self, assignment: Assignment) -> list[int]:
-        """The place in the line for every entry of the compiler's sequence.
-
-        The sequence also has the instructions inside fusions and asynchronous operations; these get
-        the place of the last instruction before them.
-        """
-        at, places = 0, []
-        for name in assignment.sequence:
-            place = self._places.get(name)
-            if place is not None:
-                at = max(at, place.index)
-            places.append(at)
-        return places
-
-    def _of_allocation(self, one: Allocation) -> Iterator[Buffer]:
-        if one.category == "constant":
-            return  # part of the program
-        if one.category == "temporary":
-            for value in without_overlap(one.values):
-                yield self._buffer(value.name, value.bytes, value, "temporary", value.shape)
-        elif one.values:
-            value = one.values[0]
-            number = len(self._arguments) if one.parameter is None else one.parameter
-            name = self._arguments[number] if number < len(self._arguments) else ""
-            yield self._buffer(name or value.name, one.bytes, value, one.category, value.shape)
-
-    def _buffer(self, name: str, size: int, value: Value, category: str, shape: str) -> Buffer:
-        place = self._places.get(value.name)
-        phase, module = self._labels.of(place.instruction) if place else ("", "")
-        born, dies = 0, self._last
-        if category == "temporary":
-            born, dies = self._place_of[value.born], self._place_of[value.dies]
-        elif category == "output":
-            born = self._place_of[value.born]
+    def buffer(name: str, size: int, value: Value, category: str) -> Buffer:
+        place = places.get(value.name)
+        phase, module = labels.of(place.instruction) if place else ("", "")
         if category == "argument":
             # "exp_avg of blocks.3.mlp.weight" belongs to blocks.3.mlp.weight.
             module = name.rpartition(" of ")[2] if name != value.name else ""
         return Buffer(
             name=name,
             bytes=size,
-            born=born,
-            dies=dies,
+            born=0 if category == "argument" else place_of[value.born],
+            dies=place_of[value.dies] if category == "temporary" else last,
             category=category,
-            shape=shape.partition("{")[0],
+            shape=value.shape.partition("{")[0],
             opcode=place.instruction.opcode if place else "",
             module=module,
             phase=phase,
         )
+
+    found = []
+    for one in assignment.allocations:
+        if one.category == "temporary":
+            values = without_overlap(one.values)
+            found += [buffer(value.name, value.bytes, value, "temporary") for value in values]
+        elif one.values and one.category != "constant":  # constants are part of the program
+            value, number = one.values[0], one.parameter
+            known = number is not None and number < len(arguments)
+            name = arguments[number] if known and number is not None else ""
+            found.append(buffer(name or value.name, one.bytes, value, one.category))
+    return tuple(sorted(found, key=lambda b: (-b.bytes, b.born)))

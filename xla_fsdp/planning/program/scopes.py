@@ -78,7 +78,7 @@ class Labels:
         self._known: dict[int, tuple[str, str]] = {}
         for place in line.places:
             instruction = place.instruction
-            found = known.get(instruction.name) or self._own(instruction)
+            found = known.get(instruction.name) or scope(self._name(instruction))
             if not any(found) and instruction.opcode in _MOVES:
                 found = by_name.get(next(iter(line.operands(place)), (0, "")), ("", ""))
             by_name[place.scope, instruction.name] = self._known[id(instruction)] = found
@@ -89,18 +89,12 @@ class Labels:
 
     def is_recomputed(self, instruction: Instruction) -> bool:
         """Whether it was traced in the forward of a checkpointed module that runs again."""
-        if any(scope(instruction.op_name)) or instruction.opcode != "fusion":
-            return _AGAIN in instruction.op_name
-        inside = reversed(self._module.called_by(instruction).instructions)
-        names = (one.op_name for one in inside if any(scope(one.op_name)))
-        return _AGAIN in next(names, "")
+        return _AGAIN in self._name(instruction)
 
-    def _own(self, instruction: Instruction) -> tuple[str, str]:
-        found = scope(instruction.op_name)
-        if any(found) or instruction.opcode != "fusion":
-            return found
-        for inside in reversed(self._module.called_by(instruction).instructions):
-            found = scope(inside.op_name)
-            if any(found):
-                return found
-        return "", ""
+    def _name(self, instruction: Instruction) -> str:
+        """Its name; of a fusion without scopes, the last name inside that has some."""
+        names = [instruction.op_name]
+        if instruction.opcode == "fusion" and not any(scope(instruction.op_name)):
+            inside = self._module.called_by(instruction).instructions
+            names += [one.op_name for one in reversed(inside)]
+        return next((name for name in names if any(scope(name))), names[0])

@@ -79,7 +79,7 @@ class Naming:
             self._threads.stack.pop()
 
     def _push(self, module: nn.Module | None, name: str) -> None:
-        self._threads.stack.append((module, _push(name)))
+        self._threads.stack.append((module, xlac.scope(name)))
 
     def is_in(self, module: nn.Module) -> bool:
         """Whether this thread entered ``module`` last."""
@@ -148,7 +148,7 @@ class Naming:
     def _gradient_reached(self, name: str) -> None:
         current = self._threads.gradient
         current.clear()  # the previous scope must end first
-        current.append(_push(f"backward[{name}]"))
+        current.append(xlac.scope(f"backward[{name}]"))
 
 
 class _Thread(threading.local):
@@ -167,7 +167,3 @@ def plain(name: str) -> str:
     """
     name = name.replace("_fsdp_shard" + _IN_TREE_SEPARATOR, "").replace(_IN_TREE_SEPARATOR, ".")
     return ".".join(part for part in name.split(".") if part and not part.startswith("_"))
-
-
-def _push(name: str) -> Any:
-    return xlac.scope(name)

@@ -2,6 +2,10 @@
 
 The first step of an optimizer creates its state; all later steps read and update it. A plan is for
 a later step, whose state is an argument of the program and occupies memory.
+
+With ``cpu_offload`` the optimizer has tensors on the CPU. A plan needs no values of them, and they
+may be larger than the memory of this machine. So each has two elements while an optimizer steps.
+The size of the state that the optimizer makes for two elements gives the size for all elements.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ...sharding.cpu_offload import HostShard
+from ...sharding.sharded_parameter import local, on_local_parts
 from ...tree import tensors_in
-from .host_step import HostSteps
 from .live import SavedValue, is_xla
 from .naming import Naming
 from .simulated_rank import fill_pending
+
+_FEW = 2  # elements of a parameter on the host
 
 
 class SteadyOptimizers:
@@ -133,6 +140,56 @@ class _Saved:
         with torch.no_grad():
             for tensor, value in self.values:
                 tensor.copy_(value)
+
+
+class HostSteps:
+    """Measures the optimizer state on the host.
+
+    Attributes:
+        state: its bytes.
+    """
+
+    def __init__(self) -> None:
+        self.state = 0
+        self._known: dict[HostShard, int] = {}
+        self._kept: list[tuple[Optimizer, HostShard, torch.Tensor, Any, Any]] = []
+
+    def shrink(self, optimizer: Optimizer) -> None:
+        """Gives each parameter of ``optimizer`` on the host two elements, and no state."""
+        if getattr(optimizer, "knows_shards", False):  # stores bfloat16 shards in another form
+            return
+        for group in optimizer.param_groups:
+            for shard in group["params"]:
+                if not isinstance(shard, HostShard) or not local(shard).numel():
+                    continue
+                state = optimizer.state.pop(shard, None)
+                with on_local_parts():
+                    grad = shard.grad
+                    self._kept.append((optimizer, shard, shard.detach(), grad, state))
+                    shard.grad = None
+                    few = torch.zeros(_FEW, dtype=shard.dtype, device="cpu")
+                    torch.Tensor.data.__set__(shard, few)  # type: ignore[attr-defined]
+                    shard.grad = None if grad is None else torch.zeros_like(few)
+
+    def restore(self) -> None:
+        """Reverts :meth:`shrink`, and counts the state that the optimizer made."""
+        while self._kept:
+            optimizer, shard, values, grad, state = self._kept.pop()
+            made = optimizer.state.pop(shard, {})
+            made = {k: local(v) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+            size = 0
+            for value in made.values():
+                if isinstance(value, torch.Tensor):
+                    each = values.numel() if value.numel() == _FEW else 1
+                    size += each * value.dtype.itemsize
+            self._known[shard] = max(size, self._known.get(shard, 0))
+            with on_local_parts():
+                shard.grad = None
+                torch.Tensor.data.__set__(shard, values)  # type: ignore[attr-defined]
+                shard.grad = grad
+            if state is not None:
+                optimizer.state[shard] = state
+        self.state = sum(self._known.values())
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:

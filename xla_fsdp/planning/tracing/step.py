@@ -16,20 +16,21 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ...collectives.random_state import preserve_random_state
-from ...offload import ShardCopy
+from ...offload import FETCHED_BYTES, STAGED_BYTES, ShardCopy
 from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank
+from ...sharding.sharded_parameter import local
+from ...sharding.sharded_tensor import ShardedTensor
+from ...sharding.state import FSDPState, unique_units
 from ...tpu.topology import Slice
 from ..records import HostNeeds
-from .bound import ZeroBound, zero_bound
-from .host_step import gradients_for_host, needs_of, offloaded_tensors, units_of
 from .live import LiveTensors, inspect_tensor, is_xla, may_have_grad
 from .naming import Naming, plain
 from .simulated_rank import SimulatedRank, StepTraced, fill_pending, forget_pending
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
-from .units import TracedUnit, traced_units
+from .units import TracedUnit, ZeroBound, traced_units, zero_bound
 
 # Calls of models and optimizers without a sync: more than in any step.
 _MANY_CALLS = 1000
@@ -73,7 +74,10 @@ class TracedStep:
     @property
     def fingerprint(self) -> str:
         """Equal for steps that can share all executables."""
-        return _fingerprint(self.parts) if self.parts else self.program.fingerprint
+        if not self.parts:
+            return self.program.fingerprint
+        together = "".join(part.program.fingerprint for part in self.parts)
+        return hashlib.sha256(together.encode()).hexdigest()
 
 
 def trace_step(
@@ -151,7 +155,7 @@ class _Run:
         self.steps_read: int | None = None
         self.over = False
         self.calls = 0  # of roots, and of optimizers, since the last cut
-        self.parts = _PartCollector()
+        self.parts: list[TracedPart] = []  # of a model with streamed units
         self.sent: list[int] = []  # bytes of each gradient that `found` sends to the host
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
@@ -178,7 +182,7 @@ class _Run:
         if self.has_optimizer:
             self._stop()
         self._begin_program()
-        if self.parts.found:
+        if self.parts:
             forget_pending()
 
     def read(self) -> None:
@@ -230,13 +234,13 @@ class _Run:
             bound=self.bound,
             units=self.units,
             reads=tuple(simulated.reads),
-            programs_before=0 if self.parts.found else max(self.programs - 1, 0),
+            programs_before=0 if self.parts else max(self.programs - 1, 0),
             has_optimizer=self.has_optimizer,
             with_closure=self.optimizers.with_closure,
             sized_by_data=tuple(simulated.sized_by_data),
             untrained=tuple(owners.get(p, "a parameter") for p in self.optimizers.untrained),
             host=self._needs(),
-            parts=self.parts.noted(),
+            parts=_with_transfers(self.parts),
             trained=sum(
                 p.requires_grad
                 for optimizer in self.optimizers.all
@@ -246,7 +250,7 @@ class _Run:
         )
 
     def _needs(self) -> HostNeeds | None:
-        tensors, parts = offloaded_tensors(self.naming.roots), self.parts.found
+        tensors, parts = offloaded_tensors(self.naming.roots), self.parts
         needs = needs_of(tensors, self.sent, self.optimizers.host.state)
         if needs is None or not parts:
             return needs
@@ -275,9 +279,10 @@ class _Run:
         tensors = self.live.all()
         program = self.boundary.lower(tensors, self._names(self.boundary))
         sent = [t.numel() * t.dtype.itemsize for t in gradients_for_host(self.naming.roots)]
-        streamed = _is_streamed(self.naming.roots)
+        # The parameters of streamed units are on the device only while the unit computes.
+        streamed = any(unit.stream is not None for unit in units_of(self.naming.roots))
         if streamed and program is not None and not self.optimizers.stepped:
-            self.parts.add(program, self.boundary, tensors, self.naming.roots, sum(sent))
+            self._add_part(program, tensors, sum(sent))
         elif self.sent and not sent:  # during the step on the host: norms, ignored parameters
             self.has_optimizer = self.has_optimizer or bool(self.optimizers.stepped)
             return
@@ -288,6 +293,18 @@ class _Run:
         self.has_optimizer = bool(self.optimizers.stepped) or self._updates_parameters(program)
         self.bound = zero_bound(self.naming.roots)
         self.units = traced_units(self.naming.roots)
+
+    def _add_part(
+        self, program: TracedProgram, tensors: Iterable[torch.Tensor], to_host: int
+    ) -> None:
+        """Adds ``program``, which was lowered last. Equal programs are the same object."""
+        assert self.boundary is not None
+        same = (p.program for p in self.parts if p.program.fingerprint == program.fingerprint)
+        beside = self.boundary.bytes_beside(
+            [one for one in map(inspect_tensor, tensors) if not one.pending]
+        )
+        sent = _sent(self.naming.roots) - sum(part.to_device for part in self.parts)
+        self.parts.append(TracedPart(next(same, program), beside, sent, to_host))
 
     def _updates_parameters(self, program: TracedProgram) -> bool:
         """Whether it updates parameters, also with an optimizer that is not a torch class."""
@@ -352,54 +369,18 @@ class TracedPart:
     to_host: int
 
 
-class _PartCollector:
-    """Collects the programs of one step of a model with streamed units."""
-
-    def __init__(self) -> None:
-        self.found: list[TracedPart] = []
-        self._known: dict[str, TracedProgram] = {}  # by fingerprint; the same one for equal ones
-        self._sent = 0
-
-    def add(
-        self,
-        program: TracedProgram,
-        boundary: StepBoundary,
-        tensors: Iterable[torch.Tensor],
-        roots: Iterable[nn.Module],
-        to_host: int,
-    ) -> None:
-        """Adds ``program``, which ``boundary`` lowered last from ``tensors``, all on the device."""
-        sent = _sent(roots)
-        program = self._known.setdefault(program.fingerprint, program)
-        beside = boundary.bytes_beside(
-            [one for one in map(inspect_tensor, tensors) if not one.pending]
+def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:
+    """While one runs, the device also has the copies for the next program and the gradients of the
+    previous two."""
+    return tuple(
+        replace(
+            part,
+            beside=part.beside
+            + sum(after.to_device for after in parts[number + 1 : number + 2])
+            + sum(before.to_host for before in parts[max(number - 2, 0) : number]),
         )
-        self.found.append(TracedPart(program, beside, sent - self._sent, to_host))
-        self._sent = sent
-
-    def noted(self) -> tuple[TracedPart, ...]:
-        """All programs. While one runs, the device also has the copies for the next program and the
-        gradients of the previous two."""
-        parts = self.found
-        return tuple(
-            replace(
-                part,
-                beside=part.beside
-                + sum(after.to_device for after in parts[number + 1 : number + 2])
-                + sum(before.to_host for before in parts[max(number - 2, 0) : number]),
-            )
-            for number, part in enumerate(parts)
-        )
-
-
-def _is_streamed(roots: Iterable[nn.Module]) -> bool:
-    """Whether the parameters of some units are on the device only while the unit computes."""
-    return any(unit.stream is not None for unit in units_of(roots))
-
-
-def _fingerprint(parts: Iterable[TracedPart]) -> str:
-    """Equal for steps whose programs can share executables."""
-    return hashlib.sha256("".join(p.program.fingerprint for p in parts).encode()).hexdigest()
+        for number, part in enumerate(parts)
+    )
 
 
 def _sent(roots: Iterable[nn.Module]) -> int:
@@ -411,3 +392,52 @@ def _sent(roots: Iterable[nn.Module]) -> int:
         if isinstance(tensor.copy, ShardCopy)
     }
     return sum(one.sent for one in uploads.values())
+
+
+# What is on the host, with cpu_offload.
+
+
+def units_of(roots: Iterable[nn.Module]) -> list[FSDPState]:
+    """The units in ``roots``, each once."""
+    return list(dict.fromkeys(unit for root in roots for unit in unique_units(root)))
+
+
+def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
+    """The tensors of ``roots`` that are on the host, each once."""
+    found = {
+        id(tensor): tensor
+        for unit in units_of(roots)
+        for tensor in unit.stored
+        if tensor.copy is not None
+    }
+    return list(found.values())
+
+
+def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Gradients that the next program computes on the device and sends to the host."""
+    hosts = [unit.gradients.host for unit in units_of(roots)]
+    return [grad for host in hosts if host is not None for _, grad in host.pending]
+
+
+def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostNeeds | None:
+    """The host memory of one rank; ``None`` if ``tensors`` is empty.
+
+    Args:
+        sent: bytes of every gradient that the device sends in a step.
+        state: bytes of the optimizer state.
+    """
+    if not tensors:
+        return None
+    sizes = [(local(t.shard).numel(), t.shard.dtype.itemsize, t.copy) for t in tensors]
+    copies = [count * copy.dtype.itemsize for count, _, copy in sizes if copy is not None]
+    trained = [t.shard for t in tensors if t.shard.requires_grad]
+    largest = max(*copies, *sent, 0, 0)
+    return HostNeeds(
+        shards=sum(count * size for count, size, _ in sizes),
+        gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
+        state=state,
+        # A shard in the communication dtype and its copy in the runtime, or pieces of gradients.
+        buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
+        to_host=sum(sent),
+        to_device=sum(copies),
+    )

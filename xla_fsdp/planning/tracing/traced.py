@@ -1,18 +1,70 @@
-"""The program of one step, as the compiler gets it, and the buffers that it may overwrite."""
+"""The program of one step, as the compiler gets it, and the buffers that it may overwrite.
+
+Two ranks, or two runs, whose programs have the same fingerprint share one executable. It ignores
+the metadata of instructions (scopes, files, lines), so it does not depend on who traced a program,
+and an edit elsewhere in a source file does not change it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
 from ... import xlac
 from ...sharding.sharded_parameter import local
-from .bound import ZeroBound
-from .fingerprint import fingerprint
 from .live import LiveTensor, inspect_tensor
+from .units import ZeroBound
+
+# The fields of xla/service/hlo.proto that a fingerprint ignores, and those around them: field,
+# number, and type of messages that repeat.
+_MESSAGES = {
+    "Module": (("computations", 3, "Computation"), ("stack_frame_index", 17, "")),
+    "Computation": (("instructions", 2, "Instruction"),),
+    "Instruction": (("metadata", 7, ""),),
+}
+_NAME = re.compile(
+    rb"(?:forward|backward|recompute|optimizer|all_gather|reduce_scatter|all_reduce)\[[^\[\]]{0,300}\]"
+)
+
+
+def fingerprint(hlo: bytes) -> str:
+    """SHA-256 of a serialized ``HloModuleProto`` without its metadata, in hexadecimal."""
+    module = _module_class().FromString(hlo)
+    module.ClearField("stack_frame_index")
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            instruction.ClearField("metadata")
+    return hashlib.sha256(module.SerializeToString(deterministic=True)).hexdigest()
+
+
+@cache
+def _module_class() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # the plan extra
+
+    file = descriptor_pb2.FileDescriptorProto(name="hlo.proto", package="xla_fsdp.traced")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind in fields:
+            one = message.field.add(name=field, number=number, label=3 if kind else 1, type=12)
+            if kind:
+                one.type, one.type_name = 11, f".{file.package}.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.Module"))
+
+
+def names(hlo: bytes) -> list[str]:
+    """The names of modules and phases in a program's metadata, which :func:`fingerprint` ignores.
+
+    Without the numbers that distinguish uses of one name: they depend on what was traced before.
+    """
+    return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
 
 
 @dataclass(frozen=True)
@@ -63,7 +115,7 @@ class PartitionedProgram:
 
     @property
     def bound(self) -> ZeroBound:
-        """The bytes that ZeRO-3 training of these parameters sends, as in ``bound.py``."""
+        """The bytes that ZeRO-3 training of these parameters sends, as in ``units.py``."""
         sent = 3 * self.elements * self.itemsize * (self.devices - 1) / self.devices
         return ZeroBound(round(sent), self.elements)
 

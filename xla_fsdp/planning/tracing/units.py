@@ -1,11 +1,18 @@
-"""The FSDP units of a traced model: what each gathers and reduces together, in their order."""
+"""The FSDP units of a traced model, and the bytes that plain ZeRO-3 sends for them.
+
+ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", section 7.2) gathers every parameter for the forward and again for the backward, and
+reduce-scatters its gradient. A gather or a reduce-scatter of B bytes over n ranks has every rank
+send B(n-1)/n. A unit that keeps its parameters from forward to backward, such as the outermost one
+(``disable_reshard_on_root``), gathers once: a step can send a little less than the bound.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -74,3 +81,42 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
 def _on_wire(layout: Layout, dtype: torch.dtype) -> OnWire:
     rows = layout.size * layout.comm_shape[0]
     return OnWire(math.prod(layout.padded_shape) * dtype.itemsize, rows)
+
+
+@dataclass(frozen=True)
+class ZeroBound:
+    """The bound of one step, in bytes a device sends."""
+
+    wire_bytes: int
+    parameters: int  # elements, each parameter counted once
+    label: str = "two all-gathers and one reduce-scatter of every parameter (ZeRO-3)"
+
+
+def zero_bound(roots: Iterable[nn.Module]) -> ZeroBound | None:
+    """The bound for the sharded parameters in ``roots``; ``None`` if nothing in them is sharded.
+
+    Supports this package's wrapper and that of torch_xla. Parameters count in the dtype that they
+    are computed in, without padding. Frozen parameters are not reduced.
+    """
+    elements: dict[int, int] = {}  # by the identity of the shard
+    sent = 0.0
+
+    def add(shard: Any, numel: int, dtype: torch.dtype, ranks: int) -> None:
+        nonlocal sent
+        if id(shard) not in elements:
+            elements[id(shard)] = numel
+            sent += (2 + shard.requires_grad) * numel * dtype.itemsize * (ranks - 1) / ranks
+
+    module: Any
+    for module in (module for root in roots for module in root.modules()):
+        if is_wrapper(module):
+            unit = module._unit
+            for tensor in unit.tensors:
+                dtype = tensor.spec.compute_dtype(unit.options.compute_dtype)
+                add(tensor.shard, tensor.layout.numel, dtype, unit.world.size)
+        elif type(module).__module__.startswith("torch_xla.distributed.fsdp"):
+            for shard in getattr(module, "sharded_params", ()):
+                dtype = getattr(module, "compute_dtype", None) or torch.float32
+                numel = math.prod(getattr(shard, "_orig_size", shard.shape))
+                add(shard, numel, dtype, module.world_size)
+    return ZeroBound(round(sent), sum(elements.values())) if elements else None

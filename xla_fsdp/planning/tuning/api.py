@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,23 +18,16 @@ from ..compiling.cache import PlanCache
 from ..compiling.compiler import CompileError, compile_step, require_extra
 from ..compiling.progress import Progress
 from ..make_report import make_report
-from ..reporting.report import Report
 from ..tracing.step import TracedStep, trace_step
 from .blocks import Blocks
 from .estimate import Estimates
 from .facts import StepFacts, facts_of
-from .remedies import what_would_fit
-from .search import Measured, Search
+from .search import Measured, Search, what_would_fit
 from .settings import ShardingSettings
 from .space import GROUPS, MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
 
 Step = Callable[[ShardingSettings], Any]
-
-_STREAMED = (
-    "tune searches steps of one program, and CPUOffload(stream=True) makes several: tune without "
-    "stream, and plan the settings with it"
-)
 
 
 def tune(
@@ -124,29 +116,36 @@ def tune(
     used.require_knows(where.chip)
     require_extra(used)
     shown = Progress() if progress else Progress(None)
-    asking = _Asking(
+    steps = _Steps(
         step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown, figures, used
     )
-    own, why_no_own = asking.own(baseline) if baseline is not None else (None, "")
+    own, why_no_own = None, ""
+    if baseline is not None:
+        try:
+            own = steps.compile("your own step", baseline, steps.host({}))
+        except CompileError as error:
+            why_no_own = f"Your own step was not compiled: {to_one_line(error, 200)}"
     with shown.while_doing(f"analysing a step on {where.name}"):
-        facts = _facts(asking, modelled, batches[0], units)
-        scans, why_not = _scans(asking, wanted, facts["blocks"], batches[0])
-        groups = scans or _groups(asking, wanted, facts["blocks"], batches[0])
+        names: list[str | int] = ["blocks", *(one for one in units if isinstance(one, int))]
+        facts = {
+            one: facts_of(steps.trace, modelled.chip, where.devices, batches[0], one)
+            for one in names
+        }
+        scans, why_not = _scans(steps.trace, wanted, facts["blocks"], batches[0])
+        groups = scans or _groups(steps.trace, wanted, facts["blocks"], batches[0])
     space = Space.of(facts["blocks"], modelled, batches, scans, wanted, groups)
-    capacity = where.chip.device_usable_hbm_bytes(asking.host({}).chip_config)
+    capacity = where.chip.device_usable_hbm_bytes(steps.host({}).chip_config)
     estimates = Estimates(facts, modelled)
     search_ = Search(
-        space, estimates, asking.measure, capacity, budget, shown.say,
+        space, estimates, steps.measure, capacity, budget, shown.say,
         own=own, own_batch=batches[0] or 1, compilations=int(baseline is not None),
     )  # fmt: skip
     trials = search_.run()
     best = search_.answer()
     advice = []
     if best is None and not (own and own.fits):
-        advice = what_would_fit(
-            trials[0].settings if trials else ShardingSettings(batch=batches[0]),
-            estimates, search_.correction, where,
-        )  # fmt: skip
+        first = trials[0].settings if trials else ShardingSettings(batch=batches[0])
+        advice = what_would_fit(first, estimates, where)
     return Tuning(
         settings=best,
         own=own,
@@ -157,7 +156,7 @@ def tune(
         capacity=capacity,
         budget=budget,
         compilations=search_.compilations,
-        from_cache=asking.from_cache,
+        from_cache=steps.from_cache,
         samples=batches[0] is not None,
         advice=tuple(advice),
         notes=tuple(filter(None, (why_no_own, why_not))),
@@ -165,8 +164,8 @@ def tune(
     )
 
 
-class _Asking:
-    """Traces and compiles a step with given settings."""
+class _Steps:
+    """Traces and compiles steps on one slice."""
 
     def __init__(
         self,
@@ -183,78 +182,63 @@ class _Asking:
         self._compiler = compiler
         self._further, self._launcher = further, launcher
         self._cache, self._progress = cache, progress
-        self._hosts: dict[tuple[tuple[str, str], ...], HostOptions] = {}
         self.from_cache = 0
 
     def host(self, options: Mapping[str, str]) -> HostOptions:
         """The options of libtpu on such a host, with the compiler ``options`` of settings added."""
-        all_options = {**options, **self._further}
-        key = tuple(sorted(all_options.items()))
-        if key not in self._hosts:
-            self._hosts[key] = host_options(
-                self._where.chip, self._launcher, all_options, libtpu=self._compiler.library
-            )
-        return self._hosts[key]
+        return host_options(
+            self._where.chip, self._launcher, {**options, **self._further},
+            libtpu=self._compiler.library,
+        )  # fmt: skip
 
     def trace(self, settings: ShardingSettings) -> TracedStep:
-        where, host = self._where, self.host(settings.compiler_options)
-        step = functools.partial(self._step, settings)
-        traced = trace_step(step, 0, where.devices, where, host.arguments)
-        if traced.parts:
-            raise ValueError(_STREAMED)
-        return traced
+        return self._traced(lambda: self._step(settings), self.host(settings.compiler_options))
 
     def measure(self, settings: ShardingSettings) -> Measured:
-        with self._progress.while_doing(f"tracing {settings}"):
-            traced = self.trace(settings)
-        return self._compiled(traced, self.host(settings.compiler_options))
+        host = self.host(settings.compiler_options)
+        return self.compile(str(settings), lambda: self._step(settings), host)
 
-    def own(self, baseline: Callable[[], Any]) -> tuple[Measured | None, str]:
-        """What a step without settings takes; ``None`` and the reason if it can not be compiled."""
-        host = self.host({})
-        with self._progress.while_doing("tracing your own step"):
-            traced = trace_step(baseline, 0, self._where.devices, self._where, host.arguments)
-        if traced.parts:
-            raise ValueError(_STREAMED)
-        try:
-            return self._compiled(traced, host), ""
-        except CompileError as error:
-            return None, f"Your own step was not compiled: {to_one_line(error, 200)}"
-
-    def _compiled(self, traced: TracedStep, host: HostOptions) -> Measured:
+    def compile(self, name: str, step: Callable[[], Any], host: HostOptions) -> Measured:
+        with self._progress.while_doing(f"tracing {name}"):
+            traced = self._traced(step, host)
         compiled = compile_step(
             traced.program, self._where, host, self._cache, self._progress, self._compiler
         )
         self.from_cache += compiled.from_cache
-        return measured(
-            make_report(self._where, compiled, traced, (0,), 1, "", host, self._figures)
+        report = make_report(self._where, compiled, traced, (0,), 1, "", host, self._figures)
+        timing, fits = report.timing, report.fits
+        return Measured(
+            seconds=timing.step if fits else 0.0,
+            compute=timing.compute if fits else 0.0,
+            exposed=timing.exposed + timing.copies if fits else 0.0,
+            hbm=report.memory.required,
+            fits=fits,
+            mfu=timing.mfu if fits else 0.0,
+            compile_seconds=report.compile_seconds,
+            from_cache=report.from_cache,
         )
 
-
-def measured(report: Report) -> Measured:
-    """The figures of a plan's report that the search uses."""
-    timing = report.timing
-    return Measured(
-        seconds=timing.step if report.fits else 0.0,
-        compute=timing.compute if report.fits else 0.0,
-        exposed=timing.exposed + timing.copies if report.fits else 0.0,
-        hbm=report.memory.required,
-        fits=report.fits,
-        mfu=timing.mfu if report.fits else 0.0,
-        compile_seconds=report.compile_seconds,
-        from_cache=report.from_cache,
-    )
+    def _traced(self, step: Callable[[], Any], host: HostOptions) -> TracedStep:
+        traced = trace_step(step, 0, self._where.devices, self._where, host.arguments)
+        if traced.parts:
+            raise ValueError(
+                "tune searches steps of one program, and CPUOffload(stream=True) makes several: "
+                "tune without stream, and plan the settings with it"
+            )
+        return traced
 
 
-def _facts(
-    asking: _Asking, where: Slice, batch: int | None, units: Collection[str | int]
-) -> dict[str | int, StepFacts]:
-    names: list[str | int] = ["blocks", *(one for one in units if isinstance(one, int))]
-    return {one: facts_of(asking.trace, where.chip, where.devices, batch, one) for one in names}
+def _why_impossible(trace: Callable[[ShardingSettings], Any], settings: ShardingSettings) -> str:
+    """Why a step with ``settings`` cannot be traced; "" if it can."""
+    try:
+        trace(settings)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return to_one_line(error, 200)
+    return ""
 
 
 def _scans(
-    asking: _Asking,
+    trace: Callable[[ShardingSettings], Any],
     wanted: Mapping[str, Collection[Any]],
     facts: StepFacts,
     batch: int | None,
@@ -262,10 +246,8 @@ def _scans(
     """Whether the blocks can run in one loop, and a note on it (empty if there is none)."""
     if True not in wanted.get("scan", (True,)) or len(facts.blocks) < 2:
         return False, ""
-    try:
-        asking.trace(ShardingSettings(batch=batch, scan=True, recompute="all"))
-    except (ValueError, TypeError, RuntimeError) as error:
-        return False, f"Blocks cannot be scanned: {to_one_line(error, 200)}"
+    if why := _why_impossible(trace, ShardingSettings(batch=batch, scan=True, recompute="all")):
+        return False, f"Blocks cannot be scanned: {why}"
     if len(facts.blocks) > MANY_BLOCKS and "scan" not in wanted:
         return True, (
             f"{len(facts.blocks)} blocks were tried only with scan=True, which compiles in a "
@@ -275,19 +257,16 @@ def _scans(
 
 
 def _groups(
-    asking: _Asking,
+    trace: Callable[[ShardingSettings], Any],
     wanted: Mapping[str, Collection[Any]],
     facts: StepFacts,
     batch: int | None,
 ) -> bool:
-    """Whether several blocks can share a unit. The conditions are those of one loop."""
+    """Whether several blocks can share a unit. The conditions are those of one loop, so
+    :func:`_scans` has noted the reason if they cannot."""
     if "blocks_per_unit" in wanted or len(facts.blocks) < 2 * min(GROUPS):
         return False
-    try:
-        asking.trace(ShardingSettings(batch=batch, blocks_per_unit=min(GROUPS)))
-    except (ValueError, TypeError, RuntimeError):
-        return False  # _scans notes the same reason
-    return True
+    return not _why_impossible(trace, ShardingSettings(batch=batch, blocks_per_unit=min(GROUPS)))
 
 
 def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:

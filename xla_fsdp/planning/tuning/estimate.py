@@ -13,8 +13,8 @@ Time is compute plus the exposed collectives, which do not overlap with compute.
 
 Memory is the sum of: sharded parameters, optimizer state and gradients; what the forward saves for
 the backward; full parameters and gradients of the units that have them at the same time; and the
-working memory of one unit. All figures are of one device. Estimates only rank candidates:
-:class:`Correction` adjusts them with the results of compiled candidates.
+working memory of one unit. All figures are of one device. Estimates only rank candidates; the
+results of compiled candidates correct them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ...collectives.routes import Route, Routes
+from ...collectives.routes import Routes
 from ...sharding.comm_plan import SMALL_BYTES
 from ...sharding.layout import LANES
 from ...tpu.links import Links, OneCollective
 from ...tpu.topology import Slice
 from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
-from .kept import keeps
-from .settings import ShardingSettings
+from .settings import ShardingSettings, keeps
 
 # Code size for every block that is compiled separately: 50 MiB for four blocks of workload S on
 # v3-8, 393 MiB for 32 (docs/how-to/scan-layers.md).
@@ -84,11 +83,6 @@ class Wire:
         self.gathering = lru_cache(maxsize=None)(self._gathering)
         self.reducing = lru_cache(maxsize=None)(self._reducing)
 
-    @property
-    def gathers_beside(self) -> bool:
-        """Whether gathers overlap with compute."""
-        return self._where.chip.overlaps_gathers
-
     def _gathering(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> float:
         """Seconds of the gathers of ``tensors`` over groups of ``ranks`` consecutive ranks."""
         sent = collectives(tensors)
@@ -98,33 +92,13 @@ class Wire:
         waited = beside = adding = 0.0
         for one in collectives(tensors):
             seconds = self.seconds("reduce-scatter", one.bytes, ranks, routes)
-            if ranks == self._where.devices and self._rings(one, routes):
+            whole = ranks == self._where.devices and self._where.count == 1 and routes != "default"
+            if whole and self._routes.reduction(one.bytes, one.rows).overlaps:
                 beside += seconds
                 adding += 3 * one.bytes / self._where.chip.device_hbm_bandwidth
             else:
                 waited += seconds
         return Reducing(waited, beside, adding)
-
-    def differs(self, gathered: Iterable[OnWire], reduced: Iterable[OnWire]) -> bool:
-        """Whether a collective of these tensors over the entire slice takes another route with
-        ``"auto"`` than with ``"default"``."""
-        return self._where.count == 1 and (
-            any(
-                not self._is_default(self._routes.gather(one.bytes))
-                for one in collectives(gathered)
-            )
-            or any(not self._is_default(self._reduction(one)) for one in collectives(reduced))
-        )
-
-    def _reduction(self, one: OnWire) -> Route:
-        return self._routes.reduction(one.bytes, one.rows)
-
-    def _rings(self, one: OnWire, routes: str) -> bool:
-        return routes != "default" and self._where.count == 1 and self._reduction(one).overlaps
-
-    def _is_default(self, route: Route) -> bool:
-        """Whether it is one collective of the compiler over all ranks."""
-        return route.stages == ((tuple(range(self._where.devices)),),) and not route.overlaps
 
     def _seconds(self, kind: str, size: int, ranks: int, routes: str = "auto") -> float:
         """Seconds of one collective over groups of ``ranks`` consecutive ranks.
@@ -197,6 +171,16 @@ class Estimates:
     def __init__(self, facts: dict[str | int, StepFacts], where: Slice) -> None:
         self._facts = facts
         self._where = where
+        # By figure and kind of candidate: the compiler's results over the estimates so far.
+        self._ratios: dict[str, dict[tuple[str, bool], list[float]]] = {}
+        self.of = lru_cache(maxsize=None)(self._of)
+        self._memory = lru_cache(maxsize=None)(self._memory_of)
+
+    def on(self, where: Slice) -> Estimates:
+        """Estimates of the model on another slice, with the same corrections."""
+        other = Estimates(self._facts, where)
+        other._ratios = self._ratios
+        return other
 
     @cached_property
     def wire(self) -> Wire:
@@ -209,49 +193,95 @@ class Estimates:
         found = self._facts[key]
         return found if settings.batch is None else found.scaled(settings.batch)
 
-    def of(self, settings: ShardingSettings) -> Estimate:
-        """The estimate for ``settings``."""
-        facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
-        units = _units(facts, settings)
-        compute = sum(unit.compute for unit in units) * (1 + AHEAD * settings.scan_prefetch)
-        adding, exposed = self._waited(_travelling(units, settings), settings, shared)
-        compute += adding + self._optimizer(facts, shared)
-        exposed += self._copies(units)
-        return replace(self.memory(settings), compute=compute, exposed=exposed)
+    def corrected(self, settings: ShardingSettings) -> Estimate:
+        """The estimate, multiplied by the mean ratio of results of candidates that compute blocks
+        in the same way (recomputed or not, in a loop or not); without any, of all results."""
+        found = self.of(settings)
+        return replace(
+            found,
+            compute=found.compute * self._ratio("compute", settings),
+            exposed=found.exposed * self._ratio("exposed", settings),
+            hbm=self.needed(settings),
+        )
 
-    def _copies(self, units: Sequence[_Unit]) -> float:
-        """Seconds that copies to the host exceed the forward, and those back the backward."""
-        chip = self._where.chip
-        one_way = sum(unit.on_host for unit in units) / chip.device_host_bandwidth
-        forward, backward = (sum(u.forward for u in units), sum(u.backward for u in units))
-        return max(0.0, one_way - forward) + max(0.0, one_way - backward)
+    def needed(self, settings: ShardingSettings) -> float:
+        """The bytes of HBM of :meth:`corrected`."""
+        state, working = self._memory(settings)
+        return state + working * self._ratio("hbm", settings)
+
+    def learn(
+        self, settings: ShardingSettings, hbm: float, compute: float = 0.0, exposed: float = 0.0
+    ) -> None:
+        """Record the compiler's result for ``settings``; times are 0 if the step does not fit. The
+        ratio of memory is that of the part that is not ``Estimate.state``."""
+        found, kind = self.of(settings), _kind(settings)
+        for name, measured, guessed in (
+            ("compute", compute, found.compute),
+            ("exposed", exposed, found.exposed),
+            ("hbm", hbm - found.state, found.hbm - found.state),
+        ):
+            if measured > 0 and guessed > 0:
+                ratios = self._ratios.setdefault(name, {})
+                ratios.setdefault(kind, []).append(measured / guessed)
+
+    def knows(self, settings: ShardingSettings) -> bool:
+        """Whether a candidate that computes blocks in the same way was compiled."""
+        return _kind(settings) in self._ratios.get("hbm", {})
+
+    def _ratio(self, name: str, settings: ShardingSettings) -> float:
+        known = self._ratios.get(name, {})
+        ratios = known.get(_kind(settings)) or [one for some in known.values() for one in some]
+        return sum(ratios) / len(ratios) if ratios else 1.0
+
+    def _of(self, settings: ShardingSettings) -> Estimate:
+        """The estimate for ``settings``."""
+        facts, chip = self.facts(settings), self._where.chip
+        shared = settings.shard_group_size or self._where.devices
+        units = self._units(settings)
+        state, working = self._memory(settings)
+        forward, backward = (sum(unit.forward for unit in units), sum(u.backward for u in units))
+        adding, exposed = self._waited(_travelling(units, settings), settings, shared)
+        optimizer = 2 * facts.state / shared / chip.device_hbm_bandwidth
+        compute = (forward + backward) * (1 + AHEAD * settings.scan_prefetch) + adding + optimizer
+        # Copies to the host overlap with the forward, and those back with the backward.
+        on_host = sum(unit.on_host for unit in units)
+        one_way = on_host / chip.device_host_bandwidth
+        exposed += max(0.0, one_way - forward) + max(0.0, one_way - backward)
+        return Estimate(compute, exposed, state + working, state, on_host)
+
+    def _memory_of(self, settings: ShardingSettings) -> tuple[float, float]:
+        """Bytes of HBM: those that do not depend on how the model is computed, and the others."""
+        units = self._units(settings)
+        facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
+        state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
+        full = _full(_gathered(units, settings), settings)
+        working = _activations(units) + _code(units, settings) + full
+        return state + facts.inputs, working
 
     def routes_matter(self, settings: ShardingSettings) -> bool:
         """Whether another ``collective_routes`` changes the route of any collective."""
         if settings.shard_group_size not in (None, self._where.devices):
             return False  # only collectives over an entire slice have several routes
-        units = _travelling(_units(self.facts(settings), settings), settings)
-        return any(self.wire.differs(unit.gathered, unit.reduced) for unit in units)
+        wire, ranks = self.wire, self._where.devices
+        return any(
+            wire.gathering(unit.gathered, ranks, "auto")
+            != wire.gathering(unit.gathered, ranks, "default")
+            or wire.reducing(unit.reduced, ranks, "auto")
+            != wire.reducing(unit.reduced, ranks, "default")
+            for unit in _travelling(self._units(settings), settings)
+        )
 
-    def memory(self, settings: ShardingSettings) -> Estimate:
-        """The estimate of memory only; its times are 0."""
-        facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
-        units = _units(facts, settings)
-        gathered = _gathered(units, settings)
-        state = (facts.state + 4 * sum(u.trainable for u in facts.units)) / shared
-        state += facts.inputs
-        hbm = state + _activations(units) + _full(gathered, settings) + _code(units, settings)
-        return Estimate(0.0, 0.0, hbm, state, sum(unit.on_host for unit in units))
-
-    def _optimizer(self, facts: StepFacts, shared: int) -> float:
-        return 2 * facts.state / shared / self._where.chip.device_hbm_bandwidth
+    def _units(self, settings: ShardingSettings) -> list[_Unit]:
+        facts = self.facts(settings)
+        rest = len(facts.units) - len(facts.blocks)
+        return [_Unit(one, settings, number - rest) for number, one in enumerate(facts.units)]
 
     def _waited(
         self, units: Sequence[_Unit], settings: ShardingSettings, shared: int
     ) -> tuple[float, float]:
         """Seconds of compute for collectives, and seconds that compute waits for them."""
         routes = settings.collective_routes
-        beside = self.wire.gathers_beside and (settings.scan_prefetch or not settings.scan)
+        beside = self._where.chip.overlaps_gathers and (settings.scan_prefetch or not settings.scan)
 
         def gather(unit: _Unit, ranks: int = shared) -> float:
             return self.wire.gathering(unit.gathered, ranks, routes)
@@ -277,18 +307,12 @@ class Estimates:
         return adding, exposed
 
 
-@dataclass
 class _Unit:
-    """One unit with given settings, in bytes and seconds."""
+    """One unit with given settings, in bytes and seconds. ``number``: among the blocks, from 0; the
+    other units have negative ones."""
 
-    facts: UnitFacts
-    step: StepFacts
-    settings: ShardingSettings
-    number: int
-
-    def __post_init__(self) -> None:
-        facts, settings = self.facts, self.settings
-        number = self.number - (len(self.step.units) - len(self.step.blocks))  # among the blocks
+    def __init__(self, facts: UnitFacts, settings: ShardingSettings, number: int) -> None:
+        self.facts = facts
         recompute = settings.recompute
         some = isinstance(recompute, int) and number < recompute
         self.recomputed = facts.is_block and (recompute == "all" or some)
@@ -308,14 +332,6 @@ class _Unit:
         self.kept_among = 0 if isinstance(reshard, bool) or self.kept else reshard
         self.held = facts.held_recomputed if self.recomputed else facts.held
         self.on_host = self.held if self.recomputed and settings.offload else 0.0
-
-    @property
-    def compute(self) -> float:
-        return self.forward + self.backward
-
-
-def _units(facts: StepFacts, settings: ShardingSettings) -> list[_Unit]:
-    return [_Unit(one, facts, settings, number) for number, one in enumerate(facts.units)]
 
 
 def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[list[_Unit]]:
@@ -368,56 +384,6 @@ def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> fl
 
 def _code(units: Sequence[object], settings: ShardingSettings) -> float:
     return CODE_BYTES * (2 + 2 * settings.scan_prefetch if settings.scan else len(units))
-
-
-class Correction:
-    """Ratios of the compiler's results to the estimates so far.
-
-    There is a ratio for each way to compute blocks (recomputed or not, in a loop or not), because
-    the ratios of these differ. A way without results uses the mean of the others. The ratio of
-    memory is that of the part that is not ``Estimate.state``.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, dict[tuple[str, bool], list[float]]] = {}
-
-    def learn(self, settings: ShardingSettings, found: Estimate, measured: Estimate) -> None:
-        """Record the compiler's result ``measured`` for the estimate ``found``."""
-        pairs = {
-            "compute": (measured.compute, found.compute),
-            "exposed": (measured.exposed, found.exposed),
-            "hbm": (measured.hbm - found.state, found.hbm - found.state),
-        }
-        for name, (said, guessed) in pairs.items():
-            if said > 0 and guessed > 0:
-                ratios = self._known.setdefault(name, {})
-                ratios.setdefault(_kind(settings), []).append(said / guessed)
-
-    def learn_memory(self, settings: ShardingSettings, found: Estimate, hbm: float) -> None:
-        """Record the bytes ``hbm`` that a step needs which does not fit."""
-        if hbm > found.state and found.hbm > found.state:
-            ratios = self._known.setdefault("hbm", {})
-            ratio = (hbm - found.state) / (found.hbm - found.state)
-            ratios.setdefault(_kind(settings), []).append(ratio)
-
-    def applied(self, settings: ShardingSettings, found: Estimate) -> Estimate:
-        """Return ``found`` multiplied by the known ratios."""
-        working = found.hbm - found.state
-        return replace(
-            found,
-            compute=found.compute * self._ratio("compute", settings),
-            exposed=found.exposed * self._ratio("exposed", settings),
-            hbm=found.state + working * self._ratio("hbm", settings),
-        )
-
-    def knows(self, settings: ShardingSettings) -> bool:
-        """Whether a candidate that computes blocks in the same way was compiled."""
-        return _kind(settings) in self._known.get("hbm", {})
-
-    def _ratio(self, name: str, settings: ShardingSettings) -> float:
-        known = self._known.get(name, {})
-        ratios = known.get(_kind(settings)) or [one for some in known.values() for one in some]
-        return sum(ratios) / len(ratios) if ratios else 1.0
 
 
 def _kind(settings: ShardingSettings) -> tuple[str, bool]:

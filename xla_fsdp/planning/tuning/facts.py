@@ -11,23 +11,21 @@ does not count, since full parameters are gathered again.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...layers.saved_activations import ATTENTION
 from ...tpu.chips import Chip
-from ..program.flops import flops_of
-from ..program.hlo import Instruction, Module, parse_module
-from ..program.kernels import is_kernel, kernel_cycles
+from ..program.flops import flops_of, is_kernel, kernel_cycles
+from ..program.hlo import Instruction, Module, leaves, parse_module
 from ..program.places import Line, Place, line_up
 from ..program.scopes import scope
-from ..program.shapes import leaves
 from ..records import KINDS
 from ..tracing.step import TracedStep
-from ..tracing.traced import TracedProgram
-from ..tracing.units import OnWire
+from ..tracing.units import TracedUnit
 from .settings import ShardingSettings
 
 # The two settings with which a step is traced: nothing recomputed, and all blocks recomputed.
@@ -52,19 +50,19 @@ _GIVEN = frozenset(
 )
 # Operations whose operands must exist in memory as they are.
 _WHOLE = frozenset(["tuple", "opt-barrier", "optimization-barrier"])
+# The places of the instructions that these call are inlined.
+_INLINED = frozenset(["while", "call", "conditional"])
 
 _Key = tuple[int, str]  # scope and name of an instruction
 
 
 @dataclass(frozen=True)
-class UnitFacts:
-    """One unit of a model: a block, or the rest of the model.
+class UnitFacts(TracedUnit):
+    """One unit of a model: a block, or the rest of the model, which is called "".
 
     Bytes and seconds are those of one device with the traced batch.
 
     Attributes:
-        name: the dotted name; "" for the rest.
-        elements, trainable, itemsize, gathered, reduced: of its parameters, as in ``TracedUnit``.
         forward: seconds of compute of a forward, by a roofline.
         held: bytes that its forward saves for its backward.
         held_recomputed: the same if it recomputes its activations.
@@ -73,12 +71,6 @@ class UnitFacts:
         again: the values that a recomputing backward computes again and could save instead.
     """
 
-    name: str
-    elements: int
-    trainable: int
-    itemsize: int
-    gathered: tuple[OnWire, ...]
-    reduced: tuple[OnWire, ...]
     forward: float
     held: float
     held_recomputed: float
@@ -95,25 +87,17 @@ class StepFacts:
         units: the rest of the model and then the blocks, in the order of the model.
         state: bytes of sharded parameters and optimizer state, summed over the sharding ranks.
         inputs: bytes of other arguments, which grow with the batch.
-        flops: floating-point operations of the matmuls of a forward on this device.
         batch: samples per device in the traced step; 1 if it was not given.
-        ranks: the number of ranks that share the parameters in the traced step.
     """
 
     units: tuple[UnitFacts, ...]
     state: float
     inputs: float
-    flops: float
     batch: int
-    ranks: int
 
     @property
     def blocks(self) -> tuple[UnitFacts, ...]:
         return tuple(unit for unit in self.units if unit.is_block)
-
-    @property
-    def parameters(self) -> int:
-        return sum(unit.elements for unit in self.units)
 
     def scaled(self, batch: int) -> StepFacts:
         """The facts for another batch per device: compute and activations grow in proportion."""
@@ -132,8 +116,7 @@ class StepFacts:
             )
             for unit in self.units
         )
-        inputs, flops = factor * self.inputs, factor * self.flops
-        return replace(self, units=units, inputs=inputs, flops=flops, batch=batch)
+        return replace(self, units=units, inputs=factor * self.inputs, batch=batch)
 
 
 def facts_of(
@@ -161,59 +144,35 @@ def facts_of(
             "receives, model = settings.wrap(Model())"
         )
     module = parse_module(hlo_text(kept.program.hlo))
-    found = read_activations(module, chip)
     names = [unit.name for unit in kept.units]
+    found = Activations(module, chip, names)
     recomputed, blocks = found, set[str]()
     if len(names) > 1:
         again = trace(RECOMPUTED.changed(batch=batch, units=units))
         text = hlo_text(again.program.hlo)
-        recomputed = read_activations(parse_module(text), chip)
+        recomputed = Activations(parse_module(text), chip, names)
         blocks = {unit_of(module, names) for module in _RECOMPUTED.findall(text)} - {""}
-    seconds, held = by_unit(found.seconds, names), by_unit(found.held, names)
-    largest = largest_by_unit(found.largest, names)
-    held_again = by_unit(recomputed.held, names)
     facts = [
         UnitFacts(
-            name=unit.name,
-            elements=unit.elements,
-            trainable=unit.trainable,
-            itemsize=unit.itemsize,
-            gathered=unit.gathered,
-            reduced=unit.reduced,
-            forward=seconds[unit.name],
-            held=held[unit.name],
-            held_recomputed=min(held_again[unit.name], held[unit.name]),
-            largest=largest[unit.name],
+            **vars(unit),
+            forward=found.seconds[unit.name],
+            held=found.held[unit.name],
+            held_recomputed=min(recomputed.held[unit.name], found.held[unit.name]),
+            largest=found.largest[unit.name],
             is_block=unit.name in blocks,
             again=again_in(unit.name, recomputed.again) if unit.name in blocks else (),
         )
         for unit in kept.units
     ]
     facts.sort(key=lambda unit: unit.is_block)  # the rest first; stable
-    state, inputs = _arguments(kept.program, module)
-    return StepFacts(
-        units=tuple(facts),
-        state=state * ranks,
-        inputs=inputs,
-        flops=sum(found.flops.values()),
-        batch=batch or 1,
-        ranks=ranks,
-    )
-
-
-def _arguments(program: TracedProgram, module: Module) -> tuple[float, float]:
-    """Bytes of parameters and optimizer state on a device, and of all other arguments.
-
-    An argument that the step updates, and whose buffer it therefore donates, counts as state.
-    """
+    # An argument that the step updates, and whose buffer it therefore donates, counts as state.
     state = inputs = 0
     for number, one in enumerate(module.entry.parameters):
-        size = sum(leaf.bytes for leaf in leaves(one.shape))
-        if number in program.donated:
-            state += size
+        if number in kept.program.donated:
+            state += ranks * _bytes(one)
         else:
-            inputs += size
-    return state, inputs
+            inputs += _bytes(one)
+    return StepFacts(tuple(facts), state, inputs, batch or 1)
 
 
 def hlo_text(hlo: bytes) -> str:
@@ -234,89 +193,59 @@ class Again:
     bytes: float
 
 
-@dataclass
 class Activations:
-    """Figures of a forward on one device, by the name of the module.
+    """Figures of the forward in ``module``, a traced step with module names, on one device.
 
-    ``held``: bytes of all tensors that the backward needs. ``largest``: bytes of the largest tensor
-    that the module computes. ``seconds``: compute by the roofline of ``chip``: for each operation
-    that is not fused, the longer of its FLOPs at the peak rate and its bytes at the HBM bandwidth.
-    ``flops``: of matmuls and convolutions. ``again``: the matmuls and kernels that the backward of
-    this step recomputes, matmuls without names.
+    Attributes:
+        held: by the name of the unit, bytes of all tensors that the backward needs.
+        largest: by unit, bytes of the largest tensor that it computes.
+        seconds: by unit, compute by the roofline of ``chip``: for each operation that is not fused,
+            the longer of its FLOPs at the peak rate and its bytes at the HBM bandwidth.
+        again: by the name of the module, the matmuls and kernels that the backward of this step
+            recomputes, matmuls without names.
+
+    Raises:
+        ValueError: ``module`` refers to something that it does not define.
     """
 
-    held: dict[str, int] = field(default_factory=dict)
-    largest: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    flops: dict[str, float] = field(default_factory=dict)
-    again: dict[str, list[Again]] = field(default_factory=dict)
-
-
-def read_activations(module: Module, chip: Chip) -> Activations:
-    """Compute the figures of the forward in ``module``, a traced step with module names.
-
-    Raises ValueError if ``module`` refers to something that it does not define.
-    """
-    return _Reader(line_up(module), chip).read()
-
-
-class _Reader:
-    def __init__(self, line: Line, chip: Chip) -> None:
-        self._line, self._chip = line, chip
-        self._places: dict[_Key, Place] = {(p.scope, p.instruction.name): p for p in line.places}
-        self._callers = _callers(line)
-        self._phases = {key: self._phase(place) for key, place in self._places.items()}
+    def __init__(self, module: Module, chip: Chip, units: Sequence[str]) -> None:
+        self.held, self.largest = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
+        self.seconds = dict.fromkeys(units, 0.0)
+        self.again: dict[str, list[Again]] = {}
+        self._line, self._chip = line_up(module), chip
+        places = self._line.places
+        self._places: dict[_Key, Place] = {(p.scope, p.instruction.name): p for p in places}
+        # What JAX traced (kernels) has only JAX's names, after those of the calling instruction.
+        self._phases = {key: scope(place.path) for key, place in self._places.items()}
         self._sources: dict[_Key, frozenset[_Key]] = {}
-        computations = line.module.computations.values()
-        self._computations = {id(i): c for c in computations for i in c.instructions}
-
-    def read(self) -> Activations:
-        found = Activations()
+        callers = _callers(self._line)
+        unit = functools.cache(lambda module: unit_of(module, units))
         for key in self._held():
             place = self._places[key]
-            _, name = self._phases[key]
-            found.held[name] = found.held.get(name, 0) + place.times * _bytes(place.instruction)
+            self.held[unit(self._phases[key][1])] += place.times * _bytes(place.instruction)
         for key, place in self._places.items():
-            phase, name = self._phases[key]
-            opcode = place.instruction.opcode
-            if opcode in _FUSED | _GIVEN | _WHOLE:
+            (phase, name), instruction = self._phases[key], place.instruction
+            if instruction.opcode in _FUSED | _GIVEN | _WHOLE | _INLINED:
                 continue
+            kernel, size = is_kernel(instruction), _bytes(instruction)
+            seconds, flops = self._time(place, instruction)
             if phase == "forward":
-                self._add_time(found, place, name)
-            if _again(phase, place.instruction):
-                self._add_again(found, place, name)
-        return found
-
-    def _phase(self, place: Place) -> tuple[str, str]:
-        """Phase and module. What JAX traced (kernels) has only JAX's names, so those of the calling
-        instruction are used."""
-        own, caller = scope(place.instruction.op_name), self._callers.get(place.scope)
-        return own if any(own) or caller is None else scope(caller.op_name)
-
-    def _add_time(self, found: Activations, place: Place, name: str) -> None:
-        instruction = place.instruction
-        if instruction.opcode in ("while", "call", "conditional"):
-            return  # the instructions that they call are inlined
-        made = _bytes(instruction)
-        seconds, flops = self._time(place, instruction)
-        found.seconds[name] = found.seconds.get(name, 0.0) + place.times * seconds
-        found.flops[name] = found.flops.get(name, 0.0) + place.times * flops
-        found.largest[name] = max(found.largest.get(name, 0), made)
-
-    def _add_again(self, found: Activations, place: Place, name: str) -> None:
-        seconds, flops = self._time(place, place.instruction)
-        kernel = is_kernel(place.instruction)
-        if kernel or flops:
-            # A kernel writes each value of a row several times; its function returns it once.
-            result = (
-                self._callers.get(place.scope, place.instruction) if kernel else place.instruction
-            )
-            one = Again(ATTENTION if kernel else "", seconds, _bytes(result))
-            found.again.setdefault(name, []).extend([one] * place.times)
+                self.seconds[unit(name)] += place.times * seconds
+                self.largest[unit(name)] = max(self.largest[unit(name)], size)
+            # Kernels of the forward count: their recomputed copies do not have the name of their
+            # module.
+            if kernel and phase == "forward":
+                # A kernel writes each value of a row several times; its function returns it once.
+                size = _bytes(callers.get(place.scope, instruction))
+                self.again.setdefault(name, []).extend(
+                    [Again(ATTENTION, seconds, size)] * place.times
+                )
+            elif flops and not kernel and "/recompute[" in place.path:
+                self.again.setdefault(name, []).extend([Again("", seconds, size)] * place.times)
 
     def _time(self, place: Place, instruction: Instruction) -> tuple[float, float]:
         """Seconds by the roofline, and operations."""
-        flops = flops_of(self._computations[id(instruction)], instruction)
+        flops = flops_of(place.computation, instruction)
         if is_kernel(instruction):
             return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
         moved = _bytes(instruction)
@@ -383,16 +312,6 @@ class _Reader:
         return frozenset([key]) if many > 2 * _bytes(self._places[key].instruction) else sources
 
 
-def _again(phase: str, instruction: Instruction) -> bool:
-    """Whether a backward recomputes this instruction, by the name of its scope.
-
-    Kernels of the forward count: their recomputed copies do not have the name of their module.
-    """
-    if is_kernel(instruction):
-        return phase == "forward"
-    return "/recompute[" in instruction.op_name
-
-
 def _callers(line: Line) -> dict[int, Instruction]:
     """By scope: the outermost call instruction that contains it."""
     found: dict[int, Instruction] = {}
@@ -431,20 +350,3 @@ def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:
             several.append(replace(every[0], name=inside))
     names = [one.name for one in several]
     return tuple(one for one in several if names.count(one.name) == 1)
-
-
-def by_unit(figures: Mapping[str, float], units: Collection[str]) -> dict[str, float]:
-    """Sum the figures of modules by unit."""
-    found = dict.fromkeys(units, 0.0)
-    for module, value in figures.items():
-        found[unit_of(module, units)] += value
-    return found
-
-
-def largest_by_unit(figures: Mapping[str, int], units: Collection[str]) -> dict[str, int]:
-    """The largest figure of the modules of each unit."""
-    found = dict.fromkeys(units, 0)
-    for module, value in figures.items():
-        unit = unit_of(module, units)
-        found[unit] = max(found[unit], value)
-    return found

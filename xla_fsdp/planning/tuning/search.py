@@ -15,16 +15,17 @@ backward runs first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ...tpu.topology import Slice, names, resolve
 from ...wording import first_line
 from ..compiling.compiler import CompileError
-from .estimate import Correction, Estimate, Estimates
-from .facts import StepFacts
-from .remedies import GIB, describe_remedy, with_remedy
-from .settings import ShardingSettings
+from .estimate import Estimate, Estimates
+from .settings import ShardingSettings, differences
 from .space import Space, main_of, plainness
+
+GIB = 2**30
 
 # A candidate is not compiled if its estimate is slower than the best by more than this share. The
 # second value is for kinds of candidates that were not compiled yet; their estimates are less sure.
@@ -58,12 +59,14 @@ class Measured:
 @dataclass(frozen=True)
 class Trial:
     """One candidate. ``estimate``: corrected by all results of the search. ``measured``: None if it
-    was not compiled. ``rejected``: why it is not the result; "" for the result."""
+    was not compiled. ``rejected``: why it is not the result; "" for the result. ``tried``: whether
+    it was traced; a trace or the compiler may have failed."""
 
     settings: ShardingSettings
     estimate: Estimate
     measured: Measured | None = None
     rejected: str = ""
+    tried: bool = False
 
     @property
     def per_sample(self) -> float:
@@ -94,7 +97,6 @@ class Search:
     say: Callable[[str], None] = lambda text: None
     own: Measured | None = None
     own_batch: int = 1
-    correction: Correction = field(default_factory=Correction)
     compilations: int = 0
     _found: dict[ShardingSettings, Measured] = field(default_factory=dict)
     _impossible: dict[ShardingSettings, str] = field(default_factory=dict)
@@ -104,11 +106,23 @@ class Search:
         fastest first, then the others."""
         candidates = self.space.main()
         while self.compilations < self.budget and (one := self._next(candidates)):
-            self._ask(one)
-        return self._trials(list(dict.fromkeys([*candidates, *self._asked])))
+            self._try(one)
+        best = self.answer()
+        trials = [
+            self._trial(one, self._why_not(one, best))
+            for one in dict.fromkeys([*candidates, *self._tried])
+        ]
+
+        def rank(trial: Trial) -> tuple[int, float]:
+            if trial.settings == best:
+                return 0, 0.0
+            fits = trial.measured is not None and trial.measured.fits
+            return (1 if fits else 2 if trial.measured else 3), trial.per_sample
+
+        return sorted(trials, key=rank)
 
     @property
-    def _asked(self) -> list[ShardingSettings]:
+    def _tried(self) -> Collection[ShardingSettings]:
         return [*self._found, *self._impossible]
 
     @property
@@ -137,33 +151,39 @@ class Search:
         return min((one for one, time in fitting.items() if time <= bar), key=plainness,
                    default=None)  # fmt: skip
 
-    def _estimate(self, settings: ShardingSettings) -> Estimate:
-        return self.correction.applied(settings, self.estimates.of(settings))
-
-    def _trial(self, settings: ShardingSettings) -> Trial:
-        return Trial(settings, self._estimate(settings), self._found.get(settings))
+    def _trial(self, settings: ShardingSettings, rejected: str = "") -> Trial:
+        estimate, found = self.estimates.corrected(settings), self._found.get(settings)
+        tried = found is not None or settings in self._impossible
+        return Trial(settings, estimate, found, rejected, tried)
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
         """The next candidate to compile: one that may be better than the best so far."""
-        known, best = self._asked, self.best()
+        known, best = self._tried, self.best()
         around = self.space.around(best, self.estimates) if best else []
+        several = [
+            with_worthwhile_keeps(one, self.estimates, self.capacity)
+            for one in candidates
+            if ("keep" if one.scan else "kept_blocks") in self.space.by_worth
+        ]
         left = [
-            one for one in (*candidates, *self._by_worth(candidates), *around)
+            one for one in dict.fromkeys([*candidates, *several, *around])
             if one not in known and self._may_fit(one)
         ]  # fmt: skip
         if best is None:
             # First the defaults of a script, then the defaults with the one change with which they
             # would fit. So the result is never slower than these.
             first = candidates[0]
-            fits = with_remedy(first, self.estimates, self.correction, self.capacity)
+            fits = with_remedy(first, self.estimates, self.capacity)
             at_hand = next((one for one in (first, fits) if one in left), None)
             if at_hand is not None:
                 return at_hand
         else:
-            left = [one for one in left if self._may_be_faster(one, best)]
-        fastest = min(map(self._modelled, left), default=0.0)
-        close = (one for one in left if self._modelled(one) <= (1 + _CLOSE) * fastest)
-        return min(close, key=lambda one: (plainness(one), self._modelled(one)), default=None)
+            fastest = min(self._trial(best).per_sample, self._own_per_sample)
+            left = [one for one in left if self._modelled(one) * self._certainty(one) < fastest]
+        times = {one: self._modelled(one) for one in left}
+        bar = (1 + _CLOSE) * min(times.values(), default=0.0)
+        close = (one for one in left if times[one] <= bar)
+        return min(close, key=lambda one: (plainness(one), times[one]), default=None)
 
     def _modelled(self, settings: ShardingSettings) -> float:
         """Estimated seconds per sample. For a variant of the best, the time of the best is scaled
@@ -171,68 +191,33 @@ class Search:
         found, best = self._trial(settings).per_sample, self.best()
         if best is None or main_of(settings) != main_of(best):
             return found
-        return found * self._trial(best).per_sample / Trial(best, self._estimate(best)).per_sample
+        guessed = Trial(best, self.estimates.corrected(best)).per_sample
+        return found * self._trial(best).per_sample / guessed
 
-    def _may_be_faster(self, settings: ShardingSettings, best: ShardingSettings) -> bool:
-        slack = _SLACK if self.correction.knows(settings) else _SLACK_OF_NEW
-        fastest = min(self._trial(best).per_sample, self._own_per_sample)
-        return self._modelled(settings) * (1 - slack) < fastest
-
-    def _by_worth(self, candidates: Sequence[ShardingSettings]) -> list[ShardingSettings]:
-        """Candidates with the values of ``kept_blocks`` or ``keep`` that pay, by the estimates."""
-        several = (
-            with_worthwhile_keeps(one, self.estimates.facts(one), self._estimate, self.capacity)
-            for one in candidates
-            if ("keep" if one.scan else "kept_blocks") in self.space.by_worth
-        )
-        return [one for one in dict.fromkeys(several) if one not in candidates]
+    def _certainty(self, settings: ShardingSettings) -> float:
+        return 1 - (_SLACK if self.estimates.knows(settings) else _SLACK_OF_NEW)
 
     def _may_fit(self, settings: ShardingSettings) -> bool:
-        over = _OVER if self.correction.knows(settings) else _OVER_OF_NEW
-        return self._estimate(settings).hbm <= over * self.capacity
+        over = _OVER if self.estimates.knows(settings) else _OVER_OF_NEW
+        return self.estimates.needed(settings) <= over * self.capacity
 
-    def _ask(self, settings: ShardingSettings) -> None:
+    def _try(self, settings: ShardingSettings) -> None:
         try:
-            found = self.measure(settings)
+            found = self._found[settings] = self.measure(settings)
         except CompileError as error:
             self.compilations += 1
-            self._impossible[settings] = f"the compiler failed: {first_line(error)}"
+            said = self._impossible[settings] = f"the compiler failed: {first_line(error)}"
         except (ValueError, RuntimeError) as error:
-            self._impossible[settings] = f"not possible: {first_line(error)}"
+            said = self._impossible[settings] = f"not possible: {first_line(error)}"
         else:
             self.compilations += 1
-            self._found[settings] = found
-            self._learn(settings, found)
-        self.say(self._told(settings))
-
-    def _learn(self, settings: ShardingSettings, found: Measured) -> None:
-        guessed = self.estimates.of(settings)
-        if found.seconds:
-            told = Estimate(found.compute, found.exposed, found.hbm, guessed.state)
-            self.correction.learn(settings, guessed, told)
-        elif found.hbm:
-            self.correction.learn_memory(settings, guessed, found.hbm)
-
-    def _told(self, settings: ShardingSettings) -> str:
-        count = f"{self.compilations} of {self.budget} compilations"
-        found = self._found.get(settings)
-        if found is None:
-            return f"{count}: {settings}: {self._impossible[settings]}"
-        if not found.fits:
-            return f"{count}: {settings}: {self._too_large(settings)}"
-        best = self.best()
-        fastest = "the fastest so far" if settings == best else f"slower than {best}"
-        return f"{count}: {settings}: {1e3 * found.seconds:.2f} ms, {fastest}"
-
-    # The answer.
-
-    def _trials(self, candidates: Sequence[ShardingSettings]) -> list[Trial]:
-        best = self.answer()
-        trials = [
-            Trial(one, self._estimate(one), self._found.get(one), self._why_not(one, best))
-            for one in candidates
-        ]
-        return sorted(trials, key=lambda trial: _rank(trial, best))
+            self.estimates.learn(settings, found.hbm, found.compute, found.exposed)
+            best = self.best()
+            fastest = "the fastest so far" if settings == best else f"slower than {best}"
+            said = f"{1e3 * found.seconds:.2f} ms, {fastest}"
+            if not found.fits:
+                said = self._too_large(settings)
+        self.say(f"{self.compilations} of {self.budget} compilations: {settings}: {said}")
 
     def _why_not(self, settings: ShardingSettings, best: ShardingSettings | None) -> str:
         if settings == best:
@@ -248,20 +233,22 @@ class Search:
             as_fast = "as your own step" if best is None else ", and further from the defaults"
             slower = f"{times:.2f} times the time of the best"
             return slower if times > 1 + _EQUAL else f"as fast{as_fast}"
-        slack = _SLACK if self.correction.knows(settings) else _SLACK_OF_NEW
-        if times * (1 - slack) >= 1:
+        if times * self._certainty(settings) >= 1:
             return f"not compiled: modelled {times:.2f} times the time of the best"
         return "not compiled: the budget was spent"
 
     def _too_large(self, settings: ShardingSettings) -> str:
         found = self._found.get(settings)
-        hbm = found.hbm if found and found.hbm else self._estimate(settings).hbm
         said = "does not fit" if found else "would not fit"
+        hbm = found.hbm if found else self.estimates.needed(settings)
         what = f"{said} {too_much(hbm, self.capacity)}"
-        if found and not found.hbm:
+        if not hbm:
             what = f"{said}: the compiler stopped before it knew the required memory"
-        remedy = describe_remedy(settings, self.estimates, self.correction, self.capacity)
-        return f"{what}; {remedy}" if remedy else what
+        other = with_remedy(settings, self.estimates, self.capacity)
+        if other is None:
+            return what
+        hbm = self.estimates.needed(other)
+        return f"{what}; with {differences(other, settings)} it would need {hbm / GIB:.1f} GiB"
 
 
 def too_much(hbm: float, capacity: float) -> str:
@@ -270,76 +257,110 @@ def too_much(hbm: float, capacity: float) -> str:
     return f"by {excess:.1f} GiB: {hbm / GIB:.1f} of {capacity / GIB:.1f} GiB"
 
 
-def _rank(trial: Trial, best: ShardingSettings | None) -> tuple[int, float]:
-    if trial.settings == best:
-        return 0, 0.0
-    if trial.measured is not None:
-        return (1 if trial.measured.fits else 2), trial.per_sample
-    return 3, trial.per_sample
-
-
 def with_worthwhile_keeps(
-    settings: ShardingSettings,
-    facts: StepFacts,
-    estimate: Callable[[ShardingSettings], Estimate],
-    capacity: float,
+    settings: ShardingSettings, estimates: Estimates, capacity: float
 ) -> ShardingSettings:
     """``settings`` with the values of ``keep`` or ``kept_blocks`` that save time and fit.
 
-    Returns ``settings`` if there are none, or if they already have some. ``facts``: of the model
-    with these settings. ``capacity``: bytes of HBM.
+    Returns ``settings`` if there are none, or if they already have some. ``capacity``: bytes of
+    HBM.
     """
-    if settings.keep or settings.kept_blocks or settings.units == "model" or not facts.blocks:
+    blocks = estimates.facts(settings).blocks
+    if settings.keep or settings.kept_blocks or settings.units == "model" or not blocks:
         return settings
-    if settings.scan_prefetch:
-        # A precaution without a known reason: both models that were planned with keep and
-        # scan_prefetch together were slower, but other settings differed as well (ViT-10B on
-        # v5litepod-256, LLaMA 8B on v6e-64: benchmarks/LOG.md).
+    # With scan_prefetch a precaution without a known reason: both models that were planned with
+    # keep and scan_prefetch together were slower, but other settings differed as well (ViT-10B on
+    # v5litepod-256, LLaMA 8B on v6e-64: benchmarks/LOG.md).
+    if settings.scan_prefetch or (not settings.scan and settings.reshard_after_forward is not True):
         return settings
+    # The parts of the value of the setting; all units but the outermost, which is always kept.
+    parts: list[tuple[int | str, ...]]
     if settings.scan:
-        values = [one.name for one in facts.blocks[0].again]
-        return _best(
-            settings, len(values), estimate, capacity,
-            lambda chosen: settings.changed(keep=tuple(values[n] for n in chosen)),
-        )  # fmt: skip
-    if settings.reshard_after_forward is not True:
-        return settings
-    units = _units(settings, facts)
+        parts = [(one.name,) for one in blocks[0].again]
+    elif settings.units != "blocks":
+        parts = [(unit.name,) for unit in blocks]
+    else:
+        count, size = len(blocks), settings.blocks_per_unit
+        parts = [tuple(range(at, min(at + size, count))) for at in range(0, count, size)]
 
-    def kept(chosen: Sequence[int]) -> ShardingSettings:
-        if len(chosen) == len(units):
+    def keeping(chosen: Collection[int]) -> ShardingSettings:
+        value = tuple(one for number in sorted(chosen) for one in parts[number])
+        if settings.scan:
+            return settings.changed(keep=value)
+        if len(chosen) == len(parts):
             return settings.changed(reshard_after_forward=False)
-        return settings.changed(kept_blocks=tuple(name for n in chosen for name in units[n]))
+        return settings.changed(kept_blocks=value)
 
-    return _best(settings, len(units), estimate, capacity, kept)
-
-
-def _best(
-    settings: ShardingSettings,
-    count: int,
-    estimate: Callable[[ShardingSettings], Estimate],
-    capacity: float,
-    keeping: Callable[[Sequence[int]], ShardingSettings],
-) -> ShardingSettings:
-    """Choose which of ``count`` values to save: ``keeping(numbers)`` gives the settings."""
-    plain = estimate(settings)
+    plain = estimates.corrected(settings)
     worth = []
-    for number in range(count):
-        one = estimate(keeping([number]))
-        saved = plain.seconds - one.seconds
-        if saved > 0:
+    for number in range(len(parts)):
+        one = estimates.corrected(keeping([number]))
+        if (saved := plain.seconds - one.seconds) > 0:
             worth.append((saved / max(one.hbm - plain.hbm, 1.0), number))
     chosen: list[int] = []
     for _, number in sorted(worth, reverse=True):
-        more = sorted([*chosen, number])
-        if estimate(keeping(more)).hbm <= capacity:
-            chosen = more
+        if estimates.needed(keeping([*chosen, number])) <= capacity:
+            chosen.append(number)
     return keeping(chosen) if chosen else settings
 
 
-def _units(settings: ShardingSettings, facts: StepFacts) -> list[tuple[int | str, ...]]:
-    """The ``kept_blocks`` value of each unit, except the outermost, which is always kept."""
-    if settings.units != "blocks":
-        return [(unit.name,) for unit in facts.blocks]
-    count, size = len(facts.blocks), settings.blocks_per_unit
-    return [tuple(range(first, min(first + size, count))) for first in range(0, count, size)]
+# Changes with which a step that does not fit would fit.
+
+
+def with_remedy(
+    settings: ShardingSettings, estimates: Estimates, capacity: float
+) -> ShardingSettings | None:
+    """``settings`` with the one change with which they would fit; ``None`` if there is none."""
+    changes = _changes(settings, bool(estimates.facts(settings).blocks))
+    return next((one for one in changes if estimates.needed(one) <= capacity), None)
+
+
+def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSettings]:
+    if blocks and (settings.units == "model" or settings.blocks_per_unit > 1):
+        yield settings.changed(units="blocks", blocks_per_unit=1)
+    if blocks and settings.recompute != "all":
+        yield settings.changed(recompute="all")
+    if settings.reshard_after_forward is not True or settings.kept_blocks:
+        yield settings.changed(reshard_after_forward=True, kept_blocks=0)
+    if settings.keep:
+        yield settings.changed(keep=())
+    if settings.shard_group_size is not None:
+        yield settings.changed(shard_group_size=None)
+    if blocks and not settings.offload:
+        yield settings.changed(recompute="all", offload=True, units="blocks", kept_blocks=0)
+
+
+def what_would_fit(settings: ShardingSettings, estimates: Estimates, where: Slice) -> list[str]:
+    """Advice where no candidate fits: a smaller batch or a larger slice, if one is enough.
+
+    ``settings``: the batch, and the values that the caller fixed.
+    """
+    facts, capacity = estimates.facts(settings), where.chip.device_usable_hbm_bytes()
+    lean = settings.changed(
+        reshard_after_forward=True, kept_blocks=0, keep=(), shard_group_size=None
+    )
+    if facts.blocks:
+        lean = lean.changed(units="blocks", blocks_per_unit=1, recompute="all", offload=True)
+    advice = [
+        f"The least estimated memory is {estimates.needed(lean) / GIB:.1f} of "
+        f"{capacity / GIB:.1f} GiB a device (with {lean})."
+    ]
+    smaller = (settings.batch or 1) // 2
+    while smaller >= 1:
+        hbm = estimates.needed(lean.changed(batch=smaller))
+        if hbm <= capacity:
+            advice.append(f"A batch of {smaller} samples a device would need {hbm / GIB:.1f} GiB.")
+            break
+        smaller //= 2
+    slices = map(resolve, names())  # the smallest first
+    for slice_ in (one for one in slices if one.chip == where.chip and one.devices > where.devices):
+        hbm = estimates.on(slice_).needed(lean)
+        if hbm <= slice_.chip.device_usable_hbm_bytes():
+            advice.append(
+                f"{slice_.name}, with the same batch a device, would need {hbm / GIB:.1f} GiB: the "
+                f"smallest {slice_.chip.family} slice that is large enough."
+            )
+            break
+    else:
+        advice.append(f"No {where.chip.family} slice is large enough for this batch a device.")
+    return advice

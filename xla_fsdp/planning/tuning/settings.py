@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from .blocks import (
     named_row,
     replace_modules,
 )
-from .kept import Kept, by_name, described, is_kept, keeps, numbers
 
 FORMAT, VERSION = "xla_fsdp settings", 1
 PREFETCHES = ("pre", "post", "none")
@@ -51,6 +51,68 @@ _DECIDED = frozenset(
     " device_mesh sharding_strategy sharding_groups sharding_rank sharding_world_size"
     " replication_groups auto_wrap_policy auto_wrapper_callable offload prefetch keep".split()
 )
+
+# The setting kept_blocks. A number N: the first N blocks. A tuple: numbers of blocks, from 0; or
+# names of units by size.
+Kept = int | tuple[int | str, ...]
+
+
+def by_name(kept: Kept) -> bool:
+    """Whether ``kept`` has names of units, not numbers of blocks."""
+    return isinstance(kept, tuple) and any(isinstance(one, str) for one in kept)
+
+
+def keeps(kept: Kept, number: int, name: str = "") -> bool:
+    """Whether block ``number``, or the unit called ``name``, keeps its parameters."""
+    return 0 <= number < kept if isinstance(kept, int) else number in kept or name in kept
+
+
+def _is_number(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_kept(value: Any) -> bool:
+    if not isinstance(value, tuple):
+        return _is_number(value, 0)
+    numbers = all(_is_number(one, 0) for one in value)
+    names = all(isinstance(one, str) and one for one in value)
+    return (numbers or names) and len(set(value)) == len(value)
+
+
+# By setting: whether a value is allowed, and what is.
+_ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
+    **dict.fromkeys(
+        ("batch", "shard_group_size", "scoped_vmem_kib"),
+        (lambda value: value is None or _is_number(value), "a number from 1 on, or None"),
+    ),
+    "units": (
+        lambda value: value in ("blocks", "model") or _is_number(value),
+        '"blocks", "model" or a number of parameters from 1 on',
+    ),
+    **dict.fromkeys(
+        ("scan", "scan_prefetch", "offload", "forward_prefetch", "limit_all_gathers"),
+        (lambda value: isinstance(value, bool), "True or False"),
+    ),
+    "reshard_after_forward": (
+        lambda value: isinstance(value, bool) or _is_number(value, 2),
+        "True, False or a number of ranks from 2 on",
+    ),
+    "blocks_per_unit": (_is_number, "a number of blocks from 1 on"),
+    "kept_blocks": (
+        _is_kept, "a number, or a tuple of numbers of blocks from 0 on or of names of units",
+    ),
+    "recompute": (
+        lambda value: value in ("none", "all") or _is_number(value),
+        '"none", "all" or a number of blocks from 1 on',
+    ),
+    "keep": (
+        lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
+        "a tuple of names",
+    ),
+    "backward_prefetch": (
+        lambda value: value in PREFETCHES, " or ".join(f'"{one}"' for one in PREFETCHES),
+    ),
+})  # fmt: skip
 
 
 @accept_old_names
@@ -109,66 +171,39 @@ class ShardingSettings:
     scoped_vmem_kib: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "shard_group_size", "scoped_vmem_kib"):
-            _require(
-                getattr(self, name) is None or _counts(getattr(self, name), 1),
-                name, getattr(self, name), "a number from 1 on, or None",
-            )  # fmt: skip
-        units = self.units in ("blocks", "model") or _counts(self.units, 1)
-        allowed = '"blocks", "model" or a number of parameters from 1 on'
-        _require(units, "units", self.units, allowed)
-        for name in ("scan", "scan_prefetch", "offload", "forward_prefetch", "limit_all_gathers"):
+        for name, (is_allowed, allowed) in _ALLOWED.items():
             value = getattr(self, name)
-            _require(isinstance(value, bool), name, value, "True or False")
-        reshard = self.reshard_after_forward
-        whole = isinstance(reshard, bool) or _counts(reshard, 2)
-        _require(
-            whole, "reshard_after_forward", reshard, "True, False or a number of ranks from 2 on"
-        )
-        grouped, allowed = self.blocks_per_unit, "a number of blocks from 1 on"
-        _require(_counts(grouped, 1), "blocks_per_unit", grouped, allowed)
-        allowed = "a number, or a tuple of numbers of blocks from 0 on or of names of units"
-        _require(is_kept(self.kept_blocks), "kept_blocks", self.kept_blocks, allowed)
-        recompute = self.recompute in ("none", "all") or _counts(self.recompute, 1)
-        allowed = '"none", "all" or a number of blocks from 1 on'
-        _require(recompute, "recompute", self.recompute, allowed)
-        named = isinstance(self.keep, tuple) and all(isinstance(one, str) for one in self.keep)
-        _require(named, "keep", self.keep, "a tuple of names")
-        prefetch = self.backward_prefetch
-        _require(prefetch in PREFETCHES, "backward_prefetch", prefetch, _either(PREFETCHES))
+            if not is_allowed(value):
+                raise ValueError(f"{name} must be {allowed}; got {value!r}")
         require_collective_routes(self.collective_routes)
-        self._require_possible()
-
-    def _require_possible(self) -> None:
-        def exclude(one: str, other: str, why: str) -> None:
-            given = (f"{name}={getattr(self, name)!r}" for name in (one, other))
-            raise ValueError(f"{' and '.join(given)} exclude each other: {why}")
-
-        if self.scan:
-            if self.recompute != "all":
-                exclude("scan", "recompute", 'a loop recomputes each block, recompute="all"')
-            if self.units != "blocks":
-                exclude("scan", "units", 'a loop gathers block by block, units="blocks"')
-            if self.reshard_after_forward is False:
-                exclude("scan", "reshard_after_forward", "a loop cannot keep gathered parameters")
-            if self.kept_blocks:
-                exclude("scan", "kept_blocks", "a loop cannot keep gathered parameters")
-        for option in ("scan_prefetch", "keep"):
-            if getattr(self, option) and not self.scan:
-                exclude(option, "scan", "it is an option of the loop; set scan=True")
-        if self.offload and self.recompute == "none":
-            exclude("offload", "recompute", "only inputs of recomputed blocks are offloaded")
-        if self.blocks_per_unit > 1:
-            if self.units != "blocks":
-                exclude("blocks_per_unit", "units", 'it needs units="blocks"')
-            if self.scan:
-                exclude("scan", "blocks_per_unit", "a loop gathers block by block")
-        if self.units == "model" and self.kept_blocks:
-            exclude("kept_blocks", "units", "the outermost unit keeps its parameters anyway")
-        if self.kept_blocks and by_name(self.kept_blocks) == (self.units == "blocks"):
-            exclude("kept_blocks", "units", "select blocks by numbers, units by size by names")
-        if not isinstance(self.units, str) and not isinstance(self.recompute, str):
-            exclude("recompute", "units", 'with units by size it must be "all" or "none"')
+        scan, units, kept = self.scan, self.units, self.kept_blocks
+        several, by_size = self.blocks_per_unit > 1, isinstance(self.units, int)
+        cannot_keep = "a loop cannot keep gathered parameters"
+        of_the_loop = "it is an option of the loop; set scan=True"
+        for wrong, one, other, why in (
+            (scan and self.recompute != "all", "scan", "recompute",
+             'a loop recomputes each block, recompute="all"'),
+            (scan and units != "blocks", "scan", "units",
+             'a loop gathers block by block, units="blocks"'),
+            (scan and self.reshard_after_forward is False, "scan", "reshard_after_forward",
+             cannot_keep),
+            (scan and kept, "scan", "kept_blocks", cannot_keep),
+            (self.scan_prefetch and not scan, "scan_prefetch", "scan", of_the_loop),
+            (self.keep and not scan, "keep", "scan", of_the_loop),
+            (self.offload and self.recompute == "none", "offload", "recompute",
+             "only inputs of recomputed blocks are offloaded"),
+            (several and units != "blocks", "blocks_per_unit", "units", 'it needs units="blocks"'),
+            (several and scan, "scan", "blocks_per_unit", "a loop gathers block by block"),
+            (kept and units == "model", "kept_blocks", "units",
+             "the outermost unit keeps its parameters anyway"),
+            (kept and by_name(kept) == (units == "blocks"), "kept_blocks", "units",
+             "select blocks by numbers, units by size by names"),
+            (by_size and isinstance(self.recompute, int), "recompute", "units",
+             'with units by size it must be "all" or "none"'),
+        ):  # fmt: skip
+            if wrong:
+                given = " and ".join(f"{name}={getattr(self, name)!r}" for name in (one, other))
+                raise ValueError(f"{given} exclude each other: {why}")
 
     # Applying them.
 
@@ -194,7 +229,26 @@ class ShardingSettings:
             ValueError: an option that these settings determine; no such blocks; with ``scan``:
                 blocks that are not all of one ``nn.Sequential``, or not equal.
         """
-        return _wrap_model(self, model, blocks, ignore, options)
+        _require_undecided(options)
+        if isinstance(self.units, int):
+            return self.wrap_root(model, **options)
+        found = find_blocks(model, blocks)
+        self._require_at_most(len(found))
+        if self.scan or (self.blocks_per_unit > 1 and found):
+            name = list_of(model, found) if found else None
+            if name is None:
+                what = "scan=True" if self.scan else f"blocks_per_unit={self.blocks_per_unit}"
+                raise ValueError(
+                    f"{what}: the blocks are not all of one nn.Sequential, so no module runs all "
+                    "of them. Build them with settings.join(...) and call the result: "
+                    "x = self.blocks(x)"
+                )
+            _require_no_hooks(name, model.get_submodule(name))
+            model.set_submodule(name, self.join(found, ignore=ignore, **options))
+        else:
+            wrapped = zip(found, self._units(found, options), strict=True)
+            replace_modules(model, {block: one for block, one in wrapped if one is not block})
+        return self.wrap_root(model, **options)
 
     def join(
         self, blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
@@ -204,11 +258,100 @@ class ShardingSettings:
         It takes and shards one block at a time, for models that do not fit on the host.
         ``ignore``: as in :meth:`wrap`. Call :meth:`wrap_root` on the model afterwards.
         """
-        return _join_blocks(self, blocks, ignore, options)
+        _require_undecided(options)
+        if self.scan:
+            return scan_blocks(
+                blocks, offload=self.offload, prefetch=self.scan_prefetch, keep=self.keep,
+                ignore=ignore, **self._options(), **options,
+            )  # fmt: skip
+        units = self._units(blocks, options)
+        joined = GroupedBlocks(units) if self.blocks_per_unit > 1 else BlockRow(*units)
+        self._require_at_most(len(joined))
+        return joined
 
     def wrap_root(self, model: nn.Module, **options: Any) -> nn.Module:
         """Shard the rest of a ``model`` whose blocks were built with :meth:`join`; return it."""
-        return _wrap_root(self, model, options)
+        _require_undecided(options)
+        if not isinstance(self.units, int):
+            return XlaFullyShardedDataParallel(model, **{**self._options(), **options})
+        names = {module: plain(name) for name, module in model.named_modules()}
+        units: list[str] = []
+
+        def wrap(module: nn.Module, **options: Any) -> nn.Module:
+            units.append(names[module])
+            if keeps(self.kept_blocks, -1, names[module]):
+                options["reshard_after_forward"] = False
+            if self.recompute == "all":
+                module = checkpoint_module(module, offload=self.offload)
+            return XlaFullyShardedDataParallel(module, **options)
+
+        policy = partial(size_based_auto_wrap_policy, min_num_params=self.units)
+        how = {"auto_wrap_policy": policy, "auto_wrapper_callable": wrap}
+        wrapped = XlaFullyShardedDataParallel(model, **{**self._options(), **options, **how})
+        kept = self.kept_blocks if isinstance(self.kept_blocks, tuple) else ()
+        if wrong := [name for name in kept if name not in units]:
+            raise ValueError(
+                f"kept_blocks={kept!r}: {wrong[0]!r} is no unit; with units={self.units} the units "
+                f"are {', '.join(units) or 'only the model itself'}"
+            )
+        return wrapped
+
+    def _units(
+        self, blocks: Iterable[nn.Module], options: Mapping[str, Any]
+    ) -> Iterator[nn.Module]:
+        """Yield units of ``blocks_per_unit`` blocks, recomputed as the settings say."""
+        size = self.blocks_per_unit
+        if size > 1 and options.get("flatten_parameters"):
+            raise ValueError(
+                "flatten_parameters=True and blocks_per_unit exclude each other: a unit of several "
+                "blocks has no name for its flat vector. Leave one of them out"
+            )
+        waiting = enumerate(self._recomputed(blocks))
+        while group := dict(islice(waiting, size)):
+            kept = {keeps(self.kept_blocks, number) for number in group}
+            if len(kept) > 1:
+                together = ", ".join(map(str, group))
+                raise ValueError(
+                    f"kept_blocks={self.kept_blocks!r}: blocks {together} are one unit "
+                    f"(blocks_per_unit={size}): give all of them or none"
+                )
+            unit = named_row(group) if size > 1 else next(iter(group.values()))
+            if self.units == "blocks":
+                how = {**self._options(kept.pop()), **options}
+                unit = XlaFullyShardedDataParallel(unit, **how)
+            yield unit
+
+    def _recomputed(self, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+        for number, block in enumerate(blocks):
+            some = isinstance(self.recompute, int) and number < self.recompute
+            if some or self.recompute == "all":
+                block = checkpoint_module(block, offload=self.offload)
+            yield block
+
+    def _options(self, kept: bool = False) -> dict[str, Any]:
+        """The wrapper options of a unit; ``kept``: it keeps its full parameters until the
+        backward."""
+        return {
+            "reshard_after_forward": False if kept else self.reshard_after_forward,
+            "forward_prefetch": self.forward_prefetch,
+            "backward_prefetch": _PREFETCH[self.backward_prefetch],
+            "limit_all_gathers": self.limit_all_gathers,
+            "collective_routes": self.collective_routes,
+            "device_mesh": _mesh(self.shard_group_size),
+        }
+
+    def _require_at_most(self, blocks: int) -> None:
+        """Raise ValueError if the settings name more than ``blocks`` blocks."""
+        kept, recompute = self.kept_blocks, self.recompute
+        if isinstance(kept, tuple):
+            kept = max((one + 1 for one in kept if isinstance(one, int)), default=0)
+        recompute = recompute if isinstance(recompute, int) else 0
+        for name, most in (("kept_blocks", kept), ("recompute", recompute)):
+            if most > blocks:
+                given = getattr(self, name)
+                raise ValueError(
+                    f"{name}={given!r}: the model has {blocks} blocks; at most {blocks}"
+                )
 
     @property
     def compiler_options(self) -> Mapping[str, str]:
@@ -291,167 +434,23 @@ def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
     )
 
 
-def _counts(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _require(holds: bool, name: str, value: Any, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {allowed}; got {value!r}")
-
-
-def _either(words: Iterable[str]) -> str:
-    return " or ".join(f'"{word}"' for word in words)
-
-
-def _wrap_model(
-    settings: ShardingSettings,
-    model: nn.Module,
-    blocks: Blocks,
-    ignore: Collection[str],
-    options: Mapping[str, Any],
-) -> nn.Module:
-    """See ``ShardingSettings.wrap``."""
-    _require_undecided(options)
-    if isinstance(settings.units, int):
-        return _wrap_root(settings, model, options)
-    found = find_blocks(model, blocks)
-    _require_so_many(settings, len(found))
-    if settings.scan or (settings.blocks_per_unit > 1 and found):
-        name = list_of(model, found) if found else None
-        if name is None:
-            what = "scan=True" if settings.scan else f"blocks_per_unit={settings.blocks_per_unit}"
-            raise ValueError(
-                f"{what}: the blocks are not all of one nn.Sequential, so no module runs all of "
-                "them. Build them with settings.join(...) and call the result: x = self.blocks(x)"
-            )
-        path, _, attribute = name.rpartition(".")
-        parent = model.get_submodule(path)
-        _require_no_hooks(name, getattr(parent, attribute))
-        setattr(parent, attribute, _join_blocks(settings, found, ignore, options))
-        return _wrap_root(settings, model, options)
-    wrapped = zip(found, _each(settings, found, options), strict=True)
-    replace_modules(model, {block: one for block, one in wrapped if one is not block})
-    return _wrap_root(settings, model, options)
-
-
-def _join_blocks(
-    settings: ShardingSettings,
-    blocks: Iterable[nn.Module],
-    ignore: Collection[str],
-    options: Mapping[str, Any],
-) -> nn.Module:
-    """See ``ShardingSettings.join``."""
-    _require_undecided(options)
-    if settings.scan:
-        loop: dict[str, Any] = {"offload": settings.offload, "prefetch": settings.scan_prefetch}
-        loop |= {"keep": settings.keep, "ignore": ignore, **_options(settings, False)}
-        return scan_blocks(blocks, **loop, **options)
-    joined: BlockRow | GroupedBlocks
-    if settings.blocks_per_unit > 1:
-        joined = GroupedBlocks(_groups(settings, blocks, options))
-    else:
-        joined = BlockRow(*_each(settings, blocks, options))
-    _require_so_many(settings, len(joined))
-    return joined
-
-
-def _wrap_root(
-    settings: ShardingSettings, model: nn.Module, options: Mapping[str, Any]
-) -> nn.Module:
-    """See ``ShardingSettings.wrap_root``."""
-    _require_undecided(options)
-    how = {**_options(settings, False), **options}
-    if not isinstance(settings.units, int):
-        return XlaFullyShardedDataParallel(model, **how)
-    units = _UnitsBySize(settings, model)
-    policy = partial(size_based_auto_wrap_policy, min_num_params=settings.units)
-    how |= {"auto_wrap_policy": policy, "auto_wrapper_callable": units.wrap}
-    wrapped = XlaFullyShardedDataParallel(model, **how)
-    units.require_all_named()
-    return wrapped
-
-
-class _UnitsBySize:
-    """Wraps the units that a size-based policy chooses."""
-
-    def __init__(self, settings: ShardingSettings, model: nn.Module) -> None:
-        self._settings = settings
-        self._names = {module: plain(name) for name, module in model.named_modules()}
-        self._seen: list[str] = []
-
-    def wrap(self, module: nn.Module, **options: Any) -> nn.Module:
-        settings, name = self._settings, self._names[module]
-        self._seen.append(name)
-        if keeps(settings.kept_blocks, -1, name):
-            options["reshard_after_forward"] = False
-        if settings.recompute == "all":
-            module = checkpoint_module(module, offload=settings.offload)
-        return XlaFullyShardedDataParallel(module, **options)
-
-    def require_all_named(self) -> None:
-        """Raise ValueError if ``kept_blocks`` names a unit that does not exist."""
-        kept = self._settings.kept_blocks
-        names = kept if isinstance(kept, tuple) and by_name(kept) else ()
-        wrong = [name for name in names if name not in self._seen]
-        if wrong:
-            raise ValueError(
-                f"kept_blocks={kept!r}: {wrong[0]!r} is no unit; with units={self._settings.units} "
-                f"the units are {', '.join(self._seen) or 'only the model itself'}"
-            )
-
-
-def _each(
-    settings: ShardingSettings, blocks: Iterable[nn.Module], options: Mapping[str, Any]
-) -> Iterator[nn.Module]:
-    """Yield ``blocks``, recomputed and wrapped (each as a unit) as the settings say."""
-    for number, block in enumerate(_recomputed(settings, blocks)):
-        if settings.units == "blocks":
-            how = {**_options(settings, keeps(settings.kept_blocks, number)), **options}
-            block = XlaFullyShardedDataParallel(block, **how)
-        yield block
-
-
-def _groups(
-    settings: ShardingSettings, blocks: Iterable[nn.Module], options: Mapping[str, Any]
-) -> Iterator[nn.Module]:
-    """Yield units of ``blocks_per_unit`` blocks, recomputed as the settings say."""
-    if options.get("flatten_parameters"):
-        raise ValueError(
-            "flatten_parameters=True and blocks_per_unit exclude each other: a unit of several "
-            "blocks has no name for its flat vector. Leave one of them out"
-        )
-    waiting = enumerate(_recomputed(settings, blocks))
-    while group := dict(islice(waiting, settings.blocks_per_unit)):
-        kept = {keeps(settings.kept_blocks, number) for number in group}
-        if len(kept) > 1:
-            together = ", ".join(map(str, group))
-            raise ValueError(
-                f"kept_blocks={settings.kept_blocks!r}: blocks {together} are one unit "
-                f"(blocks_per_unit={settings.blocks_per_unit}): give all of them or none"
-            )
-        how = {**_options(settings, kept.pop()), **options}
-        yield XlaFullyShardedDataParallel(named_row(group), **how)
-
-
-def _recomputed(settings: ShardingSettings, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    for number, block in enumerate(blocks):
-        every = settings.recompute == "all"
-        if every or (isinstance(settings.recompute, int) and number < settings.recompute):
-            block = checkpoint_module(block, offload=settings.offload)
-        yield block
-
-
-def _options(settings: ShardingSettings, kept: bool) -> dict[str, Any]:
-    """The wrapper options of a unit; ``kept``: its full parameters are kept until the backward."""
-    return {
-        "reshard_after_forward": False if kept else settings.reshard_after_forward,
-        "forward_prefetch": settings.forward_prefetch,
-        "backward_prefetch": _PREFETCH[settings.backward_prefetch],
-        "limit_all_gathers": settings.limit_all_gathers,
-        "collective_routes": settings.collective_routes,
-        "device_mesh": _mesh(settings.shard_group_size),
-    }
+def described(value: Any) -> str:
+    """The value of a setting, as a caller writes it; consecutive numbers of blocks as a range."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if not isinstance(value, tuple):
+        return str(value)
+    end = ",)" if len(value) == 1 else ")"
+    if by_name(value):
+        return f"({', '.join(map(described, value))}{end}"
+    rows: list[list[int]] = []
+    for number in sorted(value):
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    spans = (str(row[0]) if len(row) == 1 else f"{row[0]} to {row[-1]}" for row in rows)
+    return f"({', '.join(spans)}{end}"
 
 
 def _mesh(shared: int | None) -> list[int] | list[list[int]] | None:
@@ -485,13 +484,3 @@ def _require_no_hooks(name: str, blocks: nn.Module) -> None:
             f"{name!r} has hooks, which would be lost with scan or blocks_per_unit: register them "
             "after wrapping, on the module that replaces it"
         )
-
-
-def _require_so_many(settings: ShardingSettings, count: int) -> None:
-    most = {"kept_blocks": 1 + max(numbers(settings.kept_blocks), default=-1)}
-    if isinstance(settings.recompute, int):
-        most["recompute"] = settings.recompute
-    for name, value in most.items():
-        if value > count:
-            given = getattr(settings, name)
-            raise ValueError(f"{name}={given!r}: the model has {count} blocks; at most {count}")

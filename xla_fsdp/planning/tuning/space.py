@@ -13,8 +13,7 @@ from ...deprecated import rename_keys
 from ...tpu.topology import Slice
 from .estimate import Estimates
 from .facts import StepFacts
-from .kept import by_name
-from .settings import PREFETCHES, ShardingSettings
+from .settings import PREFETCHES, ShardingSettings, by_name
 
 # Settings whose effect an estimate models well; all their combinations are candidates. Those in
 # FINE are tried one by one on the best candidate.

@@ -12,8 +12,7 @@ from typing import Any
 
 from ..compiling.cache import write_whole
 from ..reporting.tables import aligned
-from .remedies import GIB
-from .search import Measured, Trial, too_much
+from .search import GIB, Measured, Trial, too_much
 from .settings import ShardingSettings
 
 _SHOWN = 6  # rows of the table for candidates that were not compiled
@@ -86,18 +85,16 @@ class Tuning:
         if self.own is None:
             return ""
         if not self.own.fits:
-            return f"; your own step does not fit{self._excess()}"
+            return f"; your own step {self._unfit(self.own)}"
         share = best.per_sample / (self.own.seconds / self.own_batch)
         return f", {share:.2f} times the time of your own step"
 
-    def _excess(self) -> str:
-        """By how much the caller's own step does not fit, if the compiler said so."""
-        hbm = self.own.hbm if self.own is not None else 0.0
-        return f" {too_much(hbm, self.capacity)}" if hbm else ""
+    def _unfit(self, own: Measured) -> str:
+        return "does not fit" + (f" {too_much(own.hbm, self.capacity)}" if own.hbm else "")
 
     def _own_row(self, own: Measured) -> Sequence[str]:
         if not own.fits:
-            last = f"does not fit{self._excess()}"
+            last = self._unfit(own)
         elif self.best is None:
             last = "best"
         else:
@@ -106,8 +103,8 @@ class Tuning:
         return ("your own step", *_told(own), "", "", last)
 
     def _table(self) -> list[str]:
-        asked = [trial for trial in self.trials if _was_asked(trial)]
-        others = [trial for trial in self.trials if not _was_asked(trial)]
+        asked = [trial for trial in self.trials if trial.tried]
+        others = [trial for trial in self.trials if not trial.tried]
         shown = [*asked, *others[:_SHOWN]]
         several = len({trial.settings.batch for trial in self.trials}) > 1
         rows: list[Sequence[str]] = []
@@ -118,7 +115,7 @@ class Tuning:
         return [*aligned([_HEAD, *rows], numeric), ""] if rows else []
 
     def _remarks(self) -> list[str]:
-        left = sum(not _was_asked(trial) for trial in self.trials)
+        left = sum(not trial.tried for trial in self.trials)
         remarks = [
             f"{self.compilations} of {self.budget} compilations, {self.from_cache} of them from "
             f"the cache; {left} more candidates were only estimated"
@@ -145,12 +142,6 @@ class Tuning:
             FileNotFoundError: there is no such folder.
         """
         write_whole(Path(path), f"{self.to_json()}\n".encode())
-
-
-def _was_asked(trial: Trial) -> bool:
-    return trial.measured is not None or trial.rejected.startswith(
-        ("not possible", "the compiler failed")
-    )
 
 
 def _row(trial: Trial, best: ShardingSettings | None, with_batch: bool) -> Sequence[str]:
