@@ -26,8 +26,7 @@ _CALLED = re.compile(
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _METADATA = re.compile(r'\bmetadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)\}')
-_STRING_FIELD = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
-_NUMBER_FIELD = re.compile(r"\b(\w+)=(-?\d+)")
+_FIELD = re.compile(r'\b(\w+)=("(?:[^"\\]|\\.)*"|-?\d+)')
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 # Tokens that matter for nesting: an entire string, or one bracket.
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
@@ -160,25 +159,20 @@ class Instruction:
         return tuple(names)
 
     @cached_property
-    def metadata(self) -> Mapping[str, str]:
-        """``op_name``, ``source_file``, ``source_line`` and so on, all as text."""
+    def _metadata(self) -> Mapping[str, str]:
         found = _METADATA.search(self.attributes)
-        if not found:
-            return {}
-        fields = dict(_NUMBER_FIELD.findall(re.sub(r'"(?:[^"\\]|\\.)*"', '""', found[1])))
-        fields.update((k, _unescape(v)) for k, v in _STRING_FIELD.findall(found[1]))
-        return fields
+        fields = _FIELD.findall(found[1]) if found else ()
+        return {k: _unescape(v[1:-1] if v[0] == '"' else v) for k, v in fields}
 
     @property
     def op_name(self) -> str:
         """The name that the tracing framework gave the operation, with its scopes."""
-        return self.metadata.get("op_name", "")
+        return self._metadata.get("op_name", "")
 
     @property
     def source(self) -> str:
         """The ``file:line`` that traced the operation, or ""."""
-        file = self.metadata.get("source_file", "")
-        line = self.metadata.get("source_line", "")
+        file, line = (self._metadata.get(f"source_{part}", "") for part in ("file", "line"))
         return f"{file}:{line}" if file and line else file
 
     @cached_property
@@ -282,7 +276,7 @@ def parse_module(text: str) -> Module:
             current.instructions.append(_instruction(line))
     if entry is None:
         raise ValueError(f"the module {header[:80]!r} has no ENTRY computation")
-    counts = dict(_NUMBER_FIELD.findall(header))
+    counts = dict(_FIELD.findall(header))
     found = re.search(r"\binput_output_alias=", header)
     aliased = header[found.end() : _end_of_item(header, found.end())] if found else ""
     return Module(
