@@ -281,7 +281,7 @@ def draw(found: dict[int, dict], path: Path) -> None:
 
     ranks = sorted(found)
     figure = canvas(12.5, 6.5)
-    axes = figure.add_axes((0.07, 0.1, 0.5, 0.84))
+    axes = figure.add_subplot()
     clean(axes)
     for number, name in enumerate(found[ranks[0]]):
         values = [found[n][name] for n in ranks]

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from reports import GIB, HOSTILE, NOTHING, given_up, make, refused
 
-from xla_fsdp.planning.records import CompilerMemory, Schedule
+from xla_fsdp.planning.records import Schedule
 from xla_fsdp.planning.reporting.page import page as report_html
 from xla_fsdp.planning.reporting.pictures import COLORS, hbm, picture, trace
 from xla_fsdp.planning.reporting.report import Report
@@ -118,13 +118,6 @@ def test_what_the_compiler_did_not_compute(report, said, height, pictures):
     assert not near(pixels, "asynchronous")
 
 
-def test_html_of_a_small_step():
-    """Below a GiB its memory is told in MiB."""
-    small = CompilerMemory(2**20, 0, 0, 2**21, 2**20, 2**21)
-    page = report_html(dataclasses.replace(make(), memory=small))
-    assert "FITS: 4.0 MiB of 4.0 GiB" in page
-
-
 def test_html_escapes_names():
     text = make().to_json().replace("blocks.1.mlp", json.dumps(HOSTILE)[1:-1])
     hostile = dataclasses.replace(
@@ -157,7 +150,7 @@ def test_trace_has_every_operation_and_the_memory(tmp_path):
     events = json.loads(written)["traceEvents"]
     by_kind = {kind: [e for e in events if e["ph"] == kind] for kind in "MXbeC"}
     assert {kind: len(some) for kind, some in by_kind.items()} == {
-        "M": 1, "X": 12 + 2, "b": 2, "e": 2, "C": 16,
+        "M": 3, "X": 12 + 2, "b": 2, "e": 2, "C": 16,
     }  # fmt: skip
     (one,) = [e for e in by_kind["X"] if e["name"] == "fusion.1"]
     assert (one["ts"], one["dur"]) == pytest.approx((1000, 3000))
@@ -165,4 +158,4 @@ def test_trace_has_every_operation_and_the_memory(tmp_path):
     assert max(sum(e["args"].values()) for e in by_kind["C"]) == pytest.approx(
         max(make().schedule.curve) / GIB
     )
-    assert json.loads(trace(given_up()))["traceEvents"][1:] == []
+    assert {e["ph"] for e in json.loads(trace(given_up()))["traceEvents"]} == {"M"}

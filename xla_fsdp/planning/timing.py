@@ -15,7 +15,7 @@ docs/design/time-model.md holds the figures against published ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -161,7 +161,8 @@ class _Lanes:
 
     def _start(self, what: Collective | HostCopy) -> None:
         now, used = self.now, self._used.get(id(what))
-        waits: Iterable[Hashable]
+        waits: tuple[Hashable, ...]
+        takes: tuple[Hashable, ...]
         if isinstance(what, HostCopy):
             waits = takes = (what.to_host,)
         elif what.across_slices:

@@ -188,8 +188,7 @@ def _draw_collectives(found: Verification) -> str:
     colors = dict(zip(dict.fromkeys(t.axis for t in found.collectives), _COLORS, strict=False))
     figure = canvas(12.5, 3.4)
     for number, kind in enumerate(kinds):
-        width = 0.94 / len(kinds)
-        axes = figure.add_axes((0.05 + number * width, 0.17, width - 0.05, 0.68))
+        axes = figure.add_subplot(1, len(kinds), number + 1)
         clean(axes)
         for axis, color in colors.items():
             some = sorted(
@@ -221,7 +220,7 @@ def _draw_steps(found: Verification) -> str:
 
     names = list(dict.fromkeys(run.name for run in found.steps))
     figure = canvas(12.5, 0.6 + 0.9 * len(names))
-    axes = figure.add_axes((0.1, 0.5 / (0.6 + 0.9 * len(names)), 0.86, 0.8))
+    axes = figure.add_subplot()
     clean(axes)
     axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
     for row, name in enumerate(names):

@@ -56,7 +56,7 @@ Interval = tuple[float, float, tuple[str, str]]  # begin, end, (name, phase)
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure with this size in inches."""
+    """An empty figure with this size in inches; its subplots are laid out when it is drawn."""
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -96,6 +96,7 @@ def draw(report: Report) -> Figure:
     color = _GREEN if report.fits else _RED
     figure.suptitle(heading, x=0.01, ha="left", fontsize=11, color=color, parse_math=False)
     if not has_memory:
+        figure.set_layout_engine("none")  # there is nothing to lay out
         return figure
     grid = figure.add_gridspec(3, 5, height_ratios=(5, 3, 2)) if has_timeline else None
     grid = grid or figure.add_gridspec(1, 5)
@@ -332,17 +333,24 @@ def trace(report: Report) -> str:
 def trace_of(timelines: Mapping[str, Sequence[Slot]], report: Report) -> str:
     """Timelines by name, each as a process of Chrome's trace event format, and HBM in use."""
     events: list[dict[str, Any]] = []
+
+    def name_row(kind: str, name: str, **where: int) -> None:
+        events.append({"ph": "M", "name": kind, "args": {"name": name}, **where})
+
     for pid, (name, slots) in enumerate(timelines.items()):
-        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        name_row("process_name", name, pid=pid)
+        rows = {lane: tid for tid, lane in enumerate(("compute", "collective"))}
+        for lane, tid in rows.items():
+            name_row("thread_name", lane, pid=pid, tid=tid)
         for number, slot in enumerate(slots):
+            begin, end = 1e6 * slot.begin, 1e6 * slot.end  # microseconds
             args = {"module": slot.module, "phase": slot.phase, "place": slot.index}
-            begin, kind = 1e6 * slot.begin, slot.lane
-            event = {"pid": pid, "tid": kind, "cat": kind, "name": slot.label, "ts": begin}
+            where = {"pid": pid, "tid": rows[slot.lane], "cat": slot.lane, "name": slot.label}
             if slot.asynchronous:  # these may overlap, so each has its own row
-                events.append({**event, "ph": "b", "id": number, "args": args})
-                events.append({**event, "ph": "e", "id": number, "ts": 1e6 * slot.end})
+                events.append({**where, "ph": "b", "id": number, "ts": begin, "args": args})
+                events.append({**where, "ph": "e", "id": number, "ts": end})
             else:
-                events.append({**event, "ph": "X", "dur": 1e6 * slot.end - begin, "args": args})
+                events.append({**where, "ph": "X", "ts": begin, "dur": end - begin, "args": args})
     if report.schedule.curve and not missing(report):
         spots, stack = hbm(report)
         for number, at in enumerate(1e6 * _seconds(report)[spots]):
