@@ -9,12 +9,14 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from .errors import CheckpointError, OptionsError
 from .legacy.source import OUTPUT_NAME
 from .stream.options import DTYPES, FORMATS, parse_size
-from .stream.run import Result, reshard_checkpoint, verify_checkpoint
 from .stream.run import consolidate_checkpoint as run
+from .stream.run import reshard_checkpoint, verify_checkpoint
 from .stream.sources import LEGACY_SUFFIX
 from .stream.stage import silent
 
@@ -37,38 +39,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> str:
     """Run the command and return the line that reports the result."""
-    shown = arguments.progress or sys.stderr.isatty()
-    common = {
+    prefix, save_path = arguments.ckpt_prefix, arguments.save_path
+    common: dict[str, Any] = {
         "suffix": arguments.ckpt_suffix,
         "allow_unsafe_pickle": arguments.allow_unsafe_pickle,
-        "progress": _bar if shown else silent,
+        "progress": _bar if arguments.progress or sys.stderr.isatty() else silent,
     }
     if arguments.verify:
-        return verify_checkpoint(arguments.ckpt_prefix, **common)
-    common["tied"] = dict(arguments.tied)
-    common["say"] = lambda line: print(line, file=sys.stderr)
-    if arguments.reshard is not None:
-        given = (arguments.format, arguments.max_shard_size, arguments.dtype)
-        if any(value is not None for value in given):
-            raise OptionsError(
-                "--reshard does not convert a checkpoint, so it cannot be used with --format, "
-                "--max_shard_size or --dtype. Remove these options."
-            )
-        return _line(
-            reshard_checkpoint(
-                arguments.ckpt_prefix, arguments.reshard, arguments.save_path, **common
-            )
+        return verify_checkpoint(prefix, **common)
+    common |= {"tied": dict(arguments.tied), "say": partial(print, file=sys.stderr)}
+    options = {name: getattr(arguments, name) for name in ("format", "max_shard_size", "dtype")}
+    if arguments.reshard is None:
+        result = run(prefix, save_path, optimizer=arguments.optimizer, **options, **common)
+    elif any(value is not None for value in options.values()):
+        raise OptionsError(
+            "--reshard does not convert a checkpoint, so it cannot be used with --format, "
+            "--max_shard_size or --dtype. Remove these options."
         )
-    return _line(
-        run(
-            arguments.ckpt_prefix,
-            arguments.save_path,
-            format=arguments.format,
-            max_shard_size=arguments.max_shard_size,
-            optimizer=arguments.optimizer,
-            dtype=arguments.dtype,
-            **common,
-        )
+    else:
+        result = reshard_checkpoint(prefix, arguments.reshard, save_path, **common)
+    if result.up_to_date:
+        return f"up to date: {result.path}"
+    kept = f", {result.resumed} files kept from an earlier run" if result.resumed else ""
+    return (
+        f"wrote {result.path}: {result.parameters} parameters"
+        f" ({result.elements} elements), {result.bytes} bytes{kept}"
     )
 
 
@@ -84,16 +79,6 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
         return
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr) as shown:
         yield shown.update
-
-
-def _line(result: Result) -> str:
-    if result.up_to_date:
-        return f"up to date: {result.path}"
-    kept = f", {result.resumed} files kept from an earlier run" if result.resumed else ""
-    return (
-        f"wrote {result.path}: {result.parameters} parameters"
-        f" ({result.elements} elements), {result.bytes} bytes{kept}"
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,11 +23,9 @@ from ..errors import (
     ShardMismatchError,
 )
 from . import folders, manifest
-from .container import Entry
 from .dtypes import DTYPES
 from .manifest import (
     Manifest,
-    Tensor,
     buffer_key,
     file_name,
     load_manifest,
@@ -267,23 +265,14 @@ class RankFile(CheckedFile):
                     f"same folder has {key} {expected!r}. The file belongs to another save."
                 )
         self.begins: dict[str, int] = self._read_begins()
-        state = manifest.optimizer.state if manifest.optimizer is not None else {}
-        for key, entry in self.container.entries.items():
-            kind, _, rest = key.partition("/")
-            if kind == "parameter":
-                tensor = manifest.parameters.get(rest)
-                self._require(key, entry, tensor, None if tensor is None else tensor.dtype)
-            elif kind == "state":
-                state_name, _, name = rest.partition("/")
-                dtype = state[name].sharded.get(state_name) if name in state else None
-                self._require(key, entry, manifest.parameters.get(name), dtype)
-            elif kind == "buffer":
-                self._require_buffer(key, entry, manifest.buffers.get(rest))
-            elif kind != "rank":
-                raise InvalidMetadataError(
-                    f"{self.path}: has {key!r:.120}, expected parameter/, state/, buffer/ or rank/"
+        self._require_entries()
+        for name, rule in (manifest.sharding_rules or {}).items():
+            stated = rule.range_of_rank(rank, manifest.parameters[name].numel)
+            if stated != self.range_of(name):
+                raise CoverageError(
+                    f"{self.path}: has elements {self.range_of(name)} of {name!r}, but the "
+                    f"manifest says {stated}. Use another checkpoint."
                 )
-        self._require_complete(rank)
 
     def has(self, key: str) -> bool:
         """Whether the file has a tensor ``key``."""
@@ -295,9 +284,9 @@ class RankFile(CheckedFile):
         return 0 if entry is None else entry.numel
 
     def range_of(self, name: str) -> tuple[int, int]:
-        """The range of elements of a parameter that the rank stores."""
-        begin = self.begins.get(name, 0)
-        return begin, begin + self.length(name)
+        """The range of elements of a parameter that the rank stores, ``(0, 0)`` if none."""
+        begin, length = self.begins.get(name, 0), self.length(name)
+        return (begin, begin + length) if length else (0, 0)
 
     def _read_begins(self) -> dict[str, int]:
         begins = read_json(self.container.metadata.get("begins", "").encode(), self.path)
@@ -310,50 +299,45 @@ class RankFile(CheckedFile):
             )
         return begins
 
-    def _require(self, key: str, entry: Entry, tensor: Tensor | None, dtype: str | None) -> None:
-        if tensor is None or dtype is None:
-            raise ShardMismatchError(f"{self.path}: has {key!r:.120}, unknown to the manifest")
-        if entry.dtype != dtype:
-            raise ShardMismatchError(
-                f"{self.path}: {key!r:.120} is {entry.dtype}, but the manifest says {dtype}"
-            )
-        begin, end = self.range_of(tensor.name)
-        if len(entry.shape) != 1 or entry.numel != end - begin or end > tensor.numel:
-            raise CoverageError(
-                f"{self.path}: {key!r:.120} has shape {list(entry.shape)} from element {begin}, "
-                f"which does not fit into a tensor of shape {list(tensor.shape)}"
-            )
-
-    def _require_buffer(self, key: str, entry: Entry, tensor: Tensor | None) -> None:
-        if tensor is None or (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-            expected = "no such buffer"
-            if tensor is not None:
-                expected = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ShardMismatchError(
-                f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, but "
-                f"the manifest says {expected}"
-            )
-
-    def _require_complete(self, rank: int) -> None:
-        """Checks that the file has all buffers, the pieces that the rules say, and their state."""
-        for name in self._manifest.buffers:
-            if not self.has(buffer_key(name)):
-                raise ShardMismatchError(
-                    f"{self.path}: lacks buffer {name!r}. Use another checkpoint."
-                )
-        for name, rule in (self._manifest.sharding_rules or {}).items():
-            begin, end = rule.range_of_rank(rank, self._manifest.parameters[name].numel)
-            found = self.begins.get(name, 0), self.length(name)
-            if found != (begin, end - begin):
+    def _require_entries(self) -> None:
+        """Checks that the file has all buffers, the state of its pieces, and nothing else."""
+        optimizer, entries = self._manifest.optimizer, self.container.entries
+        expected, needed = dict[str, tuple[str, tuple[int, ...]]](), list[str]()
+        for name, tensor in self._manifest.buffers.items():
+            expected[buffer_key(name)] = tensor.dtype, tensor.shape
+            needed.append(buffer_key(name))
+        for name, tensor in self._manifest.parameters.items():
+            begin, end = self.range_of(name)
+            if end > tensor.numel:
                 raise CoverageError(
-                    f"{self.path}: has {found[1]} elements of {name!r} from {found[0]}, but "
-                    f"the manifest says {end - begin} from {begin}. Use another checkpoint."
+                    f"{self.path}: has elements {begin} to {end} of {name!r:.120}, which has only "
+                    f"{tensor.numel} according to the manifest"
                 )
-        optimizer = self._manifest.optimizer
-        for name, state in optimizer.state.items() if optimizer is not None else ():
-            for key in state.sharded if self.length(name) else ():
-                if not self.has(state_key(key, name)):
-                    raise CoverageError(
-                        f"{self.path}: has a piece of {name!r}, but not of its optimizer state "
-                        f"{key!r}. Use another checkpoint."
-                    )
+            state = optimizer.state.get(name) if optimizer is not None else None
+            dtypes = {} if state is None else state.sharded
+            keys = {parameter_key(name): tensor.dtype}
+            keys |= {state_key(key, name): dtype for key, dtype in dtypes.items()}
+            expected |= {key: (dtype, (end - begin,)) for key, dtype in keys.items()}
+            needed += keys if begin < end else ()
+        for key, entry in entries.items():
+            kind = key.partition("/")[0]
+            if kind == "rank":
+                continue
+            if kind not in ("parameter", "state", "buffer"):
+                raise InvalidMetadataError(
+                    f"{self.path}: has {key!r:.120}, expected parameter/, state/, buffer/ or rank/"
+                )
+            if key not in expected:
+                raise ShardMismatchError(f"{self.path}: has {key!r:.120}, unknown to the manifest")
+            dtype, shape = expected[key]
+            if (entry.dtype, entry.shape) != (dtype, shape):
+                other_piece = kind != "buffer" and entry.dtype == dtype
+                error = CoverageError if other_piece else ShardMismatchError
+                raise error(
+                    f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, but the "
+                    f"manifest and the other tensors of the file say {dtype} {list(shape)}"
+                )
+        for key in needed:
+            if key not in entries:
+                error = ShardMismatchError if key.startswith("buffer/") else CoverageError
+                raise error(f"{self.path}: lacks {key!r:.120}. Use another checkpoint.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import InvalidMetadataError, first_line
@@ -113,29 +113,31 @@ class Fields:
             self.fail(f"has no {name!r:.120}")
         return self._found[name]
 
+    def _require(self, name: str, valid: Callable[[Any], bool], expected: str) -> Any:
+        value = self.json(name)
+        if not valid(value):
+            self.fail(f"{name!r:.80} is {value!r:.80}, expected {expected}")
+        return value
+
     def text(self, name: str) -> str:
-        return self._of(name, (str,), "a string")
+        return self._require(name, lambda value: isinstance(value, str), "a string")
 
     def integer(self, name: str, least: int = 0) -> int:
-        value = self._of(name, (int,), f"an integer of at least {least}")
-        if not least <= value < 1 << 63:
-            self.fail(f"{name!r:.80} is {value!r:.40}, expected an integer of at least {least}")
-        return value
+        return self._require(
+            name,
+            lambda value: type(value) is int and least <= value < 1 << 63,
+            f"an integer of at least {least}",
+        )
 
     def dtype(self, name: str) -> str:
-        value = self.text(name)
-        if value not in DTYPES:
-            self.fail(f"{name!r:.80} is {value!r:.40}, expected one of {', '.join(DTYPES)}")
-        return value
+        expected = f"one of {', '.join(DTYPES)}"
+        return self._require(name, lambda v: isinstance(v, str) and v in DTYPES, expected)
 
     def list(self, name: str) -> Sequence[Any]:
-        return self._of(name, (list, tuple), "a list")
+        return self._require(name, lambda value: isinstance(value, (list, tuple)), "a list")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        value = self.json(name)
-        if not is_shape(value):
-            self.fail(f"{name!r:.80} is {value!r:.80}, expected a shape: a list of sizes")
-        return tuple(value)
+        return tuple(self._require(name, is_shape, "a shape: a list of sizes"))
 
     def names(self, name: str, least: int = 1) -> tuple[str, ...]:
         value = self.list(name)
@@ -162,9 +164,3 @@ class Fields:
     def optional(self, name: str) -> Fields | None:
         """The value of a field, which must be an object or null."""
         return None if self.json(name) is None else self.child(name)
-
-    def _of(self, name: str, kinds: tuple[type, ...], expected: str) -> Any:
-        value = self.json(name)
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            self.fail(f"{name!r:.80} is {value!r:.80}, expected {expected}")
-        return value

@@ -12,7 +12,7 @@ import binascii
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ MAX_DEPTH = 64
 _MAX_INT_BITS = 14_000
 _TAG, _OF = "$", "of"
 _FLOATS = ("inf", "-inf", "nan")
+_ITEMS: dict[str, Callable] = {"tuple": tuple, "set": set}
+_MAPPINGS: dict[str, Callable] = {"dict": dict, "ordered_dict": OrderedDict, "counter": Counter}
+_KINDS = ["float", "bytes", "tensor", *_ITEMS, *_MAPPINGS]
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Any:
@@ -66,12 +69,10 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         return _tagged("bytes", base64.b64encode(value).decode())
     if isinstance(value, Mapping):
         return _encode_mapping(value, where, depth)
-    for kind, name in ((tuple, "tuple"), (set, "set")):
-        if type(value) is kind:
-            items = sorted(value, key=repr) if kind is set else value
-            return _tagged(name, _encode_items(items, where, depth))
-    if type(value) is list:
-        return _encode_items(value, where, depth)
+    if type(value) in (tuple, set, list):
+        items = sorted(value, key=repr) if type(value) is set else value
+        encoded = [encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(items)]
+        return encoded if type(value) is list else _tagged(type(value).__name__, encoded)
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
         return encode(value.item(), where, depth + 1)
     raise UnsupportedValueError(
@@ -96,11 +97,10 @@ def decode(value: Any, label: str, depth: int = 0) -> Any:
     if _TAG not in value:
         return {key: decode(item, label, depth + 1) for key, item in value.items()}
     kind = value[_TAG]
-    reader = _READERS.get(kind) if isinstance(kind, str) else None
-    if reader is None or value.keys() != {_TAG, _OF}:
+    if kind not in _KINDS or value.keys() != {_TAG, _OF}:
         raise InvalidMetadataError(f"{label}: a value of unknown kind {kind!r:.80}")
     try:
-        return reader(value[_OF], label, depth + 1)
+        return _decode_tagged(kind, value[_OF], label, depth + 1)
     except (TypeError, ValueError, KeyError, AttributeError, binascii.Error) as error:
         raise InvalidMetadataError(
             f"{label}: not a value of kind {kind!r}: {str(error):.120}"
@@ -112,12 +112,8 @@ def _is_unicode(value: Any) -> bool:
     return type(value) is str and not re.search("[\ud800-\udfff]", value)
 
 
-def _encode_items(items: Iterable, where: str, depth: int) -> list:
-    return [encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(items)]
-
-
 def _encode_mapping(value: Mapping, where: str, depth: int) -> Any:
-    kind = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}.get(type(value))
+    kind = next((kind for kind, each in _MAPPINGS.items() if type(value) is each), None)
     if kind is None:
         raise UnsupportedValueError(
             f"{where} has the type {type(value).__qualname__}, which cannot be stored. Convert it "
@@ -142,65 +138,37 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     return {"dtype": dtype_name(value.dtype, where), "shape": list(value.shape), "data": data}
 
 
-def _decode_tensor(of: Any, label: str, depth: int) -> torch.Tensor:
-    dtype, shape = DTYPES[of["dtype"]], of["shape"]
-    if not is_shape(shape):
-        raise ValueError(f"{shape!r:.60} is not a shape")
-    data = _decode_bytes(of["data"], label, depth)
-    if math.prod(shape) * dtype.itemsize != len(data) or of.keys() != {"dtype", "shape", "data"}:
-        raise ValueError(f"{len(data)} bytes do not match shape {shape!r:.60}")
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-
-
-def _decode_bytes(of: Any, label: str, depth: int) -> bytes:
-    return base64.b64decode(of, validate=True)
-
-
-def _decode_float(of: Any, label: str, depth: int) -> float:
-    if of not in _FLOATS:
-        raise ValueError(f"{of!r:.40} is not one of {', '.join(_FLOATS)}")
-    return float(of)  # each nan is a new object: dicts may have several as keys
-
-
-def _decode_pairs(of: Any, label: str, depth: int) -> dict[Any, Any]:
-    if not all(isinstance(pair, list) for pair in _items(of)):
-        raise TypeError("expected pairs")
-    found = {decode(key, label, depth): decode(item, label, depth) for key, item in of}
-    if len(found) != len(of):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _decode_set(of: Any, label: str, depth: int) -> set:
-    found = set(_decode_items(of, label, depth))
-    if len(found) != len(of):
-        raise ValueError("an item occurs twice")
-    return found
-
-
-def _decode_items(of: Any, label: str, depth: int) -> list:
-    return [decode(item, label, depth) for item in _items(of)]
-
-
-def _items(of: Any) -> list:
+def _decode_tagged(kind: Any, of: Any, label: str, depth: int) -> Any:
+    """Converts the content of a tagged object back. Raises many kinds of errors."""
+    if kind == "float":
+        if of not in _FLOATS:
+            raise ValueError(f"{of!r:.40} is not one of {', '.join(_FLOATS)}")
+        return float(of)  # each nan is a new object: dicts may have several as keys
+    if kind == "bytes":
+        return base64.b64decode(of, validate=True)
+    if kind == "tensor":
+        dtype, shape, data = DTYPES[of["dtype"]], of["shape"], of["data"]
+        data = base64.b64decode(data, validate=True)
+        if not is_shape(shape):
+            raise ValueError(f"{shape!r:.60} is not a shape")
+        if math.prod(shape) * dtype.itemsize != len(data) or len(of) != 3:
+            raise ValueError(f"{len(data)} bytes do not match shape {shape!r:.60}")
+        flat = (
+            torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        )
+        return flat.reshape(shape)
     if not isinstance(of, list):
         raise TypeError(f"expected a list, found {type(of).__name__}")
-    return of
+    if kind in _ITEMS:
+        found = _ITEMS[kind](decode(item, label, depth) for item in of)
+    elif all(isinstance(pair, list) for pair in of):
+        found = _MAPPINGS[kind]({decode(k, label, depth): decode(v, label, depth) for k, v in of})
+    else:
+        raise TypeError("expected pairs")
+    if len(found) != len(of):
+        raise ValueError("an item or a key occurs twice")
+    return found
 
 
 def _tagged(kind: str, of: Any) -> dict[str, Any]:
     return {_TAG: kind, _OF: of}
-
-
-_READERS = {
-    "float": _decode_float,
-    "tensor": _decode_tensor,
-    "bytes": _decode_bytes,
-    "tuple": lambda of, label, depth: tuple(_decode_items(of, label, depth)),
-    "set": _decode_set,
-    "dict": _decode_pairs,
-    "ordered_dict": lambda of, label, depth: OrderedDict(_decode_pairs(of, label, depth)),
-    "counter": lambda of, label, depth: Counter(_decode_pairs(of, label, depth)),
-}

@@ -62,19 +62,10 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class Target:
-    """The path of the result: one file, or a folder with files. ``format``: that of the files."""
-
-    path: str
-    is_folder: bool
-    format: str
-
-
 def choose_target(
     prefix: str, sharded: bool, save_path: str, format: str | None, several: str
-) -> Target:
-    """Chooses the path and the format of the result.
+) -> tuple[str, bool, str]:
+    """Chooses the path of the result, whether it is a folder, and the format of its files.
 
     Args:
         prefix: path of the checkpoint, or prefix of per-rank files.
@@ -91,7 +82,7 @@ def choose_target(
     chosen = format or extension or (SAFETENSORS if sharded else PTH)
     if not path:
         path = default_path(prefix.rstrip("/") if sharded else prefix, "_consolidated")
-        return Target(path if several else f"{path}.{chosen}", bool(several), chosen)
+        return path if several else f"{path}.{chosen}", bool(several), chosen
     if extension is not None:
         if extension != chosen:
             raise OptionsError(
@@ -102,10 +93,10 @@ def choose_target(
             raise OptionsError(
                 f"{path}: is a file, but {several} writes several files. Pass a folder instead."
             )
-        return Target(path, False, chosen)
+        return path, False, chosen
     # For per-rank files, the result has always been one torch file, with any name.
     is_file = not (sharded or several) and chosen == PTH
-    return Target(path, not is_file, chosen)
+    return path, not is_file, chosen
 
 
 def default_path(prefix: str, ending: str) -> str:

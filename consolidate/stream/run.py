@@ -88,19 +88,20 @@ def consolidate_checkpoint(
     say(f"found {source.found}")
     several = "--optimizer" if optimizer else "--max_shard_size" if max_shard_size else ""
     sharded = isinstance(source, ShardedSource)
-    target = choose_target(os.fspath(path), sharded, os.fspath(save_path), format, several)
+    target, is_folder, chosen = choose_target(
+        os.fspath(path), sharded, os.fspath(save_path), format, several
+    )
     if dtype is not None and dtype not in DTYPES:
         raise OptionsError(f"dtype is {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
     options = Options(
-        format=target.format,
+        format=chosen,
         max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
         optimizer=optimizer,
         dtype=None if dtype is None else DTYPES[dtype],
         tied=dict(tied or {}),
     )
-    name = None if target.is_folder else os.path.basename(target.path)
-    plan = make_write_plan(source, options, name)
-    result = _write(source, plan, target.path, source.world_size, progress, disk)
+    plan = make_write_plan(source, options, None if is_folder else os.path.basename(target))
+    result = _write(source, plan, target, source.world_size, progress, disk)
     say(f"assembled {result.parameters} parameters")
     return result
 
