@@ -362,7 +362,8 @@ def _kill_ranks(root, asynchronous, seed):
     assert os.listdir(root) == [f"step-{int(before) + 1:08d}"]
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
     root = str(tmp_path / "run")
     try:

@@ -266,8 +266,13 @@ def _hooks(rank, form):
 
 @pytest.mark.parametrize(
     "form",
-    ["class", "in place"]
-    + [pytest.param(form, marks=pytest.mark.full) for form in ("nested", "flat", "none")],
+    [
+        "class",
+        *(
+            pytest.param(form, marks=pytest.mark.full)
+            for form in ("in place", "nested", "flat", "none")
+        ),
+    ],
 )
 def test_full_state_is_what_the_module_makes_of_it(run_ranks, form):
     run_ranks(_hooks, 2, form)
