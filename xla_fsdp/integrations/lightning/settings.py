@@ -150,7 +150,7 @@ class Settings:
 
     def _policy(self) -> Callable[..., bool] | None:
         if self.layers is None:
-            return None if self.policy is None else any_policy(self.policy)
+            return any_policy(self.policy) if callable(self.policy) else None
         return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=self.layers)
 
 

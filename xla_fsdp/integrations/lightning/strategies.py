@@ -52,8 +52,9 @@ class _CommonStrategy(CollectivesMixin):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Raises ValueError if workers would be forked from ranks that are threads."""
         context = getattr(dataloader, "multiprocessing_context", None)
-        named = isinstance(context, str) or context is None
-        method = context if named else context.get_start_method()
+        method = context
+        if context is not None and not isinstance(context, str):
+            method = context.get_start_method()
         workers = getattr(dataloader, "num_workers", 0)
         if workers and current_rank() is not None and method in (None, "fork"):
             raise ValueError(
