@@ -14,7 +14,7 @@ import torch_xla.core.xla_model as xm
 
 import xla_fsdp
 from xla_fsdp.extras import MissingExtraError
-from xla_fsdp.pods import stages, steps, verdict
+from xla_fsdp.pods import microbenchmarks, stages, steps, verdict
 from xla_fsdp.pods.findings import Finding, Status
 from xla_fsdp.pods.microbenchmarks import axes, modelled
 from xla_fsdp.pods.parity import CASES, _compared
@@ -279,7 +279,7 @@ ON_TPU = (
     (steps, "ON_TPU", {"small": SMALL}),
     (steps, "_peak", lambda: 3 << 20),
 )
-ON_CPU = ((stages, "SIZES_ON_CPU", (1 << 10,)),)
+ON_CPU = ((microbenchmarks, "SIZES_ON_CPU", (1 << 10,)),)
 
 
 def run_stages(rank, job, on_tpu):

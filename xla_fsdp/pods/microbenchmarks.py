@@ -89,11 +89,12 @@ AMOUNTS_ON_TPU = Amounts(memory=256 << 20, rows=(1024, 4096, 8192), transfer=64 
 AMOUNTS_ON_CPU = Amounts(memory=4 << 20, rows=(64, 256), transfer=4 << 20, times=4)
 
 
-def measure_device(watch: Stopwatch, amounts: Amounts, chip: Chip | None) -> Iterator[Rate]:
+def measure_device(watch: Stopwatch, chip: Chip | None) -> Iterator[Rate]:
     """Measures the speed of one device; call on every rank.
 
-    ``chip``: the chip whose published figures are compared.
+    ``chip``: the chip whose published figures are compared; ``None`` on CPU ranks.
     """
+    amounts = AMOUNTS_ON_CPU if chip is None else AMOUNTS_ON_TPU
     memory = None if chip is None else chip.device_hbm_bandwidth
     peak = None if chip is None else chip.device_flops
     vector = watch.sent(torch.ones(amounts.memory // 4))
@@ -175,7 +176,7 @@ def modelled(time: CollectiveTime, slice: Slice | None) -> float | None:
 
 
 def measure_collectives(
-    watch: Stopwatch, world: World, slice: Slice | None, sizes: tuple[int, ...], has_time: Callable
+    watch: Stopwatch, world: World, on_tpu: bool, slice: Slice | None, has_time: Callable
 ) -> Iterator[CollectiveTime]:
     """Measures each kind of collective on each axis at each size; call on every rank.
 
@@ -188,7 +189,7 @@ def measure_collectives(
         among = World(
             place, len(group), axis.groups, world.device, context=world.context
         )  # without routes: the compiler chooses the links of the group
-        for wanted in sizes:
+        for wanted in SIZES_ON_TPU if on_tpu else SIZES_ON_CPU:
             size = wanted // (4 * len(group)) * 4 * len(group)
             # Each loop runs one collective, except that of the second kind, which also gathers.
             gather = 0.0

@@ -31,15 +31,7 @@ from ..tpu.topology import Slice
 from ..wording import first_line, to_one_line
 from . import steps
 from .findings import skipped
-from .microbenchmarks import (
-    AMOUNTS_ON_CPU,
-    AMOUNTS_ON_TPU,
-    SIZES_ON_CPU,
-    SIZES_ON_TPU,
-    Stopwatch,
-    measure_collectives,
-    measure_device,
-)
+from .microbenchmarks import Stopwatch, measure_collectives, measure_device
 from .parity import CASES, SIZE, compare, save_and_load
 from .records import Job
 
@@ -162,16 +154,13 @@ def _checkpoints(job: Job, add: _Add) -> None:
 
 
 def _rates(job: Job, add: _Add) -> None:
-    chip = _chip()
-    amounts = AMOUNTS_ON_CPU if chip is None else AMOUNTS_ON_TPU
-    for rate in measure_device(Stopwatch(torch_xla.device()), amounts, chip):
+    for rate in measure_device(Stopwatch(torch_xla.device()), _chip()):
         add("rate", rate)
 
 
 def _collectives(job: Job, add: _Add) -> None:
-    sizes = SIZES_ON_CPU if _chip() is None else SIZES_ON_TPU
-    watch, world = Stopwatch(torch_xla.device()), World.current()
-    for time_ in measure_collectives(watch, world, _slice(), sizes, _time_check(job)):
+    watch, world, on_tpu = Stopwatch(torch_xla.device()), World.current(), _chip() is not None
+    for time_ in measure_collectives(watch, world, on_tpu, _slice(), _time_check(job)):
         add("collective", time_)
 
 
