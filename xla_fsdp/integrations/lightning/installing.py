@@ -149,7 +149,7 @@ _shared = _Shared()
 for _place in (lightning.fabric.fabric, lightning.pytorch.trainer.connectors.data_connector):
     changes.around(_place, "_replace_dunder_methods")(_shared)
 
-changes.set(rank_zero_only, "rank", CurrentRankNumber(int(rank_zero_only.rank or 0)))
+changes.set(rank_zero_only, "rank", CurrentRankNumber(int(vars(rank_zero_only).get("rank") or 0)))
 
 
 # -- functions that use torch.distributed, or the sizes of shards ------------------------------
