@@ -134,7 +134,6 @@ def test_a_new_record_has_times_and_routes():
     from xla_fsdp.collectives.routes import attributes_of, routes_for
     from xla_fsdp.planning.records import Op, Schedule
     from xla_fsdp.planning.timing import time_step
-    from xla_fsdp.planning.tuning.estimate import Wire
 
     with added():
         where = resolve("v9pod-8")
@@ -146,7 +145,6 @@ def test_a_new_record_has_times_and_routes():
         found = routes_for(MADE_UP.device_kind, attributes_of(where))
         assert found is not None and found.slice.chip is MADE_UP
         assert found.gather(8 * 10**6).seconds == pytest.approx(expected)
-        assert Wire(where).gathers_beside
         schedule = Schedule(2, (Op(0, "f", "fusion", 4_000_000),), (), (), (0,) * 2, 0, {})
         assert time_step(schedule, where, 1.0).compute == pytest.approx(2e-3)
         measured = Calibration("v9x", link_bandwidth=90e9).apply(where.chip)
