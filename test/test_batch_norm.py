@@ -128,7 +128,7 @@ def sharded(rank, kind, wrapping, steps):
         ("far from zero", 4, "checkpointed"),
         ("far from zero", 1, "nested"),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("1d", 4, "nested"),
                 ("1d", 4, "checkpointed"),

@@ -156,8 +156,8 @@ def _kill_everywhere(root, second, keep_last, at, stride):
     "second, keep_last, begin, stride",
     [
         (2, 1, 1, 3),
-        pytest.param(2, 1, 1, 1, marks=pytest.mark.full),
-        pytest.param(1, None, 40, 1, marks=pytest.mark.full),
+        pytest.param(2, 1, 1, 1, marks=pytest.mark.slow),
+        pytest.param(1, None, 40, 1, marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_every_system_call(forks, tmp_path, second, keep_last, begin, stride):
@@ -462,8 +462,8 @@ def _interrupted(monkeypatch, at, error):
     [
         (1, OutputError),
         (2, Stopped),
-        pytest.param(1, Stopped, marks=pytest.mark.full),
-        pytest.param(2, OutputError, marks=pytest.mark.full),
+        pytest.param(1, Stopped, marks=pytest.mark.slow),
+        pytest.param(2, OutputError, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is complete, but an older checkpoint could not be removed")

@@ -17,7 +17,7 @@ from xla_fsdp.sharding.sharded_parameter import local
 FEW, MANY = (4,), (1, 2, 3, 4, 7, 8)
 # A wrapping for each number of ranks, so that every pair of counts also changes the wrapping.
 BY_COUNT = dict(zip(MANY, WRAPPINGS, strict=True))
-full = pytest.mark.full
+slow = pytest.mark.slow
 
 
 def _held(run: Run) -> dict[str, tuple[int, torch.Tensor]]:
@@ -82,7 +82,7 @@ def _read_as(path, layout_of, size: int, names) -> dict[str, torch.Tensor]:
     return {name: whole[name] for name in names if name in whole}
 
 
-@pytest.mark.parametrize("counts", [FEW, pytest.param(MANY, marks=full)], ids=["few", "many"])
+@pytest.mark.parametrize("counts", [FEW, pytest.param(MANY, marks=slow)], ids=["few", "many"])
 def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path, counts):
     ranks = run_ranks(_train_and_save, 3, 3, "nested", tmp_path / "start", adam)
     expected = _whole([held for held, _ in ranks])
@@ -129,7 +129,7 @@ ALL_PAIRS = list(itertools.product(WRAPPINGS, WRAPPINGS))
 
 
 @pytest.mark.parametrize(
-    "pairs", [IN_A_RING, pytest.param(ALL_PAIRS, marks=full)], ids=["ring", "all"]
+    "pairs", [IN_A_RING, pytest.param(ALL_PAIRS, marks=slow)], ids=["ring", "all"]
 )
 def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path, pairs):
     ranks = run_ranks(_every_wrapping, 3, 3, tmp_path, pairs)
@@ -160,9 +160,9 @@ def _train_resume_train(rank, size, kind, path, optimizer):
     "kind, optimizer",
     [
         ("nested", adam),
-        pytest.param("flat", nesterov, marks=full),
-        pytest.param("rows", averaged, marks=full),
-        pytest.param("none", heavy_ball, marks=full),
+        pytest.param("flat", nesterov, marks=slow),
+        pytest.param("rows", averaged, marks=slow),
+        pytest.param("none", heavy_ball, marks=slow),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -177,7 +177,7 @@ def _resume(rank, size, kind, path, optimizer):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [adam, pytest.param(averaged, marks=full)], ids=lambda fn: fn.__name__
+    "optimizer", [adam, pytest.param(averaged, marks=slow)], ids=lambda fn: fn.__name__
 )
 def test_on_other_ranks_training_resumes_to_rounding(run_ranks, tmp_path, optimizer):
     _, expected = run_ranks(_train_and_save, 3, 3, "nested", tmp_path, optimizer)[0]

@@ -193,7 +193,7 @@ def _fail_everywhere(rank, root, asynchronous, victims):
         (False, (0,)),
         (True, (1,)),
         *(
-            pytest.param(*each, marks=pytest.mark.full)
+            pytest.param(*each, marks=pytest.mark.slow)
             for each in ((False, (1,)), (False, (0, 1, 2)), (True, (0,)), (True, (0, 1, 2)))
         ),
     ],
@@ -362,7 +362,7 @@ def _kill_ranks(root, asynchronous, seed):
     assert os.listdir(root) == [f"step-{int(before) + 1:08d}"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
     root = str(tmp_path / "run")
@@ -412,7 +412,7 @@ def _hang(root, victim):
     return in_child(work)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_one_rank_hangs_in_an_async_save_until_all_are_killed(forks, tmp_path, victim):
     root = str(tmp_path / "run")
     assert forks(_hang, root, victim) == signal.SIGKILL

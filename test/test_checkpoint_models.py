@@ -66,7 +66,7 @@ def _optimizers(rank, folder, names):
 
 
 @pytest.mark.parametrize(
-    "names", [FEW, pytest.param(MORE, marks=pytest.mark.full)], ids=["few", "more"]
+    "names", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"]
 )
 def test_every_optimizer_of_torch_goes_on_as_if_nothing_had_happened(run_ranks, tmp_path, names):
     run_ranks(_optimizers, 2, str(tmp_path), names)

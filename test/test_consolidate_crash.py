@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 MAIN = ("safetensors file", "folder", "reshard, no swap")
 RUNS = [
     *(pytest.param(name, 9, id=name) for name in MAIN),
-    *(pytest.param(n, 1, id=f"{n}, every step", marks=pytest.mark.full) for n in SCENARIOS),
+    *(pytest.param(n, 1, id=f"{n}, every step", marks=pytest.mark.slow) for n in SCENARIOS),
 ]
 
 

@@ -130,7 +130,7 @@ def loads(rank, folder):
     model(x)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_come_with_a_load_or_are_missed(run_ranks, tmp_path, ranks):
     run_ranks(loads, ranks, str(tmp_path), timeout=1500)
 

@@ -116,7 +116,7 @@ ROUTED = (experts, lambda rank: functools.partial(batch, rank), forwards)
         pytest.param(ALIKE, False, id="optimizers in another order"),
         pytest.param(ALIKE, True, id="the same of scanned blocks"),
         pytest.param(LONGER, True, id="batches of another length"),
-        pytest.param(LONGER, False, id="the same of wrapped ones", marks=pytest.mark.full),
+        pytest.param(LONGER, False, id="the same of wrapped ones", marks=pytest.mark.slow),
         pytest.param(ROUTED, False, id="routing by rank"),
     ],
 )

@@ -91,8 +91,8 @@ def by_number_of(plain, plain_optimizer, optim):
     "case",
     [
         (adamw, zoo, "nested", "flat"),
-        pytest.param((asgd, stacked, "scan", "nested", True), marks=pytest.mark.full),
-        pytest.param((nadam, zoo, "flat", "dim0", True), marks=pytest.mark.full),
+        pytest.param((asgd, stacked, "scan", "nested", True), marks=pytest.mark.slow),
+        pytest.param((nadam, zoo, "flat", "dim0", True), marks=pytest.mark.slow),
     ],
     ids=lambda case: f"{case[0].__name__}-{case[2]}",
 )

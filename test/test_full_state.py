@@ -144,7 +144,7 @@ def few_at_a_time(rank):
 
 
 @pytest.mark.parametrize(
-    "ranks", [4, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+    "ranks", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_state_of_every_wrapping_out_and_in(run_ranks, ranks):
     def run(rank):

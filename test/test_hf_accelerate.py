@@ -111,8 +111,8 @@ CASES = [
     "ranks, cases",
     [
         (4, CASES[:3]),
-        pytest.param(4, CASES[3:], marks=pytest.mark.full),
-        pytest.param(1, CASES, marks=pytest.mark.full),
+        pytest.param(4, CASES[3:], marks=pytest.mark.slow),
+        pytest.param(1, CASES, marks=pytest.mark.slow),
     ],
 )
 def test_training_is_that_of_one_process(run_ranks, ranks, cases):

@@ -335,7 +335,7 @@ def check_files(cell, folder, weights):
 
 @pytest.mark.parametrize(
     "ranks,again",
-    [key if key == (4, 2) else pytest.param(*key, marks=pytest.mark.full) for key in TABLE],
+    [key if key == (4, 2) else pytest.param(*key, marks=pytest.mark.slow) for key in TABLE],
 )
 def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again):
     cells = TABLE[ranks, again]
@@ -377,7 +377,7 @@ def from_one_process(rank, folder, checkpoint):
     return [found]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_path):
     done = run_script(
         "import sys\n"

@@ -91,7 +91,7 @@ SPREAD = 0.2
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 )
 def test_experts_in_static_shapes(run_ranks, name):
     from xla_fsdp.integrations.experts import use_static_experts
@@ -164,7 +164,7 @@ def test_experts_that_are_not_known_are_refused():
         use_static_experts(torch.nn.ModuleList([block]))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_experts_are_planned(elsewhere):
     assert elsewhere(planned) == []
 

@@ -88,8 +88,8 @@ def generate_on_ranks(rank, names):
     [
         (["gpt2"], 2),
         (["t5"], 2),
-        pytest.param(["gpt2"], 1, marks=pytest.mark.full),
-        pytest.param(["llama"], 2, marks=pytest.mark.full),
+        pytest.param(["gpt2"], 1, marks=pytest.mark.slow),
+        pytest.param(["llama"], 2, marks=pytest.mark.slow),
         pytest.param(EXPERTS, 2, marks=pytest.mark.full),
         pytest.param(["gpt2"], 4, marks=pytest.mark.full),
     ],

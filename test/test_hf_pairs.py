@@ -82,7 +82,7 @@ def resumed(rank, folder, more):
     run_script(rank, str(EXAMPLES / "train_pairs.py"), "main", flags(folder, *more))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_documented_command_is_plain_training(scripts, run_ranks, tmp_path):
     root = EXAMPLES.parent
     done = subprocess.run(

@@ -106,8 +106,8 @@ CASES = [
     "ranks, cases",
     [
         (2, CASES[:3]),
-        pytest.param(4, CASES, marks=pytest.mark.full),
-        pytest.param(1, CASES, marks=pytest.mark.full),
+        pytest.param(4, CASES, marks=pytest.mark.slow),
+        pytest.param(1, CASES, marks=pytest.mark.slow),
     ],
 )
 def test_training_is_that_of_one_process(run_ranks, tmp_path, ranks, cases):

@@ -26,7 +26,7 @@ def expected(rank, size, step):
     return size * (2 * (rank + step) + 1) + sum(range(size)) + size * step
 
 
-FULL = pytest.mark.full
+SLOW = pytest.mark.slow
 
 
 def test_many_consecutive_steps_on_4_ranks(run_ranks):
@@ -104,7 +104,7 @@ print("all")
 """
 
 
-@pytest.mark.parametrize("launches", [14, pytest.param(60, marks=FULL)])
+@pytest.mark.parametrize("launches", [14, pytest.param(60, marks=SLOW)])
 def test_consecutive_launches_on_4_ranks(run_script, launches):
     result = run_script(MANY, os.path.dirname(__file__), launches)
     assert result.stdout == "all\n", result.stderr
@@ -390,7 +390,7 @@ def test_in_a_process_of_its_own(run_script, name):
             'import torch, torch_xla; torch.ones(1).to("xla")',
             {"CPU_NUM_DEVICES": "1"},
             ["already started with 1", "CPU_NUM_DEVICES=4"],
-            marks=FULL,
+            marks=SLOW,
         ),
         (
             "",
@@ -443,8 +443,8 @@ print("stopped", flush=True)
     "end, status",
     [
         ("sys.exit(3)", 3),
-        pytest.param("", 0, marks=FULL),
-        pytest.param("raise KeyError('x')", 1, marks=FULL),
+        pytest.param("", 0, marks=SLOW),
+        pytest.param("raise KeyError('x')", 1, marks=SLOW),
     ],
 )
 def test_exit_status_with_a_rank_that_is_stuck(run_script, end, status):
@@ -455,7 +455,7 @@ def test_exit_status_with_a_rank_that_is_stuck(run_script, end, status):
 
 
 @pytest.mark.parametrize(
-    "end, status", [("1 / 0", 1), ("sys.exit(3)", 3), pytest.param("", 0, marks=FULL)]
+    "end, status", [("1 / 0", 1), ("sys.exit(3)", 3), pytest.param("", 0, marks=SLOW)]
 )
 def test_exit_status_after_a_clean_launch(run_script, end, status):
     result = run_script(

@@ -92,7 +92,7 @@ def training(rank, folder):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
     found = run_ranks(training, ranks, folder / str(ranks), timeout=TIMEOUT)
     for name in found[0].keys() & reference.keys():

@@ -54,7 +54,7 @@ def compare(found, wanted, near):
     "key, cell",
     [
         pytest.param(
-            key, cell, id=f"{key[0]}-{cell.__name__}", marks=() if key[1] else pytest.mark.full
+            key, cell, id=f"{key[0]}-{cell.__name__}", marks=() if key[1] else pytest.mark.slow
         )
         for key, cells in CELLS.items()
         for cell in cells

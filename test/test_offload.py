@@ -89,7 +89,7 @@ def bit_for_bit(rank):
             assert found[2][-1] == found[2][-2]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bit_for_bit_as_without(run_ranks, ranks):
     run_ranks(bit_for_bit, ranks)
 
@@ -126,7 +126,7 @@ def accumulated(rank, on_tpu):
         adam_is_torchs(rank)
 
 
-@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_accumulation_no_sync_and_clipping(run_ranks, on_tpu):
     run_ranks(accumulated, 2, on_tpu)
 

@@ -45,7 +45,7 @@ def every_way(rank, on_tpu):
     assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
-@pytest.mark.parametrize("on_tpu", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("on_tpu", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_values_are_those_without(run_ranks, on_tpu):
     run_ranks(every_way, 2, on_tpu)
 
@@ -146,6 +146,6 @@ def planned(scans):
         assert report.memory.required < 0.9 * depth * INPUT
 
 
-@pytest.mark.parametrize("scans", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("scans", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_on_the_tpu_compiler(elsewhere, scans):
     elsewhere(planned, scans)

@@ -260,7 +260,7 @@ def expected_weights():
     }
 
 
-FULL = pytest.mark.full
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ FULL = pytest.mark.full
     [
         (2, ["flat", "dim0scan"]),
         (4, ["nested"]),
-        pytest.param(1, ["scan"], marks=FULL),
-        pytest.param(2, ["nested", "dim0", "scan"], marks=FULL),
-        pytest.param(4, ["flat", "dim0scan", "scan"], marks=FULL),
+        pytest.param(1, ["scan"], marks=SLOW),
+        pytest.param(2, ["nested", "dim0", "scan"], marks=SLOW),
+        pytest.param(4, ["flat", "dim0scan", "scan"], marks=SLOW),
     ],
 )
 def test_shards_are_trained_as_the_unsharded_model(run_ranks, size, kinds):

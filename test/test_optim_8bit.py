@@ -119,9 +119,9 @@ def on_ranks(rank, kinds, start, exact, encoded):
     [
         (2, ("scan",)),
         (4, ("flat",)),
-        pytest.param(1, ("dim0scan",), marks=pytest.mark.full),
-        pytest.param(2, ("nested", "flat"), marks=pytest.mark.full),
-        pytest.param(4, ("dim0",), marks=pytest.mark.full),
+        pytest.param(1, ("dim0scan",), marks=pytest.mark.slow),
+        pytest.param(2, ("nested", "flat"), marks=pytest.mark.slow),
+        pytest.param(4, ("dim0",), marks=pytest.mark.slow),
     ],
 )
 def test_on_shards(run_ranks, size, kinds):

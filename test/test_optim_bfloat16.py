@@ -182,7 +182,7 @@ def test_on_shards_and_on_other_ranks(run_ranks, tmp_path):
     run_ranks(resumed, 4, [("nested", "dim0")], ways, expected, str(tmp_path))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, kinds, ways",
     [(1, ["nested"], ["lamb"]), (2, ["flat"], ["master"]), (4, ["scan"], ["master", "lamb"])],

@@ -131,7 +131,7 @@ def on_other_ranks(rank, folder, pairs, expected):
         close(whole(model, model.state_dict()), expected[name], name)
 
 
-FULL = pytest.mark.full
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ FULL = pytest.mark.full
     [
         ("adafactor", ["flat"], [("flat", "scan")]),
         ("8bit", ["nested"], [("nested", "scan")]),
-        pytest.param("adafactor", ["flat", "nested"], [("nested", "flat")], marks=FULL),
-        pytest.param("small", ["nested"], [("nested", "flat")], marks=FULL),
+        pytest.param("adafactor", ["flat", "nested"], [("nested", "flat")], marks=SLOW),
+        pytest.param("small", ["nested"], [("nested", "flat")], marks=SLOW),
         ("lamb", ["nested"], [("nested", "dim0scan")]),
         ("lars", ["nested"], [("nested", "flat")]),
         ("muon", ["nested"], [("nested", "dim0scan")]),

@@ -72,7 +72,7 @@ def on_ranks(rank, ranks, name, folder, options, more):
     "name,ranks,options,more",
     [
         ("gpt2", 2, {}, {"modules_to_save": ["ln_f"]}),
-        pytest.param("llama", 4, {"flatten_parameters": True}, {}, marks=pytest.mark.full),
+        pytest.param("llama", 4, {"flatten_parameters": True}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_lora(run_ranks, tmp_path, name, ranks, options, more):

@@ -249,7 +249,7 @@ CHECKS = [
     a_step_that_does_not_fit,
     wrong_arguments,
     the_in_tree_class,
-    pytest.param(nothing_in_pieces, marks=pytest.mark.full),
+    pytest.param(nothing_in_pieces, marks=pytest.mark.slow),
 ]
 
 
@@ -288,7 +288,7 @@ def test_a_crash_of_the_compiler_names_the_options(run_script, tmp_path):
     assert "--xla_tpu_enable_flash_attention=true'" in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_compiler_behind(run_script):
     """Ctrl-C while the compiler works: it ends with the plan."""
     done = run_script(
@@ -322,7 +322,7 @@ except KeyboardInterrupt:
     assert done.stdout.split() == ["interrupted", "0"], done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_plan_that_is_killed_leaves_nothing_behind(run_script, tmp_path):
     """Python acts upon no SIGTERM; the compiler notices that its parent is gone."""
     folders = tmp_path / "folders"

@@ -140,7 +140,7 @@ class TestInstalling:
         with pytest.raises(UnusableCompilerError, match="is no virtual environment: remove it"):
             install(folder=tmp_path)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_pip_fails(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
         monkeypatch.setenv("PIP_RETRIES", "0")

@@ -167,7 +167,7 @@ def test_without_ray_it_says_what_to_install(ray_train, monkeypatch, capsys):
     assert said == "ray_train.py: Ray is not installed here; pip install 'ray>=2.9'\n"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_address_where_nothing_is_ends_at_once():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen

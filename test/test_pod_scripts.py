@@ -270,7 +270,7 @@ def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
     assert deleted[2:5] == ["queued-resources", "delete", "vit"]
 
 
-@pytest.mark.parametrize("least", ["1", pytest.param("2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("least", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_lost_slice_ends_the_run_and_the_rest_goes_on(two_slices, tmp_path, least):
     """With one slice if that is enough, else with all of them made again."""
     with_pip(tmp_path / "vit-0", ["w0"])
@@ -372,7 +372,7 @@ def port():
         yield held.getsockname()[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_hosts_meet_and_have_global_ranks(tmp_path, port):
     script = tmp_path / "meeting.py"
     script.write_text(MEETING)

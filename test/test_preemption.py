@@ -41,7 +41,7 @@ script.run(train_mnist.main)
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_is_taken_away_goes_on_where_it_was(run_script, tmp_path):
     flags = ["--num_devices=2", "--num_epochs=1", "--max_steps=6", "--fake_data"]
     flags += ["--no_ckpt_consolidation"]

@@ -148,7 +148,7 @@ FULL = [
         (3, {}, True, EXACT),  # no_sync changes nothing but the bytes sent
         (4, HYBRID | ROWS, False, EXACT),
         (2, BFLOAT16, False, NARROW),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in FULL),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in FULL),
     ],
 )
 def test_equals_blocks_wrapped_singly(run_ranks, ranks, options, hold, close):
@@ -168,8 +168,8 @@ def prefetched(rank, options, on_tpu, rtol):
     [
         (2, ROWS, False, 0.0),
         (2, BFLOAT16, True, 0.0),
-        pytest.param(4, HYBRID, False, 0.0, marks=pytest.mark.full),
-        pytest.param(4, {"reshard_after_forward": 2}, False, 0.0, marks=pytest.mark.full),
+        pytest.param(4, HYBRID, False, 0.0, marks=pytest.mark.slow),
+        pytest.param(4, {"reshard_after_forward": 2}, False, 0.0, marks=pytest.mark.slow),
         # XLA on a CPU fuses, and so rounds, some of it otherwise: 7.5291286 for 7.5291281.
         (4, {"reshard_after_forward": 2}, True, 1e-5),
     ],
@@ -481,7 +481,7 @@ def planned(cache, with_singly):
         assert many.memory.required <= singly.memory.required
 
 
-@pytest.mark.parametrize("with_singly", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("with_singly", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_the_tpu_compiler(elsewhere, tmp_path, with_singly):
     elsewhere(planned, str(tmp_path), with_singly)
 
@@ -538,6 +538,6 @@ def planned_with_and_without_gathers_beside_loops(cache):
         os.environ.update(kept)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_refused_where_gathers_run_beside_loops(elsewhere, tmp_path):
     elsewhere(planned_with_and_without_gathers_beside_loops, str(tmp_path))

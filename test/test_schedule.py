@@ -122,7 +122,7 @@ def compiled(tmp_path_factory):
     return programs
 
 
-TOPOLOGIES = [pytest.param("v3:2x2", marks=pytest.mark.full), "v5e:2x4"]
+TOPOLOGIES = [pytest.param("v3:2x2", marks=pytest.mark.slow), "v5e:2x4"]
 
 
 def only(program):
@@ -210,7 +210,7 @@ def test_donation(compiled, topology):
 
 # The compiler's own peak counts VMEM too where a program has no temporaries in HBM, so compare
 # where everything is in HBM.
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["update", "flat", "loop", "branch", "fill", "reduced"])
 def test_peaks(compiled, name):
     program = compiled("v3:2x2")[name]

@@ -269,7 +269,7 @@ def _hooks(rank, form):
     [
         "class",
         *(
-            pytest.param(form, marks=pytest.mark.full)
+            pytest.param(form, marks=pytest.mark.slow)
             for form in ("in place", "nested", "flat", "none")
         ),
     ],

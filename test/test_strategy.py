@@ -104,7 +104,7 @@ def every_strategy(rank):
         assert model._unit.world.replicas == 2
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_strategy_trains_like_plain_torch(run_ranks, ranks):
     run_ranks(every_strategy, ranks, timeout=1500)
 

@@ -44,13 +44,13 @@ def as_without(rank, on_tpu):
 
 
 @pytest.mark.parametrize(
-    "ranks,on_tpu", [pytest.param(1, False, marks=pytest.mark.full), (2, False), (2, True)]
+    "ranks,on_tpu", [pytest.param(1, False, marks=pytest.mark.slow), (2, False), (2, True)]
 )
 def test_trains_as_without(run_ranks, ranks, on_tpu):
     run_ranks(as_without, ranks, on_tpu)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_accumulation_no_sync_and_clipping(run_ranks):
     run_ranks(cases, 2, False, [(streaming(), ALL[:3])])
 
@@ -291,7 +291,7 @@ def resumed(rank, folder):
     return run.train(2, 4), full_state_dict(run.model, rank0_only=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_checkpoints_go_on_without_streams_on_other_ranks(run_ranks, tmp_path):
     losses, full = run_ranks(saved, 2, str(tmp_path))[0]
     others, found = run_ranks(resumed, 1, str(tmp_path))[0]

@@ -103,7 +103,7 @@ def called(rank, sharding):
 
 
 @pytest.mark.parametrize(
-    "sharding", ["one unit", pytest.param("each layer", marks=pytest.mark.full), "in place"]
+    "sharding", ["one unit", pytest.param("each layer", marks=pytest.mark.slow), "in place"]
 )
 def test_calls_inside_of_sharded_models(run_ranks, sharding):
     run_ranks(called, 2, sharding)

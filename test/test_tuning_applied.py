@@ -100,7 +100,7 @@ def each_way_trains_alike(rank, ways):
     assert type(model.module.blocks).__name__ == "ScannedBlocks"
 
 
-@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.slow)])
 def test_whatever_they_say_it_trains_like_plain_torch(run_ranks, ways):
     run_ranks(each_way_trains_alike, 4, ways)
 

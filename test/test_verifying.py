@@ -245,7 +245,7 @@ def test_checkpoints_of_two_cpu_ranks(run_script, tmp_path):
     assert statuses == {"checkpoints": "ok"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_all_stages_of_two_cpu_ranks(run_script, tmp_path):
     flags = [f"--calibration={tmp_path}/c.json", "--sizes", "2 x 64", "--topology=v5litepod-4"]
     data, statuses, text = measure(run_script, tmp_path, *flags)
