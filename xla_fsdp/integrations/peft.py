@@ -15,6 +15,7 @@ from peft.peft_model import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from peft.utils.save_and_load import load_peft_weights
+from safetensors import safe_open
 from torch import nn
 
 from ..checkpoint.full_state import load_full_state_dict
@@ -44,7 +45,32 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
                 "write the adapters", lambda: original(model, *args, **kwargs)
             )
         return None
-    return save_whole(original, model, *args, wanted=_adapter_names(model), **kwargs)
+    result = save_whole(original, model, *args, wanted=_adapter_names(model), **kwargs)
+    folder = args[0] if args else kwargs["save_directory"]
+
+    def check() -> None:
+        for name in kwargs.get("selected_adapters") or list(model.peft_config):
+            _require_tensors(os.path.join(folder, "" if name == "default" else name), name)
+
+    if kwargs.get("state_dict") is None:
+        RankExchange().run_on_first_rank("check the adapters that it wrote", check)
+    return result
+
+
+def _require_tensors(folder: str, adapter: str) -> None:
+    """Raises RuntimeError if the file of an adapter in ``folder`` has no tensors."""
+    path = os.path.join(folder, "adapter_model.safetensors")
+    if not os.path.exists(path):  # the adapter is in a torch file
+        return
+    with safe_open(path, framework="pt") as file:
+        if file.keys():
+            return
+    os.remove(path)
+    raise RuntimeError(
+        f"peft found no tensors of adapter {adapter!r} in the wrapped model, so {path} was empty "
+        "and has been removed. Please report the model and how it was wrapped. "
+        "xla_fsdp.full_state_dict(model) returns the weights"
+    )
 
 
 @changes.around(PeftModel, "load_adapter", is_sharded)
