@@ -115,8 +115,8 @@ def draw(report: Report) -> Figure:
         text = _fitting(phase, (end - begin) / length * _ROOM / 2)
         axes.text((begin + end) / 2, 0.978 * top, text, **style)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9)
-    above = {"loc": "right", "fontsize": 10, "weight": "bold", "pad": 34}  # the legend's two rows
-    axes.set_title(axes.get_title(loc="right"), **above)
+    above: dict[str, Any] = {"fontsize": 10, "weight": "bold", "pad": 34}  # the legend's two rows
+    axes.set_title(axes.get_title(loc="right"), loc="right", **above)
     _draw_largest(report, figure.add_subplot(grid[0, 3:]))
     if has_timeline:
         timing, end = report.timing, duration(report.timing.slots)
