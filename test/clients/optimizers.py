@@ -12,7 +12,7 @@ import xla_fsdp
 
 RANKS, STEPS = 2, 3
 # These compute with rows, columns or matrices of a parameter.
-NEED_MATRICES = r"c?adafactor(bvc?)?|c?(adam|sgd)p|n?(adam)?muon"
+NEED_MATRICES = r"c?adafactor(bvc?)?|c?(adam|sgd)p|n?(ada)?muon"
 # These compile their step with torch.compile, which supports no tensors of other classes.
 COMPILED = r"kron[cw]?|AdamW.*"
 # These need CUDA or second derivatives.
@@ -70,6 +70,7 @@ if __name__ == "__main__":
         if re.fullmatch(COMPILED, name):
             assert isinstance(found[name], str), name
             continue
+        assert isinstance(found[name], dict), (name, found[name])
         plain = build()
         train(plain, optimizers()[name](plain), "cpu")
         torch.testing.assert_close(
