@@ -34,7 +34,7 @@ def cross() -> list:
         wrapping, reshard, *how = cell
         options = {} if reshard else {"reshard_after_forward": False}
         case = Case(wrapping, *how, optimizer, norm, options=options, as_on_tpu=as_on_tpu)
-        marks = () if cell in COVERING else pytest.mark.slow
+        marks = () if cell in COVERING else pytest.mark.full
         found.append((ranks, pytest.param(case, ranks, marks=marks, id=f"{case}-{ranks}ranks")))
     # By ranks, else processes of ranks would be started over and over.
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]

@@ -194,7 +194,7 @@ def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("plans"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_peers(elsewhere, cache, check):
     elsewhere(check, cache)
@@ -214,7 +214,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_mesh_that_stands_in_gives_the_program_of_the_true_one(run_script, tmp_path):
     """Two devices whose shardings are then said to be of eight, and eight devices."""
     answers = []
