@@ -47,7 +47,7 @@ setup(
     extras_require={
         "tpu": ["torch_xla[tpu]==2.9.0"],
         # The TPU compiler and its front end, as torch_xla 2.9.0 pins them itself.
-        # protobuf reads recorded traces.
+        # protobuf reads traced programs and recorded traces.
         "plan": ["torch_xla[pallas,tpu]==2.9.0", "matplotlib", "protobuf"],
         # cloud-tpu-client imports absl and does not say so. It takes any google-api-core before 2,
         # but those from 1.31 on refuse the protobuf that tensorboard needs.

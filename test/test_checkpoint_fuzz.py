@@ -261,9 +261,6 @@ def test_any_bytes_are_a_container_or_refused(begin, text, off):
 # --- manifests
 
 dtypes = st.sampled_from([*DTYPES])
-json_objects = st.dictionaries(
-    st.text(min_size=1, max_size=4).filter(lambda key: key not in NOT_OPTIONS), scalars, max_size=3
-)
 plain = st.none() | st.booleans() | st.integers() | st.text(max_size=4)
 options = st.dictionaries(
     st.text(max_size=4).filter(lambda key: key not in NOT_OPTIONS), plain, max_size=3

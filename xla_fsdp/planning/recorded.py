@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from .program.collectives import find_collectives
@@ -30,6 +29,7 @@ from .program.hlo import parse_module
 from .program.places import line_up
 from .program.schedule import computing
 from .program.scopes import Labels
+from .protobuf import message_classes
 from .records import Collective, Slot
 
 _DEVICE = re.compile(r"/device:TPU:\d+")
@@ -49,10 +49,8 @@ _TO_TEXT = (
     "sys.stdout.write(m.to_string())"
 )
 
-# The fields that are read of XLA's xplane.proto and hlo.proto: name, type (* if repeated), number.
-# Strings are read as bytes, so that a name that is not UTF-8 does not make the file unreadable.
-# Maps are lists of entries, as protobuf encodes them.
-_PACKAGE = "xla_fsdp.recorded"
+# The fields that are read of XLA's xplane.proto and hlo.proto. Strings are read as bytes, so that a
+# name that is not UTF-8 does not make the file unreadable.
 _MESSAGES = {
     "XSpace": ["planes XPlane* 1"],
     "XPlane": ["name bytes 2", "lines XLine* 3", "event_metadata EventEntry* 4",
@@ -68,27 +66,12 @@ _MESSAGES = {
     "XStatMetadata": ["name bytes 2"],
     "HloProto": ["hlo_module bytes 1"],
 }  # fmt: skip
-_KINDS = {"int64": 3, "uint64": 4, "double": 1, "bytes": 12}  # all others are messages (11)
 _VALUES = [field.split()[0] for field in _MESSAGES["XStat"][1:]]
 
 
 def messages() -> Mapping[str, Any]:
     """The protobuf classes of the messages, by name."""
-    file = descriptor_pb2.FileDescriptorProto(name="recorded.proto", package=_PACKAGE)
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field, kind, number in map(str.split, fields):
-            label, plain = 3 if kind.endswith("*") else 1, kind.rstrip("*")
-            one = message.field.add(name=field, number=int(number), label=label)
-            one.type = _KINDS.get(plain, 11)
-            if plain not in _KINDS:
-                one.type_name = f".{_PACKAGE}.{plain}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in _MESSAGES
-    }
+    return message_classes("xla_fsdp.recorded", _MESSAGES)
 
 
 @dataclass(frozen=True)

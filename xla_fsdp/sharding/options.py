@@ -315,8 +315,6 @@ class FSDPOptions:
             ``lambda m, *a, **k: FSDP(checkpoint_module(m), *a, **k)``.
         param_init_fn: initializes a submodule that is on the meta device. Default: its
             ``reset_parameters()``, one submodule at a time.
-        param_init_fn: gives values to a submodule on the meta device; default
-            ``reset_parameters()``, one submodule at a time.
         replication_groups: groups of ordinals that store the same shard, e.g. ``[[0, 2], [1, 3]]``,
             over which gradients are averaged in addition (hybrid sharding). Without it, the copies
             of ``sharding_groups`` are independent, as with tensor-parallel groups.

@@ -244,7 +244,7 @@ class Report:
         extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
         if tables.missing(self):
             raise ValueError(f"nothing to compare a trace with. {tables.missing(self)}")
-        from ..recorded import read_trace  # imports protobuf, which plans do not need
+        from ..recorded import read_trace  # imports protobuf
         from .beside import Beside
 
         return Beside(self, read_trace(trace))

@@ -18,15 +18,15 @@ import torch
 
 from ... import xlac
 from ...sharding.sharded_parameter import local
+from ..protobuf import message_classes
 from .live import LiveTensor, inspect_tensor
 from .units import ZeroBound
 
-# The fields of xla/service/hlo.proto that a fingerprint ignores, and those around them: field,
-# number, and type of messages that repeat.
+# The fields of xla/service/hlo.proto that a fingerprint ignores, and those around them.
 _MESSAGES = {
-    "Module": (("computations", 3, "Computation"), ("stack_frame_index", 17, "")),
-    "Computation": (("instructions", 2, "Instruction"),),
-    "Instruction": (("metadata", 7, ""),),
+    "Module": ["computations Computation* 3", "stack_frame_index bytes 17"],
+    "Computation": ["instructions Instruction* 2"],
+    "Instruction": ["metadata bytes 7"],
 }
 _NAME = re.compile(
     rb"(?:forward|backward|recompute|optimizer|all_gather|reduce_scatter|all_reduce)\[[^\[\]]{0,300}\]"
@@ -45,18 +45,7 @@ def fingerprint(hlo: bytes) -> str:
 
 @cache
 def _module_class() -> Any:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # the plan extra
-
-    file = descriptor_pb2.FileDescriptorProto(name="hlo.proto", package="xla_fsdp.traced")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind in fields:
-            one = message.field.add(name=field, number=number, label=3 if kind else 1, type=12)
-            if kind:
-                one.type, one.type_name = 11, f".{file.package}.{kind}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.Module"))
+    return message_classes("xla_fsdp.traced", _MESSAGES)["Module"]
 
 
 def names(hlo: bytes) -> list[str]:
