@@ -49,6 +49,19 @@ def test_changes_are_made_once_and_undone(library):
         assert values() == ORIGINAL and dict(vars(owner)) == before
 
 
+@pytest.mark.parametrize("failing", ["around", "set"])
+def test_if_one_change_fails_none_is_made(library, failing):
+    owner, values, changes = library
+    if failing == "around":
+        changes.around(owner, "gone")(lambda original: None)
+    else:
+        changes.set(int, "attribute", None)  # a built-in type takes no attributes
+    for _ in range(2):
+        with pytest.raises((MissingNamesError, TypeError)):
+            changes.apply()
+        assert values() == ORIGINAL
+
+
 def test_missing_names_are_listed_and_nothing_is_changed(library):
     owner, values, changes = library
     for name in ("lost", "gone"):

@@ -55,7 +55,7 @@ class Changes:
         self._set.append((owner, name, value))
 
     def apply(self) -> None:
-        """Makes all changes, unless they are already made.
+        """Makes all changes, unless they are already made. If one of them fails, none is made.
 
         Raises:
             MissingNamesError: the installed release lacks functions that the integration changes.
@@ -75,24 +75,32 @@ class Changes:
                     f"xla_fsdp.integrations uses: pip install 'xla_fsdp[{self._extra}]' installs "
                     "a release that has these names"
                 )
-            for owner, name, make in self._around:
-                self._change(owner, name, make(vars(owner)[name]))
-            for owner, name, value in self._set:
-                self._change(owner, name, value)
+            try:
+                for owner, name, make in self._around:
+                    self._change(owner, name, make(vars(owner)[name]))
+                for owner, name, value in self._set:
+                    self._change(owner, name, value)
+            except BaseException:
+                self._restore()
+                raise
 
     def _change(self, owner: Any, name: str, value: Any) -> None:
-        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        original = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
+        self._originals.append((owner, name, original))
 
     def undo(self) -> None:
         """Restores everything that :meth:`apply` changed."""
         with self._lock:
-            while self._originals:
-                owner, name, original = self._originals.pop()
-                if original is _MISSING:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, original)
+            self._restore()
+
+    def _restore(self) -> None:
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 def _call_with_original(
