@@ -65,6 +65,20 @@ class BlockOfParts(Block):
         return out + self.out.bias
 
 
+class LowRankLinear(nn.Module):
+    """A frozen linear layer plus a trainable product of two narrow matrices (LoRA)."""
+
+    def __init__(self, linear: nn.Linear, rank: int):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.narrow = nn.Linear(linear.in_features, rank, bias=False)
+        self.widen = nn.Linear(rank, linear.out_features, bias=False)
+        nn.init.zeros_(self.widen.weight)
+
+    def forward(self, x):
+        return self.linear(x) + self.widen(self.narrow(x))
+
+
 class LanguageModel(nn.Module):
     """Returns the mean cross-entropy of the next byte."""
 

@@ -3,9 +3,9 @@
 Plans workload S for several slices, sharded in four ways: this wrapper, the class of torch_xla,
 torch_xla's SPMD variant ("FSDPv2"), and plain JAX, with jit's default compiler options or with
 MaxText's. There are tables for parameters gathered twice (ZeRO-3), for parameters kept for the
-backward (ZeRO-2), for rematerialised blocks, and for blocks in one loop. No TPU is needed. A
-compilation takes half a minute to three minutes on two cores; results are cached. Tables and
-pictures are written to ``benchmarks/results``.
+backward (ZeRO-2), for rematerialised blocks, for blocks in one loop, and for adapters of rank 16
+beside frozen layers (LoRA). No TPU is needed. A compilation takes half a minute to three minutes on
+two cores; results are cached. Tables and pictures are written to ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ class Table:
     way: str = AGAIN
 
 
-PLAIN = "plain"
+PLAIN, LORA = "plain", "LoRA"
+LORA_RANK = 16
 TABLES = {
     PLAIN: Table(SLICES, (OURS, PARTS, IN_TREE, SPMD, JAX)),
     "rematerialised": Table(SLICES, (OURS, PARTS, IN_TREE, JAX), REMATERIALISED),
     "one loop": Table(SLICES, (OURS, JAX, TUNED), SCANNED),
     "ZeRO-2": Table(SLICES, (OURS, PARTS, IN_TREE, JAX, TUNED), KEPT),
+    LORA: Table(("v3-8", "v5litepod-8", "v6e-8"), (OURS, IN_TREE)),
 }
 MB, MIB = 1e6, 2**20
 NOTE = (
@@ -113,7 +115,13 @@ def plan_one(name: str, where: str, table: Table) -> Report:
         return xla_fsdp.plan(scanned_step(), where, **how)
     wrapper = IN_TREE if name == IN_TREE else OURS
     how["launcher"] = "torch_xla" if name == IN_TREE else "xla_fsdp"
-    step = step_of(wrapper, table.way == REMATERIALISED, table.way != KEPT, parts=name == PARTS)
+    step = step_of(
+        wrapper,
+        checkpoint=table.way == REMATERIALISED,
+        reshard_after_forward=table.way != KEPT,
+        parts=name == PARTS,
+        lora_rank=LORA_RANK if table is TABLES[LORA] else 0,
+    )
     return xla_fsdp.plan(step, where, **how)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import xla_fsdp
 
-from .model import Block, BlockOfParts
+from .model import Block, BlockOfParts, LowRankLinear
 
 OURS, IN_TREE = "ours", "in-tree"
 
@@ -43,12 +43,14 @@ def step_of(
     blocks: int = 4,
     prepare: Callable[[Any], object] | None = None,
     parts: bool = False,
+    lora_rank: int = 0,
     **options: Any,
 ) -> Callable[[], torch.Tensor]:
     """A function that builds workload S, wrapped by class ``name``, and trains a step.
 
     ``prepare``: called with the wrapped model. ``parts``: compute queries, keys and values with
-    parts of the weight, as the JAX version does. ``options``: other options of the class.
+    parts of the weight, as the JAX version does. ``lora_rank``: train only adapters of this rank
+    beside the four linear layers of each block. ``options``: other options of the class.
     """
 
     def step() -> torch.Tensor:
@@ -63,6 +65,10 @@ def step_of(
             )
 
         def wrap_block(block: nn.Module) -> nn.Module:
+            if lora_rank:
+                block.requires_grad_(False)
+                for layer in ("qkv", "out", "up", "down"):
+                    setattr(block, layer, LowRankLinear(getattr(block, layer), lora_rank))
             if not checkpoint:
                 return wrap(block)
             # Each class in the order that its documentation recommends.
@@ -70,10 +76,15 @@ def step_of(
                 return wrap(checkpoint_module(block))
             return checkpoint_module(wrap(block))
 
-        model = wrap(Network(wrap_block, blocks, kind=BlockOfParts if parts else Block))
+        network = Network(wrap_block, blocks, kind=BlockOfParts if parts else Block)
+        if lora_rank:
+            for end in (network.first, network.last):
+                end.requires_grad_(False)
+        model = wrap(network)
         if prepare is not None:
             prepare(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
         inputs = torch.randn(32, 256, 1024).to("xla")
         loss = model(inputs).float().square().mean()
         loss.backward()
