@@ -218,8 +218,9 @@ def assert_alike(found, expected):
 
 
 def assert_alike_in_bfloat16(found, narrow, wide):
-    """Losses, norms and weights at most four times as far from ``narrow``, plain training in
-    bfloat16, as that is from ``wide``, in float32: ranks round sums in another order."""
+    """Weights at most twice as far from ``narrow``, plain training in bfloat16, as that is from
+    ``wide``, in float32; losses and norms, only a few numbers, at most four times: ranks round
+    sums in another order."""
 
     def far(one, other):
         one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (one, other))
@@ -233,4 +234,4 @@ def assert_alike_in_bfloat16(found, narrow, wide):
         one, near, away = (getattr(each, what) for each in (found, narrow, wide))
         assert 0 < far(near, away) and far(one, near) <= 4 * far(near, away), what
     one, near, away = (whole(each.weights) for each in (found, narrow, wide))
-    assert 0 < far(near, away) and far(one, near) <= 4 * far(near, away)
+    assert 0 < far(near, away) and far(one, near) <= 2 * far(near, away)

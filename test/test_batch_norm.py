@@ -193,6 +193,20 @@ def part(rank, size, x):
     return x.chunk(size)[rank].to("xla")
 
 
+def variance_far_from_zero(rank):
+    """To rounding, where the mean of squares less the squared mean would have no digit right."""
+    import torch_xla
+
+    model = norm(momentum=1.0)
+    x = whole_batch((BATCH * 100, 3)) / 300 + 3000.0
+    model(part(rank, 4, x))
+    torch_xla.sync()
+    expected = x.double().var(0)
+    naive = (x * x).mean(0) - x.mean(0).square()
+    assert ((naive - expected).abs() > 0.01 * expected).all()
+    torch.testing.assert_close(model.running_var.cpu().double(), expected, rtol=1e-5, atol=0)
+
+
 def evaluation(rank):
     """Running statistics, their gradients, and no collective."""
     import torch_xla
@@ -331,6 +345,7 @@ def scanned(rank):
 @pytest.mark.parametrize(
     "check",
     [
+        variance_far_from_zero,
         evaluation,
         groups,
         one_value_a_rank,

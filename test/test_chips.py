@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from math import prod
 from pathlib import Path
@@ -38,6 +39,10 @@ def test_figures_fit_together_and_each_has_a_source(family):
     assert 0.9 * chip.hbm_bytes < chip.usable_hbm_bytes < chip.hbm_bytes
     assert max(map(prod, chip.slices.values())) == chip.largest_slice <= prod(chip.pod)
     assert all(len(shape) == chip.torus_dimension for shape in chip.slices.values())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        chip.flops = 1.0
+    with pytest.raises(TypeError):
+        chip.sources["flops"] = ""
 
     figures = {"flops", "hbm_bytes", "usable_hbm_bytes", "hbm_bandwidth", "devices"}
     figures |= {"clock_hz", "pod", "link_bandwidth", "hop_latency"}

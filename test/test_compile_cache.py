@@ -289,6 +289,7 @@ class TestStore:
         first = opened()
         (first.folder / "123").write_bytes(b"not a program")
         first.end()
+        assert not first.folder.exists()
         second = opened()
         (second.folder / "123").unlink()
         (second.folder / "123").write_bytes(b"a program")

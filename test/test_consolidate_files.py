@@ -86,7 +86,8 @@ def test_only_an_earlier_output_is_there(tmp_path, capsys):
 def test_an_input_is_not_overwritten(tmp_path, capsys):
     prefix, source = write(tmp_path), path_of(tmp_path, 1, 2)
     os.link(source, tmp_path / "link")
-    for path in (source, f"{tmp_path}/./{source.name}", tmp_path / "link"):
+    os.symlink(source, tmp_path / "symlink")
+    for path in (source, f"{tmp_path}/./{source.name}", tmp_path / "link", tmp_path / "symlink"):
         assert_refused(capsys, tmp_path, prefix, OutputError, source, "overwrite", save_path=path)
 
 

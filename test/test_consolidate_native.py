@@ -24,9 +24,10 @@ from xla_fsdp.consolidate import (
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def in_memory(files, **options):
+def in_memory(files, rank=-1, **options):
+    """With the metadata of any rank."""
     state_dicts = [file["model"] for file in files]
-    return consolidate_sharded_state_dicts(state_dicts, files[-1]["shard_metadata"], **options)
+    return consolidate_sharded_state_dicts(state_dicts, files[rank]["shard_metadata"], **options)
 
 
 def assert_unpadded(state_dict):
@@ -38,7 +39,10 @@ def assert_unpadded(state_dict):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_files(tmp_path, world_size, multiple):
     model = small_model()
-    prefix = save(rank_files(model, world_size, multiple), tmp_path)
+    files = rank_files(model, world_size, multiple)
+    for rank in range(world_size):
+        assert_same(in_memory(files, rank), expected_state_dict(model))
+    prefix = save(files, tmp_path)
     full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
     assert path == prefix + "_consolidated.pth"
     content = torch.load(path, weights_only=True)

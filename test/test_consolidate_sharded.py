@@ -181,6 +181,7 @@ def test_default_places(tmp_path):
     for options, name in [
         ({}, "ckpt_consolidated.safetensors"),
         ({"format": "pth"}, "ckpt_consolidated.pth"),
+        ({"optimizer": True}, "ckpt_consolidated"),
         ({"max_shard_size": "5GB"}, "ckpt_consolidated"),
     ]:
         result = consolidate_checkpoint(f"{tmp_path}/ckpt/", **options)

@@ -54,6 +54,7 @@ def test_random_models(tmp_path, seed, pieces):
     files = rank_files(model, pick.choice([1, 2, 3, 4, 8]), pick.choice([1, 4, 128]))
     prefix = save(files, tmp_path)
     result = consolidate_checkpoint(prefix, suffix=SUFFIX)
+    assert result.path == f"{prefix}_consolidated.pth"
     assert_same(loaded(result.path), expected_state_dict(model))
 
 

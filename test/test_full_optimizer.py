@@ -176,6 +176,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(run_ranks):
     run_ranks(refusals, 3)
 
 
+class Scaled(torch.nn.Module):
+    """Only has a 0-d parameter: which state is one number cannot be told from shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
 def given_otherwise(rank):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -214,6 +225,16 @@ def given_otherwise(rank):
         found = optimizer.state[next(model.parameters())]
         assert found["step"].device.type == kind and found["exp_avg"].device.type == "xla"
         assert optimizer.param_groups[0]["capturable"] is capturable
+
+    alone, other = FSDP(Scaled()), FSDP(Scaled(), flatten_parameters=True)
+    optimizer, new = adamw(alone.parameters()), adamw(other.parameters())
+    alone(torch.ones(3).to("xla")).sum().backward()
+    optimizer.step()
+    saved = full_optim_state_dict(alone, optimizer, rank0_only=False)
+    load_full_optim_state_dict(other, new, saved)
+    assert_equal(full_optim_state_dict(other, new, rank0_only=False)["state"], saved["state"])
+    held = new.state[next(other.parameters())]
+    assert held["step"].shape == () and held["exp_avg"].to_local().shape == (128,)
 
 
 def renumbered(state_dict, count):

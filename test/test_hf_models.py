@@ -125,7 +125,7 @@ def others(rank, folder):
     # Whole weights, whoever is asked, on another dtype too.
     model.save_pretrained(f"{folder}/wrapper")
     model.module.save_pretrained(f"{folder}/inside", max_shard_size="4KB")
-    model.module.transformer.save_pretrained(f"{folder}/part")
+    model.module.transformer.save_pretrained(f"{folder}/part", True, None)
     if rank == 0:
         for kind in ("wrapper", "inside"):
             loaded, info = type(plain).from_pretrained(f"{folder}/{kind}", output_loading_info=True)

@@ -34,6 +34,7 @@ def fails(run_ranks):
     """Runs a function that must fail, by itself, and all is well after; returns the error."""
 
     def run(fn, n, error=RankError, **arguments):
+        assert issubclass(error, RankError)
         before = run_ranks(ready, n)
         with pytest.raises(error) as info:
             run_ranks(fn, n, timeout=FOR_EVER, **arguments)

@@ -185,7 +185,11 @@ def test_on_shards_and_on_other_ranks(run_ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "size, kinds, ways",
-    [(1, ["nested"], ["lamb"]), (2, ["flat"], ["master"]), (4, ["scan"], ["master", "lamb"])],
+    [
+        (1, ["nested"], ["lamb"]),
+        (2, ["flat"], ["master", "random", "factors"]),
+        (4, ["scan"], ["master", "lamb"]),
+    ],
 )
 def test_on_other_shards(run_ranks, size, kinds, ways):
     run_ranks(on_ranks, size, kinds, ways, {way: unsharded(way) for way in MAKES}, None)

@@ -140,7 +140,8 @@ def test_a_wheel_is_used_where_it_is_installed(built, empty, tmp_path):
     assert call(empty, "-c", where, cwd=tmp_path).split() == [path, version]
     every = "import xla_fsdp; print(*(getattr(xla_fsdp, n).__name__ for n in xla_fsdp.__all__))"
     assert "XlaFullyShardedDataParallel" in call(empty, "-c", every, cwd=tmp_path).split()
-    assert "--ckpt_" in call(empty, "-m", "xla_fsdp.consolidate", "--help", cwd=tmp_path)
+    for command in ("xla_fsdp.consolidate", "xla_fsdp.preflight"):
+        assert "--ckpt_" in call(empty, "-m", command, "--help", cwd=tmp_path)
 
 
 @pytest.mark.slow

@@ -176,6 +176,9 @@ def test_urls_go_through_fsspec(preflight, workers):
     checks = lines(preflight(fsspec, f"--ckpt_dir=file://{workers.shared}"), 0)
     assert checks["checkpoints shared"][0] == checks["checkpoints written"][0] == "ok"
     assert list(workers.shared.iterdir()) == []
+    # Each worker has its own.
+    checks = lines(preflight(fsspec, "--ckpt_dir=memory://bucket/run"), 1)
+    assert checks["checkpoints shared"][0] == "FAILED"
     checks = lines(preflight(fsspec, "--ckpt_dir=nosuch://bucket/run"), 1)
     assert "workers 0-3: ValueError: Protocol not known: nosuch" in checks["checkpoints written"][1]
 

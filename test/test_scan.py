@@ -201,7 +201,7 @@ def test_the_same_step_is_not_compiled_again(run_ranks):
 class Dropped(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
+        self.weight = nn.Parameter(torch.ones(4096))
 
     def forward(self, x):
         return F.dropout(x, 0.5) * self.weight
@@ -220,14 +220,14 @@ def dropped(rank):
         x = torch.ones(4096, device=torch_xla.device(), requires_grad=True)
         for _ in range(2):
             y = blocks(x)
-            (grad,) = torch.autograd.grad(y.sum(), x)
-            found.append((y.detach().cpu(), grad.cpu()))
+            grads = torch.autograd.grad(y.sum(), [x, *blocks.parameters()])
+            found.append([one.detach().cpu() for one in (y, *grads)])
     return found
 
 
 def test_each_block_draws_for_itself_and_the_backward_draws_the_same(run_ranks):
     (first, second, *prefetched), _ = run_ranks(dropped, 2)
-    for y, grad in (first, second):
+    for y, grad, *_ in (first, second):
         assert torch.equal(y, grad)
         # Two independent masks leave a quarter; standard deviation 0.007.
         assert (y > 0).float().mean().item() == pytest.approx(0.25, abs=0.05)

@@ -366,7 +366,9 @@ def alone(rank):
     return Run("none", rank, 1).train(0, STEPS)
 
 
-def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path):
+# On as many ranks as are left, or as many as before.
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path, size):
     (expected,) = run_ranks(alone, 1)
     with pytest.raises(RankError, match="rank [23] of 4 raised SystemError: its machines") as lost:
         run_ranks(until_a_slice_is_lost, 4, tmp_path)
@@ -387,8 +389,8 @@ def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path):
     floats = [one for one in manifest.buffers.values() if one.dtype.startswith("F")]
     assert sum(held) == elements + sum(math.prod(one.shape) for one in floats)
     assert max(state.values()) == 2 and held[2:] == [0, 0]  # AdamW's moments
-    losses = run_ranks(go_on, 2, tmp_path, 2)
-    assert losses == [losses[0]] * 2
+    losses = run_ranks(go_on, size, tmp_path, size)
+    assert losses == [losses[0]] * size
     torch.testing.assert_close(losses[0], expected[DIE_AT:], rtol=1e-5, atol=1e-6)
     # What was in the memory of the first slice, which has all that is trained, the other one has.
     for host in ("host0", "host1"):

@@ -6,7 +6,8 @@ import torch
 from lazy_modules import torch_xla, xm, xr
 
 
-@pytest.fixture(params=[1, 2, 3], scope="session")  # the scope groups tests by worker
+# The scope groups tests by worker.
+@pytest.fixture(params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)], scope="session")
 def n(request):
     return request.param
 

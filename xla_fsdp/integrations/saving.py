@@ -55,7 +55,8 @@ def save_whole(
     own = gather_state(root, wanted, rank0_only=True, offload_to_cpu=True, path=path)
 
     def write() -> None:
-        original(model, *args, **{**kwargs, "state_dict": own})
+        given.arguments.pop("state_dict", None)  # None, perhaps positional
+        original(*given.args, **{**given.kwargs, "state_dict": own})
 
     exchange.run_on_first_rank(f"write {named.get('save_directory')}", write)
     return None
