@@ -1,6 +1,7 @@
 """Published runs as they are planned, and where the time of a compiled step is said to go."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,7 @@ def test_models_are_the_sizes_that_were_published():
     """Parameters by name, and FLOPs by what a log states: 413.433 TFLOP/s over 3.443 s."""
     billions = {"8B": 8.03, "16B": 15.8, "32B": 31.4, "64B": 62.8, "22B": 22.1, "52B": 52.3}
     billions |= {"6.7B": 6.65, "13B": 12.85, "20B": 20.2, "7B": 6.61}
+    billions |= {"70B": 70.55, "405B": 405.85}
     for name, run in RUNS.items():
         if not name.startswith("ResNet"):
             size = next(size for size in (*billions,) if f" {size}" in f" {name}")
@@ -92,9 +94,36 @@ def test_models_are_the_sizes_that_were_published():
     assert llama.flops() == pytest.approx(413.433e12 * 3.443, rel=0.01)
 
 
+def test_utilization_of_2026_counts_half_of_causal_attention():
+    """The seconds and the MFU that a source states agree with the sizes of the plan."""
+    checked = 0
+    for run in RUNS.values():
+        if match := re.fullmatch(r"([\d.]+) s, ([\d.]+) %", run.published):
+            flops = run.sizes.flops(causal=0.5) / resolve(run.slice).chip.device_flops
+            assert float(match[1]) == run.seconds
+            assert 100 * flops / run.seconds == pytest.approx(float(match[2]), abs=0.1), run.name
+            checked += 1
+    assert checked == 12
+
+
+def test_halves_of_the_runs_of_2026():
+    """Fixed before the first of them was planned."""
+    runs = [name for name, run in RUNS.items() if " s, " in run.published]
+    fit, held = halves(runs)
+    assert fit == {
+        "Llama 3.1 70B, v6e-64", "Llama 3.1 70B, v6e-256", "Llama 3 8B, v6e-4, flash",
+        "Llama 3 8B, v6e-4, flash, scanned, on the host", "Llama 3.1 70B, tpu7x-128",
+        "Llama 3.1 405B, tpu7x-512",
+    }  # fmt: skip
+    assert held == {
+        "Llama 3.1 70B, v6e-32", "Llama 3.1 70B, v6e-128", "Llama 3.1 405B, 2 x v6e-256",
+        "Llama 3 8B, v6e-4, splash", "Llama 3 8B, 2 x v6e-4, flash", "Llama 3.1 70B, tpu7x-512",
+    }  # fmt: skip
+
+
 def test_every_run_has_a_slice_and_halves_alternate_by_chip():
     chips = [run.chip for run in RUNS.values()]
-    assert set(chips) == {"v3", "v4", "v5e", "v5p", "v6e"}
+    assert set(chips) == {"v3", "v4", "v5e", "v5p", "v6e", "tpu7x"}
     for run in RUNS.values():
         assert resolve(run.slice).chip.family == run.chip
         assert resolve(run.slice).devices % run.replicas == 0
