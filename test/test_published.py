@@ -135,6 +135,48 @@ def test_every_run_has_a_slice_and_halves_alternate_by_chip():
     assert all(NOT_PLANNED.values())
 
 
+def test_order_of_settings_is_by_time_of_a_token():
+    names = ["Llama 3 8B, v6e-256, batch 1", "Llama 3 8B, v6e-256, batch 2"]
+    steps = {"equal": (1.6, 3.1), "swapped": (1.5, 3.1)}  # published: 1.625 and 2.991
+    rows = {
+        label: {
+            n: {"step": s, "again": 0, "beside": 0} for n, s in zip(names, seconds, strict=True)
+        }
+        for label, seconds in steps.items()
+    }
+    assert published.orders(rows["equal"]) == [
+        f"\nBy published time of a token: {names[1]}; {names[0]}. Modelled: the same."
+    ]
+    (line,) = published.orders(rows["swapped"])
+    assert line.endswith(f"Modelled: {names[0]}; {names[1]}.")
+    assert published.orders({names[0]: rows["equal"][names[0]]}) == []
+
+
+def test_a_plan_that_does_not_fit_is_made_again_with_inputs_on_the_host(monkeypatch):
+    """Only of a decoder that does not offload already."""
+    asked = []
+
+    def once(run, save):
+        asked.append(getattr(run.sizes, "offload", None))
+        return {"fits": asked[-1] is True, "step": 1.0 + len(asked)}
+
+    monkeypatch.setattr(published, "_planned_once", once)
+    row = published.planned(RUNS["32B, v5litepod-256"])
+    assert (asked, row["offloaded"], row["step"], row["step_in_hbm"]) == ([False, True], True, 3, 2)
+    asked.clear()
+    assert "offloaded" not in published.planned(RUNS["Llama 3.1 70B, v6e-64"])
+    assert asked == [True]
+    asked.clear()
+    assert not published.planned(RUNS["ResNet-50, v3-8"])["fits"]
+    assert asked == [None]
+
+
+def test_a_full_name_means_only_that_run():
+    meant = [n for n in RUNS if published._means("Llama 3 8B, v6e-4, flash", n)]
+    assert meant == ["Llama 3 8B, v6e-4, flash"]
+    assert len([n for n in RUNS if published._means("8B, v6e-4", n)]) > 2
+
+
 def test_table_of_rows(tmp_path, capsys):
     kinds = {kind: {"estimated": 1.0, "floor": 0.5} for kind in KINDS}
     row = {"step": 4.0, "compute": 3.0, "collective": 2.0, "exposed": 1.0, "again": 0.557,
@@ -147,7 +189,7 @@ def test_table_of_rows(tmp_path, capsys):
     table = capsys.readouterr().out
     expected = "8B, v6e-8 (1) | corrected on | 3.443 s | 3.443 | 4.000 | 3.443 | +0 % | -10 % |"
     assert expected in table
-    assert "| v6e | 1 | +0 % | +0 % | 1 of 1 | -10 % | -10 % | 1 of 1 |" in table
+    assert "| v6e | 1 | +0 % | 0.0 % | +0 % | 1 of 1 | -10 % | 10.0 % | -10 % | 1 of 1 |" in table
     assert "Did not fit, so no time: 22B, v4-128: no" in table
     assert out.with_suffix(".md").read_text() == table
     with pytest.raises(SystemExit):
