@@ -5,8 +5,10 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import published
+from benchmarks.decoder import Decoder, Model
 from benchmarks.published_runs import NOT_PLANNED, RUNS, halves
 from benchmarks.roofline import KINDS, by_kind, timed
 from xla_fsdp.planning.records import Op, Schedule
@@ -119,6 +121,26 @@ def test_halves_of_the_runs_of_2026():
         "Llama 3.1 70B, v6e-32", "Llama 3.1 70B, v6e-128", "Llama 3.1 405B, 2 x v6e-256",
         "Llama 3 8B, v6e-4, splash", "Llama 3 8B, 2 x v6e-4, flash", "Llama 3.1 70B, tpu7x-512",
     }  # fmt: skip
+
+
+def test_decoder_with_copied_keys_is_the_same_model_and_weights_have_their_dtype():
+    sizes = Decoder(2, 16, 4, 8, 32, vocabulary=11, length=8, batch=2, groups=2, kernel=False)
+    tokens = torch.arange(16).view(2, 8) % 11
+    losses = []
+    for one in (sizes, replace(sizes, repeated=True)):
+        torch.manual_seed(0)
+        model = Model(one, _Blocks)
+        losses.append(model(tokens, tokens).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    narrow = Model(replace(sizes, weights="bfloat16"), _Blocks)
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+
+
+class _Blocks(torch.nn.ModuleList):
+    def forward(self, x, *others):
+        for block in self:
+            x = block(x, *(other.to(x.dtype) for other in others))
+        return x
 
 
 def test_every_run_has_a_slice_and_halves_alternate_by_chip():
