@@ -25,8 +25,9 @@ class Decoder:
     without scores in memory. ``fused``: the full logits are never in memory, and are computed
     twice. ``theta``: the base of rotary positions. ``rotation``: how the halves of heads are
     swapped: "product" (by a matmul) or "transformers" (by the function of transformers).
-    ``by_heads``: blocks have ``head_dim``, so the wrapper computes heads in the matmuls. ``keep``,
-    ``prefetch`` and ``offload``: as in ``scan_blocks``.
+    ``weights``: the dtype of parameters, and so of optimizer state. ``repeated``: keys and values
+    are copied for each query head. ``by_heads``: blocks have ``head_dim``, so the wrapper computes
+    heads in the matmuls. ``keep``, ``prefetch`` and ``offload``: as in ``scan_blocks``.
     """
 
     layers: int
@@ -45,6 +46,8 @@ class Decoder:
     fused: bool = False
     theta: float = 10000.0
     rotation: str = "product"
+    weights: str = "float32"
+    repeated: bool = False
     by_heads: bool = False
     keep: tuple[str, ...] = ()
     prefetch: bool = False
@@ -84,21 +87,27 @@ class Block(nn.Module):
         self.sizes = sizes
         if sizes.by_heads:
             self.head_dim = sizes.dim
-        width, bias = sizes.width, sizes.gpt
+        width = sizes.width
         keys = (sizes.groups or sizes.heads) * sizes.dim
+        dtype = getattr(torch, sizes.weights)
 
         def norm() -> nn.Module:
-            return nn.LayerNorm(width) if sizes.gpt else nn.RMSNorm(width, 1e-5)
+            if sizes.gpt:
+                return nn.LayerNorm(width, dtype=dtype)
+            return nn.RMSNorm(width, 1e-5, dtype=dtype)
+
+        def linear(inputs: int, outputs: int) -> nn.Module:
+            return nn.Linear(inputs, outputs, bias=sizes.gpt, dtype=dtype)
 
         self.norm_1, self.norm_2 = norm(), norm()
-        self.q = nn.Linear(width, sizes.heads * sizes.dim, bias=bias)
-        self.k = nn.Linear(width, keys, bias=bias)
-        self.v = nn.Linear(width, keys, bias=bias)
-        self.out = nn.Linear(sizes.heads * sizes.dim, width, bias=bias)
+        self.q = linear(width, sizes.heads * sizes.dim)
+        self.k = linear(width, keys)
+        self.v = linear(width, keys)
+        self.out = linear(sizes.heads * sizes.dim, width)
         if sizes.gated and not sizes.gpt:
-            self.gate = nn.Linear(width, sizes.inner, bias=bias)
-        self.up = nn.Linear(width, sizes.inner, bias=bias)
-        self.down = nn.Linear(sizes.inner, width, bias=bias)
+            self.gate = linear(width, sizes.inner)
+        self.up = linear(width, sizes.inner)
+        self.down = linear(sizes.inner, width)
 
     def forward(self, x, cos=None, sin=None):
         x = x + self.out(self._attend(self.norm_1(x), cos, sin))
@@ -118,6 +127,8 @@ class Block(nn.Module):
         q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
         if cos is not None:
             q, k = self._turn(q, k, cos, sin)
+        if self.sizes.repeated:
+            k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
         way = "kernel" if self.sizes.kernel else "math"
         mixed = scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True, implementation=way
@@ -151,13 +162,17 @@ class Model(nn.Module):
     def __init__(self, sizes: Decoder, join: Callable[[Iterable[nn.Module]], nn.Module]):
         super().__init__()
         self.sizes = sizes
-        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        width, dtype = sizes.width, getattr(torch, sizes.weights)
+        self.embed = nn.Embedding(sizes.vocabulary, width, dtype=dtype)
         if sizes.gpt:
-            self.places = nn.Embedding(sizes.length, sizes.width)
+            self.places = nn.Embedding(sizes.length, width, dtype=dtype)
         self.blocks = join(Block(sizes) for _ in range(sizes.layers))
-        self.norm = nn.LayerNorm(sizes.width) if sizes.gpt else nn.RMSNorm(sizes.width, 1e-5)
+        if sizes.gpt:
+            self.norm = nn.LayerNorm(width, dtype=dtype)
+        else:
+            self.norm = nn.RMSNorm(width, 1e-5, dtype=dtype)
         if not (sizes.tied or sizes.gpt):
-            self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+            self.head = nn.Linear(width, sizes.vocabulary, bias=False, dtype=dtype)
 
     def forward(self, tokens, labels):
         from xla_fsdp.layers import linear_cross_entropy
@@ -199,6 +214,8 @@ def decoder_step(sizes: Decoder, replicas: int = 1) -> Callable[[], torch.Tensor
         if replicas > 1:
             mesh = torch.arange(xr.world_size()).view(replicas, -1)
             wrapping |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+        else:  # also over several slices
+            wrapping |= {"sharding_strategy": ShardingStrategy.FULL_SHARD}
         loop = {"keep": sizes.keep, "prefetch": sizes.prefetch, "offload": sizes.offload}
         model = Model(sizes, lambda blocks: xla_fsdp.scan_blocks(blocks, **loop, **wrapping))
         model = xla_fsdp.XlaFullyShardedDataParallel(model, **wrapping)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import resource
 import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from .decoder import Decoder
 from .published_runs import NOT_PLANNED, RUNS, Run, halves
 from .published_steps import step_of
 from .roofline import KINDS, by_kind, timed
@@ -27,13 +29,28 @@ NOTE = (
     "Seconds of a step; in brackets the same operations at the chip's peaks, the longer of "
     "matmuls and bytes. An error above 0: the model takes longer than the run did. `less kept`: "
     "without the matmuls that the run did not recompute; errors are of this time. `if overlapped`: "
-    "the error if the vector unit overlaps with the matrix unit within an operation."
+    "the error if the vector unit overlaps with the matrix unit within an operation. `host`: waits "
+    "for copies between HBM and host memory."
 )
 
 
 def planned(run: Run, save: Path | None = None) -> dict:
-    """The figures of one plan, in seconds and bytes."""
+    """The figures of a plan, in seconds and bytes.
+
+    The published run fitted. So if the plan does not, it is made again with the inputs of blocks in
+    host memory, and the row has ``"offloaded": True``.
+    """
+    row = _planned_once(run, save)
+    can_offload = isinstance(run.sizes, Decoder) and not run.sizes.offload
+    if row.get("fits") or not can_offload:
+        return row
+    offloaded = _planned_once(replace(run, sizes=replace(run.sizes, offload=True)), save)
+    return {**offloaded, "offloaded": True, "step_in_hbm": row.get("step")}
+
+
+def _planned_once(run: Run, save: Path | None) -> dict:
     from xla_fsdp.compiled.host_options import host_options
+    from xla_fsdp.plan_compiler import find_compiler
     from xla_fsdp.planning.compiling.cache import PlanCache
     from xla_fsdp.planning.compiling.compiler import compile_step
     from xla_fsdp.planning.compiling.progress import Progress
@@ -43,9 +60,10 @@ def planned(run: Run, save: Path | None = None) -> dict:
 
     # The steps of xla_fsdp.plan, to get the text of the compiled program.
     where = resolve(run.slice)
-    host = host_options(where.chip, "xla_fsdp", run.options)
+    compiler = find_compiler(run.libtpu or sys.executable)
+    host = host_options(where.chip, "xla_fsdp", run.options, libtpu=compiler.library)
     step = trace_step(step_of(run.sizes, run.replicas), 0, where.devices, where, host.arguments)
-    compiled = compile_step(step.program, where, host, PlanCache.at(True), Progress())
+    compiled = compile_step(step.program, where, host, PlanCache.at(True), Progress(), compiler)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         (save / f"{run.name}.txt").write_text(compiled.scheduled)
@@ -60,6 +78,7 @@ def planned(run: Run, save: Path | None = None) -> dict:
         "compute": report.timing.compute,
         "collective": report.timing.collective,
         "exposed": report.timing.exposed,
+        "host": report.timing.copies,
         "again": again,
         "beside": sum(one.seconds - one.beside(plain) for one in operations),
         "kinds": by_kind(operations),
@@ -69,8 +88,15 @@ def planned(run: Run, save: Path | None = None) -> dict:
         "fits": report.fits,
         "options": dict(run.options),
         "compile_s": compiled.seconds,
+        "libtpu": compiled.versions["libtpu"],
+        "host_gib": _peak_gib(),
         "notes": list(report.notes),
     }
+
+
+def _peak_gib() -> float:
+    """Peak host memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def ratio(run: Run, row: dict, beside: bool = False) -> float:
@@ -82,41 +108,73 @@ def ratio(run: Run, row: dict, beside: bool = False) -> float:
 
 
 def markdown(rows: dict[str, dict]) -> str:
-    """The table of all rows, and a table of the errors by chip and by half."""
+    """Tables of all rows, of the errors by chip and by half, and of the order of settings."""
     good = {name: row for name, row in rows.items() if name in RUNS and "step" in row}
     fit, held = halves(list(good))
     lines = [
         "| run | half | published | step, s | modelled, s | less kept | error "
         "| if overlapped | MFU, % "
-        "| matmuls | kernels | copies | other | exposed | HBM, GiB |",
-        "|---|---|---|" + "---:|" * 12,
+        "| matmuls | kernels | copies | other | exposed | host | HBM, GiB |",
+        "|---|---|---|" + "---:|" * 13,
     ]
     for name in RUNS:
         if name in good:
             lines.append("| " + " | ".join(_row(RUNS[name], good[name], name in fit)) + " |")
     lines += [
         "",
-        "| | runs | mean error | worst | within 15 % | if overlapped: mean | worst | within |",
+        "| | runs | mean error | mean absolute error | worst | within 15 % "
+        "| if overlapped: mean | absolute | worst | within |",
     ]
-    lines.append("|---|" + "---:|" * 7)
+    lines.append("|---|" + "---:|" * 9)
     groups = {chip: [n for n in good if RUNS[n].chip == chip] for chip in _chips()}
     groups |= {"corrected on": sorted(fit), "held out": sorted(held)}
+    newer = {"v5e", "v5p", "v6e", "tpu7x"}
+    groups["held out, v5e and later"] = [n for n in sorted(held) if RUNS[n].chip in newer]
     for label, names in groups.items():
         if names:
             cells = [f"{len(names)}"]
             for beside in (False, True):
                 errors = [100 * (ratio(RUNS[n], good[n], beside) - 1) for n in names]
                 near = sum(abs(error) <= 15 for error in errors)
-                cells += [f"{statistics.mean(errors):+.0f} %", f"{max(errors, key=abs):+.0f} %"]
-                cells += [f"{near} of {len(names)}"]
+                cells += [f"{statistics.mean(errors):+.0f} %"]
+                cells += [f"{statistics.mean(map(abs, errors)):.1f} %"]
+                cells += [f"{max(errors, key=abs):+.0f} %", f"{near} of {len(names)}"]
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
     lines += ["", NOTE]
     if any(row.get("options", {}) != RUNS[name].options for name, row in good.items()):
         lines += ["", "(1) Planned without the compiler options of the run."]
+    if any(row.get("offloaded") for row in good.values()):
+        lines += ["", "(2) Planned with the inputs of blocks in host memory, to fit."]
+    lines += orders(good)
     for name, row in rows.items():
         if "step" not in row:
             lines.append(f"\nDid not fit, so no time: {name}: {row.get('refusal', '')}")
     return "\n".join(lines)
+
+
+def orders(good: dict[str, dict]) -> list[str]:
+    """Lines on each source with several settings of a model on a slice: fastest first, a token."""
+    groups: dict[tuple[str, str, int], list[str]] = {}
+    for name in RUNS:
+        if name in good:
+            run = RUNS[name]
+            size = getattr(run.sizes, "parameters", 0)
+            groups.setdefault((run.slice, run.source, size), []).append(name)
+    lines = []
+    for names in groups.values():
+        if len(names) > 1:
+            published = sorted(names, key=lambda n: RUNS[n].seconds / RUNS[n].sizes.tokens)
+            modelled = sorted(names, key=lambda n: _modelled(RUNS[n], good[n]))
+            same = "the same" if published == modelled else "; ".join(modelled)
+            lines.append(
+                f"\nBy published time of a token: {'; '.join(published)}. Modelled: {same}."
+            )
+    return lines
+
+
+def _modelled(run: Run, row: dict) -> float:
+    """Modelled seconds for each token of a device."""
+    return ratio(run, row) * run.seconds / run.sizes.tokens
 
 
 def _chips() -> list[str]:
@@ -126,7 +184,8 @@ def _chips() -> list[str]:
 def _row(run: Run, row: dict, fit: bool) -> list[str]:
     kinds = row["kinds"]
     step = row["step"] - row["again"]
-    name = run.name if row.get("options", {}) == run.options else f"{run.name} (1)"
+    marks = " (1)" * (row.get("options", {}) != run.options) + " (2)" * bool(row.get("offloaded"))
+    name = run.name + marks
     return [
         name,
         "corrected on" if fit else "held out",
@@ -139,6 +198,7 @@ def _row(run: Run, row: dict, fit: bool) -> list[str]:
         f"{100 * row['model_flops'] / (step * row['peak']):.1f}",
         *(_beside(kinds[kind]) for kind in KINDS),
         f"{row['exposed']:.3f}",
+        f"{row['host']:.3f}" if row.get("host") else "-",
         f"{row['hbm'] / GIB:.1f}{'' if row['fits'] else ' (too much)'}",
     ]
 
@@ -164,7 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
                         help="other sizes; printed, not stored")  # fmt: skip
     parser.add_argument("--texts", type=Path, help="folder for the compiled programs")
     flags = parser.parse_args(arguments)
-    asked = [n for n in RUNS if not flags.names or any(part in n for part in flags.names)]
+    asked = [n for n in RUNS if not flags.names or any(_means(part, n) for part in flags.names)]
     if not asked:
         parser.error(f"no run has {' or '.join(flags.names)} in its name; --list shows all")
     if flags.list:
@@ -190,6 +250,11 @@ def main(arguments: list[str] | None = None) -> None:
     table = markdown(rows)
     flags.out.with_suffix(".md").write_text(table + "\n")
     print(table)
+
+
+def _means(part: str, name: str) -> bool:
+    """Whether the argument ``part`` means the run ``name``: a full name means only that run."""
+    return part == name if part in RUNS else part in name
 
 
 def _changed(run: Run, fields: list[str]) -> Run:

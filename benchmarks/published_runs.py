@@ -28,7 +28,8 @@ class Run:
     number of groups of ranks that each have all parameters. ``kept``: modules whose outputs the run
     saved for the backward; the planned step recomputes them. ``bound``: ``seconds`` is an upper
     bound, since the published time includes more than steps. ``options``: compiler options that the
-    source states and that change the program.
+    source states and that change the program. ``libtpu``: the version that compiles the plan; "":
+    that of this environment.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Run:
     differs: str = ""
     bound: bool = False
     options: dict[str, str] = field(default_factory=dict)
+    libtpu: str = ""
 
     @property
     def chip(self) -> str:
@@ -85,15 +87,37 @@ _FUJI_7B = Decoder(
     batch=2, tied=True,
 )  # fmt: skip
 
+_LLAMA_70B = replace(_LLAMA_8B, layers=80, width=8192, heads=64, inner=28672, batch=2)
+_LLAMA_405B = replace(_LLAMA_8B, layers=126, width=16384, heads=128, inner=53248, batch=3)
+_PRIME_8B = replace(_LLAMA_8B, batch=2, weights="bfloat16")
+_PRIME_FLASH = replace(_PRIME_8B, repeated=True)
+# Recomputed in a plan, where the runs of 2026 on v6e had them on the host with the inputs.
+_V6E_70B = replace(_LLAMA_70B, offload=True)
+
+_QKV = ("q", "k", "v")
 _QKVO = ("q", "k", "v", "out")
 _FLAX = "flax examples/imagenet README: 125,100 steps of 1,024 images in 4.4 h"
 _RECIPES = "tpu-recipes training/trillium/Llama3.1-8B-MaxText"
 # MaxText's DENSE_VMEM_LIMIT_FLAG: VMEM for one operation, instead of for prefetching the next.
 _VMEM = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
+# The options of tpu-recipes' training/ironwood that are not the default of libtpu 0.0.51.
+_IRONWOOD = {
+    "xla_tpu_scoped_vmem_limit_kib": "61440", "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
+}  # fmt: skip
+_NEWER = "0.0.51"  # knows TPU7x
 _ON_HOST = "the run kept its inputs and the outputs of q, k, v and out on the host"
 _FUSED = "logits are computed twice here"
 _PRIME = "torchprime issue 16"
 _FLASH = "the run's older attention kernel had a slow backward (torchprime PR 214); " + _FUSED
+_2026 = "tpu-recipes training/trillium (2026-08)"
+_QKV_ON_HOST = f"the run also kept q, k and v on the host; {_FUSED}"
+_7X = "tpu-recipes training/ironwood (2026-08)"
+_BLOCKS_7X = f"the run's attention had blocks of 2048; {_FUSED}"
+_BOUNDS = "torchprime e2e_testing/step_time_bounds.yaml, about 427 runs each (2025-06)"
+_4_CHIPS = "v6e; weights in bfloat16, every layer recomputed"
+_ADAFACTOR = f"the run's optimizer was Adafactor; {_FUSED}"
+_FLASH_2026 = f"flash attention, its keys and values copied for each query head; {_ADAFACTOR}"
+_UNROLLED = "; the run's layers were no loop"
 _V4_CONFIG = "MaxText configs/v4/22b.sh, README"
 _22B = (
     "head dimension 256 and two matrices around ReLU (which give 22 B, base.yml of 2023), "
@@ -192,6 +216,62 @@ RUNS = {
             "Fuji 7B, v4-1024", "v4-1024", replace(_FUJI_7B, batch=4), 3.03, "3.03 s", _FUJI, 32,
             _QKVO, assumed="q, k, v and out kept (AXLearn's default)",
         ),
+        # Published in 2026. MFU: of half of causal attention.
+        Run(
+            "Llama 3.1 70B, v6e-32", "v6e-32", replace(_V6E_70B, weights="bfloat16"), 17.79,
+            "17.79 s, 45.1 %", _2026, kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
+        ),
+        Run(
+            "Llama 3.1 70B, v6e-64", "v6e-64", _V6E_70B, 18.69, "18.69 s, 42.9 %", _2026,
+            kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
+        ),
+        Run(
+            "Llama 3.1 70B, v6e-128", "v6e-128", replace(_V6E_70B, batch=4), 34.79,
+            "34.79 s, 46.1 %", _2026, kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
+        ),
+        Run(
+            "Llama 3.1 70B, v6e-256", "v6e-256", replace(_V6E_70B, batch=5), 42.66,
+            "42.66 s, 47.0 %", _2026, kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
+        ),
+        Run(
+            "Llama 3.1 405B, 2 x v6e-256", "2xv6e-256",
+            replace(_LLAMA_405B, batch=1, offload=True), 54.80, "54.80 s, 41.1 %", _2026,
+            kept=_QKV, assumed="inputs, q, k and v on the host, as in the 70B",
+            differs=_FUSED, options=_VMEM,
+        ),
+        Run(
+            "Llama 3 8B, v6e-4, flash", "v6e-4", _PRIME_FLASH, 2.735, "2.735 s, 33.6 %", _BOUNDS,
+            assumed=_4_CHIPS, differs=_FLASH_2026 + _UNROLLED, options=_VMEM,
+        ),
+        Run(
+            "Llama 3 8B, v6e-4, splash", "v6e-4", _PRIME_8B, 2.407, "2.407 s, 38.2 %", _BOUNDS,
+            assumed=_4_CHIPS, differs=_ADAFACTOR + _UNROLLED, options=_VMEM,
+        ),
+        Run(
+            "Llama 3 8B, v6e-4, flash, scanned, on the host", "v6e-4",
+            replace(_PRIME_FLASH, offload=True), 2.801, "2.801 s, 32.8 %", _BOUNDS,
+            assumed=_4_CHIPS, differs=_FLASH_2026, options=_VMEM,
+        ),
+        Run(
+            "Llama 3 8B, 2 x v6e-4, flash", "2xv6e-4", _PRIME_FLASH, 3.959, "3.959 s, 23.2 %",
+            _BOUNDS, assumed=_4_CHIPS, differs=_FLASH_2026 + _UNROLLED, options=_VMEM,
+        ),
+        Run(
+            "Llama 3.1 70B, tpu7x-128", "tpu7x-128",
+            replace(_LLAMA_70B, keep=("attention", *_QKV)), 12.20, "12.20 s, 52.3 %", _7X,
+            differs=f"Adam's mean was in bfloat16; {_BLOCKS_7X}", options=_IRONWOOD, libtpu=_NEWER,
+        ),
+        Run(
+            "Llama 3.1 70B, tpu7x-512", "tpu7x-512",
+            replace(_LLAMA_70B, keep=("attention", *_QKV)), 12.27, "12.27 s, 52.0 %", _7X,
+            differs=f"Adam's mean was in bfloat16; {_BLOCKS_7X}", options=_IRONWOOD, libtpu=_NEWER,
+        ),
+        Run(
+            "Llama 3.1 405B, tpu7x-512", "tpu7x-512",
+            replace(_LLAMA_405B, offload=True, keep=("k", "v")), 98.34, "98.34 s, 54.7 %", _7X,
+            differs=f"the output of down was on the host too; {_BLOCKS_7X}",
+            options=_IRONWOOD, libtpu=_NEWER,
+        ),
     )
 }  # fmt: skip
 
@@ -204,6 +284,7 @@ NOT_PLANNED = {
     "Llama 3.1 8B on v6e-64": "sizes published, a step time is not",
     "Llama 3 70B on v6e-256 (torchprime)": "how it was rematerialised is not published",
     "Fuji 70B on 4 x v5litepod-256": "activations on the host took no time in the model then",
+    "Llama 3.1 70B in fp8 on TPU7x": "matmuls in fp8, which this package does not have",
     "Llama 2 on v4 (PyTorch/XLA SPMD)": "batch and mesh of each figure not published",
 }
 

@@ -1,11 +1,14 @@
 """Published runs as they are planned, and where the time of a compiled step is said to go."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import published
+from benchmarks.decoder import Decoder, Model
 from benchmarks.published_runs import NOT_PLANNED, RUNS, halves
 from benchmarks.roofline import KINDS, by_kind, timed
 from xla_fsdp.planning.records import Op, Schedule
@@ -84,6 +87,7 @@ def test_models_are_the_sizes_that_were_published():
     """Parameters by name, and FLOPs by what a log states: 413.433 TFLOP/s over 3.443 s."""
     billions = {"8B": 8.03, "16B": 15.8, "32B": 31.4, "64B": 62.8, "22B": 22.1, "52B": 52.3}
     billions |= {"6.7B": 6.65, "13B": 12.85, "20B": 20.2, "7B": 6.61}
+    billions |= {"70B": 70.55, "405B": 405.85}
     for name, run in RUNS.items():
         if not name.startswith("ResNet"):
             size = next(size for size in (*billions,) if f" {size}" in f" {name}")
@@ -92,9 +96,56 @@ def test_models_are_the_sizes_that_were_published():
     assert llama.flops() == pytest.approx(413.433e12 * 3.443, rel=0.01)
 
 
+def test_utilization_of_2026_counts_half_of_causal_attention():
+    """The seconds and the MFU that a source states agree with the sizes of the plan."""
+    checked = 0
+    for run in RUNS.values():
+        if match := re.fullmatch(r"([\d.]+) s, ([\d.]+) %", run.published):
+            flops = run.sizes.flops(causal=0.5) / resolve(run.slice).chip.device_flops
+            assert float(match[1]) == run.seconds
+            assert 100 * flops / run.seconds == pytest.approx(float(match[2]), abs=0.1), run.name
+            checked += 1
+    assert checked == 12
+
+
+def test_halves_of_the_runs_of_2026():
+    """Fixed before the first of them was planned."""
+    runs = [name for name, run in RUNS.items() if " s, " in run.published]
+    fit, held = halves(runs)
+    assert fit == {
+        "Llama 3.1 70B, v6e-64", "Llama 3.1 70B, v6e-256", "Llama 3 8B, v6e-4, flash",
+        "Llama 3 8B, v6e-4, flash, scanned, on the host", "Llama 3.1 70B, tpu7x-128",
+        "Llama 3.1 405B, tpu7x-512",
+    }  # fmt: skip
+    assert held == {
+        "Llama 3.1 70B, v6e-32", "Llama 3.1 70B, v6e-128", "Llama 3.1 405B, 2 x v6e-256",
+        "Llama 3 8B, v6e-4, splash", "Llama 3 8B, 2 x v6e-4, flash", "Llama 3.1 70B, tpu7x-512",
+    }  # fmt: skip
+
+
+def test_decoder_with_copied_keys_is_the_same_model_and_weights_have_their_dtype():
+    sizes = Decoder(2, 16, 4, 8, 32, vocabulary=11, length=8, batch=2, groups=2, kernel=False)
+    tokens = torch.arange(16).view(2, 8) % 11
+    losses = []
+    for one in (sizes, replace(sizes, repeated=True)):
+        torch.manual_seed(0)
+        model = Model(one, _Blocks)
+        losses.append(model(tokens, tokens).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    narrow = Model(replace(sizes, weights="bfloat16"), _Blocks)
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+
+
+class _Blocks(torch.nn.ModuleList):
+    def forward(self, x, *others):
+        for block in self:
+            x = block(x, *(other.to(x.dtype) for other in others))
+        return x
+
+
 def test_every_run_has_a_slice_and_halves_alternate_by_chip():
     chips = [run.chip for run in RUNS.values()]
-    assert set(chips) == {"v3", "v4", "v5e", "v5p", "v6e"}
+    assert set(chips) == {"v3", "v4", "v5e", "v5p", "v6e", "tpu7x"}
     for run in RUNS.values():
         assert resolve(run.slice).chip.family == run.chip
         assert resolve(run.slice).devices % run.replicas == 0
@@ -104,6 +155,48 @@ def test_every_run_has_a_slice_and_halves_alternate_by_chip():
         inside = [name in fit for name, run in RUNS.items() if run.chip == chip]
         assert inside == [number % 2 == 0 for number in range(len(inside))]
     assert all(NOT_PLANNED.values())
+
+
+def test_order_of_settings_is_by_time_of_a_token():
+    names = ["Llama 3 8B, v6e-256, batch 1", "Llama 3 8B, v6e-256, batch 2"]
+    steps = {"equal": (1.6, 3.1), "swapped": (1.5, 3.1)}  # published: 1.625 and 2.991
+    rows = {
+        label: {
+            n: {"step": s, "again": 0, "beside": 0} for n, s in zip(names, seconds, strict=True)
+        }
+        for label, seconds in steps.items()
+    }
+    assert published.orders(rows["equal"]) == [
+        f"\nBy published time of a token: {names[1]}; {names[0]}. Modelled: the same."
+    ]
+    (line,) = published.orders(rows["swapped"])
+    assert line.endswith(f"Modelled: {names[0]}; {names[1]}.")
+    assert published.orders({names[0]: rows["equal"][names[0]]}) == []
+
+
+def test_a_plan_that_does_not_fit_is_made_again_with_inputs_on_the_host(monkeypatch):
+    """Only of a decoder that does not offload already."""
+    asked = []
+
+    def once(run, save):
+        asked.append(getattr(run.sizes, "offload", None))
+        return {"fits": asked[-1] is True, "step": 1.0 + len(asked)}
+
+    monkeypatch.setattr(published, "_planned_once", once)
+    row = published.planned(RUNS["32B, v5litepod-256"])
+    assert (asked, row["offloaded"], row["step"], row["step_in_hbm"]) == ([False, True], True, 3, 2)
+    asked.clear()
+    assert "offloaded" not in published.planned(RUNS["Llama 3.1 70B, v6e-64"])
+    assert asked == [True]
+    asked.clear()
+    assert not published.planned(RUNS["ResNet-50, v3-8"])["fits"]
+    assert asked == [None]
+
+
+def test_a_full_name_means_only_that_run():
+    meant = [n for n in RUNS if published._means("Llama 3 8B, v6e-4, flash", n)]
+    assert meant == ["Llama 3 8B, v6e-4, flash"]
+    assert len([n for n in RUNS if published._means("8B, v6e-4", n)]) > 2
 
 
 def test_table_of_rows(tmp_path, capsys):
@@ -118,7 +211,7 @@ def test_table_of_rows(tmp_path, capsys):
     table = capsys.readouterr().out
     expected = "8B, v6e-8 (1) | corrected on | 3.443 s | 3.443 | 4.000 | 3.443 | +0 % | -10 % |"
     assert expected in table
-    assert "| v6e | 1 | +0 % | +0 % | 1 of 1 | -10 % | -10 % | 1 of 1 |" in table
+    assert "| v6e | 1 | +0 % | 0.0 % | +0 % | 1 of 1 | -10 % | 10.0 % | -10 % | 1 of 1 |" in table
     assert "Did not fit, so no time: 22B, v4-128: no" in table
     assert out.with_suffix(".md").read_text() == table
     with pytest.raises(SystemExit):
