@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .lanes import IN_TREE, OURS, Workload, memory_environment
 from .programs import step_program
+from .tables import head, line
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
@@ -46,11 +47,11 @@ ROWS = [
 
 def markdown(ours: dict, in_tree: dict) -> str:
     """Ours, in-tree and their ratio."""
-    lines = ["| | ours | in-tree | ratio |", "|---|---:|---:|---:|"]
+    lines = [head(["", "ours", "in-tree", "ratio"])]
     for label, get, decimals in ROWS:
         a, b = get(ours), get(in_tree)
         ratio = f"{a / b:.2f}" if b else "-"
-        lines.append(f"| {label} | {a:.{decimals}f} | {b:.{decimals}f} | {ratio} |")
+        lines.append(line([label, f"{a:.{decimals}f}", f"{b:.{decimals}f}", ratio]))
     return "\n".join(lines)
 
 

@@ -29,9 +29,12 @@ from typing import NamedTuple
 
 import torch
 
+from .tables import head, line
+
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 LARGEST = 512 * MIB
+COLUMNS = ("GB", "s", "copy s", "× copy", "peak MB", "of which before MB", "bound MB")
 
 
 class Lane(NamedTuple):
@@ -107,8 +110,7 @@ def main() -> None:
     try:
         shapes = shapes_of(int(arguments.gib * (1 << 30)))
         write_all(folder, shapes, arguments.ranks, arguments.lanes)
-        print("| | GB | s | copy s | × copy | peak MB | of which before MB | bound MB |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(head(["", *COLUMNS]))
         bound = max(shapes.values()) * 4 + 300 * 10**6
         for name in arguments.lanes:
             print(row(name, folder, bound), flush=True)
@@ -160,17 +162,16 @@ def row(name: str, folder: Path, bound: int) -> str:
         text=True,
     )
     if done.returncode:
-        return f"| {name} | failed: {done.stderr.strip().splitlines()[-1]} | | | | | | |"
+        failed = f"failed: {done.stderr.strip().splitlines()[-1]}"
+        return line([name, failed, *[""] * (len(COLUMNS) - 1)])
     seconds, before, peak = json.loads(done.stdout.splitlines()[-1])
     files = files_of(out if out.exists() else folder / "ckpt")
     size = sum(path.stat().st_size for path in files)
     copied = copy(files, folder / "copy")
     if out.exists():
         shutil.rmtree(out) if out.is_dir() else out.unlink()
-    return (
-        f"| {name} | {size / 1e9:.2f} | {seconds:.1f} | {copied:.1f} | {copied / seconds:.2f} | "
-        f"{peak / 1e6:.0f} | {before / 1e6:.0f} | {bound / 1e6:.0f} |"
-    )
+    cells = [f"{size / 1e9:.2f}", f"{seconds:.1f}", f"{copied:.1f}", f"{copied / seconds:.2f}"]
+    return line([name, *cells, *(f"{number / 1e6:.0f}" for number in (peak, before, bound))])
 
 
 def shapes_of(size: int) -> dict[str, int]:

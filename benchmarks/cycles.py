@@ -19,7 +19,7 @@ from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.tpu.chips import Chip
 from xla_fsdp.tpu.topology import resolve
 
-from .slices import require_slices
+from .tables import head, line, require_slices
 
 # (m, k, n): matmul of (m, k) and (k, n). The last three are of LLaMA 8B and MaxText's 16B.
 MATMULS = (
@@ -118,12 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_slices(parser, flags.slice)
     options = dict(option.split("=", 1) for option in flags.option)
     columns = [f"{m}×{k} · {k}×{n}" for m, k, n in MATMULS] + [name for name, *_ in ELEMENTS]
-    print("| | " + " | ".join(columns) + " |")
-    print("|---|" + "---:|" * len(columns))
+    print(head(["", *columns]))
     for name in flags.slice:
         chip = resolve(name).chip
-        cells = shares(planned(name, options), chip)
-        print(f"| {chip.family} | " + " | ".join(cells) + " |", flush=True)
+        print(line([chip.family, *shares(planned(name, options), chip)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.comm_hooks import bf16_compress_hook
 
 from .model import Block
-from .slices import require_slices
+from .tables import head, line, require_slices
 from .workload_s import OURS, scanned_step, step_of
 
 MB, MIB, GIB = 1e6, 2**20, 2**30
@@ -168,9 +168,9 @@ def main() -> None:
     for name, step in table.steps.items():
         print(f"{name} on {where}", file=sys.stderr)
         columns[name] = xla_fsdp.plan(step, where, title=name, **table.options)
-    print("| | " + " | ".join(columns) + " |\n|---|" + "---:|" * len(columns))
+    print(head(["", *columns]))
     for label, figure in table.figures.items():
-        print(f"| {label} | " + " | ".join(map(figure, columns.values())) + " |")
+        print(line([label, *map(figure, columns.values())]))
 
 
 if __name__ == "__main__":
