@@ -24,6 +24,8 @@ from statistics import median
 import torch
 from torch import nn
 
+from .tables import head, line
+
 RANKS = 4
 WIDTH = 2048
 
@@ -158,11 +160,11 @@ def _load_dcp(folder: Path, model, optimizer, rank: int) -> None:
 def table(times: dict[str, list[float]], size: int) -> str:
     """A Markdown table: seconds of the first time in the process, the median of all times, and the
     speed relative to the plain copy of the same round (median; above 1: faster)."""
-    rows = ["| | first, s | s | speed / plain copy |", "|---|---:|---:|---:|"]
+    rows = [head(["", "first, s", "s", "speed / plain copy"])]
     for name, each in times.items():
         copy = times[f"{name.partition(',')[0]}, plain copy"]
         ratio = median(c / own for c, own in zip(copy, each, strict=True))
-        rows.append(f"| {name} | {each[0]:.2f} | {median(each):.2f} | {ratio:.2f} |")
+        rows.append(line([name, *(f"{cell:.2f}" for cell in (each[0], median(each), ratio))]))
     return f"{size / 2**30:.2f} GiB on {RANKS} ranks\n\n" + "\n".join(rows)
 
 

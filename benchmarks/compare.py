@@ -1,9 +1,9 @@
 """Compare with the FSDP class of torch_xla, on CPU ranks: ``python -m benchmarks.compare``.
 
 Times are from one launch in which both classes train the same model in turns. Memory and programs
-are from one launch for each class, because memory is measured per process. Host time is also
-measured in a process without a launch, as on a TPU. Only the ratios are meaningful: the ranks share
-the cores of the machine with each other and with everything else that runs.
+are from one launch for each class. Host time is measured without a launch, as on a TPU. Only the
+ratios are meaningful: the ranks share the cores of the machine with each other and with everything
+else that runs.
 """
 
 from __future__ import annotations
@@ -14,51 +14,48 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
-from .lanes import IN_TREE, OURS, Workload
+from .lanes import IN_TREE, OURS, Workload, memory_environment
 from .programs import step_program
+from .tables import head, line
 
-MB = 1 / 2**20
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
 
-# label, how to get it from a lane's figures, decimals
+# label, how to get it from a lane's figures, decimals; below 1 is better in every row
 ROWS = [
     ("step time, ms", lambda f: f["step_ms"], 0),
     ("host tracing a step as on a TPU, CPU ms", lambda f: f["trace_ms"], 1),
-    ("host tracing a step inside the launch, CPU ms a rank", lambda f: f["launch_trace_ms"], 1),
-    ("peak memory of the step program, MiB a rank", lambda f: f["program_bytes"] * MB, 1),
-    ("of which temporaries, MiB a rank", lambda f: f["temp_bytes"] * MB, 1),
+    ("peak memory of the step program, MiB a rank", lambda f: f["program_bytes"] / MIB, 1),
+    ("of which temporaries, MiB a rank", lambda f: f["temp_bytes"] / MIB, 1),
     (
         "peak resident memory above idle, MiB all ranks",
-        lambda f: (f["peak_rss_bytes"] - f["idle_rss_bytes"]) * MB,
+        lambda f: (f["peak_rss_bytes"] - f["idle_rss_bytes"]) / MIB,
         1,
     ),
-    ("wire bytes a step, as traced, MB a rank", lambda f: f["traced_wire_bytes"] / 1e6, 2),
-    ("wire bytes a step, as compiled for CPU, MB a rank", lambda f: f["wire_bytes"] / 1e6, 2),
+    ("bytes sent a step, as traced, MB a rank", lambda f: f["traced_wire_bytes"] / 1e6, 2),
     ("all-gathers a step", lambda f: f["collectives"]["all-gather"], 0),
     ("reduce-scatters a step", lambda f: f["collectives"]["reduce-scatter"], 0),
     ("all-reduces a step", lambda f: f["collectives"]["all-reduce"], 0),
     ("instructions traced a step", lambda f: f["traced_instructions"], 0),
-    ("compile time, s", lambda f: f["compile_s"], 1),
     ("executables of the step over all ranks", lambda f: f["step_executables"], 0),
 ]
 
 
 def markdown(ours: dict, in_tree: dict) -> str:
-    """Ours, in-tree and their ratio; below 1 is better in every row."""
-    lines = ["| | ours | in-tree | ratio |", "|---|---:|---:|---:|"]
+    """Ours, in-tree and their ratio."""
+    lines = [head(["", "ours", "in-tree", "ratio"])]
     for label, get, decimals in ROWS:
         a, b = get(ours), get(in_tree)
         ratio = f"{a / b:.2f}" if b else "-"
-        lines.append(f"| {label} | {a:.{decimals}f} | {b:.{decimals}f} | {ratio} |")
+        lines.append(line([label, f"{a:.{decimals}f}", f"{b:.{decimals}f}", ratio]))
     return "\n".join(lines)
 
 
-RESULTS = Path(__file__).parent / "results"
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     default = Workload()
     for name in ("ranks", "blocks", "width", "heads", "batch", "sequence"):
@@ -70,44 +67,33 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--compute_dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and table")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def compare(work: Workload, steps: int, rounds: int) -> dict[str, dict]:
     """All figures, by lane."""
-    figures = {name: _alone(name, work) for name in (OURS, IN_TREE)}
-    for name, traced in _child("benchmarks.tracing", [steps], work, os.environ).items():
-        figures.setdefault(name, {}).update(traced)
-    for name, timed in _timed(work, steps, rounds).items():
-        figures[name].update(timed)
+    figures: dict[str, dict] = {}
+    for name in (OURS, IN_TREE):
+        with tempfile.TemporaryDirectory() as dump:
+            environment = memory_environment(Path(dump))
+            figures[name] = _measure("memory", work, name, environment=environment)
+            figures[name] |= step_program(Path(dump))
+    for found in (
+        _measure("tracing_times", work, steps),
+        _measure("step_times", work, steps, rounds),
+    ):
+        for name, more in found.items():
+            figures[name] |= more
     return figures
 
 
-def _timed(work: Workload, steps: int, rounds: int) -> dict[str, dict]:
-    import xla_fsdp
-
-    from .timing import measure, summary
-
-    print("running both classes in one launch", file=sys.stderr)
-    a_round = max(1, round(steps / rounds))
-    names = [OURS, IN_TREE]
-    by_rank = xla_fsdp.launch(
-        measure, (work, names, rounds, a_round, threading.Lock()), num_devices=work.ranks
-    )
-    return {name: summary(by_rank, name) for name in names}
-
-
-def _alone(name: str, work: Workload) -> dict:
-    from .footprint import environment
-
-    with tempfile.TemporaryDirectory() as dump:
-        memory = _child("benchmarks.footprint", [], work, environment(Path(dump)), name)
-        return {**memory, **step_program(Path(dump))}
-
-
-def _child(module: str, more: list, work: Workload, environment, *first: str) -> dict:
-    print(f"running {' '.join([module, *first])}", file=sys.stderr)
-    command = [sys.executable, "-m", module, *first, json.dumps(work.arguments), *map(str, more)]
+def _measure(
+    name: str, work: Workload, *arguments: object, environment: Mapping[str, str] = os.environ
+) -> dict:
+    """Calls a function of ``lanes.py`` in a separate process."""
+    print(f"measuring {name}", file=sys.stderr)
+    values = map(json.dumps, (name, asdict(work), *arguments))
+    command = [sys.executable, "-m", "benchmarks.lanes", *values]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)} failed ({run.returncode}):\n{run.stderr}")
@@ -120,17 +106,15 @@ def main() -> None:
     figures = compare(work, flags.steps, flags.rounds)
     table = markdown(figures[OURS], figures[IN_TREE])
     pairs = zip(figures[OURS]["losses"], figures[IN_TREE]["losses"], strict=True)
-    figures["largest_relative_loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
-    figures["workload"] = work.arguments
+    largest = max(abs(a - b) / abs(b) for a, b in pairs)
+    figures |= {"largest_relative_loss_difference": largest, "workload": asdict(work)}
     flags.out.mkdir(parents=True, exist_ok=True)
     name = f"{work.blocks}x{work.width}-{work.ranks}ranks"
     name += "-checkpoint" if work.checkpoint else ""
     name += f"-{work.compute_dtype}" if work.compute_dtype else ""
     (flags.out / f"{name}.md").write_text(table + "\n")
     (flags.out / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print(table)
-    print(f"\nlargest relative difference of losses: "
-          f"{figures['largest_relative_loss_difference']:.1e}")  # fmt: skip
+    print(f"{table}\n\nlargest relative difference of losses: {largest:.1e}")
 
 
 if __name__ == "__main__":

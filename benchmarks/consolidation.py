@@ -22,88 +22,76 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+
+from .tables import head, line
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 LARGEST = 512 * MIB
+COLUMNS = ("GB", "s", "copy s", "× copy", "peak MB", "of which before MB", "bound MB")
 
-CONSOLIDATE = """
-from xla_fsdp.consolidate import consolidate_checkpoint, reshard_checkpoint, verify_checkpoint
-def work():
-    {call}
-"""
-INTREE = """
-from torch_xla.distributed.fsdp import consolidate_sharded_model_checkpoints
-def work():
-    consolidate_sharded_model_checkpoints({dir!r} + "/intree/r", "*.pth", {out!r})
-"""
-DCP = """
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-def work():
-    dcp_to_torch_save({dir!r} + "/dcp", {out!r})
-"""
-MEASURE = """
-import json, os, re, time, warnings
-warnings.simplefilter("ignore")
-def status(key):
-    return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-open("/proc/self/clear_refs", "w").write("5")
-before, begin = status("VmRSS"), time.perf_counter()
-work()
-seconds = time.perf_counter() - begin
-peak = status("VmHWM")
-begin = time.perf_counter()
-for folder, _, names in os.walk({out!r}):
-    paths = [os.path.join(folder, name) for name in names]
-    break
-else:
-    paths = [{out!r}] if os.path.exists({out!r}) else []
-if {sync}:  # this lane does not fsync itself, so its time includes this fsync
-    for path in paths:
-        os.fsync(os.open(path, os.O_RDONLY))
-    seconds += time.perf_counter() - begin
-print(json.dumps([seconds, before, peak]))
-"""
+
+class Lane(NamedTuple):
+    """A way to consolidate.
+
+    ``prepare`` imports all that the lane needs; it gets the folder and the path of the output, and
+    returns the work to measure. ``source``: the folder of the input. ``extension``: that of the
+    output file; "" for a folder. ``syncs``: whether the work calls fsync.
+    """
+
+    prepare: Callable[[Path, str], Callable[[], object]]
+    extension: str
+    source: str = "ckpt"
+    syncs: bool = True
+
+
+def _consolidate(folder: Path, out: str, source: str = "ckpt", **options: object) -> Callable:
+    from xla_fsdp.consolidate import consolidate_checkpoint
+
+    return partial(consolidate_checkpoint, str(folder / source), out, **options)
+
+
+def _reshard(folder: Path, out: str) -> Callable:
+    from xla_fsdp.consolidate import reshard_checkpoint
+
+    return partial(reshard_checkpoint, str(folder / "ckpt"), 4, out)
+
+
+def _verify(folder: Path, out: str) -> Callable:
+    from xla_fsdp.consolidate import verify_checkpoint
+
+    return partial(verify_checkpoint, str(folder / "ckpt"))
+
+
+def _in_tree(folder: Path, out: str) -> Callable:
+    from torch_xla.distributed.fsdp import consolidate_sharded_model_checkpoints
+
+    return partial(consolidate_sharded_model_checkpoints, f"{folder}/intree/r", "*.pth", out)
+
+
+def _dcp(folder: Path, out: str) -> Callable:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    return partial(dcp_to_torch_save, str(folder / "dcp"), out)
+
 
 LANES = {
-    "safetensors": (
-        CONSOLIDATE,
-        "consolidate_checkpoint({dir!r} + '/ckpt', {out!r})",
-        ".safetensors",
+    "safetensors": Lane(_consolidate, ".safetensors"),
+    "pth": Lane(_consolidate, ".pth"),
+    "safetensors and optimizer": Lane(partial(_consolidate, optimizer=True), ""),
+    "reshard to 4": Lane(_reshard, ""),
+    "verify": Lane(_verify, ""),
+    "in-tree files to pth": Lane(
+        partial(_consolidate, source="intree/r", suffix="*.pth"), ".pth", "intree"
     ),
-    "safetensors, 1 GB shards": (
-        CONSOLIDATE,
-        "consolidate_checkpoint({dir!r} + '/ckpt', {out!r}, max_shard_size='1GB')",
-        "",
-    ),
-    "pth": (CONSOLIDATE, "consolidate_checkpoint({dir!r} + '/ckpt', {out!r})", ".pth"),
-    "bfloat16": (
-        CONSOLIDATE,
-        "consolidate_checkpoint({dir!r} + '/ckpt', {out!r}, dtype='bfloat16')",
-        ".safetensors",
-    ),
-    "safetensors and optimizer": (
-        CONSOLIDATE,
-        "consolidate_checkpoint({dir!r} + '/ckpt', {out!r}, optimizer=True)",
-        "",
-    ),
-    "pth and optimizer": (
-        CONSOLIDATE,
-        "consolidate_checkpoint({dir!r} + '/ckpt', {out!r}, optimizer=True, format='pth')",
-        "",
-    ),
-    "reshard to 4": (CONSOLIDATE, "reshard_checkpoint({dir!r} + '/ckpt', 4, {out!r})", ""),
-    "verify": (CONSOLIDATE, "verify_checkpoint({dir!r} + '/ckpt')", ""),
-    "in-tree files to pth": (
-        CONSOLIDATE,
-        "consolidate_checkpoint({dir!r} + '/intree/r', {out!r}, suffix='*.pth')",
-        ".pth",
-    ),
-    "the same, in-tree function": (INTREE, "", ".pth"),
-    "dcp_to_torch_save": (DCP, "", ".pth"),
+    "the same, in-tree function": Lane(_in_tree, ".pth", "intree", syncs=False),
+    "dcp_to_torch_save": Lane(_dcp, ".pth", "dcp", syncs=False),
 }
 
 
@@ -113,19 +101,77 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--lanes", nargs="*", choices=LANES, default=list(LANES), metavar="LANE")
+    parser.add_argument("--measure", choices=LANES, help=argparse.SUPPRESS)  # in a child
     arguments = parser.parse_args()
     folder = Path(arguments.dir)
+    if arguments.measure:
+        return measure(arguments.measure, folder)
     folder.mkdir()
     try:
         shapes = shapes_of(int(arguments.gib * (1 << 30)))
         write_all(folder, shapes, arguments.ranks, arguments.lanes)
-        print("| | GB | s | copy s | × copy | peak MB | of which before MB | bound MB |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(head(["", *COLUMNS]))
         bound = max(shapes.values()) * 4 + 300 * 10**6
         for name in arguments.lanes:
             print(row(name, folder, bound), flush=True)
     finally:
         shutil.rmtree(folder)
+
+
+def measure(name: str, folder: Path) -> None:
+    """Prints seconds, and resident bytes before the work and at its peak, as JSON."""
+    out = output_of(name, folder)
+    work = LANES[name].prepare(folder, str(out))
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before, begin = resident("VmRSS"), time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begin
+    peak = resident("VmHWM")
+    if not LANES[name].syncs:
+        begin = time.perf_counter()
+        for path in files_of(out):
+            os.fsync(os.open(path, os.O_RDONLY))
+        seconds += time.perf_counter() - begin
+    print(json.dumps([seconds, before, peak]))
+
+
+def resident(field: str) -> int:
+    """Bytes of the process in /proc/self/status."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+def output_of(name: str, folder: Path) -> Path:
+    return folder / f"out{LANES[name].extension}"
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file ``path``, or the files of this folder."""
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
+def row(name: str, folder: Path, bound: int) -> str:
+    """Runs a lane in a separate process, and a copy of its output."""
+    out = output_of(name, folder)
+    warm(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.consolidation", f"--dir={folder}", f"--measure={name}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        failed = f"failed: {done.stderr.strip().splitlines()[-1]}"
+        return line([name, failed, *[""] * (len(COLUMNS) - 1)])
+    seconds, before, peak = json.loads(done.stdout.splitlines()[-1])
+    files = files_of(out if out.exists() else folder / "ckpt")
+    size = sum(path.stat().st_size for path in files)
+    copied = copy(files, folder / "copy")
+    if out.exists():
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+    cells = [f"{size / 1e9:.2f}", f"{seconds:.1f}", f"{copied:.1f}", f"{copied / seconds:.2f}"]
+    return line([name, *cells, *(f"{number / 1e6:.0f}" for number in (peak, before, bound))])
 
 
 def shapes_of(size: int) -> dict[str, int]:
@@ -146,19 +192,18 @@ def shapes_of(size: int) -> dict[str, int]:
 
 
 def write_all(folder: Path, shapes: dict[str, int], ranks: int, lanes: list[str]) -> None:
+    """Writes the inputs of ``lanes``."""
     base = torch.empty(LARGEST // 4).uniform_(-1, 1)
-    if {name for name in lanes if LANES[name][0] is CONSOLIDATE} - {"in-tree files to pth"}:
+    sources = {LANES[name].source for name in lanes}
+    if "ckpt" in sources:
         write_sharded(folder / "ckpt", shapes, ranks, base)
-    if any("in-tree" in name for name in lanes):
+    if "intree" in sources:
         write_intree(folder / "intree", shapes, ranks, base)
-    if "dcp_to_torch_save" in lanes:
+    if "dcp" in sources:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(
-            {n: base[:c].clone() for n, c in shapes.items()},
-            checkpoint_id=folder / "dcp",
-            no_dist=True,
-        )
+        tensors = {name: base[:count].clone() for name, count in shapes.items()}
+        dcp.save(tensors, checkpoint_id=folder / "dcp", no_dist=True)
     os.sync()
 
 
@@ -196,36 +241,6 @@ def write_intree(path: Path, shapes: dict[str, int], ranks: int, base: torch.Ten
             "rank": rank,
         }
         torch.save({"model": model, "shard_metadata": metadata}, path / f"r{rank}.pth")
-
-
-def row(name: str, folder: Path, bound: int) -> str:
-    script, call, extension = LANES[name]
-    out = str(folder / "out") + extension
-    own = script is CONSOLIDATE
-    names = {"dir": str(folder), "out": out}
-    text = script.format(call=call.format(**names), **names)
-    text += MEASURE.format(out=out, sync=not own)
-    warm(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        return f"| {name} | failed: {done.stderr.strip().splitlines()[-1]} | | | | | | |"
-    seconds, before, peak = json.loads(done.stdout.splitlines()[-1])
-    source = Path(out) if os.path.exists(out) else folder / "ckpt"
-    files = sorted(source.iterdir()) if source.is_dir() else [source]
-    size = sum(path.stat().st_size for path in files)
-    copied = copy(files, folder / "copy")
-    if os.path.exists(out):
-        shutil.rmtree(out) if os.path.isdir(out) else os.unlink(out)
-    return (
-        f"| {name} | {size / 1e9:.2f} | {seconds:.1f} | {copied:.1f} | {copied / seconds:.2f} | "
-        f"{peak / 1e6:.0f} | {before / 1e6:.0f} | {bound / 1e6:.0f} |"
-    )
 
 
 def warm(folder: Path) -> None:

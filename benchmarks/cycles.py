@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from xla_fsdp.planning.foreign import plan_partitioned
-from xla_fsdp.planning.records import Op
 from xla_fsdp.planning.reporting.report import Report
 from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.tpu.chips import Chip
 from xla_fsdp.tpu.topology import resolve
 
-from .slices import require_slices
+from .tables import head, line, require_slices
 
 # (m, k, n): matmul of (m, k) and (k, n). The last three are of LLaMA 8B and MaxText's 16B.
-PRODUCTS = (
+MATMULS = (
     (8192, 8192, 8192),
     (4096, 4096, 4096),
     (8192, 1024, 4096),
@@ -33,8 +32,6 @@ PRODUCTS = (
     (12288, 4096, 28672),
 )
 EDGE = 8192
-# (m, k, n) of the matmuls of ``--fused``: of MaxText's 16B and 32B, in the forward.
-FUSED = ((12288, 28672, 4096), (8192, 28672, 8192))
 # Name, dtype, the operation in StableHLO, tensors read and written.
 ELEMENTS = (
     ("a + b", "f32", "stablehlo.add", 3),
@@ -53,7 +50,7 @@ def program() -> str:
         arguments.append(f'%a{len(arguments)}: {shape} {{mhlo.sharding = "{{replicated}}"}}')
         return f"%a{len(arguments) - 1}"
 
-    for m, k, n in PRODUCTS:
+    for m, k, n in MATMULS:
         left, right, out = (f"tensor<{a}x{b}xbf16>" for a, b in ((m, k), (k, n), (m, n)))
         names = f"{argument(left)}, {argument(right)}"
         results.append((f"%r{len(results)}", out))
@@ -67,43 +64,15 @@ def program() -> str:
         results.append((f"%r{len(results)}", shape))
         operator = "stablehlo.add" if what == "double" else what
         body.append(f"{results[-1][0]} = {operator} {first}, {second} : {shape}")
-    return _module(arguments, body, results)
-
-
-def fused_program() -> str:
-    """The StableHLO for each of :data:`FUSED`: a matmul, a matmul of SiLU(g) u (which the compiler
-    fuses into the matmul), and SiLU(g) u alone."""
-    given, body, results = [], [], []
-    replicated = '{mhlo.sharding = "{replicated}"}'
-    for number, (m, k, n) in enumerate(FUSED):
-        left, right, out = (f"tensor<{a}x{b}xbf16>" for a, b in ((m, k), (k, n), (m, n)))
-        for name, shape in zip("xghijw", (left, left, left, left, left, right), strict=True):
-            given.append(f"%{name}{number}: {shape} {replicated}")
-        for of, gate, up in (("in", "g", "h"), ("alone", "i", "j")):
-            at = f"%{of}{number}"
-            body.append(f"{at}_s = stablehlo.logistic %{gate}{number} : {left}")
-            body.append(f"{at}_t = stablehlo.multiply %{gate}{number}, {at}_s : {left}")
-            body.append(f"{at} = stablehlo.multiply {at}_t, %{up}{number} : {left}")
-        for name, of in (("plain", "x"), ("fused", "in")):
-            how = f"%{of}{number}, %w{number}, contracting_dims = [1] x [0]"
-            product = f"stablehlo.dot_general {how} : ({left}, {right}) -> {out}"
-            body.append(f"%{name}{number} = {product}")
-            results.append((f"%{name}{number}", out))
-        results.append((f"%alone{number}", left))
-    return _module(given, body, results)
-
-
-def _module(arguments: list[str], body: list[str], results: list[tuple[str, str]]) -> str:
-    """``arguments`` with their types, lines, and names and types of what is returned."""
     names = ", ".join(name for name, _ in results)
     shapes = ", ".join(shape for _, shape in results)
-    given = ", ".join(arguments)
     lines = "\n    ".join([*body, f"return {names} : {shapes}"])
-    return f"module @step {{\n  func.func @main({given}) -> ({shapes}) {{\n    {lines}\n  }}\n}}\n"
+    function = f"func.func @main({', '.join(arguments)}) -> ({shapes})"
+    return f"module @step {{\n  {function} {{\n    {lines}\n  }}\n}}\n"
 
 
-def planned(slice: str, options: dict[str, str], fused: bool = False) -> Report:
-    text = (fused_program() if fused else program()).encode()
+def planned(slice: str, options: dict[str, str]) -> Report:
+    text = program().encode()
     one = PartitionedProgram(
         stablehlo=text,
         fingerprint=hashlib.sha256(text).hexdigest(),
@@ -118,24 +87,19 @@ def planned(slice: str, options: dict[str, str], fused: bool = False) -> Report:
     return plan_partitioned(one, slice, compiler_options=options)
 
 
-def _outputs(report: Report) -> Iterator[tuple[Op, str]]:
-    """Yield the operations that compute the results of the program, with the shapes."""
-    outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
-    for op in report.schedule.ops:
-        if op.cycles and op.name in outputs:
-            yield op, outputs[op.name]
-
-
 def shares(report: Report, chip: Chip) -> list[str]:
-    """Shares of the peaks, in the order of :data:`PRODUCTS` and :data:`ELEMENTS`.
+    """Shares of the peaks, in the order of :data:`MATMULS` and :data:`ELEMENTS`.
 
     Operations are identified by their kind and the shape of their results.
     """
+    outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
     cycles: dict[tuple[bool, str], list[int]] = {}
-    for op, shape in _outputs(report):
-        cycles.setdefault((op.opcode in ("add", "multiply"), shape), []).append(op.cycles)
+    for op in report.schedule.ops:
+        if op.cycles and op.name in outputs:
+            key = (op.opcode in ("add", "multiply"), outputs[op.name])
+            cycles.setdefault(key, []).append(op.cycles)
     cells = []
-    for m, k, n in PRODUCTS:
+    for m, k, n in MATMULS:
         (found,) = cycles[False, f"bf16[{m},{n}]"]
         cells.append(2 * m * k * n / chip.device_flops / (found / chip.clock_hz))
     for _, dtype, _, tensors in ELEMENTS:
@@ -146,44 +110,18 @@ def shares(report: Report, chip: Chip) -> list[str]:
     return [f"{cell:.0%}" for cell in cells]
 
 
-def _print_fused(slices: Sequence[str], options: dict[str, str]) -> None:
-    print("| | at the peak, ms | alone | with SiLU(g) u inside | SiLU(g) u alone |")
-    print("|---|---:|---:|---:|---:|")
-    for name in slices:
-        chip = resolve(name).chip
-        report = planned(name, options, fused=True)
-        times: dict[str, list[float]] = {}
-        for op, shape in _outputs(report):
-            times.setdefault(shape, []).append(1e3 * op.cycles / chip.clock_hz)
-        for m, k, n in FUSED:
-            plain, fused = sorted(times[f"bf16[{m},{n}]"])
-            (vector,) = times[f"bf16[{m},{k}]"]
-            cells = (2e3 * m * k * n / chip.device_flops, plain, fused, vector)
-            print(
-                f"| {chip.family}, {m}×{k} · {k}×{n} | "
-                + " | ".join(f"{c:.2f}" for c in cells)
-                + " |"
-            )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cycles", description=__doc__)
     parser.add_argument("slice", nargs="+", help="such as v6e-8")
-    parser.add_argument("--fused", action="store_true", help="matmuls with a fused input")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     flags = parser.parse_args(arguments)
     require_slices(parser, flags.slice)
     options = dict(option.split("=", 1) for option in flags.option)
-    if flags.fused:
-        _print_fused(flags.slice, options)
-        return
-    columns = [f"{m}×{k} · {k}×{n}" for m, k, n in PRODUCTS] + [name for name, *_ in ELEMENTS]
-    print("| | " + " | ".join(columns) + " |")
-    print("|---|" + "---:|" * len(columns))
+    columns = [f"{m}×{k} · {k}×{n}" for m, k, n in MATMULS] + [name for name, *_ in ELEMENTS]
+    print(head(["", *columns]))
     for name in flags.slice:
         chip = resolve(name).chip
-        cells = shares(planned(name, options), chip)
-        print(f"| {chip.family} | " + " | ".join(cells) + " |", flush=True)
+        print(line([chip.family, *shares(planned(name, options), chip)]), flush=True)
 
 
 if __name__ == "__main__":

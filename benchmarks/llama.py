@@ -22,7 +22,7 @@ from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder, decoder_step
 from .published_runs import MAXTEXT_16B
-from .slices import require_slices
+from .tables import require_slices
 
 GIB = 2**30
 

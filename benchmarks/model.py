@@ -1,12 +1,10 @@
-"""The workload: a causal language model over bytes, pre-norm transformer blocks."""
+"""Pre-norm transformer blocks of the benchmarks."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-VOCABULARY = 256
 
 
 class Block(nn.Module):
@@ -77,22 +75,3 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x):
         return self.linear(x) + self.widen(self.narrow(x))
-
-
-class LanguageModel(nn.Module):
-    """Returns the mean cross-entropy of the next byte."""
-
-    def __init__(self, blocks: int, width: int, heads: int, sequence: int):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Parameter(torch.randn(sequence, width) * 0.02)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens):  # (b, s + 1)
-        x = self.embed(tokens[:, :-1]) + self.position
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

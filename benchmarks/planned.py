@@ -23,7 +23,7 @@ from xla_fsdp.tpu.topology import resolve
 
 from .peers import JAX, SPMD, maxtext_options, plan_peer
 from .peers.sizes import AGAIN, KEPT, REMATERIALISED, SCANNED
-from .slices import require_slices
+from .tables import require_slices
 from .workload_s import IN_TREE, OURS, scanned_step, step_of
 
 RESULTS = Path(__file__).parent / "results"

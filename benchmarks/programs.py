@@ -43,7 +43,6 @@ def step_program(dump: Path) -> dict:
         "temp_bytes": sum(map(int, temporary)),
         "traced_instructions": sum(" = " in line for line in traced.open()),
         "step_executables": sum(_digest(f) == same for f in dump.glob("*before_optimizations.txt")),
-        "compiled_programs": len(optimized),
     }
 
 

@@ -95,18 +95,18 @@ def step_of(
     return step
 
 
-def scanned_step(blocks: int = 4, width: int = 1024, batch: int = 32) -> Callable[[], torch.Tensor]:
+def scanned_step(blocks: int = 4, kind: type[Block] = BlockOfParts) -> Callable[[], torch.Tensor]:
     """As :func:`step_of` for the class of this package, with the blocks in ``scan_blocks``."""
 
     def step() -> torch.Tensor:
-        model = Network(lambda block: block, 0, width)
+        model = Network(lambda block: block, 0)
         model.blocks = xla_fsdp.scan_blocks(
-            (BlockOfParts(width, 16, causal=False) for _ in range(blocks)),
+            (kind(1024, 16, causal=False) for _ in range(blocks)),
             compute_dtype=torch.bfloat16,
         )
         wrapped = xla_fsdp.XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
-        loss = wrapped(torch.randn(batch, 256, width).to("xla")).float().square().mean()
+        loss = wrapped(torch.randn(32, 256, 1024).to("xla")).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -83,8 +83,10 @@ def bundled_digits(part: str, edge: int) -> tuple[list[int], torch.Tensor, torch
     from sklearn.model_selection import train_test_split
 
     found = load_digits()
-    how = {"test_size": HELD_OUT, "stratify": found.target, "random_state": 0}
-    chosen = train_test_split(range(len(found.images)), **how)[0 if part == "train" else 1]
+    train, held_out = train_test_split(
+        range(len(found.images)), test_size=HELD_OUT, stratify=found.target, random_state=0
+    )
+    chosen = train if part == "train" else held_out
     small = torch.tensor(found.images[chosen], dtype=torch.float32).unsqueeze(1) / 16  # 8 x 8
     shown = F.interpolate(small, size=(edge, edge), mode="bilinear")
     return chosen, shown, torch.tensor(found.target[chosen])

@@ -1,6 +1,7 @@
 """Flags of the scripts that train on folders of images, and their batches."""
 
 import os
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import digits
@@ -68,43 +69,57 @@ class Source(NamedTuple):
             "classes": self.classes,
             "image_size": image_size,
             "interpolation": interpolation,
-            # Digits fill their images, so there is no border to crop.
-            "border": 1.0 if self.digits else 256 / 224,
+            "border": self.border,
         }
+
+    @property
+    def border(self) -> float:
+        """The size of a test image before its middle is cropped / its size after that."""
+        return 1.0 if self.digits else 256 / 224  # digits fill their images
 
     def batches(
         self,
+        options: SimpleNamespace,
         batch_size: int,
         test_batch_size: int,
         interpolation: str = "bilinear",
-        *,
-        image_size: int,
-        min_crop: float | None,
-        num_workers: int | None,
-        max_steps: int | None,
-        seed: int,
     ) -> tuple[DataLoader, DataLoader]:
-        """The training and test batches of this rank."""
+        """The training and test batches of this rank, which has ``batch_size`` images in a step."""
         import torch_xla.runtime as xr
 
-        share, vary = (xr.global_ordinal(), xr.world_size()), None
+        rank, world_size, image_size = xr.global_ordinal(), xr.world_size(), options.image_size
         if self.datadir is None:
+            transform = None
             train_data = images.FakeImages("train", image_size, self.num_classes)
-            most = max_steps and max_steps * test_batch_size * share[1]
+            most = options.max_steps and options.max_steps * test_batch_size * world_size
             test_data = images.FakeImages("val", image_size, self.num_classes, most)
         else:
             train_data = images.training_images(self.datadir)
-            least = min_crop or (0.6 if self.digits else 0.08)
+            least = options.min_crop or (0.6 if self.digits else 0.08)
             # Do not mirror digits.
-            vary = images.RandomPart(image_size, least, not self.digits, interpolation)
-            read = self.describe(image_size, interpolation) | {"datadir": self.datadir}
-            test_data = images.test_images(**{k: v for k, v in read.items() if k != "kind"})
+            transform = images.RandomCrop(image_size, least, not self.digits, interpolation)
+            test_data = images.test_images(
+                self.datadir,
+                self.classes,
+                image_size=image_size,
+                border=self.border,
+                interpolation=interpolation,
+            )
+        num_workers = options.num_workers
         if num_workers is None and (self.digits or self.datadir is None):
             num_workers = 0
         workers = reading(num_workers)
-        how = {"seed": seed, "max_steps": max_steps, "vary": vary}
-        train = training_batches(train_data, *share, batch_size, **how, **workers)
-        return train, test_batches(test_data, *share, test_batch_size, **workers)
+        train = training_batches(
+            train_data,
+            rank,
+            world_size,
+            batch_size,
+            seed=options.seed,
+            max_steps=options.max_steps,
+            transform=transform,
+            **workers,
+        )
+        return train, test_batches(test_data, rank, world_size, test_batch_size, **workers)
 
 
 def reading(number: int | None) -> dict[str, Any]:

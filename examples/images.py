@@ -47,7 +47,7 @@ class FakeImages(Dataset):
 
 
 @dataclass
-class RandomPart:
+class RandomCrop:
     """Crops a random part of an image, at least ``min_crop`` of its area, perhaps mirrored.
 
     It works like torchvision's RandomResizedCrop, but with a generator that the caller passes.
@@ -80,7 +80,7 @@ class RandomPart:
 
 
 def training_images(folder: str) -> datasets.ImageFolder:
-    """Training images without a transform, for a :class:`RandomPart`."""
+    """Training images without a transform, for a :class:`RandomCrop`."""
     return _open(folder, "train", None)
 
 

@@ -121,8 +121,8 @@ def make_folder(path: str, config: LlamaConfig, seed: int) -> None:
     words.save(str(folder / "tokenizer.json"))
 
 
-def reopen_folder(folder: str) -> None:
-    """Removes the files that :func:`complete_folder` has added at an earlier end of the run.
+def remove_hub_files(folder: str) -> None:
+    """Removes the files that :func:`add_hub_files` has added at an earlier end of the run.
 
     Consolidation did not write them, so it would not replace them.
     """
@@ -130,7 +130,7 @@ def reopen_folder(folder: str) -> None:
         Path(folder, name).unlink(missing_ok=True)
 
 
-def complete_folder(folder: str, config: LlamaConfig, found: tokens.Tokens) -> None:
+def add_hub_files(folder: str, config: LlamaConfig, found: tokens.Tokens) -> None:
     """Adds the files that make a folder of weights a model in the format of the hub."""
     config.architectures = [LlamaForCausalLM.__name__]
     config.save_pretrained(folder)
@@ -155,7 +155,9 @@ def count_parameters(config: LlamaConfig, keep: list[str]) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[[nn.Module], None]:
+def initializer(
+    model: nn.Module, inner: LlamaForCausalLM, new: bool
+) -> Callable[[nn.Module], None]:
     """Returns a ``param_init_fn`` that initializes submodules as their libraries do.
 
     If the model is not ``new``, it initializes only adapters: other values are loaded later.
@@ -178,8 +180,10 @@ def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[
 
 def with_adapters(model: nn.Module, rank: int) -> PeftModelForCausalLM:
     """Adds LoRA adapters to all linear layers except the last; only they are trained."""
-    how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    return PeftModelForCausalLM(model, LoraConfig(**how, task_type="CAUSAL_LM"))
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return PeftModelForCausalLM(model, config)
 
 
 def generate(
@@ -190,21 +194,33 @@ def generate(
     All ranks get the same tokens. It stops at the model's last position.
     """
     torch.manual_seed(seed)
-    most = min(most, config.max_position_embeddings - len(prompt))
     ends = config.eos_token_id  # Llama 3.1 has three
-    how = {"do_sample": bool(temperature), "temperature": temperature or None}
-    how |= {"max_new_tokens": most, "eos_token_id": ends}
-    how |= {"pad_token_id": ends[0] if isinstance(ends, list) else ends}
     row = torch.tensor([prompt])
-    told = model.generate(input_ids=row, attention_mask=torch.ones_like(row), **how)
-    return told[0].tolist()
+    generated = model.generate(
+        input_ids=row,
+        attention_mask=torch.ones_like(row),
+        do_sample=bool(temperature),
+        temperature=temperature or None,
+        max_new_tokens=min(most, config.max_position_embeddings - len(prompt)),
+        eos_token_id=ends,
+        pad_token_id=ends[0] if isinstance(ends, list) else ends,
+    )
+    return generated[0].tolist()
 
 
-def known_by(config: LlamaConfig, lora_rank: int) -> dict[str, object]:
+def describe(config: LlamaConfig, lora_rank: int) -> dict[str, object]:
     """The properties by which a checkpoint identifies its model."""
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
-    names += ("intermediate_size", "vocab_size", "tie_word_embeddings")
-    names += ("rope_theta", "rope_scaling")
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+    )
     sizes = {name: getattr(config, name) for name in names}
     return {"kind": "llama", "lora_rank": lora_rank, **sizes}
 
@@ -220,9 +236,9 @@ def load(model: nn.Module, folder: str) -> None:
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in own
     }
     adapters = len(own) < len(list(model.parameters()))
-    how = {"strict": False, "rename": lambda name: called.get(name, name)} if adapters else {}
+    matching = {"strict": False, "rename": lambda name: called.get(name, name)} if adapters else {}
     try:
-        found = xla_fsdp.load_weights(model, folder, **how)
+        found = xla_fsdp.load_weights(model, folder, **matching)
     except CheckpointError as error:
         raise Stop(f"--folder={folder}: {to_one_line(error, None)}", code=2) from error
     odd = [name for name in found.missing_keys if ".lora_" not in name] + found.unexpected_keys

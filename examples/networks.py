@@ -124,12 +124,12 @@ def torchvision_model(model: str, num_classes: int) -> nn.Module:
         such = f"among torchvision's {len(known)} classifiers, such as {', '.join(close)}"
         listed = "torchvision.models.list_models(torchvision.models) lists them"
         raise Stop(f"no model {model!r} {such}; {listed}", code=2)
-    how: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    arguments: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if model in ("googlenet", "inception_v3"):
         # Auxiliary classifiers would return more results. These models' truncated normal weights
         # take minutes to sample, so use torch's default initialization.
-        how |= {"aux_logits": False, "init_weights": False}
-    return models.get_model(model, **how)
+        arguments |= {"aux_logits": False, "init_weights": False}
+    return models.get_model(model, **arguments)
 
 
 def try_out(model: str, options: SimpleNamespace, batch_size: int, smaller: str) -> None:

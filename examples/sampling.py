@@ -14,25 +14,25 @@ flags.DEFINE_integer(
 )
 
 
-class InEpochs(Dataset):
-    """A dataset in which ``self[epoch, index]`` is an image with the random transform ``vary``.
+class EpochDataset(Dataset):
+    """Images of ``data``, as ``self[epoch, index]``, with the random ``transform``.
 
     The random numbers depend only on the seed, the epoch and the image, so a resumed run gets the
     same images as one that was not interrupted.
     """
 
-    def __init__(self, data: Dataset, seed: int, vary: Callable | None) -> None:
-        self.data, self.seed, self.vary = data, seed, vary
+    def __init__(self, data: Dataset, seed: int, transform: Callable | None) -> None:
+        self.data, self.seed, self.transform = data, seed, transform
 
     def __getitem__(self, place: tuple[int, int]) -> tuple:
         epoch, index = place
         image, label = self.data[index]
-        if self.vary:
-            image = self.vary(image, random.Random(f"{self.seed} {epoch} {index}"))
+        if self.transform:
+            image = self.transform(image, random.Random(f"{self.seed} {epoch} {index}"))
         return image, label
 
 
-class InEpochsSampler(DistributedSampler):
+class EpochSampler(DistributedSampler):
     """Samples a rank's share of ``dataset``, a sequence of indices, as ``(epoch, index)``.
 
     Attributes:
@@ -43,17 +43,17 @@ class InEpochsSampler(DistributedSampler):
     begun = (0, 0)
 
     @property
-    def had(self) -> int:
+    def skipped(self) -> int:
         """The number of images of this epoch that the rank has finished in an earlier run."""
         return self.begun[1] if self.begun[0] == self.epoch else 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         # Worker processes keep running, so they get the epoch only as part of the index.
         whole = ((self.epoch, self.dataset[place]) for place in super().__iter__())
-        return itertools.islice(whole, self.had, None)
+        return itertools.islice(whole, self.skipped, None)
 
 
-class FilledUp(Dataset):
+class PaddedDataset(Dataset):
     """``data``, repeated. Repeated images have the label -1, so they never count as correct."""
 
     def __init__(self, data: Dataset) -> None:
@@ -76,20 +76,20 @@ def training_batches(
     seed: int,
     drop_last: bool = True,
     max_steps: int | None = None,
-    vary: Callable | None = None,
+    transform: Callable | None = None,
     **workers: object,
 ) -> DataLoader:
-    """Shuffled batches of one rank. ``vary(image, draw)``: a random transform of an image."""
+    """Shuffled batches of one rank. ``transform(image, draw)``: a random transform of an image."""
     chosen = range(len(data))
     if max_steps:
         # A fixed random selection, because the first images all belong to the first classes.
         mixed = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
         chosen = mixed[: max_steps * batch_size * world_size].tolist()
-    sampler = InEpochsSampler(chosen, world_size, rank, seed=seed, drop_last=drop_last)
+    sampler = EpochSampler(chosen, world_size, rank, seed=seed, drop_last=drop_last)
     # A loader samples a seed for its workers. A separate generator leaves the ranks' random states,
     # which are saved, unchanged.
     workers |= {"drop_last": drop_last, "generator": torch.Generator()}
-    loader = DataLoader(InEpochs(data, seed, vary), batch_size, sampler=sampler, **workers)
+    loader = DataLoader(EpochDataset(data, seed, transform), batch_size, sampler=sampler, **workers)
     if not len(loader):
         few = f"{len(chosen)} training images over {world_size} ranks do not fill one batch"
         raise Stop(f"{few} of {batch_size} a rank; choose a smaller --batch_size", code=2)
@@ -108,4 +108,4 @@ def test_batches(
     steps = -(-len(data) // (world_size * batch_size))
     share = range(rank, world_size * batch_size * steps, world_size)
     workers |= {"generator": torch.Generator()}
-    return DataLoader(FilledUp(data), batch_size, sampler=share, **workers)
+    return DataLoader(PaddedDataset(data), batch_size, sampler=share, **workers)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from absl import flags
+from common.evaluation import IGNORED
 from common.script import DEFINE_number, Stop, require, to_one_line
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -35,7 +36,6 @@ for _name in ("data", "text", "tokenizer"):
     require(_name, bool, "is empty; give a file or folder")
 
 END, BYTES = "<|endoftext|>", "runs/tokens"
-IGNORED = -100  # as a label
 # The number of training tokens that are counted for the frequencies.
 COUNTED = 10**7
 
@@ -214,8 +214,13 @@ class Rows:
 
 def describe(held_out: Rows, count: int | None, form: str) -> dict[str, object]:
     """Describes the validation tokens for evaluate.py; ``form``: "pairs" or "packed"."""
-    how = {"length": held_out.length, "count": count, "rows": form}
-    return {"kind": "tokens", "folder": os.path.abspath(held_out.found.folder), **how}
+    return {
+        "kind": "tokens",
+        "folder": os.path.abspath(held_out.found.folder),
+        "length": held_out.length,
+        "count": count,
+        "rows": form,
+    }
 
 
 def encode_prompt(found: Tokens, prompt: str, length: int) -> list[int]:

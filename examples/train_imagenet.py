@@ -31,7 +31,6 @@ from common.script import DEFINE_number, Stop, fill_in, run
 from image_batches import Source
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
 
 import xla_fsdp
 
@@ -61,11 +60,11 @@ ADAMW = ("convnext", "maxvit", "swin", "vit")
 
 
 def main(options: SimpleNamespace) -> None:
-    wrapping.settle(options)
-    tuning.settle(options, *wrapping.SHARDING)
+    wrapping.set_defaults(options)
+    tuning.read_settings(options, *wrapping.SHARDING)
     data = Source.find(options.datadir, options.fake_data, options.num_classes, options.plan)
     set_defaults(options, data)
-    network = {"model": options.model, "num_classes": options.num_classes}
+    network = {"kind": "torchvision", "model": options.model, "num_classes": options.num_classes}
     # With sync_batch_norm, one image on each rank is enough for batch statistics.
     together = max(2, options.batch_size) if options.sync_batch_norm else options.batch_size
     networks.try_out(options.model, options, together, "--model or --num_classes")
@@ -93,10 +92,7 @@ def train(index: int, options: SimpleNamespace, data: Source, network: dict) -> 
     """Trains the model; each rank runs this function."""
     import torch_xla  # not at the top of the file: launch must set up the runtime first
 
-    how = {"num_workers": options.num_workers, "max_steps": options.max_steps, "seed": options.seed}
-    how |= {"image_size": options.image_size, "min_crop": options.min_crop}
-    batches, held_out = data.batches(options.batch_size, options.test_set_batch_size, **how)
-    network = {"kind": "torchvision", **network}
+    batches, held_out = data.batches(options, options.batch_size, options.test_set_batch_size)
 
     torch.manual_seed(options.seed)  # the same weights on every rank
     model = networks.torchvision_model(options.model, options.num_classes)
@@ -105,6 +101,7 @@ def train(index: int, options: SimpleNamespace, data: Source, network: dict) -> 
     model = shard(model.to(torch_xla.device()), options)
     optimizer, scheduler = optimize(model, options, len(batches))
     evaluation.vary_by_rank(options.seed)
+
     state = (model, optimizer, scheduler)
     done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
     meters = Meters(options, batches, held_out)
@@ -124,46 +121,57 @@ def train(index: int, options: SimpleNamespace, data: Source, network: dict) -> 
                     meters.step(loss, optimizer)
                     scheduler.step()
                     if preempted():  # the machine is preempted: --resume continues from here
-                        where = (options.ckpt_dir, state, network)
-                        checkpoints.save_and_exit(preempted, options, *where, meters)
+                        checkpoints.save_and_exit(
+                            preempted, options, options.ckpt_dir, state, network, meters
+                        )
             meters.end_epoch()
 
             evaluation.average_batch_statistics(model)
-            last, correct = epoch == options.num_epochs, None
-            if last or epoch % options.eval_interval == 0:
-                correct = count_correct(model, held_out, options)
+            is_last, correct = epoch == options.num_epochs, None
+            if is_last or epoch % options.eval_interval == 0:
+                correct = evaluation.count_correct(model, held_out, options.prefetch)
             meters.report(correct)
-            if last or epoch % options.ckpt_interval == 0:
-                how = {"extra": {"network": network}, "keep_last": options.keep_ckpts}
-                saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, step=epoch, **how)
-    if done == options.num_epochs:  # an earlier run ended after the last epoch
-        meters.nothing_left(saved, count_correct(model, held_out, options))
 
-    # Joins the shards into one model, whose accuracy in plain torch must be the same.
+            if is_last or epoch % options.ckpt_interval == 0:
+                saved = xla_fsdp.save_checkpoint(
+                    options.ckpt_dir,
+                    model,
+                    optimizer,
+                    scheduler,
+                    step=epoch,
+                    extra={"network": network},
+                    keep_last=options.keep_ckpts,
+                )
+    if done == options.num_epochs:  # an earlier run ended after the last epoch
+        correct = evaluation.count_correct(model, held_out, options.prefetch)
+        meters.report_finished_run(saved, correct)
+
+    # Join the shards into one model, whose accuracy in plain torch must be the same.
     if meters.rank == 0:
-        folder = closing.consolidate(options, saved, network, data.describe(options.image_size))
-        closing.summarize(f"{options.model}, fully sharded", options, meters, saved, folder)
+        joined = closing.consolidate(options, saved, network, data.describe(options.image_size))
+        closing.summarize(f"{options.model}, fully sharded", options, meters, saved, joined)
     accuracy, target = 100 * meters.correct / meters.images, options.target_accuracy
     if target and accuracy < target:
         raise Stop(f"accuracy {accuracy:.2f}% is below {target} %")
 
 
 def shard(model: nn.Module, options: SimpleNamespace) -> nn.Module:
-    """Wraps the model according to flags or settings."""
-    how = wrapping.arguments(options)
-    if options.sharding:
+    """Wraps parts of the model, and then the model, as the flags or --settings say."""
+    arguments = wrapping.arguments(options)
+    if options.sharding:  # from the file of --settings
         blocks = networks.BLOCKS.intersection(map(type, model.modules())) or None
         with tuning.applied(options):
-            return options.sharding.wrap(model, blocks, **how)
-    policy = wrapping.policy(options, model, networks.BLOCKS)
-    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
+            return options.sharding.wrap(model, blocks, **arguments)
 
-    def wrap(layer: nn.Module, **forwarded) -> nn.Module:
+    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **arguments)
+
+    def wrap(layer: nn.Module, **forwarded: object) -> nn.Module:
         """Wraps a unit: its parameters are gathered, used, and freed before the next unit's."""
         if options.use_gradient_checkpointing:
             layer = xla_fsdp.checkpoint_module(layer)
         return fsdp(layer, **forwarded)
 
+    policy = wrapping.policy(options, model, networks.BLOCKS)
     if options.use_nested_fsdp:
         for name, child in list(model.named_children()):
             if any(True for _ in child.parameters()):
@@ -171,29 +179,34 @@ def shard(model: nn.Module, options: SimpleNamespace) -> nn.Module:
     return fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
 
 
-def optimize(model: nn.Module, options: SimpleNamespace, steps: int) -> tuple:
-    """The optimizer and the schedule of its rate; ``steps``: the number of steps of an epoch."""
-    how = {"lr": options.lr, "weight_decay": options.weight_decay}
+def optimize(
+    model: nn.Module, options: SimpleNamespace, steps_of_epoch: int
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """The optimizer and the schedule of its learning rate."""
     if options.optimizer == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), momentum=options.momentum, **how)
+        optimizer = torch.optim.SGD(
+            model.parameters(),
+            lr=options.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+        )
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), **how)
-    warmup = round(steps * options.num_warmup_epochs)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=options.lr, weight_decay=options.weight_decay
+        )
+    warmup = round(steps_of_epoch * options.num_warmup_epochs)
     if options.lr_scheduler_type == "cosine":
-        total = steps * options.num_epochs
-        factor = partial(schedules.half_cosine, warmup=warmup, total=total)
+        factor = partial(
+            schedules.half_cosine, warmup=warmup, total=steps_of_epoch * options.num_epochs
+        )
     else:
-        every = steps * options.lr_scheduler_divide_every_n_epochs
-        divisor = options.lr_scheduler_divisor
-        factor = partial(schedules.steps_down, warmup=warmup, every=every, divisor=divisor)
+        factor = partial(
+            schedules.steps_down,
+            warmup=warmup,
+            every=steps_of_epoch * options.lr_scheduler_divide_every_n_epochs,
+            divisor=options.lr_scheduler_divisor,
+        )
     return optimizer, LambdaLR(optimizer, factor)
-
-
-def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
-    """The number of held-out images that are classified correctly, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
-        hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
-        return evaluation.over_all_ranks(hits)
 
 
 if __name__ == "__main__":

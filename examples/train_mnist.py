@@ -21,7 +21,6 @@ import copy
 import os
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import digits
 import torch
@@ -33,17 +32,12 @@ from common.batches import on_device
 from common.meters import Meters
 from sampling import test_batches, training_batches
 from torch import nn
-from torch.utils.data import DataLoader
 
 import xla_fsdp
 
 flags.DEFINE_integer("batch_size", 16, "images of a rank in a step", lower_bound=1)
-flags.DEFINE_integer(
-    "num_epochs", None, "default: 12 for the bundled digits, 2 for MNIST", lower_bound=1
-)
-script.DEFINE_number(
-    "lr", None, "learning rate; default: 0.02 for the digits, 0.01 for MNIST", "(0, inf)"
-)
+flags.DEFINE_integer("num_epochs", None, "default: 12; with --datadir 2", lower_bound=1)
+script.DEFINE_number("lr", None, "learning rate; default: 0.02; with --datadir 0.01", "(0, inf)")
 script.DEFINE_number("momentum", 0.5, "momentum of SGD", "[0, 1)")
 flags.DEFINE_bool("drop_last", True, "leave out the last batch of an epoch if it is smaller")
 flags.DEFINE_string("ckpt_prefix", "runs/mnist/ckpt", "folder of the checkpoints, shared by all")
@@ -74,11 +68,13 @@ class MnistNetwork(nn.Module):
 
 
 def main(options: SimpleNamespace) -> None:
-    wrapping.settle(options)
-    tuning.settle(options, *wrapping.SHARDING)
+    wrapping.set_defaults(options)
+    tuning.read_settings(options, *wrapping.SHARDING)
     script.exclude(options, "fake_data", "datadir")
-    lr, num_epochs = (0.01, 2) if options.datadir else (0.02, 12)
-    script.fill_in(options, lr=lr, num_epochs=num_epochs)
+    if options.datadir:
+        script.fill_in(options, lr=0.01, num_epochs=2)
+    else:
+        script.fill_in(options, lr=0.02, num_epochs=12)
     checkpoints.prepare_folder(options, "ckpt_prefix")
     if options.datadir:
         digits.prepare(options.datadir)
@@ -94,42 +90,34 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     import torch_xla
     import torch_xla.runtime as xr
 
-    # Every rank reads another part of the data.
-    share = (xr.global_ordinal(), xr.world_size(), options.batch_size)
-    train_data = digits.load(True, options.datadir, options.fake_data)
-    test_data = digits.load(False, options.datadir, options.fake_data)
-    how = {"drop_last": options.drop_last, "max_steps": options.max_steps}
-    batches = training_batches(train_data, *share, seed=options.seed, **how)
-    held_out = test_batches(test_data, *share)
+    # Data: every rank reads another part.
+    rank, world_size = xr.global_ordinal(), xr.world_size()
+    batches = training_batches(
+        digits.load(True, options.datadir, options.fake_data),
+        rank,
+        world_size,
+        options.batch_size,
+        seed=options.seed,
+        drop_last=options.drop_last,
+        max_steps=options.max_steps,
+    )
+    held_out = test_batches(
+        digits.load(False, options.datadir, options.fake_data),
+        rank,
+        world_size,
+        options.batch_size,
+    )
 
+    # Model and optimizer. The optimizer gets this rank's shards; it needs no other learning rate.
     model = copy.deepcopy(network)  # ranks may be threads, which share the argument
-    model.to(torch_xla.device())
-    layers = {nn.Conv2d, nn.Linear}
-    policy = wrapping.policy(options, model, layers)
-    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **wrapping.arguments(options))
-
-    def wrap(layer: nn.Module, **forwarded: Any) -> nn.Module:
-        """Wraps a unit: its parameters are gathered, used, and freed before the next unit's."""
-        if options.use_gradient_checkpointing:
-            layer = xla_fsdp.checkpoint_module(layer)
-        return fsdp(layer, **forwarded)
-
-    if options.sharding:  # from the file of --settings
-        with tuning.applied(options):
-            model = options.sharding.wrap(model, layers, **wrapping.arguments(options))
-    else:
-        if options.use_nested_fsdp:
-            for name in ("conv1", "conv2", "fc1", "fc2"):
-                setattr(model, name, wrap(getattr(model, name)))
-        model = fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
-
-    # The optimizer gets this rank's shards; it needs no other learning rate.
+    model = shard(model.to(torch_xla.device()), options)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=options.lr * xr.world_size(), momentum=options.momentum
+        model.parameters(), lr=options.lr * world_size, momentum=options.momentum
     )
     evaluation.vary_by_rank(options.seed)
-    described, state = {"kind": "mnist"}, (model, optimizer, None)
-    done, saved = checkpoints.resume(options, options.ckpt_prefix, state, described, batches)
+
+    folder, state, described = options.ckpt_prefix, (model, optimizer, None), {"kind": "mnist"}
+    done, saved = checkpoints.resume(options, folder, state, described, batches)
     meters = Meters(options, batches, held_out)
     with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
@@ -144,35 +132,54 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
                     optimizer.step()  # so there is nothing left to reduce
                     meters.step(loss, optimizer)
                     if preempted():  # the machine is preempted: --resume continues from here
-                        where = (options.ckpt_prefix, state, described)
-                        checkpoints.save_and_exit(preempted, options, *where, meters)
+                        checkpoints.save_and_exit(
+                            preempted, options, folder, state, described, meters
+                        )
             meters.end_epoch()
 
             evaluation.average_batch_statistics(model)
-            meters.report(count_correct(model, held_out, options))
+            meters.report(evaluation.count_correct(model, held_out, options.prefetch))
             saved = xla_fsdp.save_checkpoint(
-                options.ckpt_prefix,
-                *state,
+                folder,
+                model,
+                optimizer,
                 step=epoch,
                 extra={"network": described},
                 keep_last=options.keep_ckpts,
             )
     if done == options.num_epochs:  # an earlier run ended after the last epoch
-        meters.nothing_left(saved, count_correct(model, held_out, options))
+        correct = evaluation.count_correct(model, held_out, options.prefetch)
+        meters.report_finished_run(saved, correct)
 
-    # Joins the shards into one model, whose accuracy in plain torch must be the same.
-    datadir = options.datadir and os.path.abspath(options.datadir)
-    read = {"kind": "mnist", "datadir": datadir, "fake": options.fake_data}
-    if meters.rank == 0:
-        folder = closing.consolidate(options, saved, described, read)
-        closing.summarize("MNIST network, fully sharded", options, meters, saved, folder)
+    # Join the shards into one model, whose accuracy in plain torch must be the same.
+    if rank == 0:
+        datadir = options.datadir and os.path.abspath(options.datadir)
+        data = {"kind": "mnist", "datadir": datadir, "fake": options.fake_data}
+        joined = closing.consolidate(options, saved, described, data)
+        closing.summarize("MNIST network, fully sharded", options, meters, saved, joined)
 
 
-def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
-    """The number of held-out images that are classified correctly, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
-        hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
-        return evaluation.over_all_ranks(hits)
+def shard(model: nn.Module, options: SimpleNamespace) -> nn.Module:
+    """Wraps layers of the model, and then the model, as the flags or --settings say."""
+    arguments = wrapping.arguments(options)
+    layers = {nn.Conv2d, nn.Linear}
+    if options.sharding:  # from the file of --settings
+        with tuning.applied(options):
+            return options.sharding.wrap(model, layers, **arguments)
+
+    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **arguments)
+
+    def wrap(layer: nn.Module, **forwarded: object) -> nn.Module:
+        """Wraps a unit: its parameters are gathered, used, and freed before the next unit's."""
+        if options.use_gradient_checkpointing:
+            layer = xla_fsdp.checkpoint_module(layer)
+        return fsdp(layer, **forwarded)
+
+    policy = wrapping.policy(options, model, layers)
+    if options.use_nested_fsdp:
+        for name in ("conv1", "conv2", "fc1", "fc2"):
+            setattr(model, name, wrap(getattr(model, name)))
+    return fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import pairs
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from sentence_tokens import encoded, word_pieces
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -60,50 +59,43 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains the model; the launcher calls this on every rank."""
     args = arguments()
-    # All ranks together have the batches of one process, and so the same steps of the schedule.
-    loading = DataLoaderConfiguration(
-        split_batches=True, use_seedable_sampler=True, data_seed=args.seed
-    )
+    output = Path(args.output_dir)
     accelerator = Accelerator(
-        gradient_accumulation_steps=args.gradient_accumulation_steps, dataloader_config=loading
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        # All ranks together have the batches of one process, so the schedule has the same steps.
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, use_seedable_sampler=True, data_seed=args.seed
+        ),
     )
     set_seed(args.seed)
-    output = Path(args.output_dir)
-    folder, words = args.data_dir or str(output / "data"), args.model or str(output / "tokenizer")
     checkpoint = checkpoint_of(args)
-    if accelerator.is_main_process and checkpoint is None:
-        if args.data_dir is None:
-            pairs.write(folder, args.pairs, args.pairs // 5)
-        if args.model is None:
-            word_pieces(pairs.read(folder, "train")).save_pretrained(words)
-    accelerator.wait_for_everyone()
-    tokenizer = AutoTokenizer.from_pretrained(words)
-    train_data = encoded(pairs.read(folder, "train"), tokenizer, args.max_length)
-    dev_data = encoded(pairs.read(folder, "dev"), tokenizer, args.max_length)
+    tokenizer, train_data, dev_data = load_data(args, accelerator, is_new=checkpoint is None)
     # A smaller last batch would need another program, so drop it.
     train_loader = DataLoader(train_data, args.batch_size, shuffle=True, drop_last=True)
     dev_loader = DataLoader(dev_data, args.batch_size)
+
     model = build(args, tokenizer)
     optimizer = torch.optim.AdamW(groups(model), lr=args.lr)
-    steps = len(train_loader) * args.epochs // args.gradient_accumulation_steps
-    scheduler = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+    updates = len(train_loader) * args.epochs // args.gradient_accumulation_steps
+    scheduler = get_linear_schedule_with_warmup(optimizer, updates // 10, updates)
     model, optimizer, train_loader, dev_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, dev_loader, scheduler
     )
 
-    done = 0 if checkpoint is None else steps_of(checkpoint)
+    steps_done = 0
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
+        steps_done = steps_of(checkpoint)
     results: list[dict] = []
     with xla_fsdp.Preemption() as preempted:
-        for epoch in range(done // len(train_loader), args.epochs):
+        for epoch in range(steps_done // len(train_loader), args.epochs):
             model.train()
             train_loader.set_epoch(epoch)
-            rest, losses = train_loader, []
-            if done % len(train_loader):
-                rest = accelerator.skip_first_batches(train_loader, done % len(train_loader))
-                rest.set_epoch(epoch)
-            for batch in rest:
+            batches, losses = train_loader, []
+            if begun := steps_done % len(train_loader):  # saved within this epoch
+                batches = accelerator.skip_first_batches(train_loader, begun)
+                batches.set_epoch(epoch)
+            for batch in batches:
                 with accelerator.accumulate(model):
                     loss = model(**batch).loss
                     accelerator.backward(loss)
@@ -113,29 +105,55 @@ def main() -> None:
                     scheduler.step()
                     optimizer.zero_grad()
                 losses.append(loss.detach())  # read after the epoch, so that no step waits for it
-                done += 1
+                steps_done += 1
                 # The machine is preempted: --resume_from_checkpoint=latest continues from here.
-                leave = accelerator.sync_gradients and preempted()
-                if leave or args.checkpointing_steps and done % args.checkpointing_steps == 0:
-                    accelerator.save_state(str(output / f"step_{done}"))
-                if leave:
+                must_end = accelerator.sync_gradients and preempted()
+                interval = args.checkpointing_steps
+                if must_end or interval and steps_done % interval == 0:
+                    accelerator.save_state(str(output / f"step_{steps_done}"))
+                if must_end:
                     preempted.exit()
             mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
-            found = {"epoch": epoch, "loss": mean} | evaluate(accelerator, model, dev_loader)
-            results.append(found)
+            result = {"epoch": epoch, "loss": mean, **evaluate(accelerator, model, dev_loader)}
+            results.append(result)
             if accelerator.is_main_process:
                 shown = "epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.3f}, F1 {f1:.3f}"
-                print(shown.format(**found), flush=True)
+                print(shown.format(**result), flush=True)
 
     # Every rank calls it. The first one gets the full state, on the host if it was sharded.
     state = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
-    how = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
-    accelerator.unwrap_model(model).save_pretrained(output / "model", state_dict=state, **how)
+    accelerator.unwrap_model(model).save_pretrained(
+        output / "model",
+        state_dict=state,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+    )
     if accelerator.is_main_process:
         tokenizer.save_pretrained(output / "model")
         (output / "results.json").write_text(json.dumps(results), encoding="utf-8")
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def load_data(
+    args: argparse.Namespace, accelerator: Accelerator, is_new: bool
+) -> tuple[PreTrainedTokenizerBase, list[dict], list[dict]]:
+    """The tokenizer, and encoded pairs for training and tests.
+
+    A run that ``is_new`` generates the data and the tokenizer, if the flags name no others.
+    """
+    output = Path(args.output_dir)
+    folder, words = args.data_dir or str(output / "data"), args.model or str(output / "tokenizer")
+    if accelerator.is_main_process and is_new:
+        if args.data_dir is None:
+            pairs.write(folder, args.pairs, args.pairs // 5)
+        if args.model is None:
+            pairs.word_pieces(pairs.read(folder, "train")).save_pretrained(words)
+    accelerator.wait_for_everyone()
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    train_data = pairs.encoded(pairs.read(folder, "train"), tokenizer, args.max_length)
+    dev_data = pairs.encoded(pairs.read(folder, "dev"), tokenizer, args.max_length)
+    return tokenizer, train_data, dev_data
 
 
 def checkpoint_of(args: argparse.Namespace) -> str | None:
@@ -163,11 +181,18 @@ def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Mo
     """Builds ``--model``, or a model with two layers of width 64."""
     if args.model:
         return AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 128, "max_position_embeddings": args.max_length}
-    dropout = {f"{place}_dropout_prob": args.dropout for place in ("hidden", "attention_probs")}
-    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    return BertForSequenceClassification(BertConfig(**sizes, **dropout, **words))
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=args.max_length,
+        hidden_dropout_prob=args.dropout,
+        attention_probs_dropout_prob=args.dropout,
+    )
+    return BertForSequenceClassification(config)
 
 
 def groups(model: nn.Module, decay: float = 0.01) -> list[dict]:

@@ -22,15 +22,14 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation, tuning
+from common import checkpoints, closing, evaluation, schedules, tuning
 from common.batches import on_device
 from common.meters import Meters
-from common.schedules import half_cosine
 from common.script import DEFINE_number, Stop, exclude, fill_in, given, run
 from image_batches import Source
 from networks import VisionTransformer, require_for_training, sizes_of
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import LambdaLR
 
 import xla_fsdp
 
@@ -60,20 +59,28 @@ flags.DEFINE_bool("scan_blocks", None, "run blocks as one compiled loop; default
 flags.DEFINE_bool("run_without_fsdp", False, "replicate the model on every rank, to compare")
 flags.DEFINE_bool("shard_on_cpu", True, "shard blocks on the host, not on the device")
 
-# Flags that exclude settings, which also choose these options.
-SHARDING = "no_reshard_after_forward flatten_parameters no_grad_ckpt run_without_fsdp".split()
-SHARDING += ["shard_on_cpu", "scan_blocks"]
+# Flags that blocks in one loop do not support.
+NO_LOOP = (
+    "noshard_on_cpu",
+    "no_reshard_after_forward",
+    "flatten_parameters",
+    "no_grad_ckpt",
+    "run_without_fsdp",
+)
+# Flags that exclude --settings, which also chooses these options.
+SHARDING = ("shard_on_cpu", "scan_blocks", *NO_LOOP[1:])
 
 
 def main(options: SimpleNamespace) -> None:
-    if tuning.settle(options, *SHARDING):
+    if tuning.read_settings(options, *SHARDING):
         options.scan_blocks = False
     data = Source.find(options.datadir, options.fake_data, options.num_classes, options.plan)
     set_defaults(options, data)
-    network, count = sizes_of(options)
+    sizes, parameters = sizes_of(options)
     checkpoints.prepare_folder(options)
-    print(title := f"vision transformer, {count:,} parameters", flush=True)
-    tuning.launch_plan_or_tune(train, (options, data, network, count), title)
+    title = f"vision transformer, {parameters:,} parameters"
+    print(title, flush=True)
+    tuning.launch_plan_or_tune(train, (options, data, sizes, parameters), title)
 
 
 def set_defaults(options: SimpleNamespace, data: Source) -> None:
@@ -86,15 +93,103 @@ def set_defaults(options: SimpleNamespace, data: Source) -> None:
     fill_in(options, batch_size=1024, num_epochs=300, lr=1e-3, warmup_steps=10_000)
     fill_in(options, compute_dtype="bfloat16", ckpt_epoch_interval=10, test_epoch_interval=10)
     fill_in(options, num_classes=data.num_classes)
-    # Blocks run as one loop, unless there is a flag that a loop does not support.
-    no_loop = ["noshard_on_cpu", *SHARDING[:4]]
-    exclude(options, "scan_blocks", *no_loop)
-    fill_in(options, scan_blocks=not given(options, *no_loop))
-    if options.run_without_fsdp and (of_units := given(options, *no_loop[:3])):
+    exclude(options, "scan_blocks", *NO_LOOP)
+    fill_in(options, scan_blocks=not given(options, *NO_LOOP))
+    of_units = given(options, "noshard_on_cpu", "no_reshard_after_forward", "flatten_parameters")
+    if options.run_without_fsdp and of_units:
         raise Stop(f"--run_without_fsdp wraps nothing, so it excludes {of_units[0]}", code=2)
 
 
-def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.Module:
+def train(index: int, options: SimpleNamespace, data: Source, sizes: dict, parameters: int) -> None:
+    """Trains the model; each rank runs this function."""
+    import torch_xla  # not at the top of the file: launch must set up the runtime first
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    if not options.plan:
+        copies = xr.world_size() if options.run_without_fsdp else 1
+        require_for_training(parameters * copies, "--embed_dim or --num_blocks")
+    batch_size = batch_size_of_rank(options, xr.world_size())
+    batches, held_out = data.batches(options, batch_size, batch_size, "bicubic")
+
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    with tuning.applied(options):
+        model = build(options, sizes, torch_xla.device())
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, weight_decay=options.weight_decay
+    )
+    factor = partial(
+        schedules.half_cosine,
+        warmup=options.warmup_steps,
+        total=len(batches) * options.num_epochs,
+    )
+    scheduler = LambdaLR(optimizer, factor)
+    evaluation.vary_by_rank(options.seed)
+
+    network, state = {"kind": "vit", **sizes}, (model, optimizer, scheduler)
+    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
+        for epoch in range(done + 1, options.num_epochs + 1):
+            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
+            meters.start_epoch(epoch)
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # the next batch runs the step
+                    loss = F.cross_entropy(model(images).float(), labels)
+                    loss.backward()  # also averages the gradients over the ranks
+                    if options.run_without_fsdp:
+                        xm.reduce_gradients(optimizer)
+                    if options.clip_grad_norm and options.run_without_fsdp:
+                        nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)
+                    elif options.clip_grad_norm:
+                        model.clip_grad_norm_(options.clip_grad_norm)
+                    optimizer.step()
+                    meters.step(loss, optimizer)
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    if preempted():  # the machine is preempted: --resume continues from here
+                        checkpoints.save_and_exit(
+                            preempted, options, options.ckpt_dir, state, network, meters
+                        )
+            meters.end_epoch()
+
+            is_last, correct = epoch == options.num_epochs, None
+            if is_last or epoch % options.test_epoch_interval == 0:
+                correct = evaluation.count_correct(model, held_out, options.prefetch)
+            meters.report(correct)
+
+            if is_last or epoch % options.ckpt_epoch_interval == 0:
+                saved = xla_fsdp.save_checkpoint(
+                    options.ckpt_dir,
+                    model,
+                    optimizer,
+                    scheduler,
+                    step=epoch,
+                    extra={"network": network},
+                    keep_last=options.keep_ckpts,
+                )
+    if done == options.num_epochs:  # an earlier run ended after the last epoch
+        correct = evaluation.count_correct(model, held_out, options.prefetch)
+        meters.report_finished_run(saved, correct)
+
+    # Join the shards into one model, whose accuracy in plain torch must be the same.
+    if meters.rank == 0:
+        read = data.describe(options.image_size, "bicubic")
+        joined = closing.consolidate(options, saved, network, read)
+        closing.summarize("Vision transformer, fully sharded", options, meters, saved, joined)
+
+
+def batch_size_of_rank(options: SimpleNamespace, world_size: int) -> int:
+    """The part of --batch_size, which is for all ranks; the batch of --settings is of one rank."""
+    if options.sharding and options.sharding.batch:
+        return options.batch_size
+    if options.batch_size % world_size:
+        total = f"--batch_size={options.batch_size} must be a multiple of the number of ranks"
+        raise Stop(f"{total}, {world_size}", code=2)
+    return options.batch_size // world_size
+
+
+def build(options: SimpleNamespace, sizes: dict, device: torch.device) -> nn.Module:
     """Builds the model, and shards each block before the next one is created."""
     compute_dtype = getattr(torch, options.compute_dtype)
 
@@ -107,7 +202,7 @@ def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.M
         )
 
     def join(blocks: Iterable[nn.Module]) -> nn.Module:
-        if options.sharding:
+        if options.sharding:  # from the file of --settings
             return options.sharding.join(blocks, compute_dtype=compute_dtype)
         if options.scan_blocks:
             return xla_fsdp.scan_blocks(blocks, compute_dtype=compute_dtype)
@@ -117,83 +212,16 @@ def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.M
             blocks = (wrap(block) for block in blocks)
         return nn.Sequential(*blocks)
 
-    places = ("pos_dropout", "att_dropout", "mlp_dropout")
-    model = VisionTransformer(**network, **{k: getattr(options, k) for k in places}, join=join)
+    model = VisionTransformer(
+        **sizes,
+        pos_dropout=options.pos_dropout,
+        att_dropout=options.att_dropout,
+        mlp_dropout=options.mlp_dropout,
+        join=join,
+    )
     if options.sharding:
         return options.sharding.wrap_root(model, compute_dtype=compute_dtype)
     return model.to(device) if options.run_without_fsdp else wrap(model)
-
-
-def train(index: int, options: SimpleNamespace, data: Source, network: dict, count: int) -> None:
-    import torch_xla  # not at the top of the file: launch must set up the runtime first
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as xr
-
-    if not options.plan:
-        copies = xr.world_size() if options.run_without_fsdp else 1
-        require_for_training(count * copies, "--embed_dim or --num_blocks")
-    # --batch_size is for all ranks, as in the published run, but settings have that of one rank.
-    ranks = 1 if options.sharding and options.sharding.batch else xr.world_size()
-    batch_size, left = divmod(options.batch_size, ranks)
-    if left:
-        total = f"--batch_size={options.batch_size} must be a multiple of the number of ranks"
-        raise Stop(f"{total}, {ranks}", code=2)
-    how = {"num_workers": options.num_workers, "max_steps": options.max_steps, "seed": options.seed}
-    how |= {"image_size": options.image_size, "min_crop": options.min_crop}
-    batches, held_out = data.batches(batch_size, batch_size, "bicubic", **how)
-    torch.manual_seed(options.seed)  # the same weights on every rank
-    with tuning.applied(options):
-        model = build(options, network, torch_xla.device())
-    how = {"lr": options.lr, "weight_decay": options.weight_decay}
-    optimizer = torch.optim.AdamW(model.parameters(), **how)
-    how = {"warmup": options.warmup_steps, "total": len(batches) * options.num_epochs}
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(half_cosine, **how))
-    # A wrapped model has a method for its sharded gradients.
-    clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
-    evaluation.vary_by_rank(options.seed)
-    network, state = {"kind": "vit", **network}, (model, optimizer, scheduler)
-    where = (options.ckpt_dir, state, network)
-    done, saved = checkpoints.resume(options, *where, batches)
-    meters = Meters(options, batches, held_out)
-    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
-        for epoch in range(done + 1, options.num_epochs + 1):
-            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
-            meters.start_epoch(epoch)
-            with on_device(batches, options.prefetch) as loader:
-                for images, labels in loader:  # the next batch runs the step
-                    loss = F.cross_entropy(model(images).float(), labels)
-                    loss.backward()  # also averages the gradients over the ranks
-                    if options.run_without_fsdp:
-                        xm.reduce_gradients(optimizer)
-                    if options.clip_grad_norm:
-                        clip(options.clip_grad_norm)
-                    optimizer.step()
-                    meters.step(loss, optimizer)
-                    scheduler.step()
-                    optimizer.zero_grad()
-                    if preempted():  # the machine is preempted: --resume continues from here
-                        checkpoints.save_and_exit(preempted, options, *where, meters)
-            meters.end_epoch()
-            last, correct = epoch == options.num_epochs, None
-            if last or epoch % options.test_epoch_interval == 0:
-                correct = count_correct(model, held_out, options)
-            meters.report(correct)
-            if last or epoch % options.ckpt_epoch_interval == 0:
-                how = {"extra": {"network": network}, "keep_last": options.keep_ckpts}
-                saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, step=epoch, **how)
-    if done == options.num_epochs:  # an earlier run ended after the last epoch
-        meters.nothing_left(saved, count_correct(model, held_out, options))
-    if meters.rank == 0:  # joins the shards; the accuracy in plain torch must be the same
-        read = data.describe(options.image_size, "bicubic")
-        folder = closing.consolidate(options, saved, network, read)
-        closing.summarize("Vision transformer, fully sharded", options, meters, saved, folder)
-
-
-def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
-    """The number of held-out images that are classified correctly, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
-        hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
-        return evaluation.over_all_ranks(hits)
 
 
 if __name__ == "__main__":

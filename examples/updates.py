@@ -3,16 +3,20 @@
 import json
 import math
 import time
+from collections.abc import Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from absl import flags
-from common import checkpoints  # noqa: F401  # one of its flags is renamed below
-from common.meters import Shown, memory_in_use, perplexity
+from common import checkpoints, schedules  # noqa: F401  # a flag of checkpoints is renamed below
+from common.meters import RunOutput, memory_in_use, perplexity
 from common.script import DEFINE_number, Stop, require
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 flags.DEFINE_integer("batch_size", 8, "sequences of a rank in a micro-batch", lower_bound=1)
 flags.DEFINE_integer("update_freq", 1, "micro-batches in an update", lower_bound=1)
@@ -50,7 +54,28 @@ def _are_betas(text: str) -> bool:
 require("adam_betas", _are_betas, "must be two numbers from 0 to below 1: '(0.9, 0.98)'")
 
 
-class Updates(Shown):
+def optimize(
+    parameters: Iterable[nn.Parameter], options: SimpleNamespace, **more: Any
+) -> tuple[torch.optim.AdamW, LambdaLR]:
+    """AdamW, and a schedule with a warm-up and a polynomial decay. ``more``: options of AdamW."""
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=options.lr,
+        betas=betas(options.adam_betas),
+        weight_decay=options.weight_decay,
+        **more,
+    )
+    factor = partial(
+        schedules.polynomial,
+        warmup=options.warmup_updates,
+        total=options.total_num_update,
+        power=options.power,
+        end=options.end_learning_rate / options.lr,
+    )
+    return optimizer, LambdaLR(optimizer, factor)
+
+
+class Updates(RunOutput):
     """Loss, speed and norms of updates 1 to ``options.max_update``, for all ranks together.
 
     ``tokens``: the tokens of an update. ``loss``: that of the last update shown, in nats per token.

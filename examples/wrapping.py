@@ -27,7 +27,7 @@ flags.DEFINE_enum("compute_dtype", "float32", DTYPES, "narrow ones are slow on C
 SHARDING = "use_nested_fsdp auto_wrap_policy use_gradient_checkpointing".split()
 
 
-def settle(options: SimpleNamespace) -> None:
+def set_defaults(options: SimpleNamespace) -> None:
     """Sets the default of --use_nested_fsdp: true, unless a policy wraps layers."""
     if options.use_nested_fsdp is None:
         options.use_nested_fsdp = options.auto_wrap_policy == "none"

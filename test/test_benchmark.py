@@ -44,7 +44,7 @@ def test_side_by_side_run_gives_every_figure_and_equal_losses(tmp_path):
 
 
 def test_a_wrong_slice_is_one_line_and_code_2(script_server):
-    for module, *rest in (["planned"], ["depth"], ["llama", "1B"]):
+    for module, *rest in (["planned"], ["plans", "depth"], ["llama", "1B"]):
         command = ["-m", f"benchmarks.{module}", *rest, "v9-8"]
         run = script_server.run(command, cwd=ROOT, env=os.environ, timeout=900)
         assert run.returncode == 2 and not run.stdout

@@ -21,7 +21,7 @@ def loader(common, tmp_path):
         pixels = torch.randint(0, 256, (24, 20, 3), dtype=torch.uint8, generator=generator)
         Image.fromarray(pixels.numpy()).save(place)
     data = common.images.training_images(str(tmp_path))
-    vary = common.images.RandomPart(16)
+    vary = common.images.RandomCrop(16)
 
     def make(rank=0, world_size=1, workers=0, seed=1, batch_size=6):
         how = {}
@@ -29,7 +29,7 @@ def loader(common, tmp_path):
             how = {"num_workers": workers, "persistent_workers": True}
             how["multiprocessing_context"] = "forkserver"
         return common.sampling.training_batches(
-            data, rank, world_size, batch_size // world_size, seed=seed, vary=vary, **how
+            data, rank, world_size, batch_size // world_size, seed=seed, transform=vary, **how
         )
 
     return make
@@ -61,7 +61,7 @@ def test_images_depend_on_seed_and_epoch_only(loader):
 def test_parts_are_chosen_as_torchvision_does(common):
     draw = random.Random(1)
     image = Image.new("RGB", (100, 60))
-    ours = common.images.RandomPart(16)
+    ours = common.images.RandomCrop(16)
     theirs = transforms.RandomResizedCrop(16)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -75,12 +75,12 @@ def test_parts_are_chosen_as_torchvision_does(common):
     for width, height in ((200, 10), (10, 200), (1, 1000), (1000, 1)):
         narrow = Image.new("RGB", (width, height))
         middle = transforms.RandomResizedCrop.get_params(narrow, [0.9, 1.0], [3 / 4, 4 / 3])
-        part = common.images.RandomPart(16, min_crop=0.9)
+        part = common.images.RandomCrop(16, min_crop=0.9)
         assert part.choose(width, height, draw) == middle
     mirrored = set()
     image = Image.fromarray(torch.arange(16, dtype=torch.uint8).expand(16, 16).numpy(), "L")
     for _ in range(20):
-        shown = common.images.RandomPart(16, min_crop=0.99)(image.convert("RGB"), draw)
+        shown = common.images.RandomCrop(16, min_crop=0.99)(image.convert("RGB"), draw)
         assert shown.shape == (3, 16, 16)
         mirrored.add(bool(shown[0, 0, 0] > shown[0, 0, -1]))
     assert mirrored == {True, False}

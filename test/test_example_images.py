@@ -115,6 +115,7 @@ class TestImageNet:
             (["--datadir=nothing"], "no folder nothing/train"),
             (["--model=resnet51"], "resnet50"),
             (["--lr=0"], "--lr=0"),
+            (["--lr=nan"], "--lr=nan: must be finite"),
             (["--use_nested_fsdp", "--auto_wrap_policy=size_based"], "--use_nested_fsdp excludes"),
             (["--ckpt_dir=/proc/nothing"], "--ckpt_dir=/proc/nothing"),
             (["--plan=v3-9"], "v3-9"),
@@ -137,6 +138,7 @@ class TestImageNet:
             (["--num_classes=1000000000000"], "GiB: choose a smaller model or --num_classes"),
             (["--num_classes=1000000000000", "--model=regnet_y_400mf"], "model or --num_classes"),
             (["--num_classes=1000000000000", "--plan=v3-8"], "model or --num_classes"),
+            (["--fake_data", "--num_classes=1000000000000"], "model or --num_classes"),
             ([f"--num_classes={too_many}"], "smaller --model or --num_classes, or use a TPU"),
             (["--num_classes=1" + 20 * "0"], "--num_classes=100000000000000000000: "),
             (["--ckpt_dir=a\0b"], "--ckpt_dir=a\0b: embedded null byte"),
@@ -160,7 +162,7 @@ class TestImageNet:
             "    script.set_defaults(options, script.Source(None, None, 1000, digits=False))\n"
             "    parameter = script.torch.nn.Parameter(script.torch.zeros(1))\n"
             "    net = SimpleNamespace(parameters=lambda: [parameter])\n"
-            "    optimizer, scheduler = script.optimize(net, options, steps=10)\n"
+            "    optimizer, scheduler = script.optimize(net, options, steps_of_epoch=10)\n"
             "    for _ in range(options.num_epochs * 10):\n"
             "        assert 0 < optimizer.param_groups[0]['lr'] <= options.lr\n"
             "        optimizer.step()\n"
@@ -256,19 +258,16 @@ class TestVisionTransformer:
         )
 
 
-def test_the_smallest_example_trains_and_agrees(run):
-    flags = ("--max_steps=2", "--num_epochs=1", "--num_devices=2")
-    rows = table(run("train_resnet_auto_wrap.py", *flags))
+def test_blocks_wrapped_by_a_policy_train_and_agree(run):
+    flags = ("--auto_wrap_policy=type_based", "--max_steps=2", "--num_epochs=1", "--num_devices=2")
+    rows = table(run("train_imagenet.py", *flags))
     assert rows["agree"] == "yes"
 
 
-def test_the_smallest_example_refuses_in_one_line(refused, too_many, tmp_path):
+def test_damaged_digits_end_in_one_line(refused, tmp_path):
     (tmp_path / "runs/digits/val/3").mkdir(parents=True)
     refused(
-        "train_resnet_auto_wrap",
-        (["--lr=nan"], "--lr=nan: must be finite"),
-        (["--fake_data", "--num_classes=1000000000000"], "choose a smaller model or --num_classes"),
-        (["--fake_data", f"--num_classes={too_many}"], "choose a smaller --num_classes, or use"),
+        "train_imagenet",
         ([], "no folder runs/digits/train; "),
         ([], "; remove runs/digits, which is then created again"),
     )

@@ -301,8 +301,7 @@ def test_every_held_out_image_counts_once(example):
     "script, flags, network",
     [
         ("train_mnist.py", (), "MnistNetwork("),
-        ("train_resnet_auto_wrap.py", (), ""),
-        ("train_imagenet.py", ("--fake_data", "--model=resnet18"), "{'model': 'resnet18', "),
+        ("train_imagenet.py", ("--fake_data", "--model=resnet18"), "'model': 'resnet18', "),
         ("train_vit.py", ("--fake_data",), "'num_blocks': 32, "),
     ],
 )

@@ -71,7 +71,7 @@ def test_goes_on_by_epochs_and_as_the_flags_say_now(common, kind):
     given = common.schedules.settings(after)
     after.load_state_dict(before.state_dict())
     then.load_state_dict(schedule.state_dict())
-    common.schedules.go_on(after, then, given, 2 * 40)
+    common.schedules.resume(after, then, given, 2 * 40)
     found = []
     for _ in range(3 * 40):
         found.append(after.param_groups[0]["lr"])

@@ -36,7 +36,7 @@ def in_plain_torch(scripts, folder):
     pairs, script = scripts
     tokenizer = script.AutoTokenizer.from_pretrained(folder / "tokenizer")
     rows, tests = (
-        script.encoded(pairs.read(folder / "data", part), tokenizer, SMALL["max_length"])
+        pairs.encoded(pairs.read(folder / "data", part), tokenizer, SMALL["max_length"])
         for part in ("train", "dev")
     )
     torch.manual_seed(SMALL["seed"])

@@ -113,7 +113,7 @@ def load(
     if found.step > last:
         done = f"{found.path} is at {found.step} already"
         raise Stop(f"{done}, so there is nothing to train up to {last}", code=2)
-    schedules.go_on(*state[1:], given, steps_done(found))
+    schedules.resume(*state[1:], given, steps_done(found))
     return found
 
 
@@ -133,9 +133,13 @@ def save_and_exit(
 
     torch_xla.sync()  # runs the step alone: together with the save it would be compiled again
     evaluation.average_batch_statistics(state[0])
-    extra = {"network": network, "images": meters.images_done}
-    how = {"step": meters.epoch - 1, "extra": extra, "keep_last": options.keep_ckpts}
-    xla_fsdp.save_checkpoint(folder, *state, **how)
+    xla_fsdp.save_checkpoint(
+        folder,
+        *state,
+        step=meters.epoch - 1,
+        extra={"network": network, "images": meters.images_done},
+        keep_last=options.keep_ckpts,
+    )
     preempted.exit()
 
 

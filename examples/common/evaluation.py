@@ -1,10 +1,15 @@
 """Evaluates a model during its training, on all ranks."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+
+from .batches import on_device
+
+IGNORED = -100  # a label that does not count
 
 
 def vary_by_rank(seed: int) -> None:
@@ -40,6 +45,30 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     model.train()
     xm.set_rng_state(state, device)
+
+
+def count_correct(model: nn.Module, held_out: DataLoader, prefetch: int) -> int:
+    """The number of held-out images that are classified correctly, over all ranks."""
+    with evaluating(model), on_device(held_out, prefetch) as loader:
+        hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
+        return over_all_ranks(hits)
+
+
+def mean_loss(
+    model: nn.Module, loss: Callable[..., torch.Tensor], held_out: Iterable, prefetch: int
+) -> tuple[float, int]:
+    """The mean loss of held-out tokens over all ranks, and the number of these tokens.
+
+    ``held_out``: batches of tokens, labels and what else ``loss`` takes. ``loss``: computes the
+    cross entropy with the weights of ``model``; it has an argument ``reduction``.
+    """
+    total, count = 0, 0
+    with evaluating(model), on_device(held_out, prefetch) as loader:
+        for tokens, labels, *others in loader:
+            total = total + loss(tokens, labels, *others, reduction="sum")
+            count = count + (labels != IGNORED).sum()
+        count = over_all_ranks(count)
+        return over_all_ranks(total) / count, count
 
 
 def over_all_ranks(count: torch.Tensor) -> int:

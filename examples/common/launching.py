@@ -96,9 +96,13 @@ def _plan(train: Callable, args: tuple, title: str) -> None:
             wrong = "this file cannot be written; give a file name in a writable folder"
             raise Stop(f"--plan_report={path}: {wrong}", code=2)
 
-    how = {"title": title, "calibration": options.calibration}
     with refusals("--plan", options):
-        report = xla_fsdp.plan(partial(call_as_rank, train, *args), topology=options.plan, **how)
+        report = xla_fsdp.plan(
+            partial(call_as_rank, train, *args),
+            topology=options.plan,
+            title=title,
+            calibration=options.calibration,
+        )
     print(report)
     try:
         for path in options.plan_report:

@@ -32,7 +32,7 @@ def _are_steps(text: str) -> bool:
 require("profile_steps", _are_steps, "must be a:b with a < b, such as 10:13")
 
 
-class Shown:
+class RunOutput:
     """The output of a run that is not a plan.
 
     The bar is shown on a terminal only, curves go to ``--logdir``, and inside of a ``with``
@@ -63,10 +63,15 @@ class Shown:
 
     def _start_bar(self, text: str, total: int, status: str, done: int = 0) -> None:
         if self._shows and self._console.is_terminal:
-            texts = ("{task.description}", "{task.fields[status]}")
-            columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
-            how = {"console": self._console, "auto_refresh": False, "transient": True}
-            self._bar = Progress(*columns, **how)
+            self._bar = Progress(
+                "{task.description}",
+                BarColumn(),
+                MofNCompleteColumn(),
+                "{task.fields[status]}",
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+            )
             self._bar.add_task(text, total=total, completed=done, status=status)
             self._bar.start()
 
@@ -97,7 +102,7 @@ class Shown:
             self._writer.close()
 
 
-class Meters(Shown):
+class Meters(RunOutput):
     """Loss, accuracy, speed and memory of training by epochs, for all ranks together.
 
     A log file gets one line for each epoch. ``loss`` is the mean of the latest epoch, after which
@@ -122,7 +127,7 @@ class Meters(Shown):
 
         self.epoch, self._start = number, time.perf_counter()
         # Steps of this epoch that an earlier run has finished.
-        self._before = self._step = self._batches.sampler.had // self._batches.batch_size
+        self._before = self._step = self._batches.sampler.skipped // self._batches.batch_size
         self._total = torch.zeros((), device=torch_xla.device())
         status = "compiling" if self.loss is None else ""
         self._start_bar(f"epoch {number}", self.steps, status, self._step)
@@ -196,7 +201,7 @@ class Meters(Shown):
         two = f"the sharded model got {mine} of {images} right, the consolidated one {right}"
         return f"{again['accuracy']:.2%} ({right} of {images})", same, two
 
-    def nothing_left(self, saved: str, correct: int) -> None:
+    def report_finished_run(self, saved: str, correct: int) -> None:
         """Reports that an earlier run finished the last epoch, which is only evaluated."""
         self.correct = correct
         if self.rank == 0:

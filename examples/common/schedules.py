@@ -41,7 +41,7 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-def go_on(
+def resume(
     optimizer: Optimizer, scheduler: LambdaLR | None, given: list[dict[str, Any]], steps: int
 ) -> None:
     """Restores the settings ``given`` after loading, and continues the schedule after ``steps``."""

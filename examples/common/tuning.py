@@ -13,7 +13,6 @@ from xla_fsdp.compiler_options import add_to_environment
 from .launching import call_as_rank, launch_or_plan, refusals
 from .script import Stop, exclude, require, to_one_line
 
-OF_BLOCKS = "scan_blocks checkpoint_activations offload_activations stream no_reshard_after_forward"
 NOT_TUNED = ("stream", "lora_rank")
 TUNE = "search the fastest sharding of this run on a TPU slice, e.g. v3-8, instead of running it; "
 TUNE += "needs no TPU. Exit code 0 if a sharding fits into memory, 3 if none does"
@@ -27,7 +26,7 @@ NUMBERS = "must be numbers from 1 on, separated by commas"
 require("tune_batch", lambda given: all(n.strip().isdecimal() and int(n) for n in given), NUMBERS)
 
 
-def settle(options: SimpleNamespace, *others: str) -> bool:
+def read_settings(options: SimpleNamespace, *others: str) -> bool:
     """Reads ``--settings`` into ``options.sharding``; returns whether there are any.
 
     Sets ``options.batch_size`` if the settings have a batch size.
@@ -83,9 +82,16 @@ def launch_plan_or_tune(train: Callable, args: tuple, title: str) -> None:
     batch = [int(one) for one in options.tune_batch] or None
     # The flags determine the caller's own step, its batch too.
     baseline = None if batch else partial(call_as_rank, train, *args)
-    how = {"budget": options.tune_budget, "title": title, "calibration": options.calibration}
     with refusals("--tune", options):
-        found = xla_fsdp.tune(step, options.tune, batch=batch, baseline=baseline, **how)
+        found = xla_fsdp.tune(
+            step,
+            options.tune,
+            batch=batch,
+            baseline=baseline,
+            budget=options.tune_budget,
+            title=title,
+            calibration=options.calibration,
+        )
     print(found)
     if found.settings is None and not (found.own and found.own.fits):
         raise Stop(str(found).splitlines()[0], code=3)

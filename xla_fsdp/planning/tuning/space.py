@@ -29,7 +29,7 @@ FINE = (
 # Values to try for blocks_per_unit, if the model has at least twice as many blocks.
 GROUPS = (2, 4)
 # More blocks than this are tried only in one loop, if they can be one: wrapped singly, 32 blocks of
-# the 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
+# the 10-billion-parameter ViT take more than 15 GB of memory to compile.
 MANY_BLOCKS = 16
 
 Values = Mapping[str, Sequence[Any]]

@@ -1,0 +1,28 @@
+"""What the commands of benchmarks share: checks of names of slices, and tables in Markdown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+import xla_fsdp
+from xla_fsdp.tpu.topology import resolve
+
+
+def require_slices(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Exits with one line and code 2 if one of ``names`` is not a slice."""
+    try:
+        for name in names:
+            resolve(name)
+    except xla_fsdp.UnknownTopologyError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def head(labels: Sequence[str]) -> str:
+    """The first two lines of a table: a column of names, then columns of numbers."""
+    return f"{line(labels)}\n|---|{'---:|' * (len(labels) - 1)}"
+
+
+def line(cells: Iterable[str]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cells)} |"
