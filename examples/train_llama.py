@@ -159,7 +159,7 @@ def train(index: int, options: SimpleNamespace, config: Any, count: int, prompt:
         meters.validated(update, *validate(model, options, held_out, share))
     if prompt:
         single, loop = model, {"scan": False, "scan_prefetch": False, "keep": ()}
-        singly = options.sharding.changed(blocks_per_unit=1, **loop)
+        singly = options.sharding.changed(**loop)
         if options.sharding != singly:  # a loop has no cache of keys and values: use single blocks
             single = build(options, config, singly, new=False)
             xla_fsdp.load_checkpoint(options.ckpt_dir, single, restore_rng=False, step=update)

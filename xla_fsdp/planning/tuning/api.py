@@ -24,7 +24,7 @@ from .estimate import Estimates
 from .facts import StepFacts, facts_of
 from .search import Measured, Search, what_would_fit
 from .settings import ShardingSettings
-from .space import GROUPS, MANY_BLOCKS, Space, checked_search
+from .space import MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
 
 Step = Callable[[ShardingSettings], Any]
@@ -132,8 +132,7 @@ def tune(
             for one in names
         }
         scans, why_not = _scans(steps.trace, wanted, facts["blocks"], batches[0])
-        groups = scans or _groups(steps.trace, wanted, facts["blocks"], batches[0])
-    space = Space.of(facts["blocks"], modelled, batches, scans, wanted, groups)
+    space = Space.of(facts["blocks"], modelled, batches, scans, wanted)
     capacity = where.chip.device_usable_hbm_bytes(steps.host({}).chip_config)
     estimates = Estimates(facts, modelled)
     search_ = Search(
@@ -254,19 +253,6 @@ def _scans(
             'fraction of the time and memory; search={"scan": [False, True]} tries both.'
         )
     return True, ""
-
-
-def _groups(
-    trace: Callable[[ShardingSettings], Any],
-    wanted: Mapping[str, Collection[Any]],
-    facts: StepFacts,
-    batch: int | None,
-) -> bool:
-    """Whether several blocks can share a unit. The conditions are those of one loop, so
-    :func:`_scans` has noted the reason if they cannot."""
-    if "blocks_per_unit" in wanted or len(facts.blocks) < 2 * min(GROUPS):
-        return False
-    return not _why_impossible(trace, ShardingSettings(batch=batch, blocks_per_unit=min(GROUPS)))
 
 
 def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:

@@ -280,8 +280,7 @@ def with_worthwhile_keeps(
     elif settings.units != "blocks":
         parts = [(unit.name,) for unit in blocks]
     else:
-        count, size = len(blocks), settings.blocks_per_unit
-        parts = [tuple(range(at, min(at + size, count))) for at in range(0, count, size)]
+        parts = [(number,) for number in range(len(blocks))]
 
     def keeping(chosen: Collection[int]) -> ShardingSettings:
         value = tuple(one for number in sorted(chosen) for one in parts[number])
@@ -316,8 +315,8 @@ def with_remedy(
 
 
 def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSettings]:
-    if blocks and (settings.units == "model" or settings.blocks_per_unit > 1):
-        yield settings.changed(units="blocks", blocks_per_unit=1)
+    if blocks and settings.units == "model":
+        yield settings.changed(units="blocks")
     if blocks and settings.recompute != "all":
         yield settings.changed(recompute="all")
     if settings.reshard_after_forward is not True or settings.kept_blocks:
@@ -340,7 +339,7 @@ def what_would_fit(settings: ShardingSettings, estimates: Estimates, where: Slic
         reshard_after_forward=True, kept_blocks=0, keep=(), shard_group_size=None
     )
     if facts.blocks:
-        lean = lean.changed(units="blocks", blocks_per_unit=1, recompute="all", offload=True)
+        lean = lean.changed(units="blocks", recompute="all", offload=True)
     advice = [
         f"The least estimated memory is {estimates.needed(lean) / GIB:.1f} of "
         f"{capacity / GIB:.1f} GiB a device (with {lean})."

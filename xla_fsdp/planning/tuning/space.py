@@ -18,16 +18,14 @@ from .settings import PREFETCHES, ShardingSettings, by_name
 # Settings whose effect an estimate models well; all their combinations are candidates. Those in
 # FINE are tried one by one on the best candidate.
 MAIN = (
-    "batch", "units", "blocks_per_unit", "scan", "reshard_after_forward", "kept_blocks",
-    "recompute", "keep", "offload", "shard_group_size", "scan_prefetch",
+    "batch", "units", "scan", "reshard_after_forward", "kept_blocks", "recompute", "keep",
+    "offload", "shard_group_size", "scan_prefetch",
 )  # fmt: skip
 FINE = (
     "collective_routes", "scoped_vmem_kib", "forward_prefetch", "backward_prefetch",
     "limit_all_gathers",
 )  # fmt: skip
 
-# Values to try for blocks_per_unit, if the model has at least twice as many blocks.
-GROUPS = (2, 4)
 # More blocks than this are tried only in one loop, if they can be one: wrapped singly, 32 blocks of
 # the 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
 MANY_BLOCKS = 16
@@ -85,21 +83,18 @@ class Space:
         batches: Sequence[int | None],
         scans: bool,
         search: Values,
-        groups: bool = False,
     ) -> Space:
         """All values that may be useful for a model on ``where``.
 
-        ``scans``: whether its blocks can run in one loop. ``groups``: whether several blocks can
-        share a unit. ``search``: values that the caller gives instead.
+        ``scans``: whether its blocks can run in one loop. ``search``: values that the caller gives
+        instead.
         """
         blocks, together = len(facts.blocks), neighbour_group_sizes(where)
         half = [blocks // 2] if blocks >= 4 else []
-        sizes = [size for size in GROUPS if groups and blocks >= 2 * size]
         vmem = where.chip.scoped_vmem_kib
         values: dict[str, Sequence[Any]] = {
             "batch": batches,
             "units": ("blocks", "model") if blocks else ("model",),
-            "blocks_per_unit": (1, *sizes),
             "scan": ((True,) if blocks > MANY_BLOCKS else (False, True)) if scans else (False,),
             "reshard_after_forward": (True, False, *together),
             "kept_blocks": (0,),
