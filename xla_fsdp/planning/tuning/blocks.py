@@ -36,12 +36,16 @@ def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     return found
 
 
-def list_of(model: nn.Module, blocks: Collection[nn.Module]) -> str | None:
-    """The dotted name of the ``nn.Sequential`` that consists of exactly these ``blocks``; ``None``
-    if there is none."""
+def list_of(
+    model: nn.Module,
+    blocks: Collection[nn.Module],
+    kinds: Collection[type[nn.Module]] = (nn.Sequential,),
+) -> str | None:
+    """The dotted name of the module of one of ``kinds`` that consists of exactly these ``blocks``;
+    ``None`` if there is none."""
     wanted = list(blocks)
     for name, module in model.named_modules():
-        if type(module) is nn.Sequential and name and list(module) == wanted:
+        if type(module) in kinds and name and list(module.children()) == wanted:
             return name
     return None
 

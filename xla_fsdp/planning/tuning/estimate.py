@@ -189,7 +189,7 @@ class Estimates:
     ) -> None:
         """Record the compiler's result for ``settings``; times are 0 if the step does not fit. The
         ratio of memory is that of the part that is not ``Estimate.state``."""
-        found, kind = self.of(settings), _kind(settings)
+        found, kind = self.of(settings), kind_of(settings)
         for name, measured, guessed in (
             ("compute", compute, found.compute),
             ("exposed", exposed, found.exposed),
@@ -201,11 +201,11 @@ class Estimates:
 
     def knows(self, settings: ShardingSettings) -> bool:
         """Whether a candidate that computes blocks in the same way was compiled."""
-        return _kind(settings) in self._ratios.get("hbm", {})
+        return kind_of(settings) in self._ratios.get("hbm", {})
 
     def _ratio(self, name: str, settings: ShardingSettings) -> float:
         known = self._ratios.get(name, {})
-        ratios = known.get(_kind(settings)) or [one for some in known.values() for one in some]
+        ratios = known.get(kind_of(settings)) or [one for some in known.values() for one in some]
         return sum(ratios) / len(ratios) if ratios else 1.0
 
     def _of(self, settings: ShardingSettings) -> Estimate:
@@ -381,7 +381,8 @@ def _code(units: Sequence[object], settings: ShardingSettings) -> float:
     return CODE_BYTES * (2 + 2 * settings.scan_prefetch if settings.scan else len(units))
 
 
-def _kind(settings: ShardingSettings) -> tuple[str, bool]:
+def kind_of(settings: ShardingSettings) -> tuple[str, bool]:
+    """How blocks are computed: what is learned of one candidate holds for others of its kind."""
     how = "host" if settings.offload else str(settings.recompute)
     more = " kept" * bool(settings.keep) + " ahead" * settings.scan_prefetch
     return how + more, settings.scan

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -399,6 +400,43 @@ class ShardingSettings:
     def changed(self, **values: Any) -> ShardingSettings:
         """Return a copy of these settings with other ``values``."""
         return replace(self, **rename_keys("ShardingSettings", values))
+
+
+@dataclass(frozen=True)
+class ShallowSettings(ShardingSettings):
+    """Settings that leave out all blocks of the model but the first ``depth``.
+
+    ``tune`` compiles a deep model with two depths and extrapolates to all blocks. A model whose
+    forward does not work with fewer blocks raises.
+    """
+
+    depth: int = 2
+
+    @classmethod
+    def of(cls, settings: ShardingSettings, depth: int) -> ShallowSettings:
+        """``settings`` for the first ``depth`` blocks."""
+        return cls(**asdict(settings), depth=depth)
+
+    def wrap(
+        self,
+        model: nn.Module,
+        blocks: Blocks = None,
+        *,
+        ignore: Collection[str] = (),
+        **options: Any,
+    ) -> nn.Module:
+        found = find_blocks(model, blocks)
+        name = list_of(model, found, (nn.Sequential, nn.ModuleList))
+        if name is None:
+            raise ValueError("the blocks are not all of one list, so none can be left out")
+        several: Any = model.get_submodule(name)
+        del several[self.depth :]
+        return super().wrap(model, name, ignore=ignore, **options)
+
+    def join(
+        self, blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
+    ) -> nn.Module:
+        return super().join(islice(blocks, self.depth), ignore=ignore, **options)
 
 
 def differences(settings: ShardingSettings, other: ShardingSettings) -> str:

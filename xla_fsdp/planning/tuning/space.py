@@ -26,9 +26,9 @@ FINE = (
     "limit_all_gathers",
 )  # fmt: skip
 
-# More blocks than this are tried only in one loop, if they can be one: wrapped singly, 32 blocks of
-# the 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
-MANY_BLOCKS = 16
+# A step with more blocks than this is first compiled with each of these numbers of blocks, and its
+# figures are extrapolated: the compiler's time grows with the blocks that are not in one loop.
+MANY_BLOCKS, DEPTHS = 12, (2, 4)
 
 Values = Mapping[str, Sequence[Any]]
 
@@ -95,7 +95,7 @@ class Space:
         values: dict[str, Sequence[Any]] = {
             "batch": batches,
             "units": ("blocks", "model") if blocks else ("model",),
-            "scan": ((True,) if blocks > MANY_BLOCKS else (False, True)) if scans else (False,),
+            "scan": (False, True) if scans else (False,),
             "reshard_after_forward": (True, False, *together),
             "kept_blocks": (0,),
             "recompute": ("none", *half, "all") if blocks else ("none",),
@@ -126,6 +126,10 @@ class Space:
                 yield ShardingSettings(**{**fixed, **chosen})
             except ValueError:
                 continue  # they exclude each other
+
+    def is_main(self, settings: ShardingSettings) -> bool:
+        """Whether all FINE settings have the values of the main candidates."""
+        return all(getattr(settings, name) == self.values[name][0] for name in FINE)
 
     def around(self, best: ShardingSettings, estimates: Estimates) -> list[ShardingSettings]:
         """``best`` with one of the FINE settings changed, if that changes the program."""
