@@ -20,6 +20,7 @@ from ..tpu.links import describe, odd_groups
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
 from .program.assignment import read_assignment
+from .program.attention import why_no_kernel
 from .program.schedule import read_schedule
 from .records import CompilerMemory, Part, Schedule, Timing
 from .reporting.advice import Situation, suggestions, warnings
@@ -119,6 +120,9 @@ def make_report(
         retime=lambda other: time(other).step,
         options=frozenset(host.whose),
         scoped_vmem_kib=chip.scoped_vmem_kib,
+        overlaps_gathers=chip.overlaps_gathers,
+        no_kernel=why_no_kernel(compiled.traced, chip),
+        compile_seconds=compiled.seconds,
     )
     headroom = 1 - memory.required / capacity
     return Report(

@@ -193,6 +193,8 @@ class _Steps:
         self.from_cache = 0
         # The number of blocks, if figures are extrapolated from programs with few of them.
         self.blocks = 0
+        # What a program of all blocks took to compile without a loop, and two of few; 0: unknown.
+        self._full_seconds = self._few_seconds = 0.0
 
     def host(self, options: Mapping[str, str]) -> HostOptions:
         """The options of libtpu on such a host, with the compiler ``options`` of settings added."""
@@ -208,13 +210,18 @@ class _Steps:
         """``full``: with all blocks; otherwise extrapolate where that is possible."""
         host, name = self.host(settings.compiler_options), str(settings)
         alike = settings.recompute in ("none", "all") and not settings.kept_blocks
-        if full or settings.scan or not (self.blocks and alike):
-            return self.compile(name, lambda: self._step(settings), host)
+        pays = not self._full_seconds or self._few_seconds < self._full_seconds
+        if full or settings.scan or not (self.blocks and alike and pays):
+            found = self.compile(name, lambda: self._step(settings), host)
+            if not settings.scan:
+                self._full_seconds = found.compile_seconds
+            return found
         few = [ShallowSettings.of(settings, depth) for depth in DEPTHS]
         found = [
             self.compile(f"{name}, {one.depth} blocks", partial(self._step, one), host)
             for one in few
         ]
+        self._few_seconds = sum(one.compile_seconds for one in found)
         return extrapolate(found, DEPTHS, self.blocks)
 
     def compile(self, name: str, step: Callable[[], Any], host: HostOptions) -> Measured:
