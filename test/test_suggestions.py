@@ -205,9 +205,9 @@ def test_smaller_units_where_one_has_most_parameters():
 
 
 TRACED = """
-%dot.1 = bf16[8,{s},{s}] dot(%q, %k), lhs_batch_dims={{0}}, metadata={{op_name="forward[a].1/matmul"}}
+%dot.1 = bf16[8,{s},{s}] dot(%q), lhs_batch_dims={{0}}, metadata={{op_name="forward[a].1/matmul"}}
 %e.2 = f32[2,4,{s},{s}] {between}(%s), metadata={{op_name="forward[a].1/softmax"}}
-%dot.3 = bf16[8,{s},{d}] dot(%p, %v), lhs_batch_dims={{0}}, metadata={{op_name="forward[a].1/matmul"}}
+%dot.3 = bf16[8,{s},{d}] dot(%p), lhs_batch_dims={{0}}, metadata={{op_name="forward[a].1/matmul"}}
 """
 
 

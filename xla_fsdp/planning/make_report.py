@@ -28,7 +28,6 @@ from .reporting.report import Report
 from .timing import time_step
 from .tracing.step import TracedPart, TracedStep
 
-_BACKWARD = "backward["
 _STATE = re.compile(r"^\w+ of ")
 
 _NOTE = (
@@ -208,7 +207,7 @@ def report_on_parts(
         report = found[one.key] = report_on(alone, one, tensors + others)
         parts.append(
             Part(
-                name=_named(part.program.arguments, _BACKWARD in one.traced),
+                name=_named(part.program.arguments, part.backward),
                 times=times[one.key],
                 required=report.memory.required,
                 seconds=report.timing.step,
@@ -218,9 +217,8 @@ def report_on_parts(
             )
         )
     worst = max(found.values(), key=lambda report: (bool(report.refusal), report.memory.required))
-    flops = sum(
-        one.model_flops if _BACKWARD in one.traced else 3 * one.model_flops for one in compiled
-    )
+    # A program without a backward counts three times what it computes itself.
+    flops = sum(one.model_flops if part.backward else 3 * one.model_flops for part, one in both)
     timings = [found[one.key].timing for one in compiled]
     return replace(
         worst,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 PHASES = ("forward", "backward", "optimizer", "")
-WORK = ("matmul", "attention", "kernel", "elementwise", "copy")
+WORK = ("matmul", "kernel", "elementwise", "copy", "attention")
 
 
 @dataclass(frozen=True)

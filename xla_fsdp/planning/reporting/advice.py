@@ -324,7 +324,8 @@ def _attention_kernel(found: Situation) -> Iterator[Suggestion]:
     took = [op for op in found.schedule.ops if op.work == "attention"]
     if not took or not found.timing.compute:
         return
-    seconds = found.saved(ops=tuple(op for op in found.schedule.ops if op.work != "attention"))
+    cycles = sum(op.cycles * op.times for op in found.schedule.ops)
+    seconds = found.timing.compute * sum(op.cycles * op.times for op in took) / max(cycles, 1)
     if seconds < _LEAST_SHARE * found.timing.step:
         return
     what = f"attention takes {1e3 * seconds:,.2f} ms of a step without a kernel"
