@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import time
 from unittest import mock
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
+from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.planning.compiling.compiler import CompileError
 from xla_fsdp.planning.tracing.units import OnWire
+from xla_fsdp.planning.tuning.api import _extrapolated, _SearchProgress, _Steps
 from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import Measured, Search, extrapolate
@@ -292,6 +296,67 @@ def test_where_a_script_does_not_fit_what_is_next_at_hand_is_compiled_next():
     _, trials, compiler = searched(held=2 * GIB, budget=3, capacity=14 * GIB, factor=slow)
     assert compiler.asked[:2] == [ShardingSettings(), at_hand]
     assert len(compiler.asked) == 3 and trials[0].settings == at_hand
+
+
+def test_a_deep_model_is_first_compiled_with_few_blocks():
+    """Of 40 blocks a program of 2 and one of 4, if these compile faster than one of all."""
+    asked = []
+
+    def compiled(name, step, host):
+        settings = step()
+        depth = getattr(settings, "depth", 40)
+        asked.append(depth)
+        return Measured(*(1.0 + depth, depth, 1.0, depth, True, 0.5, cost.get(depth, 1.0)))
+
+    settings, cost = ShardingSettings(), {40: 100.0}
+    steps = _Steps(
+        lambda settings: settings, V3, {}, "xla_fsdp", None, None, None, find_compiler(None)
+    )
+    steps.compile, steps.blocks = compiled, 40
+    found = steps.measure(settings, False)
+    assert asked == [2, 4] and found.extrapolated and found.seconds == 41.0
+    assert not steps.measure(settings, True).extrapolated and asked[2:] == [40]
+    scanned = settings.changed(scan=True, recompute="all")
+    for other in (scanned, settings.changed(recompute=20), settings.changed(kept_blocks=1)):
+        assert not steps.measure(other, False).extrapolated and asked.pop() == 40
+    cost[40] = 1.5  # 3 for all, so two of few take longer
+    steps.measure(settings, True)
+    assert not steps.measure(settings.changed(reshard_after_forward=False), False).extrapolated
+
+
+@pytest.mark.parametrize(
+    "error, left, blocks, note",
+    [
+        (None, 2, 40, "figures of 40 blocks are first extrapolated from 2 and 4 of them"),
+        (None, 40, 0, "none can be left out: without them, 41 of 41 units are left"),
+        (IndexError("list index out of range"), 2, 0, "none can be left out: list index out of"),
+    ],
+)
+def test_which_models_are_extrapolated(error, left, blocks, note):
+    trace = mock.Mock(side_effect=error, return_value=mock.Mock(units=[None] * (1 + left)))
+    found, said = _extrapolated(trace, facts(blocks=40), 4)
+    assert found == blocks and note in said
+    assert _extrapolated(trace, facts(blocks=24), 4) == (0, "")
+
+
+def test_progress_says_how_long_it_took_and_what_remains(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    shown = _SearchProgress(4, stream)
+    for seconds in (0, 30, 61):
+        now[0] = seconds
+        shown.update("compiling", seconds)
+    with shown.while_compiling():
+        now[0] = 141.0
+        shown.done("compiling", 80)
+    shown.update("compiling", 10)
+    assert stream.getvalue().splitlines() == [
+        "compiling, 1 of at most 4; 0:00 min so far …",
+        "compiling, 1 of at most 4; 1:01 min so far …",
+        "compiling: 80 s",
+        "compiling, 2 of at most 4; 2:21 min so far, at most about 3:50 min remain …",
+    ]
 
 
 def test_what_the_compiler_says_counts_more_than_the_estimate():
