@@ -343,7 +343,7 @@ def _padding(found: Situation) -> Iterator[Suggestion]:
     without = tuple(replace(op, cycles=round(op.cycles * (1 - op.padding))) for op in ops)
     lost = Counter[str]()
     for op in ops:
-        lost[_NUMBER.sub(".N", op.module)] += op.padding * op.cycles * op.times
+        lost[_NUMBER.sub(".N", op.module)] += round(op.padding * op.cycles * op.times)
     most = ", ".join(name or "(no module)" for name, cycles in lost.most_common(2) if cycles)
     how = "dimensions that are multiples of 128, the tiles of matmuls: fewer padded elements"
     yield found.saved(ops=without), f"{how} (at most; mostly in {most})"

@@ -216,13 +216,12 @@ class _Steps:
             if not settings.scan:
                 self._full_seconds = found.compile_seconds
             return found
-        few = [ShallowSettings.of(settings, depth) for depth in DEPTHS]
-        found = [
+        few = [
             self.compile(f"{name}, {one.depth} blocks", partial(self._step, one), host)
-            for one in few
+            for one in (ShallowSettings.of(settings, depth) for depth in DEPTHS)
         ]
-        self._few_seconds = sum(one.compile_seconds for one in found)
-        return extrapolate(found, DEPTHS, self.blocks)
+        self._few_seconds = sum(one.compile_seconds for one in few)
+        return extrapolate(few, DEPTHS, self.blocks)
 
     def compile(self, name: str, step: Callable[[], Any], host: HostOptions) -> Measured:
         with self._progress.while_doing(f"tracing {name}"):
