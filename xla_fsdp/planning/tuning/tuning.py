@@ -98,7 +98,8 @@ class Tuning:
             lines.append("from xla_fsdp.compiler_options import add_to_environment")
         lines += ["", "settings = ShardingSettings("]
         for name, value in chosen.items():
-            lines.append(f"    {name}={value!r},  # {_EFFECT.get(name, 'as in the wrapper')}")
+            written = json.dumps(value) if isinstance(value, str) else repr(value)
+            lines.append(f"    {name}={written},  # {_EFFECT.get(name, 'as in the wrapper')}")
         lines.append(")")
         if self.settings.compiler_options:
             lines.append("add_to_environment(settings.compiler_options)  # before launch")
