@@ -2,9 +2,10 @@
 
 No TPU is needed. The model is GPT-3 of 13 billion parameters (or another size in
 ``examples/gpt.py``), as in ``examples/train_gpt.py``; LLaMA (``--model "LLaMA 8B"``), as in
-``benchmarks.llama``; or workload S (``--model S``). The first two use the attention kernel and the
-fused cross entropy. docs/design/benchmarks.md compares the results with manual choices: for the
-first two models the blocks in one loop, sharded over all ranks; for workload S each block a unit.
+``benchmarks.llama``; workload S (``--model S``); or ViT-L/16 (``--model ViT-L``), whose own step
+recomputes each block. The first two use the attention kernel and the fused cross entropy.
+docs/design/benchmarks.md compares the results with manual choices: for the first two models the
+blocks in one loop, sharded over all ranks; for workload S each block a unit.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import argparse
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import xla_fsdp
 from xla_fsdp import ShardingSettings
 
 from . import llama
 from .decoder import Model
+from .model import Block
 from .workload_s import Network
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -69,6 +74,36 @@ def step_s(settings: ShardingSettings) -> None:
     optimizer.zero_grad()
 
 
+class ViT(nn.Module):
+    """ViT-L/16: 24 blocks of width 1024 on 196 patches of 16 x 16 pixels and a class token."""
+
+    def __init__(self, blocks: int = 24, width: int = 1024) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, 197, width))
+        self.blocks = nn.Sequential(*(Block(width, 16, causal=False) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """``images``: (batch, 3, 224, 224); returns (batch, 1000) logits."""
+        x = self.patches(images).flatten(2).transpose(1, 2)  # (batch, patches, width)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def step_of_vit(settings: ShardingSettings) -> None:
+    """A step of ViT-L/16."""
+    model: Any = settings.wrap(ViT(), **NARROW)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    images = torch.zeros(settings.batch, 3, 224, 224).to("xla")
+    labels = torch.zeros(settings.batch, dtype=torch.long).to("xla")
+    F.cross_entropy(model(images).float(), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def _train(model: torch.nn.Module, settings: ShardingSettings, length: int) -> None:
     wrapped: Any = settings.wrap_root(model, **NARROW)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
@@ -82,24 +117,28 @@ def _train(model: torch.nn.Module, settings: ShardingSettings, length: int) -> N
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned", description=__doc__)
     parser.add_argument("slice")
-    parser.add_argument("--model", default="13B", help='default: %(default)s; "LLaMA 8B", S')
+    parser.add_argument("--model", default="13B", help='default: %(default)s; "LLaMA 8B", S, ViT-L')
     parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences per device")
     parser.add_argument("--budget", type=int, default=4, help="largest number of compilations")
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE",
                         help="fix a setting to a number")  # fmt: skip
     parser.add_argument("--save", type=Path, help="file for all figures, JSON")
     flags = parser.parse_args(arguments)
-    name = flags.model
+    name, baseline = flags.model, None
     if name == "S":
         step = step_s
+    elif name == "ViT-L":
+        step = step_of_vit
+        baseline = partial(step, ShardingSettings(batch=flags.batch[0], recompute="all"))
     else:
         step = llama_step(name[len(LLAMA) :]) if name.startswith(LLAMA) else gpt_step(name)
     search: dict[str, Collection[Any]] = {
         setting: [int(value)] for setting, value in (one.split("=") for one in flags.fix)
     }
     found = xla_fsdp.tune(
-        step, flags.slice, batch=flags.batch, budget=flags.budget, search=search, title=name
-    )
+        step, flags.slice, batch=flags.batch, baseline=baseline, budget=flags.budget,
+        search=search, title=name,
+    )  # fmt: skip
     print(found)
     if flags.save:
         flags.save.write_text(found.to_json())

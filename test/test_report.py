@@ -12,7 +12,7 @@ import numpy
 import pytest
 from reports import GIB, given_up, make, refused
 
-from xla_fsdp.planning.records import CompilerMemory
+from xla_fsdp.planning.records import Buffer, CompilerMemory
 from xla_fsdp.planning.reporting.report import Report
 
 
@@ -62,6 +62,39 @@ def test_where_the_time_goes():
     report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
     assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
     assert not refused().time_by_kind and not given_up().time_by_kind
+
+
+def test_hbm_at_the_peak_by_kind():
+    """Equal blocks count together, and the parameters of an optimizer's state are known by it."""
+    report = make()
+    at = report.schedule.peak_index
+
+    def held(name, size, category="temporary", module="", phase=""):
+        return Buffer(name, size, at, at, category, "f32[1]", "fusion", module, phase)
+
+    buffers = (
+        held("blocks.0.mlp.weight", GIB, "argument"),
+        held("exp_avg of blocks.0.mlp.weight", 2 * GIB, "argument"),
+        held("p7", GIB, "argument"),
+        *(held(f"fusion.{n}", GIB, module=f"blocks.{n}.mlp", phase="forward") for n in range(3)),
+        *(held(f"f.{n}", GIB // 2, module=f"{n}", phase="forward") for n in "abcd"),
+        held("grad", 4 * GIB, phase="backward"),
+    )
+    curve = tuple(16 * GIB for _ in report.schedule.curve)
+    text = str(make(
+        schedule=dataclasses.replace(report.schedule, buffers=buffers, curve=curve),
+        hbm_capacity=16 * GIB,
+    ))  # fmt: skip
+    section = text[text.index("HBM at the peak, by kind") :].partition("\n\n")[0]
+    for row in (
+        r"parameters +1\.000 +6\.2 %", r"optimizer state +2\.000", r"other arguments +1\.000",
+        r"activations of blocks\.N\.mlp +3\.000 +18\.8 %", r"activations of c +0\.500",
+        r"other activations +0\.500", r"made in backward +4\.000",
+    ):  # fmt: skip
+        assert re.search(row, section), (row, section)
+    assert "activations of d" not in section
+    # Collectives of equal blocks are one row, too.
+    assert re.search(r"blocks\.N \(2\) +4 +2 +2 +0", text) and "others (" not in text
 
 
 def test_text_of_what_does_not_fit():

@@ -62,7 +62,7 @@ def test_png_and_html_need_nothing_else(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"plan.PNG", "plan.html"}
     pixels = image((tmp_path / "plan.PNG").read_bytes())
     assert 800 < pixels.shape[0] < 2000 and 1200 < pixels.shape[1] < 2400
-    for color in ("forward", "backward", "synchronous", "asynchronous", "arguments"):
+    for color in ("forward", "backward", "synchronous", "asynchronous", "other arguments"):
         assert near(pixels, color) > 100, color
     written = (tmp_path / "plan.html").read_text(encoding="utf-8")
     page = Page(written)
@@ -140,7 +140,7 @@ def test_curve_of_many_operations_has_the_peak_and_all_purposes():
     curve = report.schedule.curve
     assert len(places) <= 1500 and report.schedule.peak_index in places
     assert abs(sum(stack.values()) - [curve[place] for place in places]).max() < 1
-    assert list(stack) == ["arguments", "gathered weights"]
+    assert list(stack) == ["other arguments", "gathered weights"]
 
 
 def test_trace_has_every_operation_and_the_memory(tmp_path):

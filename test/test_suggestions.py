@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 
+from xla_fsdp.planning.program.assignment import Assignment
+from xla_fsdp.planning.program.attention import why_no_kernel
 from xla_fsdp.planning.program.hlo import parse_module
 from xla_fsdp.planning.program.places import line_up
+from xla_fsdp.planning.program.schedule import read_schedule
 from xla_fsdp.planning.program.scopes import Labels
 from xla_fsdp.planning.records import (
     Buffer,
@@ -96,7 +99,7 @@ def test_zero_2_where_the_backward_waits_for_gathers():
     step = [op(1, 10), gather(0, 10**8), gather(2, 10**8, "backward"), op(3, 20, "backward")]
     (one,) = advice(*step, units=UNITS)
     assert one.startswith("reshard_after_forward=False (ZeRO-2) (0.0 GiB more HBM): ")
-    large = (unit(""), unit("blocks.0", 10**10))
+    large = (unit(""), *(unit(f"blocks.{n}", 10**9) for n in range(10)))
     assert not advice(*step, units=large)  # 20 GB of full parameters
     assert not advice(*step[:2], step[3], units=UNITS)  # gathers once
 
@@ -143,6 +146,120 @@ def test_vmem_where_compute_is_most_of_a_step_and_nobody_has_set_it():
     assert not advice(op(1, 10), options=frozenset({name}), **given)
     assert not advice(op(1, 10), **{**given, "scoped_vmem_kib": None})
     assert not advice(op(1, 1), gather(0, 10**9), **given)  # it mostly waits
+
+
+def test_one_loop_for_many_equal_blocks_that_compile_slowly():
+    many = (unit(""), *(unit(f"blocks.{n}") for n in range(8)))
+    (one,) = advice(op(1, 10), units=many, compile_seconds=300)
+    assert one.startswith("scan_blocks: 8 equal blocks in one loop, which recomputes them.")
+    assert one.endswith("the gain is not modelled, plan it")
+    assert not advice(op(1, 10), units=many, compile_seconds=30)
+    assert not advice(op(1, 10), units=many[:-1], compile_seconds=300)
+    unequal = (*many[:-1], unit("blocks.7", 10**5))
+    assert not advice(op(1, 10), units=unequal, compile_seconds=300)
+    assert not advice(op(1, 10, times=8), units=many, compile_seconds=300)  # a loop already
+
+
+def test_gathers_of_loops_overlap_with_prefetch():
+    step = [op(1, 10, times=8), gather(0, 10**8, times=8)]
+    (one,) = advice(*step, units=UNITS, overlaps_gathers=True)
+    assert one.startswith("scan_blocks(prefetch=True), or no scan_blocks (at most, if all gathers")
+    assert not advice(*step, units=UNITS)  # a chip on which nothing overlaps
+    ahead = dataclasses.replace(gather(0, 10**8, times=8), asynchronous=True, done=1)
+    assert not advice(step[0], ahead, units=UNITS, overlaps_gathers=True)
+    assert not advice(*step, units=UNITS, overlaps_gathers=True, required=16 * GIB)
+
+
+def test_a_kernel_where_attention_has_none_and_why_not():
+    step = [op(1, 10), op(2, 5, work="attention")]
+    (one,) = advice(*step)
+    assert one == (
+        "xla_fsdp.layers.scaled_dot_product_attention without attn_mask: attention takes 5.00 ms "
+        "of a step without a kernel; the gain is not modelled, plan it"
+    )
+    (one,) = advice(*step, no_kernel="197 tokens are no multiple of 128; 256 would be")
+    assert "which cannot be used here: 197 tokens are no multiple of 128; 256 would be" in one
+    assert not advice(op(1, 10), op(2, 5, work="kernel"))
+    assert not advice(op(1, 10), op(2, 0.05, work="attention"))  # half a percent
+
+
+def test_dimensions_that_fill_tiles():
+    (one,) = advice(op(1, 10), op(2, 10, work="matmul", padding=0.25, module="blocks.3.qkv"))
+    assert one.startswith("dimensions that are multiples of 128, the tiles of matmuls")
+    assert "mostly in blocks.N.qkv): 2.50 ms less of a step, 12 % (model)" in one
+    assert not advice(op(1, 10), op(2, 10, work="matmul"))
+    assert not advice(op(1, 10), op(2, 10, work="matmul", padding=0.01))
+
+
+def test_smaller_units_where_one_has_most_parameters():
+    large = (unit("", 10**8), unit("blocks.0"))
+    step = [op(1, 10), gather(0, 10**8)]
+    (one,) = advice(*step, units=large, overlaps_gathers=True)
+    assert one.startswith("smaller units: the model has 99 % of the parameters, wrap its blocks")
+    assert "ms less of a step" in one
+    (one,) = advice(*step, units=large)  # where gathers do not overlap it saves memory only
+    assert one.endswith("the gain is not modelled, plan it")
+    assert not advice(*step, units=UNITS, overlaps_gathers=True)
+    early = dataclasses.replace(gather(0, 10**8), asynchronous=True, done=1)
+    assert not advice(step[0], early, units=large, overlaps_gathers=True)
+
+
+TRACED = """
+%dot.1 = bf16[8,{s},{s}] dot(%q), lhs_batch_dims={{0}}, metadata={{op_name="forward[a].1/matmul"}}
+%e.2 = f32[2,4,{s},{s}] {between}(%s), metadata={{op_name="forward[a].1/softmax"}}
+%dot.3 = bf16[8,{s},{d}] dot(%p), lhs_batch_dims={{0}}, metadata={{op_name="forward[a].1/matmul"}}
+"""
+
+
+@pytest.mark.parametrize(
+    "s, d, between, slice_, why",
+    [
+        (197, 64, "exponential", "v5litepod-8", "197 tokens are no multiple of 128; 256 would be"),
+        (256, 80, "exponential", "v5litepod-8", "the head dimension 80 is no multiple of 64 up to"),
+        (256, 64, "exponential", "v5litepod-8", ""),
+        (197, 64, "tanh", "v5litepod-8", ""),  # no attention, such as the matmuls of experts
+    ],
+)
+def test_why_attention_has_no_kernel(s, d, between, slice_, why):
+    text = TRACED.format(s=s, d=d, between=between)
+    assert why_no_kernel(text, resolve(slice_).chip).startswith(why)
+    assert bool(why_no_kernel(text, resolve(slice_).chip)) == bool(why)
+    old = dataclasses.replace(resolve(slice_).chip, attention_kernel=False)
+    assert bool(why_no_kernel(text, old)) == (between == "exponential")
+
+
+@pytest.mark.parametrize(
+    "window, work", [("size=8 stride=7 lhs_dilate=8", "attention"), ("size=8", "matmul")]
+)
+def test_batched_matmuls_and_their_softmax_are_attention(window, work):
+    """The TPU compiler writes the batch of a dot as a spatial dimension of a convolution."""
+    dims = "dim_labels=0bf_0io->0bf"
+    text = f"""HloModule m, is_scheduled=true
+
+%softmax (p: f32[8,200,197]) -> f32[8,200,197] {{
+  %p = f32[8,200,197]{{2,1,0}} parameter(0)
+  ROOT %e = f32[8,200,197]{{2,1,0}} exponential(%p)
+}}
+
+%other (p: f32[8,200,64]) -> f32[8,200,64] {{
+  %p = f32[8,200,64]{{2,1,0}} parameter(0)
+  ROOT %e = f32[8,200,64]{{2,1,0}} exponential(%p)
+}}
+
+ENTRY %main (a: f32[8,200,64], b: f32[8,64,197]) -> f32[8,200,64] {{
+  %a = f32[8,200,64]{{2,1,0:T(8,128)}} parameter(0)
+  %b = f32[8,64,197]{{2,1,0:T(8,128)}} parameter(1)
+  %s = f32[8,200,197]{{2,1,0:T(8,128)}} convolution(%a, %b), window={{{window}}}, {dims}
+  %t = f32[8,200,197]{{2,1,0:T(8,128)}} fusion(%s), kind=kLoop, calls=%softmax
+  %m = f32[8,200,64]{{2,1,0:T(8,128)}} convolution(%t, %a), window={{{window}}}, {dims}
+  ROOT %o = f32[8,200,64]{{2,1,0:T(8,128)}} fusion(%m), kind=kLoop, calls=%other
+}}
+"""
+    ops = {op.name: op for op in read_schedule(text, Assignment((), ())).ops}
+    softmax = "attention" if work == "attention" else "elementwise"
+    assert [ops[name].work for name in "stmo"] == [work, softmax, work, "elementwise"]
+    assert ops["s"].padding == pytest.approx(1 - 197 / 256) and ops["m"].padding == 0.5
+    assert ops["t"].padding == 0.0
 
 
 def live(size, phase="forward", module="blocks.0.mlp"):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
 import torch
-from test_tuning import V3, WIDTH, facts
-from test_tuning import Network as Wide
 from torch import nn
 
 from xla_fsdp import ShardingSettings
-from xla_fsdp.planning.tuning.api import _groups
-
-TWO, SINGLY = ShardingSettings(blocks_per_unit=2), ShardingSettings()
+from xla_fsdp.planning.tuning.settings import ShallowSettings
 
 
 class Block(nn.Module):
@@ -44,9 +39,7 @@ WAYS = {
     "scanned, kept": ShardingSettings(scan=True, recompute="all", keep=("up",)),
     "some kept, some recomputed": ShardingSettings(kept_blocks=1, recompute=2),
     "by size, some kept": ShardingSettings(units=100, kept_blocks=("blocks.1.up", "blocks.2.down")),
-    "two blocks a unit, some recomputed, one unit kept": ShardingSettings(
-        blocks_per_unit=2, recompute=1, kept_blocks=(2,)
-    ),
+    "some recomputed, one unit kept": ShardingSettings(recompute=1, kept_blocks=(2,)),
     "hybrid": ShardingSettings(shard_group_size=2, reshard_after_forward=False),
 }
 MORE_WAYS = {
@@ -54,7 +47,6 @@ MORE_WAYS = {
     "by size": ShardingSettings(units=100, recompute="all"),
     "scanned": ShardingSettings(scan=True, recompute="all"),
     "others kept": ShardingSettings(kept_blocks=(0, 2)),
-    "two blocks a unit": ShardingSettings(blocks_per_unit=2),
     "no prefetch": ShardingSettings(
         forward_prefetch=False, backward_prefetch="none", limit_all_gathers=False,
         collective_routes="default",
@@ -151,21 +143,14 @@ def refused(rank):
         ValueError, match=r"kept_blocks=\(1, 3\): the model has 3 blocks; at most 3"
     ):
         settings.changed(kept_blocks=(1, 3)).wrap(Network())
-    with pytest.raises(ValueError, match=r"blocks 0, 1 are one unit \(blocks_per_unit=2\)"):
-        settings.changed(kept_blocks=1, blocks_per_unit=2).wrap(Network())
     by_size = settings.changed(units=100, kept_blocks=("blocks.1",))
     with pytest.raises(ValueError, match="'blocks.1' is no unit; .* the units are blocks.0"):
         by_size.wrap(Network())
-    two = settings.changed(blocks_per_unit=2)
-    with pytest.raises(ValueError, match="blocks_per_unit=2: the blocks are not all of one"):
-        two.wrap(Network(lambda blocks: nn.ModuleList(blocks)))
-    with pytest.raises(ValueError, match="flatten_parameters=True and blocks_per_unit exclude"):
-        two.wrap(Network(), flatten_parameters=True)
     heard = Network()
     heard.blocks.register_forward_hook(lambda *given: None)
-    with pytest.raises(ValueError, match="'blocks' has hooks, which would be lost"):
-        two.wrap(heard)
     scanned = settings.changed(scan=True, recompute="all")
+    with pytest.raises(ValueError, match="'blocks' has hooks, which would be lost"):
+        scanned.wrap(heard)
     with pytest.raises(ValueError, match="scan=True: the blocks are not all of one nn.Sequential"):
         scanned.wrap(Network(lambda blocks: nn.ModuleList(blocks)))
     with pytest.raises(
@@ -176,124 +161,30 @@ def refused(rank):
         XlaFullyShardedDataParallel(Network(), collective_routes="fast")
 
 
+def only_the_first_blocks_are_built(rank):
+    few = ShallowSettings.of(ShardingSettings(recompute="all"), 2)
+    for model in (few.wrap(Network()), few.wrap_root(Network(few.join))):
+        assert {name.split(".")[1] for name, _ in model.named_parameters() if "blocks" in name} == {
+            "0", "1",
+        }  # fmt: skip
+        trained(model, [inputs(rank, 0).to("xla")])
+    looped = few.changed(recompute="none").wrap(Network(lambda blocks: nn.ModuleList(blocks)))
+    assert len(looped.module.blocks) == 2
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Network(), Network()
+
+    with pytest.raises(ValueError, match="not all of one list, so none can be left out"):
+        few.wrap(Pair())
+
+
 def ignored_and_refused(rank):
     blocks_may_differ_in_a_number(rank)
     refused(rank)
+    only_the_first_blocks_are_built(rank)
 
 
 def test_what_may_differ_and_what_does_not_go_with_a_model(run_ranks):
     run_ranks(ignored_and_refused, 2)
-
-
-# Several blocks in one unit: gathered together, and called what they are called singly.
-
-
-def names_are_those_of_blocks_wrapped_singly(rank, folder):
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import full_state_dict, load_checkpoint, save_checkpoint
-
-    grouped, singly = TWO.wrap(Network()), SINGLY.wrap(Network())
-    assert len(FSDP.fsdp_modules(grouped)) == 3 and len(FSDP.fsdp_modules(singly)) == 4
-    (_, first, last) = FSDP.fsdp_modules(grouped)
-    assert len(first.sharded_params) == 8 and len(last.sharded_params) == 4
-    for model in (grouped, singly):
-        trained(model, [inputs(rank, 0).to("xla")])
-        torch_xla.sync()
-    names = [name for name, _ in singly.named_parameters()]
-    assert [name for name, _ in grouped.named_parameters()] == names
-    assert list(grouped.state_dict()) == list(singly.state_dict()) == names
-    assert grouped.get_shard_metadata()["parameters"] == singly.get_shard_metadata()["parameters"]
-    modules = {name for name, _ in Network().named_modules()}
-    assert {name for name, _ in grouped.named_modules()} == modules
-    assert grouped.get_submodule("blocks.2.up") is grouped.blocks[-1].up
-    assert len(grouped.blocks) == 3
-    with pytest.raises(TypeError, match="cannot run one by one: call x = blocks"):
-        list(grouped.blocks)
-    with pytest.raises(AttributeError):
-        grouped.get_submodule("blocks.3")
-
-    # What the one holds the other takes, and a copy is a model of its own.
-    fresh = TWO.wrap(Network())
-    fresh.load_state_dict(singly.state_dict())
-    found, wanted = (
-        full_state_dict(fresh, rank0_only=False),
-        full_state_dict(singly, rank0_only=False),
-    )
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    clone = copy.deepcopy(fresh)
-    trained(clone, [inputs(rank, 5).to("xla")])
-    moved = full_state_dict(clone, rank0_only=False)
-    found = full_state_dict(fresh, rank0_only=False)
-    assert not any(torch.equal(moved[name], found[name]) for name in wanted)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    save_checkpoint(folder, grouped, step=2)
-    load_checkpoint(folder, singly)
-    found = full_state_dict(singly, rank0_only=False)
-    for name, value in full_state_dict(grouped, rank0_only=False).items():
-        assert torch.equal(found[name], value), name
-    with FSDP.summon_full_params(grouped):
-        assert grouped.get_parameter("blocks.1.up.weight").shape == (16, 8)
-
-    # What does not fit is named as everywhere.
-    state = singly.state_dict()
-    state["blocks.7.up.weight"] = state.pop("blocks.1.up.weight")
-    state["blocks.2.down.bias"] = torch.zeros(3)
-    with pytest.raises(RuntimeError) as error:
-        fresh.load_state_dict(state)
-    text = str(error.value)
-    assert 'Missing key(s) in state_dict: "blocks.1.up.weight"' in text
-    assert 'Unexpected key(s) in state_dict: "blocks.7.up.weight"' in text
-    assert "size mismatch for blocks.2.down.bias" in text and "_unit_" not in text
-
-
-def test_names_are_those_of_blocks_wrapped_singly(run_ranks, tmp_path):
-    run_ranks(names_are_those_of_blocks_wrapped_singly, 2, str(tmp_path / "checkpoint"))
-
-
-def gathers_of(settings):
-    """How many all-gathers a traced step of four blocks has."""
-    from xla_fsdp import training_step
-    from xla_fsdp.planning.program.hlo import parse_module
-    from xla_fsdp.planning.tracing.step import trace_step
-    from xla_fsdp.planning.tuning.facts import hlo_text
-
-    def loss(model, settings):
-        return model(torch.zeros(8, WIDTH).to("xla")).float().square().mean()
-
-    step = training_step(lambda: Wide(4), loss, compute_dtype=torch.bfloat16)
-    traced = trace_step(lambda: step(settings), 0, V3.devices, V3)
-    module = parse_module(hlo_text(traced.program.hlo))
-    every = (one for part in module.computations.values() for one in part.instructions)
-    return sum(one.opcode == "all-gather" for one in every)
-
-
-def gathers_of_several():
-    kept = TWO.changed(kept_blocks=(2, 3))
-    return gathers_of(SINGLY), gathers_of(TWO), gathers_of(kept)
-
-
-def test_a_unit_of_two_blocks_is_gathered_at_once(elsewhere):
-    """A block has two matrices, which travel by themselves, and vectors, which go together."""
-    singly, pairs, one_kept = elsewhere(gathers_of_several)
-    assert singly - pairs == 2 * 2  # the vectors of each pair in one, forward and backward
-    assert pairs - one_kept == 5  # the second gathers of a unit of two blocks
-
-
-def test_units_of_several_are_tried_where_a_trace_says_that_they_can_be():
-    class Asking:
-        def __init__(self, error=None):
-            self.error, self.asked = error, []
-
-        def trace(self, settings):
-            self.asked.append(settings)
-            if self.error:
-                raise self.error
-
-    able, unable = Asking(), Asking(ValueError("the blocks are not all of one nn.Sequential"))
-    assert _groups(able.trace, {}, facts(), 4) and not _groups(unable.trace, {}, facts(), 4)
-    assert able.asked == unable.asked == [TWO.changed(batch=4)]
-    # Not asked where the caller has said it, and where there are too few.
-    assert not _groups(able.trace, {"blocks_per_unit": (2,)}, facts(), 4)
-    assert not _groups(able.trace, {}, facts(blocks=3), 4) and len(able.asked) == 1

@@ -31,7 +31,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import product, starmap
 from math import prod
 from typing import Any
 
@@ -192,10 +192,11 @@ class Routes:
 
     def all(self, kind: str, number_of_bytes: int, row_bytes: int = 256) -> list[Route]:
         """Every route, with its predicted seconds; the first is a single collective."""
-        return [
-            Route(stages, moves, self._seconds(kind, number_of_bytes, row_bytes, stages, moves))
-            for stages, moves in self._ways
-        ]
+        found = []
+        for route in starmap(Route, self._ways):
+            sent = self.collectives(kind, number_of_bytes, row_bytes, route)
+            found.append(replace(route, seconds=sum(map(self._links.seconds, sent))))
+        return found
 
     def _fastest(self, kind: str, number_of_bytes: int, row_bytes: int = 256) -> Route:
         asked = kind, number_of_bytes, row_bytes
@@ -223,25 +224,19 @@ class Routes:
             ways.append((groups, moves))
         return ways
 
-    def _seconds(
-        self,
-        kind: str,
-        left: int,
-        row_bytes: int,
-        stages: Sequence[Groups],
-        moves: Sequence[tuple[int, int]],
-    ) -> float:
-        seconds = 0.0
-        for groups in stages:
+    def collectives(
+        self, kind: str, left: int, row_bytes: int, route: Route
+    ) -> Iterator[OneCollective]:
+        """Yields what libtpu makes of a collective of ``left`` bytes along ``route``."""
+        for groups in route.stages:
             made, emitter = self._made(kind, left, groups)
             sent = left
             if made == "reduce-scatter" and left > _PADDED_BYTES:
                 sent += _PADDED_ROWS * row_bytes * len(groups[0])
-            seconds += self._links.seconds(OneCollective(made, sent, groups, emitter))
+            yield OneCollective(made, sent, groups, emitter)
             left //= len(groups[0])
-        if moves:
-            seconds += self._links.seconds(OneCollective("collective-permute", left, tuple(moves)))
-        return seconds
+        if route.moves:
+            yield OneCollective("collective-permute", left, route.moves)
 
     def _made(self, kind: str, number_of_bytes: int, groups: Groups) -> tuple[str, str]:
         """What libtpu makes of a collective: its kind, and "1D" for a single ring."""

@@ -20,6 +20,7 @@ from ..tpu.links import describe, odd_groups
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
 from .program.assignment import read_assignment
+from .program.attention import why_no_kernel
 from .program.schedule import read_schedule
 from .records import CompilerMemory, Part, Schedule, Timing
 from .reporting.advice import Situation, suggestions, warnings
@@ -27,7 +28,6 @@ from .reporting.report import Report
 from .timing import time_step
 from .tracing.step import TracedPart, TracedStep
 
-_BACKWARD = "backward["
 _STATE = re.compile(r"^\w+ of ")
 
 _NOTE = (
@@ -119,6 +119,9 @@ def make_report(
         retime=lambda other: time(other).step,
         options=frozenset(host.whose),
         scoped_vmem_kib=chip.scoped_vmem_kib,
+        overlaps_gathers=chip.overlaps_gathers,
+        no_kernel=why_no_kernel(compiled.traced, chip),
+        compile_seconds=compiled.seconds,
     )
     headroom = 1 - memory.required / capacity
     return Report(
@@ -204,7 +207,7 @@ def report_on_parts(
         report = found[one.key] = report_on(alone, one, tensors + others)
         parts.append(
             Part(
-                name=_named(part.program.arguments, _BACKWARD in one.traced),
+                name=_named(part.program.arguments, part.backward),
                 times=times[one.key],
                 required=report.memory.required,
                 seconds=report.timing.step,
@@ -214,9 +217,8 @@ def report_on_parts(
             )
         )
     worst = max(found.values(), key=lambda report: (bool(report.refusal), report.memory.required))
-    flops = sum(
-        one.model_flops if _BACKWARD in one.traced else 3 * one.model_flops for one in compiled
-    )
+    # A program without a backward counts three times what it computes itself.
+    flops = sum(one.model_flops if part.backward else 3 * one.model_flops for part, one in both)
     timings = [found[one.key].timing for one in compiled]
     return replace(
         worst,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 PHASES = ("forward", "backward", "optimizer", "")
-WORK = ("matmul", "kernel", "elementwise", "copy")
+WORK = ("matmul", "kernel", "elementwise", "copy", "attention")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Op:
     module: str = ""  # dotted name of the module it was traced in
     phase: str = ""  # one of PHASES
     recomputed: bool = False  # by a checkpointed module, in the backward
-    work: str = ""  # one of WORK; a fusion with a matmul is a matmul; "" if unknown
+    # One of WORK; a fusion with a matmul is a matmul; "" if unknown. "attention": without a kernel.
+    work: str = ""
+    padding: float = 0.0  # the share of a matmul that computes padding of its tiles
 
 
 @dataclass(frozen=True)

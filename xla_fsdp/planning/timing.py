@@ -34,6 +34,7 @@ def time_step(
     slice: Slice,
     model_flops: float,
     host_link: tuple[float, float] | None = None,
+    links: Links | None = None,
 ) -> Timing:
     """Model the time of one step of ``schedule`` on ``slice``, in seconds.
 
@@ -45,10 +46,12 @@ def time_step(
     simulated; in ``Timing.slots`` the others are one slot in each lane.
 
     ``host_link``: bytes a second from a device to the host and back; default: the published figure.
+    ``links``: those of ``slice``, if the caller has them already: they cache what they were asked.
 
     Raises ValueError for a collective of ranks that the slice does not have.
     """
-    lanes = _Lanes(schedule, slice, host_link or (slice.chip.device_host_bandwidth,) * 2)
+    host_link = host_link or (slice.chip.device_host_bandwidth,) * 2
+    lanes = _Lanes(schedule, slice, host_link, links or Links(slice))
     for times, body in groupby(_events(schedule), key=lambda event: event.what.times):
         lanes.play(list(body), times)
     compute = sum(op.cycles * op.times for op in schedule.ops) / slice.chip.clock_hz
@@ -110,11 +113,12 @@ class _Lanes:
     collectives overlap; ``_COPIES``, seconds that compute waited for copies.
     """
 
-    def __init__(self, schedule: Schedule, slice: Slice, host_link: tuple[float, float]) -> None:
+    def __init__(
+        self, schedule: Schedule, slice: Slice, host_link: tuple[float, float], links: Links
+    ) -> None:
         self.now: dict[Hashable, float] = defaultdict(float)
         self.slots: list[Slot] = []
         self._hertz = slice.chip.clock_hz
-        links = Links(slice)
         self.seconds = {id(c): links.seconds(c) for c in schedule.collectives}
         self._used = {id(c): links.used(c) for c in schedule.collectives}
         rates = {True: host_link[0], False: host_link[1]}

@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
 
 from ...tpu.chips import Chip
 from ..records import Buffer, Collective, HostCopy, Op, Schedule
@@ -32,6 +33,7 @@ _COPIES = frozenset("copy slice dynamic-slice dynamic-update-slice".split())
 # Instructions that consist of those in the computations that they call.
 _CALLS = frozenset("fusion call async-start".split())
 _MATMULS = frozenset("dot convolution".split())
+_BATCHED = re.compile(r"window=\{size=(\d+) stride=(\d+) lhs_dilate=(\d+)\}")
 # These only move data, or make it without reading any.
 _MOVES = frozenset(
     "parameter constant tuple get-tuple-element bitcast copy copy-start copy-done transpose reshape"
@@ -133,6 +135,7 @@ def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
 
 
 def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
+    scores = _scores(line)
     for place in computing(line, taken):
         instruction = place.instruction
         phase, module = labels.of(instruction)
@@ -149,27 +152,75 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
             module=module,
             phase=phase,
             recomputed=labels.is_recomputed(instruction),
-            work=_work_of(line.module, instruction),
+            work=_work_of(line.module, instruction, scores),
+            padding=max(map(_padding, _matmuls(line.module, instruction)), default=0.0),
         )
 
 
-def _work_of(module: Module, instruction: Instruction) -> str:
-    """What an operation mostly does, by the instructions that it consists of; one of WORK."""
+def _work_of(module: Module, instruction: Instruction, scores: Collection[int]) -> str:
+    """What an operation mostly does, by the instructions that it consists of; one of WORK.
+
+    ``scores``: numbers of elements of attention scores.
+    """
     if is_kernel(instruction):
         return "kernel"
-    opcodes = _opcodes(module, instruction)
-    if opcodes & _MATMULS:
-        return "matmul"
-    return "copy" if opcodes <= _MOVES else "elementwise"
+    inside = list(_inside(module, instruction))
+    matmuls = [one for one in inside if one.opcode in _MATMULS]
+    if matmuls:
+        return "attention" if any(map(_is_batched, matmuls)) else "matmul"
+    if {one.opcode for one in inside} <= _MOVES:
+        return "copy"
+    sizes = {prod(leaf.dims) for one in inside for leaf in leaves(one.shape)}
+    return "attention" if sizes & set(scores) else "elementwise"
 
 
-def _opcodes(module: Module, instruction: Instruction) -> set[str]:
-    """The opcodes of ``instruction``, or of those in the computations that it calls."""
+def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    """``instruction``, or those in the computations that it calls."""
     if instruction.opcode not in _CALLS:
-        return {instruction.opcode}
-    called = [module.named(name, instruction) for name in instruction.called]
-    inside = [one for computation in called for one in computation.instructions]
-    return set().union(*(_opcodes(module, one) for one in inside))
+        yield instruction
+        return
+    for name in instruction.called:
+        for one in module.named(name, instruction).instructions:
+            yield from _inside(module, one)
+
+
+def _matmuls(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    return (one for one in _inside(module, instruction) if one.opcode in _MATMULS)
+
+
+def _is_batched(matmul: Instruction) -> bool:
+    """Whether it is a separate matmul for each sample and head, as in attention.
+
+    The TPU compiler writes the batch of a dot as a spatial dimension of a convolution, with a
+    window that selects one element of both operands at a time.
+    """
+    if matmul.opcode == "dot":
+        return "lhs_batch_dims={" in matmul.attributes
+    found = _BATCHED.search(matmul.attributes)
+    return found is not None and int(found[1]) == int(found[3]) == int(found[2]) + 1
+
+
+def _scores(line: Line) -> frozenset[int]:
+    """The number of elements of attention scores: of the batched matmuls' results the largest, if
+    they differ. The others have the head dimension in place of a length."""
+    sizes = {
+        prod(leaf.dims)
+        for place in line.places
+        for one in _matmuls(line.module, place.instruction)
+        if _is_batched(one)
+        for leaf in leaves(one.shape)
+    }
+    return frozenset({max(sizes)} if len(sizes) > 1 else ())
+
+
+def _padding(matmul: Instruction) -> float:
+    """The share of the elements of its result that pads tiles of 8 rows of 128."""
+    (shape, *_) = leaves(matmul.shape)
+    order = [int(n) for n in shape.layout.partition(":")[0].split(",") if n.isdecimal()]
+    padded = list(shape.dims)
+    for axis, tile in zip(order, (128, 8), strict=False):
+        padded[axis] = -(-padded[axis] // tile) * tile
+    return 1 - prod(shape.dims) / prod(padded) if prod(padded) else 0.0
 
 
 def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[Collective]:

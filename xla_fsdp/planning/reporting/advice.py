@@ -7,6 +7,7 @@ where memory does not suffice.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 from ..records import Collective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
 from ..tracing.units import TracedUnit
-from .tables import GIB, TINY, count, units, wire
+from .tables import GIB, MIB, TINY, count, units, wire
 
 _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
@@ -23,6 +24,11 @@ _MOST = 5  # suggestions
 _LEAST_SHARE = 0.01  # of the step
 # Of free HBM that a suggestion may use, since its need is an estimate.
 _USABLE = 0.9
+# One loop is suggested for at least so many equal blocks, if compiling took so many seconds.
+_BLOCKS, _SLOW_COMPILATION = 8, 120.0
+# A unit is too large if it has at least this share of the parameters, and so many bytes of them.
+_LARGE_SHARE, _LARGE_UNIT = 0.6, 64 << 20
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def warnings(
@@ -136,6 +142,9 @@ class Situation:
         retime: the time of a step with another schedule.
         options: names of compiler options that are set.
         scoped_vmem_kib: the limit for large matmuls on this chip; ``None`` if there is none.
+        overlaps_gathers: whether gathers can overlap with compute on this chip.
+        no_kernel: why attention cannot use a kernel; "" if it can, or if nothing is known.
+        compile_seconds: how long the compiler took.
     """
 
     schedule: Schedule
@@ -147,6 +156,9 @@ class Situation:
     retime: Callable[[Schedule], float]
     options: frozenset[str] = frozenset()
     scoped_vmem_kib: int | None = None
+    overlaps_gathers: bool = False
+    no_kernel: str = ""
+    compile_seconds: float = 0.0
 
     @property
     def free(self) -> float:
@@ -277,9 +289,88 @@ def _scoped_vmem(found: Situation) -> Iterator[Suggestion]:
         yield None, f"compiler_options=limit_scoped_vmem({limit}), for large matmuls"
 
 
+def _one_loop(found: Situation) -> Iterator[Suggestion]:
+    """One loop in place of many equal blocks, where compiling takes long."""
+    blocks = Counter(
+        (_NUMBER.sub("", unit.name), unit.elements)
+        for unit in found.units if _NUMBER.search(unit.name)
+    )  # fmt: skip
+    most = max(blocks.values(), default=0)
+    looped = any(op.times > 1 for op in found.schedule.ops)
+    if most >= _BLOCKS and not looped and found.compile_seconds >= _SLOW_COMPILATION:
+        yield (
+            None,
+            (
+                f"scan_blocks: {most} equal blocks in one loop, which recomputes them. This "
+                f"program was compiled in {found.compile_seconds:.0f} s and its code has "
+                f"{found.memory.code / MIB:.0f} MiB"
+            ),
+        )
+
+
+def _gathers_of_loops(found: Situation) -> Iterator[Suggestion]:
+    """Gathers inside of a loop overlap with compute only with ``prefetch``."""
+    waited = [
+        one for one in found.schedule.collectives
+        if one.kind == "all-gather" and one.times > 1 and not one.asynchronous
+    ]  # fmt: skip
+    if waited and found.overlaps_gathers and _full_bytes(found) / len(waited) <= found.free:
+        how = "scan_blocks(prefetch=True), or no scan_blocks (at most, if all gathers overlap)"
+        yield found.saved_without(waited), how
+
+
+def _attention_kernel(found: Situation) -> Iterator[Suggestion]:
+    """A kernel does not store the scores of attention in HBM."""
+    took = [op for op in found.schedule.ops if op.work == "attention"]
+    if not took or not found.timing.compute:
+        return
+    cycles = sum(op.cycles * op.times for op in found.schedule.ops)
+    seconds = found.timing.compute * sum(op.cycles * op.times for op in took) / max(cycles, 1)
+    if seconds < _LEAST_SHARE * found.timing.step:
+        return
+    what = f"attention takes {1e3 * seconds:,.2f} ms of a step without a kernel"
+    if found.no_kernel:
+        yield None, f"{what}, which cannot be used here: {found.no_kernel}"
+    else:
+        yield None, f"xla_fsdp.layers.scaled_dot_product_attention without attn_mask: {what}"
+
+
+def _padding(found: Situation) -> Iterator[Suggestion]:
+    """Dimensions that fill the tiles of the matrix unit."""
+    ops = found.schedule.ops
+    if not any(op.padding for op in ops):
+        return
+    without = tuple(replace(op, cycles=round(op.cycles * (1 - op.padding))) for op in ops)
+    lost = Counter[str]()
+    for op in ops:
+        lost[_NUMBER.sub(".N", op.module)] += round(op.padding * op.cycles * op.times)
+    most = ", ".join(name or "(no module)" for name, cycles in lost.most_common(2) if cycles)
+    how = "dimensions that are multiples of 128, the tiles of matmuls: fewer padded elements"
+    yield found.saved(ops=without), f"{how} (at most; mostly in {most})"
+
+
+def _smaller_units(found: Situation) -> Iterator[Suggestion]:
+    """Gathers of smaller units overlap with the compute of others."""
+    largest = max(found.units, key=lambda unit: unit.elements, default=None)
+    if largest is None:
+        return
+    elements = sum(unit.elements for unit in found.units)
+    size = sum(one.bytes for one in largest.gathered)
+    waited = [
+        one for one in found.schedule.collectives
+        if one.kind == "all-gather" and not one.asynchronous and one.times == 1
+    ]  # fmt: skip
+    if largest.elements >= _LARGE_SHARE * elements and size >= _LARGE_UNIT and waited:
+        name = largest.name or "the model"
+        part = f"{100 * largest.elements / elements:.0f} %"
+        how = f"smaller units: {name} has {part} of the parameters"
+        seconds = found.saved_without(waited) if found.overlaps_gathers else None
+        yield seconds, f"{how}, wrap its blocks one by one (at most, if all gathers overlap)"
+
+
 _RULES = (
-    _without_recomputation, _zero_2, _larger_batch, _bfloat16, _larger_units, _without_offload,
-    _scoped_vmem,
+    _without_recomputation, _zero_2, _larger_batch, _bfloat16, _larger_units, _smaller_units,
+    _without_offload, _scoped_vmem, _one_loop, _gathers_of_loops, _attention_kernel, _padding,
 )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ class Beside:
         for heading, slots in (("Modelled", report.timing.slots), (measured, recorded.slots)):
             # Both timelines have the same scale, unless the trace is of CPU ranks.
             same = slots if recorded.on_cpu else [*report.timing.slots, *recorded.slots]
-            figure = canvas(15, 3.4)
+            figure = canvas(11.2, 3.4)
             axes = figure.add_subplot()
             draw_lanes(axes, slots, duration(same))
             axes.set_xlabel("ms")

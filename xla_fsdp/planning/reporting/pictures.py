@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,8 +22,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..records import Buffer, Schedule, Slot
-from .tables import GIB, MIB, milliseconds, missing, reason, short, units
+from ..records import Slot
+from .tables import GIB, MIB, buffers_by_kind, milliseconds, missing, reason, short, units
 
 if TYPE_CHECKING:
     from .report import Report
@@ -36,28 +38,33 @@ COLORS: Mapping[str, str] = MappingProxyType(
         "other compute": "#8A8A8A",
         "synchronous collective: compute waits": "#D55E00",
         "asynchronous: compute continues": "#56B4E9",
-        "arguments": "#BDBDBD",
-        "outputs": "#6E6E6E",
+        "parameters": "#6E6E6E",
+        "optimizer state": "#9A9A9A",
+        "other arguments": "#C4C4C4",
+        "outputs": "#444444",
         "gathered weights": "#E69F00",
-        "made in forward": "#0072B2",
+        "other activations": "#D6E8F5",
         "made in backward": "#009E73",
         "made in optimizer": "#CC79A7",
         "other temporaries": "#56B4E9",
     }
 )
-_KINDS, _PURPOSES = tuple(COLORS)[:7], tuple(COLORS)[7:]
+_KINDS = tuple(COLORS)[:7]
+# Of activations of modules, those that need most first.
+_ACTIVATIONS = ("#0072B2", "#3A93C6", "#74B3D8", "#A6CEE6")
 _SYNCHRONOUS, _ASYNCHRONOUS = _KINDS[5:]
 _UNIT, _RED, _GREEN = "#DDE3EA", "#B03A00", "#00694F"
 _OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not on the axis
 _BINS = 750  # of an axis; each shows the label that takes most of it
-_ROOM = 190  # characters in the width of a picture
+_WIDTH = 11.2  # inches of a picture; a page of 900 pixels shows it at about three quarters
+_ROOM = 140  # characters in that width
 
 Interval = tuple[float, float, tuple[str, str]]  # begin, end, (name, phase)
 
 
 def canvas(width: float, height: float) -> Figure:
     """An empty figure with this size in inches; its subplots are laid out when it is drawn."""
-    figure = Figure(figsize=(width, height), dpi=110, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=120, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -90,9 +97,10 @@ def picture(report: Report) -> bytes:
 def draw(report: Report) -> Figure:
     """The figure of ``picture``. What the compiler did not compute is left out, with a message."""
     lines = [report.verdict, _caption(report), reason(report), missing(report)]
-    heading = "\n".join(_known(short(line, 190)) for line in lines if line)
+    wrapped = (row for line in lines if line for row in textwrap.wrap(_known(line), _ROOM)[:3])
+    heading = "\n".join(wrapped)
     has_memory, has_timeline = bool(report.schedule.curve), not missing(report)
-    figure = canvas(15, 1.2 + 5.2 * has_memory + 5.6 * has_timeline)
+    figure = canvas(_WIDTH, 1.2 + 5.2 * has_memory + 5.6 * has_timeline)
     color = _GREEN if report.fits else _RED
     figure.suptitle(heading, x=0.01, ha="left", fontsize=11, color=color, parse_math=False)
     if not has_memory:
@@ -114,9 +122,13 @@ def draw(report: Report) -> Figure:
         style: dict[str, Any] = {"color": "white", "fontsize": 8, "ha": "center", "va": "center"}
         text = _fitting(phase, (end - begin) / length * _ROOM / 2)
         axes.text((begin + end) / 2, 0.978 * top, text, **style)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9)
-    above: dict[str, Any] = {"fontsize": 10, "weight": "bold", "pad": 34}  # the legend's two rows
-    axes.set_title(axes.get_title(loc="right"), loc="right", **above)
+    kinds = axes.get_legend_handles_labels()[1]
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8.5,
+        columnspacing=1.2, borderaxespad=0.2,
+    )  # fmt: skip
+    pad = 8 + 14 * math.ceil(len(kinds) / 3)  # above the legend's rows
+    axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=10, weight="bold", pad=pad)
     _draw_largest(report, figure.add_subplot(grid[0, 3:]))
     if has_timeline:
         timing, end = report.timing, duration(report.timing.slots)
@@ -156,9 +168,10 @@ def _draw_memory(report: Report, axes: Axes, x: numpy.ndarray, end: float) -> No
     spots, stack = hbm(report)
     places, values = numpy.append(x[spots], end), list(stack.values())
     heights = [numpy.append(one, one[-1:]) / GIB for one in values]
-    colors = [COLORS[name] for name in stack]
+    colors = colors_of(stack)
     axes.stackplot(places, heights, labels=list(stack), colors=colors, step="post", linewidth=0)
-    axes.plot(places, sum(heights), color="black", linewidth=0.9, drawstyle="steps-post")
+    # A thin line: a peak of a few places would otherwise be all line.
+    axes.plot(places, sum(heights), color="#555555", linewidth=0.35, drawstyle="steps-post")
     clean(axes)
     axes.set_ylabel("HBM in use,\nGiB a device")
     axes.xaxis.set_major_formatter("{x:,g}")
@@ -170,7 +183,13 @@ def _draw_memory(report: Report, axes: Axes, x: numpy.ndarray, end: float) -> No
     axes.plot(x[[report.schedule.peak_index]], [peak], marker="v", color="black", clip_on=False)
     where = "dashed" if shown else "above this axis"
     words = f"peak {peak:.2f} GiB; capacity {capacity:.2f} GiB ({where})"
-    axes.set_title(words, loc="right", fontsize=10, weight="bold")
+    axes.set_title(words, loc="left", fontsize=10, weight="bold")
+
+
+def colors_of(kinds: Iterable[str]) -> list[str]:
+    """The colour of each kind of buffer."""
+    shades = iter(_ACTIVATIONS)
+    return [COLORS.get(kind) or next(shades, _ACTIVATIONS[-1]) for kind in kinds]
 
 
 def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
@@ -183,7 +202,7 @@ def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
     pairs = zip(edges, edges[1:], strict=False)
     spots = numpy.array([a + int(numpy.argmax(total[a:b])) for a, b in pairs], dtype=int)
     stack = {}
-    for name, buffers in _purposes(report.schedule).items():
+    for name, buffers in buffers_by_kind(report.schedule).items():
         change = numpy.zeros(len(total) + 1)
         for b in buffers:
             change[b.born] += b.bytes
@@ -196,27 +215,15 @@ def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
     return spots, stack
 
 
-def _purposes(schedule: Schedule) -> dict[str, list[Buffer]]:
-    gathers = {c.name for c in schedule.collectives if "all-gather" in (c.kind, c.asked)}
-    found: dict[str, list[Buffer]] = {name: [] for name in _PURPOSES}
-    for buffer in schedule.buffers:
-        if buffer.category != "temporary":
-            found[buffer.category + "s"].append(buffer)
-        elif buffer.name in gathers or buffer.opcode.startswith("all-gather"):
-            found["gathered weights"].append(buffer)
-        else:
-            phase = f"made in {buffer.phase}"
-            found[phase if phase in found else "other temporaries"].append(buffer)
-    return found
-
-
 def _draw_largest(report: Report, axes: Axes) -> None:
     """Draw the ten largest buffers as bars with their names."""
-    colors = {b: COLORS[name] for name, some in _purposes(report.schedule).items() for b in some}
+    kinds = buffers_by_kind(report.schedule)
+    pairs = zip(colors_of(kinds), kinds.values(), strict=True)
+    colors = {b: color for color, some in pairs for b in some}
     for row, b in enumerate(report.schedule.live_at_peak()[:10]):
         axes.barh(row + 0.38, b.bytes / MIB, 0.3, color=colors[b])
         owner = f"argument {b.name}" if b.category == "argument" else f"{b.opcode}, {b.module}"
-        text = _known(f"{b.bytes / MIB:,.1f} MiB   {short(b.shape, 30)}   {short(owner, 42)}")
+        text = _known(f"{b.bytes / MIB:,.1f} MiB   {short(b.shape, 24)}   {short(owner, 34)}")
         label = axes.text(0, row, text, fontsize=8.5, va="center", parse_math=False)
         label.set_in_layout(False)
     axes.set_title("Ten largest buffers live at the peak", loc="left", fontsize=11, weight="bold")
@@ -258,8 +265,9 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
     present = {kind for _, bars in rows for _, _, kind in bars}
     patches = [Patch(color=COLORS[kind], label=kind) for kind in _KINDS if kind in present]
     axes.legend(
-        handles=patches, ncols=7, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), frameon=False
-    )
+        handles=patches, ncols=7, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1),
+        frameon=False, columnspacing=1.0, handlelength=1.2,
+    )  # fmt: skip
 
 
 def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..records import KINDS, Collective, HostNeeds, Op
+from ..records import KINDS, Buffer, Collective, HostNeeds, Op, Schedule
 
 if TYPE_CHECKING:
     from .report import Report
@@ -23,11 +24,13 @@ _RECOMPUTATION, _OPTIMIZER = "recomputation", "optimizer"
 _KIND_OF_WORK = {
     "matmul": "matmuls and what is fused with them",
     "kernel": "attention and other Pallas kernels",
+    "attention": "attention without a kernel (batched matmuls, softmax)",
     "elementwise": "normalization and other elementwise",
     "copy": "copies and changes of layout",
     "": "compute of unknown kind",  # reports of older versions
 }
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_ACTIVATIONS, _MODULES = "activations of {}", 4
 _COLUMN = 66  # characters of the last column in a line
 _PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
 
@@ -184,6 +187,7 @@ def sections(report: Report) -> list[Section]:
         _memory(report),
         _host(report),
         _parts(report),
+        _hbm_by_kind(report),
         _largest(report),
         _collectives(report),
         _by_unit(report),
@@ -296,6 +300,56 @@ def _largest(report: Report) -> Section:
     return Section(title, ("MiB", "op", "module or name", "role"), tuple(rows))
 
 
+def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
+    """All buffers by what they hold: parameters, optimizer state, gathered weights, activations of
+    the modules that need most of it, and so on. Numbered modules, such as equal blocks, count
+    together."""
+    gathers = {c.name for c in schedule.collectives if "all-gather" in (c.kind, c.asked)}
+    trained = {b.name.partition(" of ")[2] for b in schedule.buffers if b.category == "argument"}
+    needed = Counter[str]()
+    for one in schedule.live_at_peak() if schedule.curve else ():
+        if (one.category, one.phase) == ("temporary", "forward") and one.name not in gathers:
+            needed[_NUMBER.sub(".N", one.module)] += one.bytes
+    largest = [module for module, _ in needed.most_common(_MODULES) if module]
+    before = ("parameters", "optimizer state", "other arguments", "outputs", "gathered weights")
+    after = ("other activations", "made in backward", "made in optimizer", "other temporaries")
+    names = [*before, *map(_ACTIVATIONS.format, largest), *after]
+    found: dict[str, list[Buffer]] = {name: [] for name in names}
+    for buffer in schedule.buffers:
+        module = _NUMBER.sub(".N", buffer.module)
+        if buffer.category == "argument":
+            if " of " in buffer.name:
+                kind = "optimizer state"
+            else:
+                kind = "parameters" if buffer.name in trained else "other arguments"
+        elif buffer.category == "output":
+            kind = "outputs"
+        elif buffer.name in gathers or buffer.opcode.startswith("all-gather"):
+            kind = "gathered weights"
+        elif buffer.phase == "forward":
+            kind = _ACTIVATIONS.format(module) if module in largest else "other activations"
+        else:
+            kind = f"made in {buffer.phase}"
+        found[kind if kind in found else "other temporaries"].append(buffer)
+    return found
+
+
+def _hbm_by_kind(report: Report) -> Section:
+    at = report.schedule.peak_index
+    sizes = {
+        kind: sum(b.bytes for b in buffers if b.born <= at <= b.dies)
+        for kind, buffers in buffers_by_kind(report.schedule).items()
+    }
+    small = sum(sizes.values()) < GIB
+    scale, digits, unit = (MIB, 1, "MiB") if small else (GIB, 3, "GiB")
+    rows = [
+        (kind, figure(size / scale, digits), percent(size / report.hbm_capacity, 1))
+        for kind, size in sizes.items()
+        if round(size / scale, digits)
+    ]
+    return Section("HBM at the peak, by kind", (unit, "of the capacity"), tuple(rows))
+
+
 def _collectives(report: Report) -> Section:
     """By kind; those whose kind the compiler changed are listed separately."""
     kinds: dict[str, list[Collective]] = {}
@@ -316,18 +370,29 @@ def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
 
 
 def _by_unit(report: Report, most: int = 5) -> Section:
-    """Bytes by top-level unit, the largest first; empty if the program names no modules."""
+    """Bytes by top-level unit, the largest first, numbered ones together.
+
+    Empty if the program names no modules.
+    """
     collectives = report.schedule.collectives
     unit = units(c.module for c in collectives)
     found: dict[str, list[Collective]] = {}
+    members: dict[str, set[str]] = {}
     for c in collectives if any(unit.values()) else ():
-        found.setdefault(unit[c.module] or "(no module)", []).append(c)
+        name = _NUMBER.sub(".N", unit[c.module]) or "(no module)"
+        found.setdefault(name, []).append(c)
+        members.setdefault(name, set()).add(unit[c.module])
     ranked = sorted(found.items(), key=lambda item: -wire(item[1]))
-    if len(ranked) > most + 1:
+    rows = [(_together(name, members[name]), *_counts(some)) for name, some in ranked[:most]]
+    if len(ranked) > most:
         rest = [c for _, some in ranked[most:] for c in some]
-        ranked = [*ranked[:most], (f"others ({len(ranked) - most})", rest)]
-    rows = [(short(u, 40), *_counts(some)) for u, some in ranked]
+        rows.append((f"{len(ranked) - most} smaller", *_counts(rest)))
     return Section("Collectives by module", _COUNTED, tuple(rows))
+
+
+def _together(name: str, members: Collection[str]) -> str:
+    """The name of a row for several numbered modules."""
+    return f"{short(name, 36)} ({len(members)})" if len(members) > 1 else short(name, 40)
 
 
 def _traffic(report: Report) -> Section:
@@ -428,8 +493,7 @@ def _time_by_module(report: Report, most: int = 8) -> Section:
     ranked = sorted(found.items(), key=lambda item: -sum(item[1].values()))
     rows = []
     for name, times in ranked[:most]:
-        count = len(members[name])
-        shown = f"{short(name, 36)} ({count})" if count > 1 else short(name, 40)
+        shown = _together(name, members[name])
         rows.append((shown, *(figure(1e3 * times[one], 2) for one in columns)))
     if ranked[most:]:
         rest = [sum(times[one] for _, times in ranked[most:]) for one in columns]

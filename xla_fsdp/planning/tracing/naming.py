@@ -40,10 +40,12 @@ class Naming:
 
     Attributes:
         roots: modules that the step called itself, not another module, in their order.
+        in_backward: whether a backward was traced since this was last set to False.
     """
 
     def __init__(self, on_root_call: Callable[[], object]) -> None:
         self.roots: list[nn.Module] = []
+        self.in_backward = False
         self._on_root_call = on_root_call
         self._names: dict[nn.Module, str] = {}
         self._threads = _Thread()
@@ -149,6 +151,7 @@ class Naming:
         current = self._threads.gradient
         current.clear()  # the previous scope must end first
         current.append(xlac.scope(f"backward[{name}]"))
+        self.in_backward = True
 
 
 class _Thread(threading.local):

@@ -278,11 +278,12 @@ class _Run:
         assert self.boundary is not None, "the step has not begun"
         tensors = self.live.all()
         program = self.boundary.lower(tensors, self._names(self.boundary))
+        backward, self.naming.in_backward = self.naming.in_backward, False
         sent = [t.numel() * t.dtype.itemsize for t in gradients_for_host(self.naming.roots)]
         # The parameters of streamed units are on the device only while the unit computes.
         streamed = any(unit.stream is not None for unit in units_of(self.naming.roots))
         if streamed and program is not None and not self.optimizers.stepped:
-            self._add_part(program, tensors, sum(sent))
+            self._add_part(program, tensors, sum(sent), backward)
         elif self.sent and not sent:  # during the step on the host: norms, ignored parameters
             self.has_optimizer = self.has_optimizer or bool(self.optimizers.stepped)
             return
@@ -295,7 +296,11 @@ class _Run:
         self.units = traced_units(self.naming.roots)
 
     def _add_part(
-        self, program: TracedProgram, tensors: Iterable[torch.Tensor], to_host: int
+        self,
+        program: TracedProgram,
+        tensors: Iterable[torch.Tensor],
+        to_host: int,
+        backward: bool,
     ) -> None:
         """Adds ``program``, which was lowered last. Equal programs are the same object."""
         assert self.boundary is not None
@@ -304,7 +309,7 @@ class _Run:
             [one for one in map(inspect_tensor, tensors) if not one.pending]
         )
         sent = _sent(self.naming.roots) - sum(part.to_device for part in self.parts)
-        self.parts.append(TracedPart(next(same, program), beside, sent, to_host))
+        self.parts.append(TracedPart(next(same, program), beside, sent, to_host, backward))
 
     def _updates_parameters(self, program: TracedProgram) -> bool:
         """Whether it updates parameters, also with an optimizer that is not a torch class."""
@@ -361,12 +366,14 @@ class TracedPart:
         beside: bytes of tensors on the device that the program neither reads nor computes.
         to_device: bytes of shards that the host sends for it.
         to_host: bytes of gradients that it computes for the host.
+        backward: whether it computes gradients; otherwise it is a forward.
     """
 
     program: TracedProgram
     beside: int
     to_device: int
     to_host: int
+    backward: bool
 
 
 def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:

@@ -18,16 +18,32 @@ import torch
 from torch import nn
 
 from ...names import is_wrapper
-from ...sharding.comm_plan import reduced_in
-from ...sharding.layout import Layout
+from ...sharding.comm_plan import (
+    SMALL_BYTES,
+    Collective,
+    Divisors,
+    plan_gathers,
+    plan_reductions,
+    reduced_in,
+)
 from .naming import plain
 
 
 class OnWire(NamedTuple):
-    """A full tensor as it is sent, with padding."""
+    """What one collective sends: a full tensor with padding, or several small ones.
+
+    ``rows``: its length along dimension 0. ``shared``: whether it is for small tensors.
+    """
 
     bytes: int
-    rows: int  # its length along dimension 0
+    rows: int
+    shared: bool = False
+
+    @classmethod
+    def of(cls, planned: Collective) -> OnWire:
+        """What ``planned`` sends."""
+        shared = len(planned.tensors) > 1 or planned.bytes <= SMALL_BYTES
+        return cls(planned.bytes, planned.ranks * planned.shape[0], shared)
 
 
 @dataclass(frozen=True)
@@ -36,8 +52,8 @@ class TracedUnit:
 
     ``name``: dotted, "" for the root. ``elements``: of its parameters, each counted once, without
     padding; ``trainable``: of those that are trained. ``itemsize``: bytes of an element in the
-    dtype in which it is gathered. ``gathered``: its tensors; ``reduced``: gradients of those that
-    are trained. Scanned blocks are one unit.
+    dtype in which it is gathered. ``gathered``, ``reduced``: the collectives of its parameters, and
+    of the gradients of those that are trained. Scanned blocks are one unit.
     """
 
     name: str
@@ -58,29 +74,25 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
                 continue
             seen.add(module)
             unit = module._unit
+            options, world = unit.options, unit.world
             elements = trainable = wire = 0
-            gathered, reduced = [], []
-            for tensor in unit.tensors:
-                dtype, layout = tensor.spec.compute_dtype(unit.options.compute_dtype), tensor.layout
-                if not layout.numel:
-                    continue
+            specs = [tensor.spec for tensor in unit.tensors]
+            dtypes: dict[int, torch.dtype] = {}  # of gradients
+            for number, tensor in enumerate(unit.tensors):
+                dtype, layout = tensor.spec.compute_dtype(options.compute_dtype), tensor.layout
                 elements += layout.numel
                 wire += layout.numel * dtype.itemsize
-                gathered.append(_on_wire(layout, dtype))
-                if tensor.shard.requires_grad:
+                if layout.numel and tensor.shard.requires_grad:
                     trainable += layout.numel
-                    reduced.append(_on_wire(layout, reduced_in(dtype, unit.options)))
+                    dtypes[number] = reduced_in(dtype, options)
             if elements:
-                itemsize = round(wire / elements)
+                gathers = plan_gathers(specs, options, world)
+                reductions = plan_reductions(specs, dtypes, world, Divisors.of(world, False))
                 found.append(TracedUnit(
-                    plain(name), elements, trainable, itemsize, tuple(gathered), tuple(reduced)
+                    plain(name), elements, trainable, round(wire / elements),
+                    tuple(map(OnWire.of, gathers)), tuple(map(OnWire.of, reductions)),
                 ))  # fmt: skip
     return tuple(found)
-
-
-def _on_wire(layout: Layout, dtype: torch.dtype) -> OnWire:
-    rows = layout.size * layout.comm_shape[0]
-    return OnWire(math.prod(layout.padded_shape) * dtype.itemsize, rows)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -22,12 +26,14 @@ from ..tracing.step import TracedStep, trace_step
 from .blocks import Blocks
 from .estimate import Estimates
 from .facts import StepFacts, facts_of
-from .search import Measured, Search, what_would_fit
-from .settings import ShardingSettings
-from .space import GROUPS, MANY_BLOCKS, Space, checked_search
+from .search import Measured, Search, extrapolate, what_would_fit
+from .settings import ShallowSettings, ShardingSettings
+from .space import DEPTHS, MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
 
 Step = Callable[[ShardingSettings], Any]
+
+_OFTEN = 60.0  # seconds between lines on the progress of one compilation
 
 
 def tune(
@@ -63,7 +69,9 @@ def tune(
 
     The step is traced a few times to measure what it computes, stores and sends. From this, time
     and memory of all candidates are estimated. The most promising ones, at most ``budget``, are
-    compiled as ``plan`` does. The result is the fastest compiled candidate that fits: by modelled
+    compiled as ``plan`` does. Where a model has many blocks that are not in one loop, two programs
+    with few of them are compiled and their figures extrapolated; the fastest candidate is then
+    compiled with all blocks. The result is the fastest compiled candidate that fits: by modelled
     time per sample if ``batch`` is given, else per step. Results are cached with those of plans,
     by a digest of program, slice, options and versions, so an interrupted search continues from
     where it stopped.
@@ -115,7 +123,7 @@ def tune(
     used = find_compiler(compiler)
     used.require_knows(where.chip)
     require_extra(used)
-    shown = Progress() if progress else Progress(None)
+    shown = _SearchProgress(budget) if progress else _SearchProgress(budget, None)
     steps = _Steps(
         step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown, figures, used
     )
@@ -132,8 +140,8 @@ def tune(
             for one in names
         }
         scans, why_not = _scans(steps.trace, wanted, facts["blocks"], batches[0])
-        groups = scans or _groups(steps.trace, wanted, facts["blocks"], batches[0])
-    space = Space.of(facts["blocks"], modelled, batches, scans, wanted, groups)
+        steps.blocks, how_deep = _extrapolated(steps.trace, facts["blocks"], batches[0])
+    space = Space.of(facts["blocks"], modelled, batches, scans, wanted)
     capacity = where.chip.device_usable_hbm_bytes(steps.host({}).chip_config)
     estimates = Estimates(facts, modelled)
     search_ = Search(
@@ -159,7 +167,7 @@ def tune(
         from_cache=steps.from_cache,
         samples=batches[0] is not None,
         advice=tuple(advice),
-        notes=tuple(filter(None, (why_no_own, why_not))),
+        notes=tuple(filter(None, (why_no_own, why_not, how_deep))),
         title=title,
     )
 
@@ -174,7 +182,7 @@ class _Steps:
         further: Mapping[str, str],
         launcher: str,
         cache: PlanCache,
-        progress: Progress,
+        progress: _SearchProgress,
         figures: Calibration | None,
         compiler: Compiler,
     ) -> None:
@@ -183,6 +191,10 @@ class _Steps:
         self._further, self._launcher = further, launcher
         self._cache, self._progress = cache, progress
         self.from_cache = 0
+        # The number of blocks, if figures are extrapolated from programs with few of them.
+        self.blocks = 0
+        # What a program of all blocks took to compile without a loop, and two of few; 0: unknown.
+        self._full_seconds = self._few_seconds = 0.0
 
     def host(self, options: Mapping[str, str]) -> HostOptions:
         """The options of libtpu on such a host, with the compiler ``options`` of settings added."""
@@ -194,16 +206,30 @@ class _Steps:
     def trace(self, settings: ShardingSettings) -> TracedStep:
         return self._traced(lambda: self._step(settings), self.host(settings.compiler_options))
 
-    def measure(self, settings: ShardingSettings) -> Measured:
-        host = self.host(settings.compiler_options)
-        return self.compile(str(settings), lambda: self._step(settings), host)
+    def measure(self, settings: ShardingSettings, full: bool) -> Measured:
+        """``full``: with all blocks; otherwise extrapolate where that is possible."""
+        host, name = self.host(settings.compiler_options), str(settings)
+        alike = settings.recompute in ("none", "all") and not settings.kept_blocks
+        pays = not self._full_seconds or self._few_seconds < self._full_seconds
+        if full or settings.scan or not (self.blocks and alike and pays):
+            found = self.compile(name, lambda: self._step(settings), host)
+            if not settings.scan:
+                self._full_seconds = found.compile_seconds
+            return found
+        few = [
+            self.compile(f"{name}, {one.depth} blocks", partial(self._step, one), host)
+            for one in (ShallowSettings.of(settings, depth) for depth in DEPTHS)
+        ]
+        self._few_seconds = sum(one.compile_seconds for one in few)
+        return extrapolate(few, DEPTHS, self.blocks)
 
     def compile(self, name: str, step: Callable[[], Any], host: HostOptions) -> Measured:
         with self._progress.while_doing(f"tracing {name}"):
             traced = self._traced(step, host)
-        compiled = compile_step(
-            traced.program, self._where, host, self._cache, self._progress, self._compiler
-        )
+        with self._progress.while_compiling():
+            compiled = compile_step(
+                traced.program, self._where, host, self._cache, self._progress, self._compiler
+            )
         self.from_cache += compiled.from_cache
         report = make_report(self._where, compiled, traced, (0,), 1, "", host, self._figures)
         timing, fits = report.timing, report.fits
@@ -248,25 +274,65 @@ def _scans(
         return False, ""
     if why := _why_impossible(trace, ShardingSettings(batch=batch, scan=True, recompute="all")):
         return False, f"Blocks cannot be scanned: {why}"
-    if len(facts.blocks) > MANY_BLOCKS and "scan" not in wanted:
-        return True, (
-            f"{len(facts.blocks)} blocks were tried only with scan=True, which compiles in a "
-            'fraction of the time and memory; search={"scan": [False, True]} tries both.'
-        )
     return True, ""
 
 
-def _groups(
-    trace: Callable[[ShardingSettings], Any],
-    wanted: Mapping[str, Collection[Any]],
-    facts: StepFacts,
-    batch: int | None,
-) -> bool:
-    """Whether several blocks can share a unit. The conditions are those of one loop, so
-    :func:`_scans` has noted the reason if they cannot."""
-    if "blocks_per_unit" in wanted or len(facts.blocks) < 2 * min(GROUPS):
-        return False
-    return not _why_impossible(trace, ShardingSettings(batch=batch, blocks_per_unit=min(GROUPS)))
+def _extrapolated(
+    trace: Callable[[ShardingSettings], TracedStep], facts: StepFacts, batch: int | None
+) -> tuple[int, str]:
+    """The number of blocks, if figures are extrapolated to them, else 0; and a note on it."""
+    blocks = len(facts.blocks)
+    if blocks <= MANY_BLOCKS:
+        return 0, ""
+    try:
+        units = len(trace(ShallowSettings(batch=batch, depth=DEPTHS[0])).units)
+        if len(facts.units) - units != blocks - DEPTHS[0]:
+            raise ValueError(f"without them, {units} of {len(facts.units)} units are left")
+    except (ValueError, TypeError, RuntimeError, IndexError, AttributeError, KeyError) as error:
+        why = to_one_line(error, 200)
+        return 0, f"Every program had all blocks, since none can be left out: {why}"
+    return blocks, (
+        f"Without scan, figures of {blocks} blocks are first extrapolated from {DEPTHS[0]} and "
+        f"{DEPTHS[1]} of them; the best was then compiled with all."
+    )
+
+
+class _SearchProgress(Progress):
+    """Also shows the number of the compilation, the time since the start and what remains."""
+
+    def __init__(self, budget: int, stream: TextIO | None = sys.stderr) -> None:
+        super().__init__(stream)
+        self._budget, self._began, self._said = budget, time.monotonic(), 0.0
+        self._seconds: list[float] = []  # of each compilation so far
+
+    @contextlib.contextmanager
+    def while_compiling(self) -> Iterator[None]:
+        """What happens in this context is one compilation."""
+        began = time.monotonic()
+        yield
+        self._seconds.append(time.monotonic() - began)
+
+    def update(self, what: str, seconds: float) -> None:
+        terminal = self._stream is not None and self._stream.isatty()
+        if terminal or self._shown != what or seconds - self._said >= _OFTEN:
+            self._shown, self._said = "", seconds
+            super().update(f"{what}, {self._status(seconds)}", seconds)
+            self._shown = what
+
+    def _status(self, seconds: float) -> str:
+        """``seconds``: how long the present compilation has taken."""
+        done = len(self._seconds)
+        status = f"{done + 1} of at most {self._budget}; {_minutes(self._began)} so far"
+        if done:
+            mean = sum(self._seconds) / done
+            left = max((self._budget - done) * mean - seconds, 0.0)
+            status += f", at most about {_minutes(time.monotonic() - left)} remain"
+        return status
+
+
+def _minutes(since: float) -> str:
+    seconds = round(time.monotonic() - since)
+    return f"{seconds // 60}:{seconds % 60:02} min"
 
 
 def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:

@@ -1,23 +1,14 @@
-"""Find the repeated blocks of a model, and whether one ``nn.Sequential`` runs all of them.
-
-Also modules that run blocks one after the other, several of them in one unit. Parameters keep the
-names that they have in an ``nn.Sequential``.
-"""
+"""Find the repeated blocks of a model, and whether one ``nn.Sequential`` runs all of them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import nn
 
 # How a caller gives the blocks: the dotted name of their list, their classes, or None to find them.
 Blocks = str | Collection[type[nn.Module]] | None
-
-# The prefix of the attribute names of units. It is removed from all names that users see.
-_UNIT = "_unit_"
-_IN_NAMES = re.compile(rf"(^|\.){_UNIT}\d+\.")
 
 
 def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
@@ -45,12 +36,16 @@ def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     return found
 
 
-def list_of(model: nn.Module, blocks: Collection[nn.Module]) -> str | None:
-    """The dotted name of the ``nn.Sequential`` that consists of exactly these ``blocks``; ``None``
-    if there is none."""
+def list_of(
+    model: nn.Module,
+    blocks: Collection[nn.Module],
+    kinds: Collection[type[nn.Module]] = (nn.Sequential,),
+) -> str | None:
+    """The dotted name of the module of one of ``kinds`` that consists of exactly these ``blocks``;
+    ``None`` if there is none."""
     wanted = list(blocks)
     for name, module in model.named_modules():
-        if type(module) is nn.Sequential and name and list(module) == wanted:
+        if type(module) in kinds and name and list(module.children()) == wanted:
             return name
     return None
 
@@ -122,115 +117,3 @@ class BlockRow(nn.Sequential):
         for block in self:
             input = block(input, *args, **kwargs)
         return input
-
-
-def named_row(blocks: Mapping[int, nn.Module]) -> BlockRow:
-    """A row of blocks by their numbers in the model: the module that one unit wraps."""
-    row = BlockRow()
-    for number, block in blocks.items():
-        row.add_module(str(number), block)
-    return row
-
-
-class GroupedBlocks(nn.Module):
-    """All blocks of a model, in units of several blocks. The model calls it: ``x = blocks(x)``.
-
-    Parameters, modules and state dicts have the same names as in an ``nn.Sequential`` of the
-    blocks, so the two can load each other's checkpoints.
-
-    Args:
-        units: wrappers, each around a :func:`named_row`; built one at a time.
-    """
-
-    def __init__(self, units: Iterable[nn.Module]) -> None:
-        super().__init__()
-        for number, unit in enumerate(units):
-            self.add_module(f"{_UNIT}{number}", unit)
-        self._register_state_dict_hook(_without_units)
-        self.register_load_state_dict_pre_hook(_with_units)
-        self.register_load_state_dict_post_hook(_reported_without_units)
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        for unit in self.children():
-            x = unit(x, *args, **kwargs)
-        return x
-
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As in wrappers, a unit has the same name as this module."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        for unit in self.children():
-            yield from unit.named_modules(memo, prefix, remove_duplicate)
-
-    def __getattr__(self, name: str) -> Any:
-        """A block by its number, for ``get_submodule("blocks.3.up")``."""
-        if name.isdecimal():
-            for unit in self.children():
-                if name in _row(unit)._modules:
-                    return _row(unit)._modules[name]
-        return super().__getattr__(name)
-
-    def __getitem__(self, number: int) -> Any:
-        return getattr(self, str(number if number >= 0 else number + len(self)))
-
-    def __len__(self) -> int:
-        return sum(len(_row(unit)) for unit in self.children())
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(
-            "with blocks_per_unit > 1 the blocks cannot run one by one: call x = blocks(x) instead "
-            "of looping over them"
-        )
-
-
-def _row(unit: nn.Module) -> BlockRow:
-    row = unit.module
-    assert isinstance(row, BlockRow)
-    return row
-
-
-def _without_units(
-    module: GroupedBlocks, state_dict: dict[str, Any], prefix: str, local_metadata: Any
-) -> None:
-    """State-dict hook. It removes and re-inserts every key, which preserves the order."""
-    for key in list(state_dict):
-        value, inside = state_dict.pop(key), key[len(prefix) :]
-        state_dict[prefix + _cleaned(inside) if key.startswith(prefix) else key] = value
-
-
-def _with_units(
-    module: GroupedBlocks,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """Load hook: adds the names of units to the keys."""
-    units = {block: name for name, unit in module.named_children() for block in _row(unit)._modules}
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        inside = key[len(prefix) :]
-        unit = units.get(inside.partition(".")[0])
-        if unit is not None:
-            state_dict[f"{prefix}{unit}.{inside}"] = state_dict.pop(key)
-    module.__dict__["_load_errors"] = errors
-
-
-def _reported_without_units(module: GroupedBlocks, found: tuple[list[str], list[str]]) -> None:
-    for names in (*found, module.__dict__.pop("_load_errors", [])):
-        names[:] = [_cleaned(name) for name in names]
-
-
-def _cleaned(name: str) -> str:
-    return _IN_NAMES.sub(r"\1", name)

@@ -1,15 +1,18 @@
 """Estimate time and memory of a step with given settings, without tracing or compiling it.
 
-Time is compute plus the exposed collectives, which do not overlap with compute.
+Time: the step is written as a schedule of units, and ``planning/timing.py`` times it, as it times a
+compiled program: the same links, the same overlap, the same bandwidth to the host.
 
 * Compute of a unit: its forward once, its backward twice that (``program/flops.py`` has the
   source), and its forward again if it is recomputed. The optimizer reads and writes its state once
   at the bandwidth of HBM.
 * Parameters are gathered for the forward, and again for the backward unless they are kept;
   gradients are reduced. If the compiler overlaps gathers with compute, the gather of a unit
-  overlaps with the compute of the unit before it. Everything else is exposed.
-* The tensors of a unit are sent in several collectives, see ``sharding/comm_plan.py``. Each large
-  one has a separate collective, whose route over the links depends on its bytes.
+  starts with the compute of the unit before it. All others are synchronous.
+* The collectives of a unit are those of its communication plan (``sharding/comm_plan.py``), along
+  the routes that they would take (``collectives/routes.py``).
+* An input that is stored on the host is copied there while the next block computes, and back
+  during the backward of the block before it.
 
 Memory is the sum of: sharded parameters, optimizer state and gradients; what the forward saves for
 the backward; full parameters and gradients of the units that have them at the same time; and the
@@ -19,16 +22,16 @@ results of compiled candidates correct them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any
 
 from ...collectives.routes import Routes
-from ...sharding.comm_plan import SMALL_BYTES
-from ...sharding.layout import LANES
-from ...tpu.links import Links, OneCollective
+from ...tpu.links import Links, OneCollective, Traffic
 from ...tpu.topology import Slice
+from ..records import Collective, HostCopy, Op, Schedule
+from ..timing import time_step
 from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
 from .settings import ShardingSettings, keeps
@@ -42,104 +45,76 @@ CODE_BYTES = 12 << 20
 AHEAD = 0.03
 
 
-class Reducing(NamedTuple):
-    """Seconds of the reductions of a unit.
+@dataclass(frozen=True)
+class UnitCollective(Collective):
+    """All gathers or all reductions of a unit that happen at one place. ``parts``: each of them."""
 
-    ``waited``: reductions for which compute waits. ``beside``: ring reductions, which overlap with
-    compute. ``adding``: the additions of ring reductions, which the chip computes itself: it reads
-    two values and writes one.
-    """
-
-    waited: float
-    beside: float
-    adding: float
+    parts: tuple[OneCollective, ...] = ()
 
 
-def collectives(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
-    """The collectives for ``tensors``: one for all small ones, and one for each large one."""
-    tensors = tuple(tensors)
-    size = sum(one.bytes for one in small(tensors))
-    together = (OnWire(size, max(size // (2 * LANES), 1)),) if size else ()  # elements of 16 bits
-    return together + large(tensors)
-
-
-def small(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
-    return tuple(one for one in tensors if one.bytes <= SMALL_BYTES)
-
-
-def large(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
-    return tuple(one for one in tensors if one.bytes > SMALL_BYTES)
-
-
-class Wire:
-    """Seconds of the collectives of a unit on ``where``."""
+class UnitLinks(Links):
+    """The links of a slice, for the collectives of units. Caches what it was asked, because blocks
+    are alike and every candidate needs these."""
 
     def __init__(self, where: Slice) -> None:
-        self._where = where
-        self._links = Links(where)
-        self._routes = Routes(where)
-        self.seconds = lru_cache(maxsize=None)(self._seconds)
-        # Cached, because blocks are alike and every candidate needs these.
-        self.gathering = lru_cache(maxsize=None)(self._gathering)
-        self.reducing = lru_cache(maxsize=None)(self._reducing)
+        super().__init__(where)
+        self.where = where
+        self._ways = Routes(where)
+        self.parts = lru_cache(maxsize=None)(self._parts)
+        self.on_rings = lru_cache(maxsize=None)(self._on_rings)
+        self._total = lru_cache(maxsize=None)(
+            lambda parts: sum(super(UnitLinks, self).seconds(part) for part in parts)
+        )
 
-    def _gathering(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> float:
-        """Seconds of the gathers of ``tensors`` over groups of ``ranks`` consecutive ranks."""
-        sent = collectives(tensors)
-        return sum(self.seconds("all-gather", one.bytes, ranks, routes) for one in sent)
+    def seconds(self, collective: Traffic) -> float:
+        """Seconds of one execution, one part after the other."""
+        if isinstance(collective, UnitCollective):
+            return float(self._total(collective.parts))
+        return super().seconds(collective)
 
-    def _reducing(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> Reducing:
-        waited = beside = adding = 0.0
-        for one in collectives(tensors):
-            seconds = self.seconds("reduce-scatter", one.bytes, ranks, routes)
-            whole = ranks == self._where.devices and self._where.count == 1 and routes != "default"
-            if whole and self._routes.reduction(one.bytes, one.rows).overlaps:
-                beside += seconds
-                adding += 3 * one.bytes / self._where.chip.device_hbm_bandwidth
-            else:
-                waited += seconds
-        return Reducing(waited, beside, adding)
+    def _parts(
+        self, kind: str, tensors: tuple[OnWire, ...], ranks: int, routes: str
+    ) -> tuple[OneCollective, ...]:
+        """The collectives of ``tensors`` over groups of ``ranks`` consecutive ranks.
 
-    def _seconds(self, kind: str, size: int, ranks: int, routes: str = "auto") -> float:
-        """Seconds of one collective over groups of ``ranks`` consecutive ranks.
-
-        ``kind``: "all-gather", "reduce-scatter" or "all-reduce"; ``size``: bytes of the larger of
-        operand and result.
+        ``kind``: "all-gather", "reduce-scatter"; or "all-reduce", over the copies of parameters of
+        which each is sharded over ``ranks`` consecutive ranks.
         """
-        devices = self._where.devices
-        if ranks <= 1 or not size:
-            return 0.0
-        one = devices // self._where.count  # ranks of one slice
-        if ranks > one:
-            return self._between(kind, size, ranks // one) + self.seconds(kind, size, one)
-        if ranks == one and self._where.count == 1 and kind != "all-reduce":
+        return tuple(part for one in tensors for part in self._of(kind, one, ranks, routes))
+
+    def _of(self, kind: str, tensor: OnWire, ranks: int, routes: str) -> Iterator[OneCollective]:
+        where, size = self.where, tensor.bytes
+        one = where.devices // where.count  # ranks of one slice
+        if kind == "all-reduce":
+            if where.count > 1 and ranks < where.devices:
+                yield self._over_network(kind, size // ranks, where.count)
+            if ranks < one:
+                groups = tuple(tuple(range(first, one, ranks)) for first in range(ranks))
+                yield OneCollective(kind, size // ranks, groups)
+        elif ranks > one:
+            yield self._over_network(kind, size // one, ranks // one)
+            yield from self._of(kind, tensor, one, routes)
+        elif ranks == one and where.count == 1:
+            row, ways = max(size // max(tensor.rows, 1), 1), self._ways
             if routes == "default":
-                return self._routes.all(kind, size)[0].seconds
-            gathers, ways = kind == "all-gather", self._routes
-            return (ways.gather(size) if gathers else ways.scatter(size)).seconds
-        groups = tuple(tuple(range(first, first + ranks)) for first in range(0, one, ranks))
-        return self._links.seconds(OneCollective(kind, size, groups))
+                route = ways.all(kind, size, row)[0]
+            else:
+                route = ways.gather(size) if kind == "all-gather" else ways.scatter(size, row)
+            yield from ways.collectives(kind, size, row, route)
+        elif ranks > 1:
+            groups = tuple(tuple(range(at, at + ranks)) for at in range(0, one, ranks))
+            yield OneCollective(kind, size, groups)
 
-    def replicas(self, size: int, ranks: int) -> float:
-        """Seconds of an all-reduce of ``size`` bytes over the copies of the parameters, each of
-        which is sharded over ``ranks`` consecutive ranks."""
-        devices, count = self._where.devices, self._where.count
-        one = devices // count
-        if ranks >= devices:
-            return 0.0
-        between = self._between("all-reduce", size, count) if count > 1 else 0.0
-        if ranks >= one:
-            return between
-        groups = tuple(tuple(range(first, one, ranks)) for first in range(ranks))
-        return between + self._links.seconds(OneCollective("all-reduce", size, groups))
-
-    def _between(self, kind: str, size: int, slices: int) -> float:
-        """Seconds over the data-center network, where each device sends its part of the data
+    def _over_network(self, kind: str, size: int, slices: int) -> OneCollective:
+        """Over the data-center network, where each device sends its part of the data
         (docs/design/time-model.md)."""
-        one = self._where.devices // self._where.count
-        part = size if kind == "all-reduce" else size // one
-        group = tuple(range(slices))
-        return self._links.seconds(OneCollective(kind, part, (group,), across_slices=True))
+        return OneCollective(kind, size, (tuple(range(slices)),), across_slices=True)
+
+    def _on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
+        """Those of ``tensors`` whose gradients are reduced around rings, beside compute."""
+        full = ranks == self.where.devices and self.where.count == 1 and routes != "default"
+        return tuple(one for one in tensors
+                     if full and self._ways.reduction(one.bytes, one.rows).overlaps)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,9 +158,9 @@ class Estimates:
         return other
 
     @cached_property
-    def wire(self) -> Wire:
+    def links(self) -> UnitLinks:
         """The slice's links."""
-        return Wire(self._where)
+        return UnitLinks(self._where)
 
     def facts(self, settings: ShardingSettings) -> StepFacts:
         """The facts of the model with the units and batch of ``settings``."""
@@ -214,7 +189,7 @@ class Estimates:
     ) -> None:
         """Record the compiler's result for ``settings``; times are 0 if the step does not fit. The
         ratio of memory is that of the part that is not ``Estimate.state``."""
-        found, kind = self.of(settings), _kind(settings)
+        found, kind = self.of(settings), kind_of(settings)
         for name, measured, guessed in (
             ("compute", compute, found.compute),
             ("exposed", exposed, found.exposed),
@@ -226,28 +201,80 @@ class Estimates:
 
     def knows(self, settings: ShardingSettings) -> bool:
         """Whether a candidate that computes blocks in the same way was compiled."""
-        return _kind(settings) in self._ratios.get("hbm", {})
+        return kind_of(settings) in self._ratios.get("hbm", {})
 
     def _ratio(self, name: str, settings: ShardingSettings) -> float:
         known = self._ratios.get(name, {})
-        ratios = known.get(_kind(settings)) or [one for some in known.values() for one in some]
+        ratios = known.get(kind_of(settings)) or [one for some in known.values() for one in some]
         return sum(ratios) / len(ratios) if ratios else 1.0
 
     def _of(self, settings: ShardingSettings) -> Estimate:
         """The estimate for ``settings``."""
-        facts, chip = self.facts(settings), self._where.chip
-        shared = settings.shard_group_size or self._where.devices
-        units = self._units(settings)
         state, working = self._memory(settings)
-        forward, backward = (sum(unit.forward for unit in units), sum(u.backward for u in units))
-        adding, exposed = self._waited(_travelling(units, settings), settings, shared)
-        optimizer = 2 * facts.state / shared / chip.device_hbm_bandwidth
-        compute = (forward + backward) * (1 + AHEAD * settings.scan_prefetch) + adding + optimizer
-        # Copies to the host overlap with the forward, and those back with the backward.
+        units = self._units(settings)
+        timing = time_step(self._schedule(units, settings), self._where, 0.0, links=self.links)
         on_host = sum(unit.on_host for unit in units)
-        one_way = on_host / chip.device_host_bandwidth
-        exposed += max(0.0, one_way - forward) + max(0.0, one_way - backward)
-        return Estimate(compute, exposed, state + working, state, on_host)
+        exposed = timing.exposed + timing.copies
+        return Estimate(timing.compute, exposed, state + working, state, on_host)
+
+    def _schedule(self, units: Sequence[_Unit], settings: ShardingSettings) -> Schedule:
+        """The step as a schedule, in which a unit's forward is one operation, as its backward."""
+        facts, chip, count = self.facts(settings), self._where.chip, len(units)
+        shared, hertz = settings.shard_group_size or self._where.devices, chip.clock_hz
+        routes, one_loop = settings.collective_routes, settings.scan
+        beside = chip.overlaps_gathers and (settings.scan_prefetch or not one_loop)
+        longer = 1 + AHEAD * settings.scan_prefetch
+        ops: list[Op] = []
+        sent: list[Collective] = []
+        copies: list[HostCopy] = []
+
+        def compute(at: int, seconds: float, phase: str) -> None:
+            ops.append(Op(at, "", "", round(seconds * hertz), phase=phase))
+
+        def send(
+            kind: str, tensors: tuple[OnWire, ...], at: int, done: int, ranks: int = shared
+        ) -> None:
+            parts = self.links.parts(kind, tensors, ranks, routes)
+            if parts:
+                size = sum(one.bytes for one in tensors)
+                named: Any = {"name": "", "kind": kind, "asked": kind, "dtype": ""}
+                sent.append(UnitCollective(
+                    at, done, **named, bytes=size, groups=(), group_size=ranks, wire_bytes=size,
+                    asynchronous=done > at, parts=parts,
+                    across_slices=all(part.across_slices for part in parts),
+                ))  # fmt: skip
+
+        # Unit i computes its forward at an odd place, 2 i + 1; so do the backwards, after all of
+        # these. Between two of them, at an even place, gradients are reduced.
+        early, end = settings.forward_prefetch or one_loop, 2 * count + 1
+        units = _with_shared_collectives(units, settings)
+        for at, unit in zip(range(1, end, 2), units, strict=True):
+            start = at - 2 if beside and early and at > 1 else at
+            send("all-gather", unit.gathered, start, at)
+            compute(at, longer * unit.forward, "forward")
+            if unit.on_host:  # on the device are the inputs of two blocks
+                copies.append(HostCopy(at, min(at + 4, end), round(unit.on_host), to_host=True))
+        early = settings.backward_prefetch == "pre" or one_loop
+        for at, unit in zip(range(end, 2 * end - 1, 2), reversed(units), strict=True):
+            before = at - 2 if at > end else at
+            if not unit.kept:
+                start, ranks = before if beside and early else at, unit.kept_among or shared
+                send("all-gather", unit.gathered, start, at, min(ranks, shared))
+            if unit.on_host:
+                copies.append(HostCopy(before, at, round(unit.on_host), to_host=False))
+            compute(at, longer * unit.backward, "backward")
+            rings = self.links.on_rings(unit.reduced, shared, routes)
+            send("reduce-scatter", tuple(o for o in unit.reduced if o not in rings), at + 1, at + 1)
+            alone = one_loop and not settings.scan_prefetch  # the loop's iteration waits for it
+            send("reduce-scatter", rings, at + alone, at + 1)
+            send("all-reduce", unit.reduced, at + 1, at + 1)
+            # Of every byte that goes around a ring the chip itself reads two and writes one.
+            added = 3 * sum(one.bytes for one in rings)
+            compute(at, added / chip.device_hbm_bandwidth, "backward")
+        compute(2 * end, 2 * facts.state / shared / chip.device_hbm_bandwidth, "optimizer")
+        return Schedule(
+            2 * end + 1, tuple(ops), tuple(sent), (), (0,), 0, {}, host_copies=tuple(copies)
+        )
 
     def _memory_of(self, settings: ShardingSettings) -> tuple[float, float]:
         """Bytes of HBM: those that do not depend on how the model is computed, and the others."""
@@ -262,49 +289,19 @@ class Estimates:
         """Whether another ``collective_routes`` changes the route of any collective."""
         if settings.shard_group_size not in (None, self._where.devices):
             return False  # only collectives over an entire slice have several routes
-        wire, ranks = self.wire, self._where.devices
+        links, ranks = self.links, self._where.devices
         return any(
-            wire.gathering(unit.gathered, ranks, "auto")
-            != wire.gathering(unit.gathered, ranks, "default")
-            or wire.reducing(unit.reduced, ranks, "auto")
-            != wire.reducing(unit.reduced, ranks, "default")
-            for unit in _travelling(self._units(settings), settings)
+            links.parts(kind, tensors, ranks, "auto")
+            != links.parts(kind, tensors, ranks, "default")
+            or links.on_rings(tensors, ranks, "auto")
+            for unit in _with_shared_collectives(self._units(settings), settings)
+            for kind, tensors in (("all-gather", unit.gathered), ("reduce-scatter", unit.reduced))
         )
 
     def _units(self, settings: ShardingSettings) -> list[_Unit]:
         facts = self.facts(settings)
         rest = len(facts.units) - len(facts.blocks)
         return [_Unit(one, settings, number - rest) for number, one in enumerate(facts.units)]
-
-    def _waited(
-        self, units: Sequence[_Unit], settings: ShardingSettings, shared: int
-    ) -> tuple[float, float]:
-        """Seconds of compute for collectives, and seconds that compute waits for them."""
-        routes = settings.collective_routes
-        beside = self._where.chip.overlaps_gathers and (settings.scan_prefetch or not settings.scan)
-
-        def gather(unit: _Unit, ranks: int = shared) -> float:
-            return self.wire.gathering(unit.gathered, ranks, routes)
-
-        adding, exposed, before = 0.0, 0.0, 0.0
-        for unit in units:  # a gather overlaps with the compute of the unit before
-            early = settings.forward_prefetch or settings.scan
-            exposed += max(0.0, gather(unit) - (before if beside and early else 0.0))
-            before = unit.forward
-        before = 0.0
-        for unit in reversed(units):
-            if not unit.kept:
-                early = settings.backward_prefetch == "pre" or settings.scan
-                hidden = before if beside and early else 0.0
-                ranks = unit.kept_among or shared
-                exposed += max(0.0, gather(unit, min(ranks, shared)) - hidden)
-            before = unit.backward
-            reducing = self.wire.reducing(unit.reduced, shared, routes)
-            exposed += self.wire.replicas(unit.full_gradient // shared, shared)
-            hidden = before if settings.scan_prefetch or not settings.scan else 0.0
-            exposed += reducing.waited + max(0.0, reducing.beside - hidden)
-            adding += reducing.adding
-        return adding, exposed
 
 
 class _Unit:
@@ -336,25 +333,23 @@ class _Unit:
 
 def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[list[_Unit]]:
     """The units that are gathered together."""
-    if settings.units == "model":
-        return [units]
-    size = settings.blocks_per_unit
-    rest = [[unit] for unit in units if not unit.facts.is_block]
-    blocks = units[len(rest) :]
-    return [*rest, *(blocks[n : n + size] for n in range(0, len(blocks), size))]
+    return [units] if settings.units == "model" else [[unit] for unit in units]
 
 
-def _travelling(units: list[_Unit], settings: ShardingSettings) -> list[_Unit]:
-    """Assign tensors to the collectives that send them.
+def _with_shared_collectives(units: Sequence[_Unit], settings: ShardingSettings) -> Sequence[_Unit]:
+    """``units``; if all are one FSDP unit, the small tensors of all share the first collective.
 
-    The small tensors of an FSDP unit are sent in one collective, before all others. Each large one
-    is sent separately and overlaps with what computes before its use, even in the same FSDP unit.
+    Each large tensor is sent separately, and overlaps with what computes before its use.
     """
-    for first, *others in _gathered(units, settings):
-        for unit in others:
-            first.gathered += small(unit.gathered)
-            first.reduced += small(unit.reduced)
-            unit.gathered, unit.reduced = large(unit.gathered), large(unit.reduced)
+    if settings.units == "model":
+        for name in ("gathered", "reduced"):
+            every = [one for unit in units for one in getattr(unit, name)]
+            small = [one for one in every if one.shared]
+            together = OnWire(sum(o.bytes for o in small), sum(o.rows for o in small), True)
+            for unit in units:
+                setattr(unit, name, tuple(one for one in getattr(unit, name) if not one.shared))
+            if small:
+                setattr(units[0], name, (together, *getattr(units[0], name)))
     return units
 
 
@@ -386,7 +381,8 @@ def _code(units: Sequence[object], settings: ShardingSettings) -> float:
     return CODE_BYTES * (2 + 2 * settings.scan_prefetch if settings.scan else len(units))
 
 
-def _kind(settings: ShardingSettings) -> tuple[str, bool]:
+def kind_of(settings: ShardingSettings) -> tuple[str, bool]:
+    """How blocks are computed: what is learned of one candidate holds for others of its kind."""
     how = "host" if settings.offload else str(settings.recompute)
     more = " kept" * bool(settings.keep) + " ahead" * settings.scan_prefetch
     return how + more, settings.scan

@@ -1,5 +1,9 @@
 """Choose the candidates to compile, one after the other, and rank the results.
 
+The figures of a deep model are first extrapolated from programs of few of its blocks; the fastest
+candidate is then compiled with all of them. Inputs are offloaded to the host only where nothing
+fits without.
+
 A candidate saves values for the backward (``kept_blocks``, ``keep``) while the estimate has room:
 
 * Full parameters of units, so that some units use ZeRO-2 and the others ZeRO-3. A saved unit needs
@@ -16,12 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...tpu.topology import Slice, names, resolve
 from ...wording import first_line
 from ..compiling.compiler import CompileError
-from .estimate import Estimate, Estimates
+from .estimate import Estimate, Estimates, kind_of
 from .settings import ShardingSettings, differences
 from .space import Space, main_of, plainness
 
@@ -36,6 +40,8 @@ _OVER, _OVER_OF_NEW = 1.1, 1.5
 _EQUAL = 1e-3
 # Of candidates whose estimates differ by less, the one closest to the defaults is compiled first.
 _CLOSE = 1e-2
+# Compilations of an extrapolation.
+_EXTRAPOLATED = 2
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class Measured:
 
     ``seconds`` = ``compute`` + ``exposed``, 0 if it does not fit; ``hbm``: bytes that must be free,
     0 if the compiler stopped before it knew them; ``mfu``: model FLOPs utilisation.
+    ``extrapolated``: whether the programs that were compiled had few of the blocks;
+    ``compilations``: how many these were.
     """
 
     seconds: float
@@ -54,6 +62,32 @@ class Measured:
     mfu: float
     compile_seconds: float
     from_cache: bool = False
+    extrapolated: bool = False
+    compilations: int = 1
+
+
+def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -> Measured:
+    """The figures of a step of ``blocks`` blocks, from two with the first ``depths`` of them."""
+    first, second = found
+    ahead = (blocks - depths[0]) / (depths[1] - depths[0])
+
+    def of(figure: Callable[[Measured], float]) -> float:
+        return figure(first) + ahead * (figure(second) - figure(first))
+
+    fits = first.fits and second.fits
+    seconds = of(lambda one: one.seconds) if fits else 0.0
+    return Measured(
+        seconds=seconds,
+        compute=of(lambda one: one.compute) if fits else 0.0,
+        exposed=of(lambda one: one.exposed) if fits else 0.0,
+        hbm=of(lambda one: one.hbm) if first.hbm and second.hbm else 0.0,
+        fits=fits,
+        mfu=of(lambda one: one.mfu * one.seconds) / seconds if seconds else 0.0,
+        compile_seconds=first.compile_seconds + second.compile_seconds,
+        from_cache=first.from_cache and second.from_cache,
+        extrapolated=True,
+        compilations=2,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,8 +114,9 @@ class Search:
     """Compiles the most promising candidates, best first.
 
     Args:
-        measure: compiles a step with settings. Raises ValueError or RuntimeError where these are
-            not possible, CompileError where the compiler fails.
+        measure: compiles a step with settings; with ``True``, the step with all of its blocks.
+            Raises ValueError or RuntimeError where these are not possible, CompileError where the
+            compiler fails.
         capacity: bytes of HBM that a step may take.
         budget: how many compilations, those of which the results were kept included.
         say: is told of each.
@@ -91,7 +126,7 @@ class Search:
 
     space: Space
     estimates: Estimates
-    measure: Callable[[ShardingSettings], Measured]
+    measure: Callable[[ShardingSettings, bool], Measured]
     capacity: float
     budget: int
     say: Callable[[str], None] = lambda text: None
@@ -105,8 +140,8 @@ class Search:
         """Return all candidates: first the result, if there is one, then those that fit, the
         fastest first, then the others."""
         candidates = self.space.main()
-        while self.compilations < self.budget and (one := self._next(candidates)):
-            self._try(one)
+        while one := self._choose(candidates):
+            self._try(*one)
         best = self.answer()
         trials = [
             self._trial(one, self._why_not(one, best))
@@ -133,19 +168,22 @@ class Search:
 
     def answer(self) -> ShardingSettings | None:
         """:meth:`best`; ``None`` if that is not faster than the caller's own step."""
-        best = self.best()
+        best = self.best(checked=True) or self.best()
         if best is None:
             return None
         faster = self._trial(best).per_sample < (1 - _EQUAL) * self._own_per_sample
         return best if faster else None
 
-    def best(self) -> ShardingSettings | None:
+    def best(self, checked: bool = False) -> ShardingSettings | None:
         """The compiled candidate that fits and has the least time per sample.
 
         Of equal ones it is the one closest to the defaults, and of these the one compiled first.
+        ``checked``: of those that were compiled with all blocks.
         """
         fitting = {
-            one: self._trial(one).per_sample for one, found in self._found.items() if found.fits
+            one: self._trial(one).per_sample
+            for one, found in self._found.items()
+            if found.fits and not (checked and found.extrapolated)
         }
         bar = (1 + _EQUAL) * min(fitting.values(), default=0.0)
         return min((one for one, time in fitting.items() if time <= bar), key=plainness,
@@ -156,6 +194,19 @@ class Search:
         tried = found is not None or settings in self._impossible
         return Trial(settings, estimate, found, rejected, tried)
 
+    def _choose(
+        self, candidates: Sequence[ShardingSettings]
+    ) -> tuple[ShardingSettings, bool] | None:
+        """The next candidate to compile, and whether with all of its blocks."""
+        left, best = self.budget - self.compilations, self.best()
+        unchecked = best is not None and self._found[best].extrapolated
+        faster = best is not None and self._trial(best).per_sample < self._own_per_sample
+        if left <= 0:
+            return None
+        if left > unchecked and (one := self._next(candidates)):
+            return one, left < _EXTRAPOLATED + 1
+        return (best, True) if best is not None and unchecked and faster else None
+
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
         """The next candidate to compile: one that may be better than the best so far."""
         known, best = self._tried, self.best()
@@ -165,9 +216,11 @@ class Search:
             for one in candidates
             if ("keep" if one.scan else "kept_blocks") in self.space.by_worth
         ]
+        every = list(dict.fromkeys([*candidates, *several, *around]))
+        offload = not any(self._fits(one) for one in every if not one.offload)
         left = [
-            one for one in dict.fromkeys([*candidates, *several, *around])
-            if one not in known and self._may_fit(one)
+            one for one in every
+            if one not in known and self._may_fit(one) and (offload or not one.offload)
         ]  # fmt: skip
         if best is None:
             # First the defaults of a script, then the defaults with the one change with which they
@@ -201,23 +254,48 @@ class Search:
         over = _OVER if self.estimates.knows(settings) else _OVER_OF_NEW
         return self.estimates.needed(settings) <= over * self.capacity
 
-    def _try(self, settings: ShardingSettings) -> None:
+    def _fits(self, settings: ShardingSettings) -> bool:
+        """Whether the step fits, as far as is known."""
+        if settings in self._impossible:
+            return False
+        found = self._found.get(settings)
+        return found.fits if found else self.estimates.needed(settings) <= self.capacity
+
+    def _try(self, settings: ShardingSettings, full: bool) -> None:
+        before = self._found.get(settings)
         try:
-            found = self._found[settings] = self.measure(settings)
+            found = self.measure(settings, full)
+            self._found[settings] = found
+            if before is not None:
+                self._correct(settings, found.seconds / before.seconds)
         except CompileError as error:
             self.compilations += 1
+            self._found.pop(settings, None)
             said = self._impossible[settings] = f"the compiler failed: {first_line(error)}"
         except (ValueError, RuntimeError) as error:
             said = self._impossible[settings] = f"not possible: {first_line(error)}"
         else:
-            self.compilations += 1
-            self.estimates.learn(settings, found.hbm, found.compute, found.exposed)
+            self.compilations += found.compilations
+            # What a FINE setting changes says nothing of candidates that do not have it.
+            if self.space.is_main(settings) or not self.estimates.knows(settings):
+                self.estimates.learn(settings, found.hbm, found.compute, found.exposed)
             best = self.best()
             fastest = "the fastest so far" if settings == best else f"slower than {best}"
-            said = f"{1e3 * found.seconds:.2f} ms, {fastest}"
+            how = " (extrapolated)" if found.extrapolated else ""
+            said = f"{1e3 * found.seconds:.2f} ms{how}, {fastest}"
             if not found.fits:
                 said = self._too_large(settings)
         self.say(f"{self.compilations} of {self.budget} compilations: {settings}: {said}")
+
+    def _correct(self, settings: ShardingSettings, ratio: float) -> None:
+        """Apply what a program of all blocks says of its extrapolation to others that compute
+        blocks in the same way."""
+        for one, found in self._found.items():
+            if ratio and found.extrapolated and kind_of(one) == kind_of(settings):
+                self._found[one] = replace(
+                    found, seconds=ratio * found.seconds, compute=ratio * found.compute,
+                    exposed=ratio * found.exposed,
+                )  # fmt: skip
 
     def _why_not(self, settings: ShardingSettings, best: ShardingSettings | None) -> str:
         if settings == best:
@@ -225,6 +303,9 @@ class Search:
         if settings in self._impossible:
             return self._impossible[settings]
         found = self._found.get(settings)
+        fitting = (one for one, other in self._found.items() if other.fits and not one.offload)
+        if found is None and settings.offload and any(fitting):
+            return "not compiled: offload is for steps that do not fit without it"
         if found is not None and not found.fits or found is None and not self._may_fit(settings):
             return self._too_large(settings)
         fastest = self._own_per_sample if best is None else self._trial(best).per_sample
@@ -280,8 +361,7 @@ def with_worthwhile_keeps(
     elif settings.units != "blocks":
         parts = [(unit.name,) for unit in blocks]
     else:
-        count, size = len(blocks), settings.blocks_per_unit
-        parts = [tuple(range(at, min(at + size, count))) for at in range(0, count, size)]
+        parts = [(number,) for number in range(len(blocks))]
 
     def keeping(chosen: Collection[int]) -> ShardingSettings:
         value = tuple(one for number in sorted(chosen) for one in parts[number])
@@ -316,8 +396,8 @@ def with_remedy(
 
 
 def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSettings]:
-    if blocks and (settings.units == "model" or settings.blocks_per_unit > 1):
-        yield settings.changed(units="blocks", blocks_per_unit=1)
+    if blocks and settings.units == "model":
+        yield settings.changed(units="blocks")
     if blocks and settings.recompute != "all":
         yield settings.changed(recompute="all")
     if settings.reshard_after_forward is not True or settings.kept_blocks:
@@ -340,7 +420,7 @@ def what_would_fit(settings: ShardingSettings, estimates: Estimates, where: Slic
         reshard_after_forward=True, kept_blocks=0, keep=(), shard_group_size=None
     )
     if facts.blocks:
-        lean = lean.changed(units="blocks", blocks_per_unit=1, recompute="all", offload=True)
+        lean = lean.changed(units="blocks", recompute="all", offload=True)
     advice = [
         f"The least estimated memory is {estimates.needed(lean) / GIB:.1f} of "
         f"{capacity / GIB:.1f} GiB a device (with {lean})."

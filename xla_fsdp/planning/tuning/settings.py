@@ -30,10 +30,8 @@ from ..tracing.naming import plain
 from .blocks import (
     BlockRow,
     Blocks,
-    GroupedBlocks,
     find_blocks,
     list_of,
-    named_row,
     replace_modules,
 )
 
@@ -97,7 +95,6 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
         lambda value: isinstance(value, bool) or _is_number(value, 2),
         "True, False or a number of ranks from 2 on",
     ),
-    "blocks_per_unit": (_is_number, "a number of blocks from 1 on"),
     "kept_blocks": (
         _is_kept, "a number, or a tuple of numbers of blocks from 0 on or of names of units",
     ),
@@ -131,8 +128,6 @@ class ShardingSettings:
             recomputes each block.
         scan_prefetch: the loop gathers the next block's parameters while a block computes.
         reshard_after_forward: as in the wrapper, for all units.
-        blocks_per_unit: with ``units="blocks"``, the number of blocks in a unit; the last unit may
-            have fewer. Requires that one ``nn.Sequential`` (or :meth:`join`) runs all blocks.
         kept_blocks: which units keep their full parameters until the backward (ZeRO-2), whatever
             ``reshard_after_forward`` is. A number N: the first N blocks. A tuple: block numbers,
             from 0; with units by size, dotted names of units.
@@ -158,7 +153,6 @@ class ShardingSettings:
     scan: bool = False
     scan_prefetch: bool = False
     reshard_after_forward: bool | int = True
-    blocks_per_unit: int = 1
     kept_blocks: Kept = 0
     recompute: str | int = "none"
     keep: tuple[str, ...] = ()
@@ -177,7 +171,7 @@ class ShardingSettings:
                 raise ValueError(f"{name} must be {allowed}; got {value!r}")
         require_collective_routes(self.collective_routes)
         scan, units, kept = self.scan, self.units, self.kept_blocks
-        several, by_size = self.blocks_per_unit > 1, isinstance(self.units, int)
+        by_size = isinstance(self.units, int)
         cannot_keep = "a loop cannot keep gathered parameters"
         of_the_loop = "it is an option of the loop; set scan=True"
         for wrong, one, other, why in (
@@ -192,8 +186,6 @@ class ShardingSettings:
             (self.keep and not scan, "keep", "scan", of_the_loop),
             (self.offload and self.recompute == "none", "offload", "recompute",
              "only inputs of recomputed blocks are offloaded"),
-            (several and units != "blocks", "blocks_per_unit", "units", 'it needs units="blocks"'),
-            (several and scan, "scan", "blocks_per_unit", "a loop gathers block by block"),
             (kept and units == "model", "kept_blocks", "units",
              "the outermost unit keeps its parameters anyway"),
             (kept and by_name(kept) == (units == "blocks"), "kept_blocks", "units",
@@ -234,12 +226,11 @@ class ShardingSettings:
             return self.wrap_root(model, **options)
         found = find_blocks(model, blocks)
         self._require_at_most(len(found))
-        if self.scan or (self.blocks_per_unit > 1 and found):
+        if self.scan:
             name = list_of(model, found) if found else None
             if name is None:
-                what = "scan=True" if self.scan else f"blocks_per_unit={self.blocks_per_unit}"
                 raise ValueError(
-                    f"{what}: the blocks are not all of one nn.Sequential, so no module runs all "
+                    "scan=True: the blocks are not all of one nn.Sequential, so no module runs all "
                     "of them. Build them with settings.join(...) and call the result: "
                     "x = self.blocks(x)"
                 )
@@ -264,8 +255,7 @@ class ShardingSettings:
                 blocks, offload=self.offload, prefetch=self.scan_prefetch, keep=self.keep,
                 ignore=ignore, **self._options(), **options,
             )  # fmt: skip
-        units = self._units(blocks, options)
-        joined = GroupedBlocks(units) if self.blocks_per_unit > 1 else BlockRow(*units)
+        joined = BlockRow(*self._units(blocks, options))
         self._require_at_most(len(joined))
         return joined
 
@@ -299,33 +289,14 @@ class ShardingSettings:
     def _units(
         self, blocks: Iterable[nn.Module], options: Mapping[str, Any]
     ) -> Iterator[nn.Module]:
-        """Yield units of ``blocks_per_unit`` blocks, recomputed as the settings say."""
-        size = self.blocks_per_unit
-        if size > 1 and options.get("flatten_parameters"):
-            raise ValueError(
-                "flatten_parameters=True and blocks_per_unit exclude each other: a unit of several "
-                "blocks has no name for its flat vector. Leave one of them out"
-            )
-        waiting = enumerate(self._recomputed(blocks))
-        while group := dict(islice(waiting, size)):
-            kept = {keeps(self.kept_blocks, number) for number in group}
-            if len(kept) > 1:
-                together = ", ".join(map(str, group))
-                raise ValueError(
-                    f"kept_blocks={self.kept_blocks!r}: blocks {together} are one unit "
-                    f"(blocks_per_unit={size}): give all of them or none"
-                )
-            unit = named_row(group) if size > 1 else next(iter(group.values()))
-            if self.units == "blocks":
-                how = {**self._options(kept.pop()), **options}
-                unit = XlaFullyShardedDataParallel(unit, **how)
-            yield unit
-
-    def _recomputed(self, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+        """Yield the blocks, recomputed and sharded as the settings say."""
         for number, block in enumerate(blocks):
             some = isinstance(self.recompute, int) and number < self.recompute
             if some or self.recompute == "all":
                 block = checkpoint_module(block, offload=self.offload)
+            if self.units == "blocks":
+                how = {**self._options(keeps(self.kept_blocks, number)), **options}
+                block = XlaFullyShardedDataParallel(block, **how)
             yield block
 
     def _options(self, kept: bool = False) -> dict[str, Any]:
@@ -389,6 +360,11 @@ class ShardingSettings:
                 f"{source} has version {version!r}; this release of xla_fsdp reads {VERSION}"
             )
         record = rename_keys("ShardingSettings", record)
+        if record.pop("blocks_per_unit", 1) != 1:
+            raise ValueError(
+                f"{source} has blocks_per_unit, which was removed: it saved at most 2 % of a step. "
+                "Run tune again, or remove it from the file: then each block is a unit"
+            )
         known = [one.name for one in fields(cls)]
         unknown = sorted(set(record) - set(known))
         if unknown:
@@ -424,6 +400,43 @@ class ShardingSettings:
     def changed(self, **values: Any) -> ShardingSettings:
         """Return a copy of these settings with other ``values``."""
         return replace(self, **rename_keys("ShardingSettings", values))
+
+
+@dataclass(frozen=True)
+class ShallowSettings(ShardingSettings):
+    """Settings that leave out all blocks of the model but the first ``depth``.
+
+    ``tune`` compiles a deep model with two depths and extrapolates to all blocks. A model whose
+    forward does not work with fewer blocks raises.
+    """
+
+    depth: int = 2
+
+    @classmethod
+    def of(cls, settings: ShardingSettings, depth: int) -> ShallowSettings:
+        """``settings`` for the first ``depth`` blocks."""
+        return cls(**asdict(settings), depth=depth)
+
+    def wrap(
+        self,
+        model: nn.Module,
+        blocks: Blocks = None,
+        *,
+        ignore: Collection[str] = (),
+        **options: Any,
+    ) -> nn.Module:
+        found = find_blocks(model, blocks)
+        name = list_of(model, found, (nn.Sequential, nn.ModuleList))
+        if name is None:
+            raise ValueError("the blocks are not all of one list, so none can be left out")
+        several: Any = model.get_submodule(name)
+        del several[self.depth :]
+        return super().wrap(model, name, ignore=ignore, **options)
+
+    def join(
+        self, blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
+    ) -> nn.Module:
+        return super().join(islice(blocks, self.depth), ignore=ignore, **options)
 
 
 def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
@@ -481,6 +494,6 @@ def _require_no_hooks(name: str, blocks: nn.Module) -> None:
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     if any(getattr(blocks, kind) for kind in kinds):
         raise ValueError(
-            f"{name!r} has hooks, which would be lost with scan or blocks_per_unit: register them "
-            "after wrapping, on the module that replaces it"
+            f"{name!r} has hooks, which would be lost with scan: register them after wrapping, on "
+            "the module that replaces it"
         )

@@ -18,19 +18,18 @@ from .settings import PREFETCHES, ShardingSettings, by_name
 # Settings whose effect an estimate models well; all their combinations are candidates. Those in
 # FINE are tried one by one on the best candidate.
 MAIN = (
-    "batch", "units", "blocks_per_unit", "scan", "reshard_after_forward", "kept_blocks",
-    "recompute", "keep", "offload", "shard_group_size", "scan_prefetch",
+    "batch", "units", "scan", "reshard_after_forward", "kept_blocks", "recompute", "keep",
+    "offload", "shard_group_size", "scan_prefetch",
 )  # fmt: skip
 FINE = (
     "collective_routes", "scoped_vmem_kib", "forward_prefetch", "backward_prefetch",
     "limit_all_gathers",
 )  # fmt: skip
 
-# Values to try for blocks_per_unit, if the model has at least twice as many blocks.
-GROUPS = (2, 4)
-# More blocks than this are tried only in one loop, if they can be one: wrapped singly, 32 blocks of
-# the 10-billion-parameter ViT take more than 15 GB of memory to compile.
-MANY_BLOCKS = 16
+# A step with more blocks than this is first compiled with each of these numbers of blocks, and its
+# figures are extrapolated: the compiler's time and memory grow with the blocks that are not in one
+# loop. With fewer, the two take as long as one program of all: 2 blocks of ViT-L/16 546 s, 24 889.
+MANY_BLOCKS, DEPTHS = 24, (2, 4)
 
 Values = Mapping[str, Sequence[Any]]
 
@@ -85,22 +84,19 @@ class Space:
         batches: Sequence[int | None],
         scans: bool,
         search: Values,
-        groups: bool = False,
     ) -> Space:
         """All values that may be useful for a model on ``where``.
 
-        ``scans``: whether its blocks can run in one loop. ``groups``: whether several blocks can
-        share a unit. ``search``: values that the caller gives instead.
+        ``scans``: whether its blocks can run in one loop. ``search``: values that the caller gives
+        instead.
         """
         blocks, together = len(facts.blocks), neighbour_group_sizes(where)
         half = [blocks // 2] if blocks >= 4 else []
-        sizes = [size for size in GROUPS if groups and blocks >= 2 * size]
         vmem = where.chip.scoped_vmem_kib
         values: dict[str, Sequence[Any]] = {
             "batch": batches,
             "units": ("blocks", "model") if blocks else ("model",),
-            "blocks_per_unit": (1, *sizes),
-            "scan": ((True,) if blocks > MANY_BLOCKS else (False, True)) if scans else (False,),
+            "scan": (False, True) if scans else (False,),
             "reshard_after_forward": (True, False, *together),
             "kept_blocks": (0,),
             "recompute": ("none", *half, "all") if blocks else ("none",),
@@ -131,6 +127,10 @@ class Space:
                 yield ShardingSettings(**{**fixed, **chosen})
             except ValueError:
                 continue  # they exclude each other
+
+    def is_main(self, settings: ShardingSettings) -> bool:
+        """Whether all FINE settings have the values of the main candidates."""
+        return all(getattr(settings, name) == self.values[name][0] for name in FINE)
 
     def around(self, best: ShardingSettings, estimates: Estimates) -> list[ShardingSettings]:
         """``best`` with one of the FINE settings changed, if that changes the program."""

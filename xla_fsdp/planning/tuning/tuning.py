@@ -6,17 +6,30 @@ import json
 import os
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..compiling.cache import write_whole
 from ..reporting.tables import aligned
 from .search import GIB, Measured, Trial, too_much
-from .settings import ShardingSettings
+from .settings import ShardingSettings, described
 
 _SHOWN = 6  # rows of the table for candidates that were not compiled
-_HEAD = ("settings", "step, ms", "compute", "exposed", "GiB", "estimate, ms", "GiB", "")
+_HEAD = ("step, ms", "compute", "exposed", "GiB", "estimate, ms", "GiB", "")
+# What a setting does where a script shards its model itself, for the code to paste.
+_EFFECT = {
+    "batch": "samples of a device",
+    "units": '"model": only the outermost module is wrapped',
+    "scan": "scan_blocks",
+    "scan_prefetch": "scan_blocks(prefetch=...)",
+    "kept_blocks": "reshard_after_forward=False for these blocks",
+    "recompute": "checkpoint_module on the blocks",
+    "keep": "scan_blocks(keep=...)",
+    "offload": "checkpoint_module(offload=...), scan_blocks(offload=...)",
+    "shard_group_size": "device_mesh",
+    "scoped_vmem_kib": "compiler_options.limit_scoped_vmem, before launch",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,33 @@ class Tuning:
         texts = [*self.advice, *self._remarks()]
         for text in texts:
             lines += textwrap.wrap(text, 100, initial_indent="  * ", subsequent_indent="    ")
+        if self.code:
+            lines += ["", "To set them:", "", textwrap.indent(self.code, "    ").rstrip()]
         return "\n".join(lines)
+
+    @property
+    def code(self) -> str:
+        """Python code that sets :attr:`settings`, to paste into a script; "" without settings."""
+        if self.settings is None:
+            return ""
+        usual = ShardingSettings()
+        chosen = {
+            one.name: value
+            for one in fields(self.settings)
+            if (value := getattr(self.settings, one.name)) != getattr(usual, one.name)
+        }
+        lines = ["from xla_fsdp import ShardingSettings"]
+        if self.settings.compiler_options:
+            lines.append("from xla_fsdp.compiler_options import add_to_environment")
+        lines += ["", "settings = ShardingSettings("]
+        for name, value in chosen.items():
+            written = json.dumps(value) if isinstance(value, str) else repr(value)
+            lines.append(f"    {name}={written},  # {_EFFECT.get(name, 'as in the wrapper')}")
+        lines.append(")")
+        if self.settings.compiler_options:
+            lines.append("add_to_environment(settings.compiler_options)  # before launch")
+        lines.append("model = settings.wrap(model)  # add your compute_dtype and other options")
+        return "\n".join(lines) + "\n"
 
     def _verdict(self) -> str:
         best = self.best
@@ -100,19 +139,26 @@ class Tuning:
         else:
             times = own.seconds / self.own_batch / self.best.per_sample
             last = f"{times:.2f} times the time of the best"
-        return ("your own step", *_told(own), "", "", last)
+        return (*_told(own), "", "", last)
 
     def _table(self) -> list[str]:
-        asked = [trial for trial in self.trials if trial.tried]
-        others = [trial for trial in self.trials if not trial.tried]
-        shown = [*asked, *others[:_SHOWN]]
-        several = len({trial.settings.batch for trial in self.trials}) > 1
-        rows: list[Sequence[str]] = []
+        tried = [trial for trial in self.trials if trial.tried]
+        shown = [*tried, *[trial for trial in self.trials if not trial.tried][:_SHOWN]]
+        usual = ShardingSettings(batch=shown[0].settings.batch if shown else None)
+        names = [
+            one.name
+            for one in fields(ShardingSettings)
+            if any(getattr(t.settings, one.name) != getattr(usual, one.name) for t in shown)
+        ]
+        rows: list[Sequence[str]] = [("", *names, *_HEAD)]
         if self.own is not None:
-            rows.append(self._own_row(self.own))
-        rows += [_row(trial, self.settings, several) for trial in shown]
-        numeric = [False, *[True] * (len(_HEAD) - 2), False]
-        return [*aligned([_HEAD, *rows], numeric), ""] if rows else []
+            rows.append(("your own step", *[""] * len(names), *self._own_row(self.own)))
+        for trial in shown:
+            values = (described(getattr(trial.settings, name)) for name in names)
+            best = trial.settings == self.settings
+            rows.append(("BEST" if best else "", *values, *_row(trial, self.settings)))
+        numeric = [False] * (1 + len(names)) + [True] * (len(_HEAD) - 1) + [False]
+        return [*aligned(rows, numeric), ""] if len(rows) > 1 else []
 
     def _remarks(self) -> list[str]:
         left = sum(not trial.tried for trial in self.trials)
@@ -120,7 +166,7 @@ class Tuning:
             f"{self.compilations} of {self.budget} compilations, {self.from_cache} of them from "
             f"the cache; {left} more candidates were only estimated"
             + (f", of which {_SHOWN} are shown." if left > _SHOWN else "."),
-            "The first four columns of numbers are of the compiled program, with plan's time "
+            "The first four columns of figures are of the compiled program, with plan's time "
             "model. The last two are estimates, corrected by the results of compiled candidates.",
         ]
         if self.samples:
@@ -144,12 +190,13 @@ class Tuning:
         write_whole(Path(path), f"{self.to_json()}\n".encode())
 
 
-def _row(trial: Trial, best: ShardingSettings | None, with_batch: bool) -> Sequence[str]:
-    guessed, told = trial.estimate, _told(trial.measured)
+def _row(trial: Trial, best: ShardingSettings | None) -> Sequence[str]:
+    guessed, found = trial.estimate, trial.measured
     last = "best" if trial.settings == best else trial.rejected
+    if found is not None and found.extrapolated:
+        last += " (extrapolated)"
     by_analysis = (f"{1e3 * guessed.seconds:,.1f}", f"{guessed.hbm / GIB:.1f}")
-    named = trial.settings if with_batch else trial.settings.changed(batch=None)
-    return (str(named), *told, *by_analysis, last)
+    return (*_told(found), *by_analysis, last)
 
 
 def _told(found: Measured | None) -> Sequence[str]:

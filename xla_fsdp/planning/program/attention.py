@@ -1,0 +1,54 @@
+"""Find the shapes of attention in a traced program, and whether a kernel could compute it."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+
+from ...tpu.chips import Chip
+
+_LANES, _HEAD_DIM, _LARGEST_HEAD_DIM = 128, 64, 256  # of layers/attention.py, which needs torch
+# Batched matmuls and exponentials of a forward: the shape of the result, and which it is.
+_STEP = re.compile(
+    r"= \w+\[([\d,]+)\]\S* (?:dot\(.*lhs_batch_dims=\{\d|(exponential)\().*"
+    r'op_name="(?:\w+\[[^\]"]*\][\d.]*/)*forward\['
+)
+
+
+def attention_shapes(traced: str) -> tuple[int, int, int] | None:
+    """(queries, keys, head dimension) of the first attention in the forward of a traced program.
+
+    Attention is two batched matmuls with an exponential of the first result's size between them.
+    ``None`` if there is none.
+    """
+    scores: tuple[int, ...] = ()
+    softmax = False
+    for line in traced.splitlines():
+        found = _STEP.search(line)
+        if found is None:
+            continue
+        dims = tuple(int(number) for number in found[1].split(","))
+        if found[2]:
+            softmax = softmax or prod(dims) == prod(scores)
+        elif softmax:
+            return scores[-2], scores[-1], dims[-1]
+        else:
+            scores = dims
+    return None
+
+
+def why_no_kernel(traced: str, chip: Chip) -> str:
+    """Why the attention of a traced program cannot use a kernel; "" if it can, or has none."""
+    found = attention_shapes(traced)
+    if found is None:
+        return ""
+    *lengths, dim = found
+    if not chip.attention_kernel:
+        return f"the kernel cannot be compiled for {chip.family}"
+    for length in lengths:
+        if length % _LANES:
+            more = length + -length % _LANES
+            return f"{length} tokens are no multiple of {_LANES}; {more} would be"
+    if dim % _HEAD_DIM or dim > _LARGEST_HEAD_DIM:
+        return f"the head dimension {dim} is no multiple of {_HEAD_DIM} up to {_LARGEST_HEAD_DIM}"
+    return ""
