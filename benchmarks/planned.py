@@ -170,10 +170,11 @@ def markdown(reports: Reports) -> str:
 
 def page(tables: dict[str, Reports]) -> str:
     """All tables as one text."""
-    parts = [f"Workload S, {kind}:\n\n{markdown(reports)}" for kind, reports in tables.items()]
-    made = {one.versions.get("libtpu") for table in tables.values() for row in table.values()
-            for one in row.values()}  # fmt: skip
-    compilers = f"Compiled by libtpu {' and '.join(sorted(filter(None, made)))}."
+    titles = {kind: f"Workload S, {kind}" for kind in TABLES} | {COMPILERS: "Ours"}
+    parts = [f"{titles[kind]}:\n\n{markdown(reports)}" for kind, reports in tables.items()]
+    rows = (by_name for reports in tables.values() for by_name in reports.values())
+    made = {report.versions.get("libtpu", "") for row in rows for report in row.values()}
+    compilers = f"Compiled by libtpu {' and '.join(sorted(made - {''}))}."
     return "\n\n".join([*parts, NOTE, compilers])
 
 
