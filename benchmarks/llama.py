@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--offload", action="store_true", help="scan_blocks(offload=True)")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
                         help="a compiler option")  # fmt: skip
+    parser.add_argument("--compiler", help="as in xla_fsdp.plan: a version of libtpu, ...")
     parser.add_argument("--save", type=Path, help="folder for the reports")
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     flags = parser.parse_args(arguments)
@@ -75,7 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("|---|---:|---:|---:|---:|---:|---:|---:|---|")
     for way in flags.way or WAYS:
         step = decoder_step(replace(sizes, **WAYS[way]))
-        report = xla_fsdp.plan(step, flags.slice, ranks=[0], title=way, compiler_options=options)
+        try:
+            report = xla_fsdp.plan(
+                step, flags.slice, ranks=[0], title=way, compiler_options=options,
+                compiler=flags.compiler,
+            )  # fmt: skip
+        except xla_fsdp.UnusableCompilerError as error:
+            parser.exit(2, f"{parser.prog}: {error}\n")
         timing = report.timing
         rows[way] = dict.fromkeys(
             ("step_ms", "mfu", "mfu_all", "exposed_ms", "hbm_gib", "tokens_s", "copies_ms")

@@ -6,6 +6,10 @@ MaxText's. There are tables for parameters gathered twice (ZeRO-3), for paramete
 backward (ZeRO-2), for rematerialised blocks, for blocks in one loop, and for adapters of rank 16
 beside frozen layers (LoRA). No TPU is needed. A compilation takes half a minute to three minutes on
 two cores; results are cached. Tables and pictures are written to ``benchmarks/results``.
+
+``--compiler VERSION`` chooses the TPU compiler. Given twice, each row is planned by both, and the
+figures in which they differ by more than 3 % are listed. ``--table compilers`` has our plans of
+workload S, ViT-L/16 and GPT-2 medium, for such a comparison.
 """
 
 from __future__ import annotations
@@ -14,13 +18,19 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import nn
 
 import xla_fsdp
 from xla_fsdp import Report
+from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.tpu.topology import resolve
 
+from .decoder import Decoder, decoder_step
+from .model import Block
 from .peers import JAX, SPMD, maxtext_options, plan_peer
 from .peers.sizes import AGAIN, KEPT, REMATERIALISED, SCANNED
 from .tables import require_slices
@@ -32,6 +42,8 @@ SLICES = (
 )  # fmt: skip
 TUNED = "JAX, MaxText's options"
 PARTS = "ours, by parts"  # queries, keys and values, as in JAX's row
+VIT, GPT = "ViT-L/16", "GPT-2 medium"
+GPT_SIZES = Decoder(24, 1024, 16, 64, 4096, 50304, length=1024, batch=8, gpt=True)
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class Table:
     way: str = AGAIN
 
 
-PLAIN, LORA = "plain", "LoRA"
+PLAIN, LORA, COMPILERS = "plain", "LoRA", "compilers"
 LORA_RANK = 16
 TABLES = {
     PLAIN: Table(SLICES, (OURS, PARTS, IN_TREE, SPMD, JAX)),
@@ -51,8 +63,10 @@ TABLES = {
     "one loop": Table(SLICES, (OURS, JAX, TUNED), SCANNED),
     "ZeRO-2": Table(SLICES, (OURS, PARTS, IN_TREE, JAX, TUNED), KEPT),
     LORA: Table(("v3-8", "v5litepod-8", "v6e-8"), (OURS, IN_TREE)),
+    COMPILERS: Table(("v3-8", "v5litepod-8", "v5litepod-64", "v6e-8"), (OURS, VIT, GPT)),
 }
 MB, MIB = 1e6, 2**20
+LARGE = 0.03  # of two compilers' figures
 NOTE = (
     "sent: bytes a device sends in a step; bound: two all-gathers and one reduce-scatter of every "
     "parameter in bfloat16 (ZeRO-2 sends one gather less); asynchronous, fused (inside a "
@@ -97,14 +111,20 @@ def _cycles(report: Report) -> int:
     return sum(op.cycles * op.times for op in report.schedule.ops)
 
 
-def plan_one(name: str, where: str, table: Table) -> Report:
+def plan_one(name: str, where: str, table: Table, compiler: str | None = None) -> Report:
     """Plan workload S, sharded by ``name``, on a slice.
 
     Each is compiled with the options that its users have on a TPU host: those of torch_xla for all
     but JAX, and in addition those of ``xla_fsdp.launch`` for ours. The SPMD variant is the same in
     all tables: there, the compiler decides what is saved for the backward.
+
+    ``name`` may also be another model that is sharded by this package: ``VIT`` or ``GPT``.
     """
-    how: dict = {"title": f"workload S, {name}"}
+    how: dict = {"title": f"workload S, {name}", "compiler": compiler}
+    if name in (VIT, GPT):
+        kernel = resolve(where).chip.attention_kernel
+        step = vit_step if name == VIT else decoder_step(replace(GPT_SIZES, kernel=kernel))
+        return xla_fsdp.plan(step, where, **{**how, "title": name})
     if name == SPMD:
         return plan_peer(SPMD, where, launcher="torch_xla", **how)
     if name in (JAX, TUNED):
@@ -125,6 +145,24 @@ def plan_one(name: str, where: str, table: Table) -> Report:
     return xla_fsdp.plan(step, where, **how)
 
 
+def vit_step() -> torch.Tensor:
+    """A training step of ViT-L/16 with scanned blocks, 64 images of 224 x 224 per device."""
+    width, classes = 1024, 1000
+    narrow: dict = {"compute_dtype": torch.bfloat16}
+    blocks = xla_fsdp.scan_blocks((Block(width, 16, causal=False) for _ in range(24)), **narrow)
+    embed = nn.Linear(3 * 16 * 16, width)  # of patches
+    body = nn.Sequential(embed, blocks, nn.LayerNorm(width), nn.Linear(width, classes))
+    model = xla_fsdp.XlaFullyShardedDataParallel(body, **narrow)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    labels = torch.zeros(64, dtype=torch.long).to("xla")
+    logits = model(torch.zeros(64, 14 * 14, 3 * 16 * 16).to("xla")).mean(1)
+    loss = nn.functional.cross_entropy(logits.float(), labels)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def markdown(reports: Reports) -> str:
     """A table with a row for each slice and name, and a column for each figure."""
     lines = [
@@ -140,8 +178,40 @@ def markdown(reports: Reports) -> str:
 
 def page(tables: dict[str, Reports]) -> str:
     """All tables as one text."""
-    parts = [f"Workload S, {kind}:\n\n{markdown(reports)}" for kind, reports in tables.items()]
-    return "\n\n".join([*parts, NOTE])
+    titles = {kind: f"Workload S, {kind}" for kind in TABLES} | {COMPILERS: "Ours"}
+    parts = [f"{titles[kind]}:\n\n{markdown(reports)}" for kind, reports in tables.items()]
+    rows = (by_name for reports in tables.values() for by_name in reports.values())
+    made = {report.versions.get("libtpu", "") for row in rows for report in row.values()}
+    compilers = f"Compiled by libtpu {' and '.join(sorted(made - {''}))}."
+    return "\n\n".join([*parts, NOTE, compilers])
+
+
+def differences(reports: Reports, names: Sequence[str], compilers: Sequence[str]) -> str:
+    """A table of the figures in which two compilers differ by more than :data:`LARGE`."""
+    lines = [
+        f"| slice | | figure | {' | '.join(compilers)} | ratio |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for where, by_name in reports.items():
+        for name in names:
+            pair = [by_name.get(by_compiler(name, compiler)) for compiler in compilers]
+            first, second = pair
+            if first is None or second is None:
+                continue
+            for label, get, decimals in FIGURES:
+                old, new = get(first), get(second)
+                if abs(new - old) > LARGE * max(old, new):
+                    ratio = f"{new / old:.2f}" if old else "-"
+                    lines.append(
+                        f"| {where} | {name} | {label} | {old:,.{decimals}f} "
+                        f"| {new:,.{decimals}f} | {ratio} |"
+                    )
+    return "\n".join(lines)
+
+
+def by_compiler(name: str, compiler: str | None) -> str:
+    """The name of a row if rows are planned by several compilers."""
+    return f"{name}, {compiler}" if compiler else name
 
 
 def figures(reports: Reports) -> dict[str, dict[str, dict[str, float]]]:
@@ -159,18 +229,27 @@ def stem(kind: str) -> str:
 
 
 def plan_table(
-    kind: str, slices: Sequence[str] | None, names: Sequence[str] | None, out: Path
+    kind: str,
+    slices: Sequence[str] | None,
+    names: Sequence[str] | None,
+    out: Path,
+    compilers: Sequence[str] = (),
 ) -> Reports:
-    """Plan a table, or some slices and names of it; plot ours to ``out``."""
+    """Plan a table, or some slices and names of it; plot ours to ``out``.
+
+    ``compilers``: versions of libtpu; default: that of plans. With several, a row for each.
+    """
     table = TABLES[kind]
     reports: Reports = {}
     for where in slices or table.slices:
         for name in (name for name in table.names if name in (names or table.names)):
-            print(f"{name}, {kind}, on {where}", file=sys.stderr)
-            report = plan_one(name, where, table)
-            reports.setdefault(where, {})[name] = report
-            if name == OURS:
-                report.plot(out / f"{stem(kind)}-{where}.png")
+            for compiler in compilers or (None,):
+                row = by_compiler(name, compiler if len(compilers) > 1 else None)
+                print(f"{row}, {kind}, on {where}", file=sys.stderr)
+                report = plan_one(name, where, table, compiler)
+                reports.setdefault(where, {})[row] = report
+                if name == OURS and len(compilers) < 2:
+                    report.plot(out / f"{stem(kind)}-{where}.png")
     return reports
 
 
@@ -181,19 +260,40 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", choices=every, help="plan only this (repeatable)"
     )
-    parser.add_argument("--table", action="append", choices=list(TABLES), help="default: all")
+    usual = [kind for kind in TABLES if kind != COMPILERS]
+    parser.add_argument(
+        "--table", action="append", choices=list(TABLES), help=f"default: {', '.join(usual)}"
+    )
+    parser.add_argument(
+        "--compiler", action="append", default=[], metavar="VERSION",
+        help="as in xla_fsdp.plan; twice: plan each row by both, and compare",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables and pictures")
     flags = parser.parse_args()
     require_slices(parser, flags.slices)
+    if len(flags.compiler) > 2:
+        parser.error("--compiler can be given at most twice")
     flags.out.mkdir(parents=True, exist_ok=True)
-    tables = {
-        kind: plan_table(kind, flags.slices, flags.only, flags.out)
-        for kind in flags.table or TABLES
-    }
-    (flags.out / "planned-S.md").write_text(page(tables) + "\n")
+    try:
+        for compiler in flags.compiler:
+            find_compiler(compiler)
+        tables = {
+            kind: plan_table(kind, flags.slices, flags.only, flags.out, flags.compiler)
+            for kind in flags.table or usual
+        }
+    except xla_fsdp.UnusableCompilerError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    text, name = page(tables), "planned-S"
+    if len(flags.compiler) == 2:
+        parts = [differences(table, every, flags.compiler) for table in tables.values()]
+        text, name = (
+            "\n\n".join([text, f"Different by more than {LARGE:.0%}:", *parts]),
+            "compilers",
+        )
+    (flags.out / f"{name}.md").write_text(text + "\n")
     found = {kind: figures(reports) for kind, reports in tables.items()}
-    (flags.out / "planned-S.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(page(tables))
+    (flags.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

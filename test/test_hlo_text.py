@@ -152,3 +152,28 @@ ENTRY main (p: f32[8]) -> (f32[8]) {
     reduce = read.entry.by_name["r"]
     assert reduce.called == ("add.1",) and reduce.attribute("replica_groups") == "{}"
     assert reduce.operands == ("p",)
+
+
+ELEMENTS = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %pair = (f32[4]{0}, bf16[2]{0}) tuple(%x, %x)
+  %first = f32[4]{0} negate(%pair#0)
+  ROOT %sum = f32[4]{0} add(%pair#0, %first)
+}
+"""
+
+
+def test_operands_that_are_elements_of_tuples():
+    """As libtpu 0.0.51 writes them: without an instruction that takes the element."""
+    entry = parse_module(ELEMENTS).entry
+    names = [one.name for one in entry.instructions]
+    assert names == ["x", "pair", "pair#0", "first", "sum"]
+    element = entry.by_name["pair#0"]
+    assert (element.opcode, element.operands) == ("get-tuple-element", ("pair",))
+    assert str(element.shape) == "f32[4]" and element.attribute("index") == "0"
+    assert entry.by_name["sum"].operands == ("pair#0", "first")
+    for wrong in ("pair#2", "x#0", "gone#0"):
+        with pytest.raises(ValueError, match=f"first uses '{wrong}', which is not defined"):
+            parse_module(ELEMENTS.replace("negate(%pair#0)", f"negate(%{wrong})"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from reports import make
@@ -258,3 +259,17 @@ def test_the_benchmark_has_a_row_for_every_slice_and_name():
     assert {line.count("|") for line in lines if line.startswith("|")} == {len(FIGURES) + 3}
     found = json.loads(json.dumps(figures(tables["plain"])))
     assert found[V3]["JAX"]["sent, MB"] == pytest.approx(report.wire_bytes / 1e6)
+
+
+def test_the_benchmark_lists_what_two_compilers_make_of_a_row():
+    from benchmarks.planned import OURS, by_compiler, differences
+
+    old = make()
+    new = replace(old, memory=replace(old.memory, temporaries=2 * old.memory.temporaries))
+    both = {by_compiler(OURS, "0.0.21"): old, by_compiler(OURS, "0.0.51"): new}
+    lines = differences({"v6e-8": both}, [OURS], ["0.0.21", "0.0.51"]).splitlines()
+    assert lines[0] == "| slice | | figure | 0.0.21 | 0.0.51 | ratio |"
+    assert lines[2].startswith("| v6e-8 | ours | temporaries, MiB |")
+    assert lines[2].endswith("| 2.00 |")
+    same = {by_compiler(OURS, "0.0.21"): old, by_compiler(OURS, "0.0.51"): old}
+    assert len(differences({"v6e-8": same}, [OURS], ["0.0.21", "0.0.51"]).splitlines()) == 2

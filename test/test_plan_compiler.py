@@ -184,6 +184,47 @@ def step(width=1024, blocks=2):
     return run
 
 
+def attention_step():
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.layers import scaled_dot_product_attention
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(1024, 3 * 1024)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 8, 128)).permute(2, 0, 3, 1, 4).unbind(0)
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=True, implementation="kernel")
+            return mixed.transpose(1, 2).flatten(2)
+
+    model = FSDP(Attention(), compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.zeros(2, 1024, 1024).to("xla")).float().square().sum().backward()
+    optimizer.step()
+
+
+def tilings_that_say_nothing():
+    """Kernels lose an attribute of jaxlib 0.12 that is empty, and keep one that is not."""
+    from xla_fsdp.planning.compiling.compile_child import Names, _leave_out_tilings
+
+    jax = Names()
+    text = """func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {{
+      %0 = stablehlo.custom_call @tpu_custom_call(%x) {{result_tilings = {}}}
+        : (tensor<4xf32>) -> tensor<4xf32>
+      return %0 : tensor<4xf32>
+    }}"""
+    for tilings, stays in (("[[], []]", False), ("[[8, 128]]", True)):
+        with jax.make_ir_context():
+            module = jax.ir.Module.parse(text.format(tilings))
+            _leave_out_tilings(jax.ir, module)
+            assert ("result_tilings" in str(module)) == stays and "tpu_custom_call" in str(module)
+
+
+def test_tilings_that_say_nothing(elsewhere):
+    elsewhere(tilings_that_say_nothing)
+
+
 def one_line_for_what_cannot_compile(folder):
     """The child process says what it lacks, and the caller what to do."""
     from xla_fsdp import plan
@@ -230,7 +271,7 @@ def test_one_line_for_what_cannot_compile(elsewhere, tmp_path):
 
 def planned_by_both(newest, cache):
     """The same program by both: the same arguments and bytes sent; TPU7x by the newest only."""
-    from xla_fsdp import plan
+    from xla_fsdp import CompileError, plan
 
     def report(name, compiler):
         return plan(step(), name, compiler=compiler, cache=cache, progress=False, ranks=[0])
@@ -259,6 +300,23 @@ def planned_by_both(newest, cache):
     assert 0.8 < ironwood.wire_bytes / ironwood.bound_wire_bytes < 1.1
     assert 0 < ironwood.timing.compute < 1e-3
     assert report("tpu7x:2x2x1", newest).from_cache
+
+    # A kernel, written by jax 0.7.1 in this process, is read by both.
+    kernels = {
+        version: plan(attention_step, "v6e-8", compiler=one, cache=cache, ranks=[0])
+        for version, one in (("0.0.21", "0.0.21"), ("0.0.51", newest))
+    }
+    for one in kernels.values():
+        assert one.fits and sum(op.work == "kernel" for op in one.schedule.ops) >= 3
+    old, new = kernels.values()
+    assert new.timing.model_flops == old.timing.model_flops
+
+    # Programs with which libtpu 0.0.51 crashes: one line with what to do.
+    with pytest.raises(CompileError) as info:
+        plan(step(256), "v6e-8", compiler=newest, cache=cache, ranks=[0])
+    message = str(info.value)
+    assert "\n" not in message and "plan with compiler='0.0.21'" in message
+    assert message.startswith("libtpu 0.0.51 gave no result for v6e-8, exit status -")
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,9 @@ _NAMES = {
 }
 
 
+_TILINGS = "result_tilings"
+
+
 class MissingNameError(Exception):
     """This jax lacks a name that is needed."""
 
@@ -143,6 +146,7 @@ def compile_step(folder: Path, request: dict) -> dict:
     with jax.make_ir_context():
         module = ir.Module.parse(program)
         _donate(ir, module, set(request["donated"]))
+        _leave_out_tilings(ir, module)
         for name, number in (("replicas", replicas), ("partitions", partitions)):
             count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
             module.operation.attributes[f"mhlo.num_{name}"] = count
@@ -180,6 +184,23 @@ def _devices(jax: Names, request: dict) -> list[Any]:
     if len(devices) != request["devices"]:
         raise UnknownSliceError(f"expected {request['devices']} devices, it has {len(devices)}")
     return devices
+
+
+def _leave_out_tilings(ir: Any, module: Any) -> None:
+    """Removes an attribute of kernels that says nothing.
+
+    jaxlib 0.12 converts the layouts of a kernel's results into tilings, which are empty. They make
+    it a newer version of a custom call than the StableHLO that libtpu 0.0.51 reads has.
+    """
+
+    def leave_out(operation: Any) -> Any:
+        attributes = operation.attributes
+        if operation.name == "stablehlo.custom_call" and _TILINGS in attributes:
+            if not any(len(ir.ArrayAttr(one)) for one in ir.ArrayAttr(attributes[_TILINGS])):
+                del attributes[_TILINGS]
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(leave_out)
 
 
 def _donate(ir: Any, module: Any, donated: set[int]) -> None:

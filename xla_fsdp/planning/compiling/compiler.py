@@ -21,6 +21,7 @@ from ... import extras
 from ...compiled.host_options import HostOptions
 from ...plan_compiler import (
     COMMAND,
+    TESTED,
     Compiler,
     UnusableCompilerError,
     changed_environment,
@@ -99,8 +100,7 @@ def compile_step(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / compile_child.program_file(request)).write_bytes(code)
-        what = f"compiling for {where.name} ({where.devices} devices)"
-        result = _run(folder, host.arguments, what, progress, compiler)
+        result = _run(folder, host.arguments, where, progress, compiler)
         refusal = result.get("error", "")
         if refusal:
             _raise_unless_memory(result["kind"], refusal, compiler, where)
@@ -132,10 +132,11 @@ def compile_step(
 
 
 def _run(
-    folder: Path, arguments: str, what: str, progress: Progress, compiler: Compiler
+    folder: Path, arguments: str, where: Slice, progress: Progress, compiler: Compiler
 ) -> dict[str, Any]:
     """Runs the compiler on the request in ``folder``; returns its ``result.json``."""
     began = time.monotonic()
+    what = f"compiling for {where.name} ({where.devices} devices)"
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
             [compiler.python, compile_child.__file__, str(folder), str(os.getpid())],
@@ -151,23 +152,49 @@ def _run(
                 child.kill()
                 child.wait()
     if not (folder / "result.json").exists():
-        tail = (folder / "log").read_text(errors="replace").strip().splitlines()[-15:]
-        perhaps = ""
-        if child.returncode == -signal.SIGKILL:
-            perhaps = " (killed, perhaps by a system out of memory)"
-        elif child.returncode < 0 and arguments:
-            perhaps = (
-                " (a crash; compiler_options= can undo what it was asked, one by one: "
-                f"LIBTPU_INIT_ARGS={arguments!r})"
-            )
-        raise CompileError(
-            f"the TPU compiler ended with exit status {child.returncode}{perhaps} and no result. "
-            "The end of its output:\n" + "\n".join(tail)
-        )
+        output = (folder / "log").read_text(errors="replace")
+        raise CompileError(_without_result(child.returncode, output, arguments, compiler, where))
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     done = f"{what}, in {result['host_memory'] / 2**30:.1f} GiB of host memory"
     progress.done(done, time.monotonic() - began)
     return result
+
+
+def _without_result(
+    status: int, output: str, arguments: str, compiler: Compiler, where: Slice
+) -> str:
+    """What to say when the compiler's process ended without a result."""
+    version = compiler.versions["libtpu"]
+    remedies = []
+    if status == -signal.SIGKILL:
+        how = " (killed, perhaps by a system out of memory)"
+    elif status < 0:
+        how = " (a crash)"
+        others = [one for one in TESTED if one != version and one not in where.chip.refused_by]
+        if others:
+            remedies.append(f"plan with compiler={others[0]!r}")
+        if arguments:
+            remedies.append(
+                "change its options one by one with compiler_options= "
+                f"(LIBTPU_INIT_ARGS={arguments!r})"
+            )
+    else:
+        last = output.strip().splitlines()[-1:] or ["no message"]
+        how = f" ({to_one_line(last[0], 200)})"
+    remedy = ", or ".join(remedies) or "the reason may be in its output"
+    return (
+        f"libtpu {version} gave no result for {where.name}, exit status {status}{how}: {remedy}"
+        f"{_stored(output)}"
+    )
+
+
+def _stored(output: str) -> str:
+    """Writes the compiler's output, which is long, to a file, and says where."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="xla_fsdp_compiler_", suffix=".log", delete=False, errors="replace"
+    ) as file:
+        file.write(output)
+    return f". Its output: {file.name}"
 
 
 def _give_back_memory() -> None:
@@ -187,7 +214,9 @@ def _raise_unless_memory(kind: str, error: str, compiler: Compiler, where: Slice
             f"{to_one_line(error, 200)}: install a tested release: {COMMAND}"
         )
     if kind != "memory":
-        raise CompileError(f"the TPU compiler refused the program: {error}")
+        short = to_one_line(error, 300)
+        more = _stored(error) if short.endswith("...") else ""
+        raise CompileError(f"the TPU compiler refused the program: {short}{more}")
 
 
 def _values(flags: str, named: Iterable[str]) -> dict[str, str]:

@@ -264,16 +264,21 @@ def parse_module(text: str) -> Module:
         raise ValueError(f"no line starts with 'HloModule': {text[:80]!r} is not an HLO module")
     computations: dict[str, Computation] = {}
     entry = current = None
+    defined: dict[str, Shape | Tuple] = {}  # of the current computation, by name
     for line in _joined(lines):
         if current is None:
             if line[:1] not in (" ", "") and (found := _COMPUTATION.match(line)):
-                current = Computation(found[2], [])
+                current, defined = Computation(found[2], []), {}
                 computations[found[2]] = current
                 entry = current if found[1] else entry
         elif line.startswith("}"):
             current = None
         elif line.strip():
-            current.instructions.append(_instruction(line))
+            instruction = _instruction(line)
+            if any("#" in name for name in instruction.operands):
+                current.instructions += _elements(instruction, defined)
+            current.instructions.append(instruction)
+            defined[instruction.name] = instruction.shape
     if entry is None:
         raise ValueError(f"the module {header[:80]!r} has no ENTRY computation")
     counts = dict(_FIELD.findall(header))
@@ -331,6 +336,26 @@ def _instruction(line: str) -> Instruction:
         operands = tuple(i.split()[-1].lstrip("%") for i in items if i.strip())
     rest = line[stop + 1 :].lstrip(", ")
     return Instruction(head[2], opcode, read_shape(shape_text), operands, rest, bool(head[1]))
+
+
+def _elements(user: Instruction, defined: dict[str, Shape | Tuple]) -> list[Instruction]:
+    """The elements of tuples among the operands of ``user``, as instructions before it.
+
+    libtpu 0.0.51 writes the operand ``%x#1`` for element 1 of ``%x``, and no instruction for it.
+    """
+    found: list[Instruction] = []
+    if user.opcode in ("parameter", "constant"):
+        return found
+    for name in user.operands:
+        of, mark, number = name.rpartition("#")
+        if not mark or name in defined:
+            continue
+        whole = defined.get(of)
+        if not isinstance(whole, Tuple) or int(number) >= len(whole.parts):
+            raise ValueError(f"{user.name} uses {name!r}, which is not defined")
+        shape = defined[name] = whole.parts[int(number)]
+        found.append(Instruction(name, "get-tuple-element", shape, (of,), f"index={number}"))
+    return found
 
 
 def _closing(text: str, start: int) -> int:
