@@ -275,6 +275,27 @@ def test_an_extrapolated_best_is_compiled_with_all_blocks(wrong, budget):
     assert ("(extrapolated)" in text) == bool(extrapolated)
 
 
+@pytest.mark.parametrize("error", [ValueError("no such block"), CompileError("out of memory")])
+def test_an_extrapolated_best_that_cannot_be_compiled_is_not_the_answer(error):
+    step = facts()
+    estimates = Estimates({"blocks": step}, V3)
+    compiler, failed = Compiler(estimates, deep=1.0), []
+
+    def measure(settings, full):
+        if full and not failed:
+            failed.append(settings)
+            raise error
+        return compiler(settings, full)
+
+    space = Space.of(step, V3, (None,), True, {})
+    search = Search(space, estimates, measure, 10 * GIB, 8)
+    trials = search.run()
+    assert search.compilations <= 8 and trials[0].settings != failed[0]
+    assert not trials[0].measured.extrapolated
+    (trial,) = (one for one in trials if one.settings == failed[0])
+    assert trial.measured is None and str(error) in trial.rejected
+
+
 def test_figures_of_two_depths_are_extrapolated():
     few = [Measured(*(seconds, 0.8 * seconds, 0.2 * seconds, hbm, True, 0.4, 3.0))
            for seconds, hbm in ((3.0, 5.0), (5.0, 8.0))]  # fmt: skip

@@ -135,10 +135,12 @@ def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
 
 
 def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
-    scores = _scores(line)
+    scores = _elements_of_scores(line.module)
     for place in computing(line, taken):
         instruction = place.instruction
         phase, module = labels.of(instruction)
+        inside = list(_inside(line.module, instruction))
+        matmuls = [one for one in inside if one.opcode in _MATMULS]
         if chip is not None and is_kernel(instruction):
             cycles = kernel_cycles(instruction, chip) or 0
         else:
@@ -152,26 +154,25 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
             module=module,
             phase=phase,
             recomputed=labels.is_recomputed(instruction),
-            work=_work_of(line.module, instruction, scores),
-            padding=max(map(_padding, _matmuls(line.module, instruction)), default=0.0),
+            work="kernel" if is_kernel(instruction) else _work_of(inside, matmuls, scores),
+            padding=max(map(_padding, matmuls), default=0.0),
         )
 
 
-def _work_of(module: Module, instruction: Instruction, scores: Collection[int]) -> str:
-    """What an operation mostly does, by the instructions that it consists of; one of WORK.
+def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scores: int) -> str:
+    """What an operation mostly does; one of WORK.
 
-    ``scores``: numbers of elements of attention scores.
+    Args:
+        inside: the instructions that it consists of.
+        matmuls: those of them that are matmuls or convolutions.
+        scores: the number of elements of attention scores.
     """
-    if is_kernel(instruction):
-        return "kernel"
-    inside = list(_inside(module, instruction))
-    matmuls = [one for one in inside if one.opcode in _MATMULS]
     if matmuls:
         return "attention" if any(map(_is_batched, matmuls)) else "matmul"
     if {one.opcode for one in inside} <= _MOVES:
         return "copy"
-    sizes = {prod(leaf.dims) for one in inside for leaf in leaves(one.shape)}
-    return "attention" if sizes & set(scores) else "elementwise"
+    sizes = (prod(leaf.dims) for one in inside for leaf in leaves(one.shape))
+    return "attention" if scores and scores in sizes else "elementwise"
 
 
 def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
@@ -182,10 +183,6 @@ def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
     for name in instruction.called:
         for one in module.named(name, instruction).instructions:
             yield from _inside(module, one)
-
-
-def _matmuls(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    return (one for one in _inside(module, instruction) if one.opcode in _MATMULS)
 
 
 def _is_batched(matmul: Instruction) -> bool:
@@ -200,17 +197,20 @@ def _is_batched(matmul: Instruction) -> bool:
     return found is not None and int(found[1]) == int(found[3]) == int(found[2]) + 1
 
 
-def _scores(line: Line) -> frozenset[int]:
-    """The number of elements of attention scores: of the batched matmuls' results the largest, if
-    they differ. The others have the head dimension in place of a length."""
+def _elements_of_scores(module: Module) -> int:
+    """The number of elements of attention scores; 0 if it is not known.
+
+    It is that of the largest result of a batched matmul, if they differ. The others have the head
+    dimension in place of a length.
+    """
     sizes = {
         prod(leaf.dims)
-        for place in line.places
-        for one in _matmuls(line.module, place.instruction)
-        if _is_batched(one)
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if one.opcode in _MATMULS and _is_batched(one)
         for leaf in leaves(one.shape)
     }
-    return frozenset({max(sizes)} if len(sizes) > 1 else ())
+    return max(sizes) if len(sizes) > 1 else 0
 
 
 def _padding(matmul: Instruction) -> float:

@@ -24,9 +24,9 @@ _MOST = 5  # suggestions
 _LEAST_SHARE = 0.01  # of the step
 # Of free HBM that a suggestion may use, since its need is an estimate.
 _USABLE = 0.9
-# One loop is suggested for at least so many equal blocks, if compiling took so many seconds.
+# One loop is suggested from this number of equal blocks and these seconds of compilation on.
 _BLOCKS, _SLOW_COMPILATION = 8, 120.0
-# A unit is too large if it has at least this share of the parameters, and so many bytes of them.
+# A unit is too large if it has at least this share of the parameters, and this number of bytes.
 _LARGE_SHARE, _LARGE_UNIT = 0.6, 64 << 20
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 

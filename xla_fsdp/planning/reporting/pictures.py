@@ -138,7 +138,7 @@ def draw(report: Report) -> Figure:
         title = f"Timeline of one step (modelled, not measured): {milliseconds(timing.step, 1)}"
         axes.set_title(f"{title}, of which {waits}", loc="left", pad=26, weight="bold")
         below = figure.add_subplot(grid[2, :], sharex=axes)
-        _draw_memory(report, below, 1e3 * _seconds(report), 1e3 * end)
+        _draw_memory(report, below, 1e3 * _seconds(report), 1e3 * end, to_capacity=True)
         below.set_xlabel("modelled time, ms")
     return figure
 
@@ -163,8 +163,14 @@ def _known(text: str) -> str:
     )
 
 
-def _draw_memory(report: Report, axes: Axes, x: numpy.ndarray, end: float) -> None:
-    """HBM in use by purpose. ``x``: of each place in the schedule; ``end``: the end of the axis."""
+def _draw_memory(
+    report: Report, axes: Axes, x: numpy.ndarray, end: float, to_capacity: bool = False
+) -> None:
+    """HBM in use by purpose.
+
+    ``x``: of each place in the schedule; ``end``: the end of the axis. ``to_capacity``: show the
+    line of the capacity, however far it is above the peak.
+    """
     spots, stack = hbm(report)
     places, values = numpy.append(x[spots], end), list(stack.values())
     heights = [numpy.append(one, one[-1:]) / GIB for one in values]
@@ -176,12 +182,12 @@ def _draw_memory(report: Report, axes: Axes, x: numpy.ndarray, end: float) -> No
     axes.set_ylabel("HBM in use,\nGiB a device")
     axes.xaxis.set_major_formatter("{x:,g}")
     peak, capacity = max(report.schedule.curve) / GIB, report.hbm_capacity / GIB
-    shown = capacity < _OFF_AXIS * peak
+    shown = to_capacity or capacity < _OFF_AXIS * peak
     if shown:
         axes.axhline(capacity, color=_RED, linewidth=1.8, linestyle="--")
     axes.set(xlim=(0, end), ylim=(0, 1.18 * max(peak, capacity * shown, 1 / GIB)))
     axes.plot(x[[report.schedule.peak_index]], [peak], marker="v", color="black", clip_on=False)
-    where = "dashed" if shown else "above this axis"
+    where = "dashed" if shown else "dashed in the picture below"
     words = f"peak {peak:.2f} GiB; capacity {capacity:.2f} GiB ({where})"
     axes.set_title(words, loc="left", fontsize=10, weight="bold")
 
@@ -271,7 +277,7 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
 
 
 def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
-    """Draw units as named boxes, or their parents if most boxes are too narrow for a name.
+    """Draw units as named boxes, or their parents if boxes with half of the time are too narrow.
 
     Returns the name of the lane, which says where the units are.
     """
@@ -284,7 +290,8 @@ def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
         intervals = [(s.begin, s.end, (level[s.module], s.phase)) for s in named]
         boxes = _busiest(intervals, end, bridge=True)
         texts = [_fitting(name, (e - s) / end * _ROOM) for s, e, (name, _) in boxes]
-        if 2 * sum(map(bool, texts)) >= len(texts):
+        spans = [e - s for s, e, _ in boxes]
+        if 2 * sum(span for span, text in zip(spans, texts, strict=True) if text) >= sum(spans):
             break
     bars = [(1e3 * s, 1e3 * (e - s)) for s, e, _ in boxes]
     axes.broken_barh(bars, (3.1, 0.8), facecolors=_UNIT, edgecolor="white")

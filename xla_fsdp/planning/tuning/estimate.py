@@ -111,7 +111,7 @@ class UnitLinks(Links):
         return OneCollective(kind, size, (tuple(range(slices)),), across_slices=True)
 
     def _on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
-        """Those of ``tensors`` whose gradients are reduced around rings, beside compute."""
+        """Those of ``tensors`` whose gradients are reduced around rings."""
         full = ranks == self.where.devices and self.where.count == 1 and routes != "default"
         return tuple(one for one in tensors
                      if full and self._ways.reduction(one.bytes, one.rows).overlaps)  # fmt: skip

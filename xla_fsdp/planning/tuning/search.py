@@ -262,7 +262,7 @@ class Search:
         return found.fits if found else self.estimates.needed(settings) <= self.capacity
 
     def _try(self, settings: ShardingSettings, full: bool) -> None:
-        before = self._found.get(settings)
+        before = self._found.pop(settings, None)  # what was extrapolated
         try:
             found = self.measure(settings, full)
             self._found[settings] = found
@@ -270,7 +270,6 @@ class Search:
                 self._correct(settings, found.seconds / before.seconds)
         except CompileError as error:
             self.compilations += 1
-            self._found.pop(settings, None)
             said = self._impossible[settings] = f"the compiler failed: {first_line(error)}"
         except (ValueError, RuntimeError) as error:
             said = self._impossible[settings] = f"not possible: {first_line(error)}"
@@ -310,6 +309,8 @@ class Search:
             return self._too_large(settings)
         fastest = self._own_per_sample if best is None else self._trial(best).per_sample
         times = self._trial(settings).per_sample / fastest
+        if found is not None and found.extrapolated and times <= 1 + _EQUAL:
+            return "not compiled with all blocks: the budget was spent"
         if found is not None:
             as_fast = "as your own step" if best is None else ", and further from the defaults"
             slower = f"{times:.2f} times the time of the best"
