@@ -366,6 +366,7 @@ def alone(rank):
     return Run("none", rank, 1).train(0, STEPS)
 
 
+@pytest.mark.slow
 def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path):
     (expected,) = run_ranks(alone, 1)
     with pytest.raises(RankError, match="rank [23] of 4 raised SystemError: its machines") as lost:
