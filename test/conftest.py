@@ -43,12 +43,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
-# Files that take minutes. They start first: no process is left alone with one at the end.
-LONG = """test_example_images test_example_mnist test_parity test_plan test_checkpoint_elastic
-test_hf_trainer test_scan test_hf_accelerate test_consolidate_crash test_preflight_workers
-test_launch test_optim test_compile_cache test_quickstart test_benchmark test_optim_8bit
-test_hf_models test_lightning test_consolidate_intree_writer test_pod_ray
-test_moving""".split()
+# Files that take longest, of `make test` or of `make test-slow`. They start first: no process is
+# left alone with one at the end.
+LONG = """test_example_images test_peers test_scan test_hf_combinations test_hf_trainer test_parity
+test_example_mnist test_plan test_consolidate_crash test_verifying test_lightning_table
+test_hf_accelerate test_checkpoint_elastic test_optim test_checkpoint_faults test_optim_8bit
+test_engine_combinations test_launch test_hf_pairs test_state_dict_hooks test_lightning
+test_hf_models test_checkpoint_crash test_hf_loading test_packaging test_testing_fixture
+test_optim_saved test_streamed test_tuning test_example_gpt test_pod_scripts test_offload
+test_offloaded_inputs test_launch_failures test_spawned test_torch_checkpoint test_compile_cache
+test_freeing test_checkpoint_hostile test_secondary test_random_state test_construction
+test_plan_tracing test_accumulation test_consolidate_intree test_attention test_dcp
+test_batch_norm test_pod_ray test_quickstart test_benchmark""".split()
 
 
 # What test modules import, and what they are made of, stays: no collection need look through it.

@@ -388,11 +388,10 @@ def with_fabric(side, precision):
     }
 
 
-# By the number of ranks, and whether `make test` runs them, too. In this order, since two ranks
-# resume what four have saved.
+# By the number of ranks. In this order, since two ranks resume what four have saved.
 CELLS = {
-    (4, False): [finetuning, saving_for_resume, fabric],
-    (2, True): [
+    4: [finetuning, saving_for_resume, fabric],
+    2: [
         best_and_last_sharded,
         early_stopping_resumed,
         accumulation_scheduler,
@@ -401,8 +400,6 @@ CELLS = {
         tuner,
         bfloat16,
         fabric,
-    ],
-    (2, False): [
         stopping_early,
         timer,
         best_and_last,
@@ -413,10 +410,10 @@ CELLS = {
         rate_finder,
         pruned_before,
     ],
-    (1, False): [batch_size, resuming, finetuning_resumed, tuner],
+    1: [batch_size, resuming, finetuning_resumed, tuner],
 }
 
 
-def on_ranks(rank, folder, key):
+def on_ranks(rank, folder, ranks):
     side = Side(folder, xr.world_size())
-    return {cell.__name__: cell(side) for cell in CELLS[key]}
+    return {cell.__name__: cell(side) for cell in CELLS[ranks]}

@@ -80,7 +80,12 @@ ALL = ["rrrr", "hhhr", "hrhr", "rhhr"]
     [
         (2, False, [({}, ALL), ({"compute_dtype": NARROW}, ["hrhr"])]),
         (2, True, [({"flatten_parameters": True}, ["hrhr"]), (WIDE, ["rhhr"])]),
-        (4, False, [({"reshard_after_forward": False}, ["rhhr"]), ("hybrid", ["hrhr", "rrrr"])]),
+        pytest.param(
+            4,
+            False,
+            [({"reshard_after_forward": False}, ["rhhr"]), ("hybrid", ["hrhr", "rrrr"])],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_any_mixture_equals_plain_training(run_ranks, ranks, on_tpu, options):
@@ -180,6 +185,7 @@ def bytes_and_memory():
             assert gradient <= held.peak - each.peak + gradient // 8 < 1.5 * gradient
 
 
+@pytest.mark.slow
 def test_bytes_and_memory_of_both_ways(elsewhere):
     elsewhere(bytes_and_memory)
 

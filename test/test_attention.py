@@ -152,6 +152,7 @@ def train_on_ranks(rank):
     return found
 
 
+@pytest.mark.slow
 def test_in_checkpointed_and_scanned_blocks(run_ranks):
     results = run_ranks(train_on_ranks, 2, timeout=1500)
     model = nn.ModuleList(blocks("math"))
@@ -236,6 +237,7 @@ def planned():
     assert not any(re.search(r"512,512", str(buffer)) for buffer in report.schedule.buffers)
 
 
+@pytest.mark.slow
 def test_plan(elsewhere):
     elsewhere(planned)
 

@@ -491,5 +491,6 @@ def planned():
     assert 0 < sum(c.wire_bytes for c in sent) < 1024
 
 
+@pytest.mark.slow
 def test_plan(elsewhere):
     elsewhere(planned)

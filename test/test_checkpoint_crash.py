@@ -155,7 +155,7 @@ def _kill_everywhere(root, second, keep_last, at, stride):
 @pytest.mark.parametrize(
     "second, keep_last, begin, stride",
     [
-        (2, 1, 1, 3),
+        (2, 1, 1, 8),
         pytest.param(2, 1, 1, 1, marks=pytest.mark.slow),
         pytest.param(1, None, 40, 1, marks=pytest.mark.slow),
     ],
@@ -218,7 +218,7 @@ def test_a_removal_cut_short_is_ended_by_the_next_save(tmp_path):
 # --- errors of the system
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*is complete, but an older checkpoint could not be removed")
 def test_an_error_of_every_system_call(tmp_path, code):
     start = str(tmp_path / "start")
@@ -460,8 +460,8 @@ def _interrupted(monkeypatch, at, error):
 @pytest.mark.parametrize(
     "second, error",
     [
-        (1, OutputError),
         (2, Stopped),
+        pytest.param(1, OutputError, marks=pytest.mark.slow),
         pytest.param(1, Stopped, marks=pytest.mark.slow),
         pytest.param(2, OutputError, marks=pytest.mark.slow),
     ],

@@ -442,7 +442,7 @@ def _load_all(rank, folders):
     return outcomes
 
 
-@pytest.mark.parametrize("size", [3, 2])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_rank_refuses_and_nothing_is_changed(run_ranks, saved, tmp_path, size):
     changes = dict(ON_RANKS)
     if size == WORLD:

@@ -97,7 +97,7 @@ def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path,
     assert not _different(_whole(held), expected)
     elements = {name: value for name, value in expected.items() if not name.endswith(" step")}
     for saved in counts:
-        for size in MANY:
+        for size in MANY if counts == MANY else (2, 7):
             for layout_of in (lambda shape, n: Layout.flat([shape], n), _rows):
                 read = _read_as(tmp_path / str(saved), layout_of, size, elements)
                 assert not _different(read, elements), (saved, size)

@@ -412,7 +412,8 @@ def _hang(root, victim):
     return in_child(work)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
 def test_one_rank_hangs_in_an_async_save_until_all_are_killed(forks, tmp_path, victim):
     root = str(tmp_path / "run")
     assert forks(_hang, root, victim) == signal.SIGKILL

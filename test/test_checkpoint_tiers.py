@@ -416,6 +416,7 @@ def _train_and_lose_a_host(rank, size, folder):
             return str(error)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_the_other_host_bit_for_bit(run_ranks, tmp_path):
     said = run_ranks(_train_and_lose_a_host, 4, 4, str(tmp_path))
     assert all("has no checkpoint, and there is no save of this run" in text for text in said)

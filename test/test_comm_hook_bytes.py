@@ -75,5 +75,6 @@ def bytes_of_hooks():
     assert sent["all-reduce", "bf16", 2] == near(shards // 2), sent
 
 
+@pytest.mark.slow
 def test_bytes_of_hooks(elsewhere):
     elsewhere(bytes_of_hooks)

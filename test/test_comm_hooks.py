@@ -121,7 +121,7 @@ def by_hand(rank, on_tpu):
             assert_close(found, expected)
 
 
-WAYS = [pytest.param(2, False, marks=pytest.mark.slow), (4, False), (2, True)]
+WAYS = [*(pytest.param(n, False, marks=pytest.mark.slow) for n in (2, 4)), (2, True)]
 
 
 @pytest.mark.parametrize("ranks,on_tpu", WAYS)

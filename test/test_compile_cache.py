@@ -207,6 +207,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_in_processes_of_their_own_use_it(run_script, tmp_path):
     done = run_script(SPAWNING, tmp_path / "pro:grams", env={"PJRT_DEVICE": "CPU"})
     assert done.returncode == 0, done.stderr

@@ -51,6 +51,7 @@ def test_command_of_the_readme(tmp_path):
     assert_same(found, expected_state_dict(small_model()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("-OO",)])
 def test_refusal_of_the_command(tmp_path, flags):
     prefix = save(rank_files(small_model(), 2), tmp_path)

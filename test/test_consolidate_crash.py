@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 # Every operation of every scenario, or some operations of the main ones.
-MAIN = ("safetensors file", "folder", "reshard, no swap")
+MAIN = ("folder", "reshard, no swap")
 RUNS = [
     *(pytest.param(name, 9, id=name) for name in MAIN),
     *(pytest.param(n, 1, id=f"{n}, every step", marks=pytest.mark.slow) for n in SCENARIOS),

@@ -66,6 +66,7 @@ def folder(tmp_path):
         yield Path(made)
 
 
+@pytest.mark.slow
 def test_memory(folder):
     """600 MiB of model and Adam state; the largest parameter alone has 160 MiB."""
     tensors = {"large": torch.ones(40 * MIB), "small": torch.ones(10 * MIB)}

@@ -199,5 +199,6 @@ def planned():
     assert report.memory.peak < 32 * 2**20
 
 
+@pytest.mark.slow
 def test_plan(elsewhere):
     elsewhere(planned)

@@ -302,7 +302,7 @@ def spoil(tmp_path):
 
 @pytest.mark.parametrize(
     "kinds",
-    [("nested", "scan"), pytest.param(("dim0", "none"), marks=pytest.mark.slow)],
+    [("nested",), pytest.param(("scan", "dim0", "none"), marks=pytest.mark.slow)],
     ids=" ".join,
 )
 def test_to_and_from_torch(run_ranks, tmp_path, kinds):

@@ -96,6 +96,7 @@ def fsdp_of_torch(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_torch_goes_on_where_we_were_and_we_where_it_was(run_ranks, tmp_path):
     written = run_ranks(writes, 3, str(tmp_path / "ours"))[0]
     torch.multiprocessing.spawn(fsdp_of_torch, (str(tmp_path),), nprocs=2)

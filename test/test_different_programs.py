@@ -21,6 +21,7 @@ def step(rank):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_keeps_others_waiting_for_longer_than_xla_does(run_script):
     """Rank 1 reaches its program 12 s after rank 0's has started, as if it had compiled meanwhile.
     XLA ends the process after 10 s."""

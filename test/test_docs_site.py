@@ -50,6 +50,7 @@ def site(tmp_path_factory):
     return {path: Page(path) for path in sorted(folder.rglob("*.html"))}
 
 
+@pytest.mark.slow
 def test_every_link_leads_to_a_page_and_an_anchor(site):
     dead, checked = [], 0
     for path, page in site.items():
@@ -68,11 +69,13 @@ def test_every_link_leads_to_a_page_and_an_anchor(site):
     assert dead == [] and checked > 1000
 
 
+@pytest.mark.slow
 def test_the_site_has_no_files_of_its_hook(site):
     files = {path.name for path in Path(os.path.commonpath(site)).rglob("*")}
     assert len(files) > 50 and not files & {"hooks.py", "__pycache__"}
 
 
+@pytest.mark.slow
 def test_no_page_loads_anything_from_elsewhere(site):
     assert {link for page in site.values() for link in page.loads if "//" in link} == set()
 

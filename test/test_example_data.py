@@ -40,6 +40,7 @@ def epoch(loader, number):
     return torch.cat([images for images, _ in loader])
 
 
+@pytest.mark.slow
 def test_images_depend_on_seed_and_epoch_only(loader):
     states = torch.get_rng_state(), random.getstate()
     plain = loader()
@@ -120,6 +121,7 @@ def test_cpu_ranks_share_the_cores(run_script):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_first_starts_may_write_the_digits(common, tmp_path, monkeypatch):
     folder, rename = tmp_path / "digits", os.rename
 

@@ -174,6 +174,7 @@ def lines(done):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, run_example):
     run = partial(run_example, "train_gpt.py")
     flags = [

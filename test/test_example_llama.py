@@ -128,6 +128,7 @@ print(json.dumps([said["loss"], total / counted, len(documents), said["tokens"],
 """
 
 
+@pytest.mark.slow
 def test_plain_torch_sees_no_other_document(tmp_path):
     said, alone, documents, *counted = plain_python(SECOND_OPINION, tmp_path, str(EXAMPLES))
     assert documents > 1 and said == pytest.approx(alone, rel=1e-4), (said, alone, counted)
@@ -157,6 +158,7 @@ def test_a_sample_ends_with_the_positions(common):
     assert told[:3] == [1, 2, 3] and len(told) == 16
 
 
+@pytest.mark.slow
 def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
     tokens, llama = common.tokens, common.llama
     llama.make_folder(str(tmp_path / "made"), llama.new("tiny", None, 64, None), seed=1)

@@ -53,6 +53,7 @@ def test_trains_saves_consolidates_and_agrees(train, tmp_path):
     assert list((tmp_path / "curves").iterdir())
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(train, tmp_path):
     flags = ("--fake_data", "--max_steps=2", "--num_epochs=1", "--num_devices=2")
     flags += ("--no_ckpt_consolidation",)
@@ -71,6 +72,7 @@ def test_a_second_start_compiles_nothing(train, tmp_path):
     assert second[2:] == (kept, loss)
 
 
+@pytest.mark.slow
 def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     first = ("--num_devices=2", "--num_epochs=1", "--fake_data", "--max_steps=4")
     table(train(*first))
@@ -102,6 +104,7 @@ def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=False, resume_epoch=1))
 
 
+@pytest.mark.slow
 def test_flat_narrow_auto_wrapped_and_with_a_smaller_last_batch(train):
     # 750 images a rank: 7 batches and a half one.
     rows = table(
@@ -120,6 +123,7 @@ def write_idx(path, array):
     path.write_bytes(header + array.to(torch.uint8).numpy().tobytes())
 
 
+@pytest.mark.slow
 def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
     raw = tmp_path / "data/MNIST/raw"
     for name, is_train, count in (("train", True, 160), ("t10k", False, 101)):
@@ -203,6 +207,7 @@ def damage(path, place, byte):
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_the_data_is_refused(train):
     done = train("--num_devices=2", "--batch_size=1000")
     assert done.returncode == 2
@@ -301,8 +306,17 @@ def test_every_held_out_image_counts_once(example):
     "script, flags, network",
     [
         ("train_mnist.py", (), "MnistNetwork("),
-        ("train_imagenet.py", ("--fake_data", "--model=resnet18"), "'model': 'resnet18', "),
-        ("train_vit.py", ("--fake_data",), "'num_blocks': 32, "),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (
+                    "train_imagenet.py",
+                    ("--fake_data", "--model=resnet18"),
+                    "'model': 'resnet18', ",
+                ),
+                ("train_vit.py", ("--fake_data",), "'num_blocks': 32, "),
+            )
+        ),
     ],
 )
 def test_ranks_can_be_processes_of_their_own(run_script, tmp_path, script, flags, network):

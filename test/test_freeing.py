@@ -216,7 +216,9 @@ def forward_backward(rank, factory, arguments, frozen, reshard):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gru" else n for n in MODELS]
+)
 def test_saved_parameters_are_freed_and_rebuilt(run_ranks, name, frozen):
     from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 

@@ -48,6 +48,6 @@ def every_case(rank, size):
     assert_like_plain(model, found, train(plain, method="encode"), plain)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_trains_like_plain_torch(run_ranks, ranks):
     run_ranks(every_case, ranks, ranks, timeout=1500)

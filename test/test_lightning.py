@@ -130,6 +130,7 @@ def averaging(rank, folder):
     return found["losses"], full_state_dict(model.averages[0].module)
 
 
+@pytest.mark.slow
 def test_a_module_averages_its_weights(run_ranks, tmp_path):
     _, expected = fit(trainer_for(tmp_path / "plain", devices=1, **SHORT), model=Averaged())
     for _, found in run_ranks(averaging, 2, tmp_path, timeout=TIMEOUT):
@@ -200,6 +201,7 @@ def in_bfloat16(folder):
     return found["losses"]
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference, folder):
     saved = folder / "2"
     from_plain = folder / "norm" / "epoch=0.ckpt"
@@ -337,6 +339,7 @@ def test_fabric_is_that_of_one_process(run_ranks, tmp_path):
 # -- a Trainer outside of ranks, and what is refused -------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_s_script_starts_its_ranks(run_script, tmp_path):
     page = (ROOT / "docs/how-to/lightning.md").read_text()
     (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
@@ -448,6 +451,7 @@ def trimmed_on_ranks(rank, folder):
     return fit(again, xr.world_size(), Trimmed(), folder / "last.ckpt")[0]["losses"]
 
 
+@pytest.mark.slow
 def test_a_module_that_says_what_is_saved_of_it(run_ranks, tmp_path):
     expected = trainer_for(tmp_path / "plain", devices=1, **SHORT)
     fit(expected, model=Trimmed())

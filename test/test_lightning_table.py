@@ -9,7 +9,10 @@ from lightning_cells import CELLS, Side, on_ranks, resuming, saving_for_resume
 
 from xla_fsdp.testing import run_in_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 NEAR = {"bfloat16": 3e-2, "saving_for_resume": 5e-3, "resuming": 5e-3, "bf16-mixed": 5e-3}
 
@@ -24,17 +27,18 @@ def jax_was_imported():
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """``found(key, cell)``: what was found on ranks, and in one process; one launch for a key."""
+    """``found(ranks, cell)``: what was found on ranks, and in one process; one launch for all cells
+    of a number of ranks."""
     side = Side(tmp_path_factory.mktemp("cells"), 0)
     plain = functools.cache(lambda cell: cell(side))
     on = functools.cache(
-        lambda key: run_in_ranks(on_ranks, key[0], side.root, key, timeout=1500)[0]
+        lambda ranks: run_in_ranks(on_ranks, ranks, side.root, ranks, timeout=1500)[0]
     )
 
-    def find(key, cell):
-        if cell is resuming:  # what four ranks, and one process, have saved
-            on((4, False)), plain(saving_for_resume)
-        return on(key)[cell.__name__], plain(cell)
+    def find(ranks, cell):
+        if resuming in CELLS[ranks]:  # what four ranks, and one process, have saved
+            on(4), plain(saving_for_resume)
+        return on(ranks)[cell.__name__], plain(cell)
 
     return find
 
@@ -51,15 +55,13 @@ def compare(found, wanted, near):
 
 
 @pytest.mark.parametrize(
-    "key, cell",
+    "ranks, cell",
     [
-        pytest.param(
-            key, cell, id=f"{key[0]}-{cell.__name__}", marks=() if key[1] else pytest.mark.slow
-        )
-        for key, cells in CELLS.items()
+        pytest.param(ranks, cell, id=f"{ranks}-{cell.__name__}")
+        for ranks, cells in CELLS.items()
         for cell in cells
     ],
 )
-def test_cell(found, key, cell):
-    on, plain = found(key, cell)
+def test_cell(found, ranks, cell):
+    on, plain = found(ranks, cell)
     compare(on, plain, NEAR.get(cell.__name__, 1e-4))

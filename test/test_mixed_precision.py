@@ -149,7 +149,7 @@ def test_scanned_blocks(run_ranks):
     run_ranks(scanned, 2)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_policy(run_ranks, ranks):
     run_ranks(policies, ranks, timeout=1500)
 
@@ -390,5 +390,6 @@ def collectives_with_norms_in_float32():
     assert with_norms.wire_bytes < 1.05 * without.wire_bytes
 
 
+@pytest.mark.slow
 def test_modules_in_float32_need_no_collectives_of_their_own(elsewhere):
     elsewhere(collectives_with_norms_in_float32)

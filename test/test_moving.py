@@ -49,6 +49,7 @@ def mean(per_rank):
     return [sum(of_step) / len(of_step) for of_step in zip(*per_rank, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_job_that_moves_trains_as_one_that_stays(run_ranks, tmp_path):
     found = scripts()
     names = "network before after leave there back".split()

@@ -89,7 +89,7 @@ def bit_for_bit(rank):
             assert found[2][-1] == found[2][-2]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_bit_for_bit_as_without(run_ranks, ranks):
     run_ranks(bit_for_bit, ranks)
 
@@ -163,7 +163,7 @@ def scanned(rank, on_tpu):
             torch.testing.assert_close(found[1][name], value, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("on_tpu", [False, True])
+@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_scanned_blocks(run_ranks, on_tpu):
     run_ranks(scanned, 2, on_tpu)
 
@@ -224,6 +224,7 @@ def resumed(rank, folder):
     return losses, full, states
 
 
+@pytest.mark.slow
 def test_checkpoints_with_other_ranks_and_without_offload(run_ranks, tmp_path):
     losses, full, states = run_ranks(saved, 2, str(tmp_path))[0]
     others, found, own = run_ranks(resumed, 4, str(tmp_path))[0]
@@ -494,5 +495,6 @@ def planned():
     assert not small.fits and small.fits_device and "GB that a host of" in str(small)
 
 
+@pytest.mark.slow
 def test_plan(elsewhere):
     elsewhere(planned)

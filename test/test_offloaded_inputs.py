@@ -146,6 +146,7 @@ def planned(scans):
         assert report.memory.required < 0.9 * depth * INPUT
 
 
-@pytest.mark.parametrize("scans", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scans", [True, False])
 def test_on_the_tpu_compiler(elsewhere, scans):
     elsewhere(planned, scans)

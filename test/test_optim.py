@@ -267,10 +267,10 @@ SLOW = pytest.mark.slow
     "size, kinds",
     [
         (2, ["flat", "dim0scan"]),
-        (4, ["nested"]),
+        pytest.param(4, ["nested"], marks=SLOW),
         pytest.param(1, ["flat", "dim0scan", "scan"], marks=SLOW),
         pytest.param(2, ["nested", "dim0", "scan"], marks=SLOW),
-        pytest.param(4, ["flat", "dim0scan", "scan"], marks=SLOW),
+        pytest.param(4, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
     ],
 )
 def test_shards_are_trained_as_the_unsharded_model(run_ranks, size, kinds):
@@ -345,6 +345,7 @@ def replicated(rank, expected):
             torch.testing.assert_close(value.cpu(), full, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_replicas_and_parameters_that_are_not_sharded(run_ranks):
     run_ranks(replicated, 4, expected_weights())
 
@@ -553,6 +554,7 @@ def planned(cache):
     assert [c.bytes for c in sent] == [4 * (number + 1) for number in numbers]
 
 
+@pytest.mark.slow
 def test_what_a_step_sends_is_in_its_plan(elsewhere, tmp_path):
     elsewhere(planned, str(tmp_path))
 

@@ -138,10 +138,10 @@ SLOW = pytest.mark.slow
     "name, here, there",
     [
         ("adafactor", ["flat"], [("flat", "scan")]),
-        ("8bit", ["nested"], [("nested", "scan")]),
+        pytest.param("8bit", ["nested"], [("nested", "scan")], marks=SLOW),
         pytest.param("adafactor", ["flat", "nested"], [("nested", "flat")], marks=SLOW),
         pytest.param("small", ["nested"], [("nested", "flat")], marks=SLOW),
-        ("lamb", ["nested"], [("nested", "dim0scan")]),
+        pytest.param("lamb", ["nested"], [("nested", "dim0scan")], marks=SLOW),
         ("lars", ["nested"], [("nested", "flat")]),
         ("muon", ["nested"], [("nested", "dim0scan")]),
     ],

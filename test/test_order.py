@@ -53,7 +53,7 @@ def nothing_held(model):
     return model._unit.order.is_empty
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", PREFETCH, ids=range(len(PREFETCH)))
 def test_gradients_are_the_same_in_every_order(run_ranks, options, checkpoint):
     run(run_ranks, same_gradients, options, checkpoint)

@@ -128,6 +128,7 @@ def test_a_source_distribution_has_every_file(built):
     assert set(BUILT_FROM) <= names
 
 
+@pytest.mark.slow
 def test_a_wheel_is_used_where_it_is_installed(built, empty, tmp_path):
     (wheel,) = built.glob("*.whl")
     call(*pip_install(empty), wheel, cwd=tmp_path)

@@ -14,14 +14,16 @@ from covering import covering, pairs_of
 from parity import Case
 
 WRAPPINGS = ["root", "nested", "auto", "flat", "dim0"]
+SLOW = pytest.mark.slow
 ACCUMULATIONS = ["none", "no_sync", "plain"]
 PRODUCT = list(itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS))
 COVERING = covering(PRODUCT, lambda cell: pairs_of(tuple(enumerate(cell))))
+SINGLY = covering(COVERING, lambda cell: set(enumerate(cell)))
 
 
 def cross() -> list:
-    """The product; by default cells that show every pair. Optimizer, norm, ranks and way of tracing
-    go round."""
+    """The product; by default cells that show every setting, and in CI every pair of settings.
+    Optimizer, norm, ranks and way of tracing go round."""
     rotation = zip(
         itertools.cycle(["sgd", "adamw"]),
         itertools.cycle([2.0, 1.0, 2.0, math.inf, 2.0]),
@@ -34,7 +36,8 @@ def cross() -> list:
         wrapping, reshard, *how = cell
         options = {} if reshard else {"reshard_after_forward": False}
         case = Case(wrapping, *how, optimizer, norm, options=options, as_on_tpu=as_on_tpu)
-        marks = () if cell in COVERING else pytest.mark.full
+        marks = pytest.mark.slow if cell in COVERING else pytest.mark.full
+        marks = () if cell in SINGLY else marks
         found.append((ranks, pytest.param(case, ranks, marks=marks, id=f"{case}-{ranks}ranks")))
     # By ranks, else processes of ranks would be started over and over.
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
@@ -69,7 +72,9 @@ def test_float32(check, case, ranks):
     check(case, ranks, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize(
+    "wrapping", ["nested", *(pytest.param(w, marks=SLOW) for w in WRAPPINGS if w != "nested")]
+)
 def test_float64_to_the_last_digits(run_ranks, unsharded, wrapping):
     case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64, as_on_tpu=True, steps=10)
     sharded = parity.merge(run_ranks(parity.one_rank, 3, case))
@@ -81,8 +86,17 @@ NARROW = list(
     itertools.product(["nested", "flat", "dim0"], [torch.bfloat16, torch.float16], [0, 1])
 )
 
+# Each dtype, and each way to reduce.
+NARROW_SINGLY = covering(covering(NARROW), lambda case: set(case[1:]))
 
-@pytest.mark.parametrize("wrapping, compute_dtype, fp32_reduce_scatter", covering(NARROW))
+
+@pytest.mark.parametrize(
+    "wrapping, compute_dtype, fp32_reduce_scatter",
+    [
+        case if case in NARROW_SINGLY else pytest.param(*case, marks=SLOW)
+        for case in covering(NARROW)
+    ],
+)
 def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatter):
     options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": bool(fp32_reduce_scatter)}
     case = Case(wrapping, True, "no_sync", options=options, steps=3)
@@ -91,6 +105,7 @@ def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatte
     check(case, 4, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_parameters(check, dtype):
     case = Case("nested", False, "none", dtype=dtype, steps=3, one_program=False)

@@ -244,12 +244,12 @@ def nothing_in_pieces(cache):
 
 CHECKS = [
     a_report,
-    donated_bytes_are_the_difference,
-    wire_bytes_are_those_of_the_traced_program,
-    a_cache_that_is_damaged,
+    pytest.param(donated_bytes_are_the_difference, marks=pytest.mark.slow),
+    pytest.param(wire_bytes_are_those_of_the_traced_program, marks=pytest.mark.slow),
+    pytest.param(a_cache_that_is_damaged, marks=pytest.mark.slow),
     a_step_that_does_not_fit,
     wrong_arguments,
-    the_in_tree_class,
+    pytest.param(the_in_tree_class, marks=pytest.mark.slow),
     pytest.param(nothing_in_pieces, marks=pytest.mark.slow),
 ]
 
@@ -280,6 +280,7 @@ plan(_step(), "v3-8", cache=False, ranks=[0],
 """
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_compiler_names_the_options(run_script, tmp_path):
     child = (
         "import os, signal\n"
@@ -403,6 +404,7 @@ def test_a_damaged_plan_counts_as_missing(tmp_path):
             assert read() is None, one
 
 
+@pytest.mark.slow
 def test_the_example_plans_itself(tmp_path, script_server, refused):
     """The very run: exit code 0 with a report, or 2 for a slice that does not exist."""
     root = os.path.dirname(os.path.dirname(__file__))

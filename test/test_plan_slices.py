@@ -108,5 +108,6 @@ def planned_on_two_slices(cache):
     assert schedules[0] == schedules[1] == schedules[2] != schedules[3]
 
 
+@pytest.mark.slow
 def test_planned_on_two_slices(elsewhere, tmp_path):
     elsewhere(planned_on_two_slices, str(tmp_path))

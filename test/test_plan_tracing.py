@@ -486,7 +486,7 @@ CHECKS = [
     micro_batches_are_counted,
     a_forward_alone_is_a_program_too,
     errors_of_the_step_come_out_and_leave_nothing_behind,
-    large_parameters_take_up_no_memory,
+    pytest.param(large_parameters_take_up_no_memory, marks=pytest.mark.slow),
     values_from_outside_survive,
     an_initialization_that_leaves_something_out_is_noticed,
     other_threads_make_tuples_meanwhile,

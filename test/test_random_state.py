@@ -187,7 +187,7 @@ def _reads_leave_generators(rank, form, folder):
     return moved
 
 
-@pytest.mark.parametrize("form", ["class", "in place"])
+@pytest.mark.parametrize("form", ["class", pytest.param("in place", marks=pytest.mark.slow)])
 def test_reading_and_saving_move_no_generator(run_ranks, tmp_path, form):
     folder = str(tmp_path)
     assert run_ranks(_reads_leave_generators, 2, form, folder, timeout=900) == [[], []]
@@ -255,6 +255,7 @@ def _lives(form, folder):
     assert life("killed", (5,)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["class", "in place"])
 def test_a_killed_run_that_resumes_ends_as_one_that_never_stopped(forks, tmp_path, form):
     forks(_lives, form, str(tmp_path))

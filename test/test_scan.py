@@ -133,6 +133,7 @@ def both(rank, options, hold, close):
 
 EXACT, NARROW = (1e-5, 1e-6), (2e-2, 2e-2)
 BFLOAT16, ROWS = {"compute_dtype": torch.bfloat16}, {"shard_param_on_dim_0": True}
+SLOW = [(4, HYBRID | ROWS, False, EXACT), (2, BFLOAT16, False, NARROW)]
 FULL = [
     (1, {}, False, EXACT),
     (4, {}, False, EXACT),
@@ -146,9 +147,8 @@ FULL = [
     "ranks, options, hold, close",
     [
         (3, {}, True, EXACT),  # no_sync changes nothing but the bytes sent
-        (4, HYBRID | ROWS, False, EXACT),
-        (2, BFLOAT16, False, NARROW),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in FULL),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in FULL),
     ],
 )
 def test_equals_blocks_wrapped_singly(run_ranks, ranks, options, hold, close):
@@ -167,11 +167,11 @@ def prefetched(rank, options, on_tpu, rtol):
     "ranks, options, on_tpu, rtol",
     [
         (2, ROWS, False, 0.0),
-        (2, BFLOAT16, True, 0.0),
+        pytest.param(2, BFLOAT16, True, 0.0, marks=pytest.mark.slow),
         pytest.param(4, HYBRID, False, 0.0, marks=pytest.mark.slow),
         pytest.param(4, {"reshard_after_forward": 2}, False, 0.0, marks=pytest.mark.slow),
         # XLA on a CPU fuses, and so rounds, some of it otherwise: 7.5291286 for 7.5291281.
-        (4, {"reshard_after_forward": 2}, True, 1e-5),
+        pytest.param(4, {"reshard_after_forward": 2}, True, 1e-5, marks=pytest.mark.slow),
     ],
 )
 def test_prefetch_equals_the_loop_without(run_ranks, ranks, options, on_tpu, rtol):
@@ -454,12 +454,12 @@ def _planned_step(depth, scanned):
     return step
 
 
-def planned(cache, with_singly):
+def planned(cache):
     from xla_fsdp import plan
 
-    few, many, *others = (
+    few, many, singly = (
         plan(_planned_step(*case), "v3-8", cache=cache, progress=False, ranks=[0, 7])
-        for case in ((2, True), (4, True), (4, False))[: 3 if with_singly else 2]
+        for case in ((2, True), (4, True), (4, False))
     )
     assert few.executables == many.executables == 1
     # One program for any depth, with loops that run as often as there are blocks.
@@ -472,18 +472,17 @@ def planned(cache, with_singly):
     # The same bytes for each further block.
     outside = sum(c.wire_bytes for c in few.schedule.collectives if c.times == 1)
     assert many.wire_bytes - outside == 2 * (few.wire_bytes - outside)
-    for singly in others:
-        assert many.program_bytes < singly.program_bytes
-        assert many.wire_bytes == singly.wire_bytes
-        assert many.bound_wire_bytes == singly.bound_wire_bytes
-        # The compiler's own peak: arguments and temporaries.
-        assert many.memory.peak <= singly.memory.peak
-        assert many.memory.required <= singly.memory.required
+    assert many.program_bytes < singly.program_bytes
+    assert many.wire_bytes == singly.wire_bytes
+    assert many.bound_wire_bytes == singly.bound_wire_bytes
+    # The compiler's own peak: arguments and temporaries.
+    assert many.memory.peak <= singly.memory.peak
+    assert many.memory.required <= singly.memory.required
 
 
-@pytest.mark.parametrize("with_singly", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_on_the_tpu_compiler(elsewhere, tmp_path, with_singly):
-    elsewhere(planned, str(tmp_path), with_singly)
+@pytest.mark.slow
+def test_on_the_tpu_compiler(elsewhere, tmp_path):
+    elsewhere(planned, str(tmp_path))
 
 
 class _Perceptron(nn.Module):

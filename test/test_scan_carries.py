@@ -98,6 +98,7 @@ def kept_within_two(rank):
     return [groups_of_gathers(rank, reshard_after_forward=n) for n in (True, 2)]
 
 
+@pytest.mark.slow
 def test_backward_gathers_within_two_of_four_ranks(run_ranks):
     for whole, pairs in run_ranks(kept_within_two, 4):
         # As on a TPU, where small parameters travel together.
@@ -141,6 +142,7 @@ def stateless(rank):
     remembers(2, rank)
 
 
+@pytest.mark.slow
 def test_hooks_reduce_in_the_loop(run_ranks):
     run_ranks(stateless, 2)
 
@@ -153,6 +155,7 @@ def on_four_ranks(rank):
     assert_close(replicas, unsharded(4, exact), 2**-5)
 
 
+@pytest.mark.slow
 def test_hooks_remember_and_reduce_over_replicas(run_ranks):
     run_ranks(on_four_ranks, 4)
 

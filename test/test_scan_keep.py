@@ -164,7 +164,7 @@ def refused(rank):
     "ranks, check",
     [
         (2, same_gradients),
-        (1, same_by_the_kernel),
+        pytest.param(1, same_by_the_kernel, marks=pytest.mark.slow),
         (1, is_taken),
         (2, in_a_model),
         (1, refused),

@@ -89,6 +89,8 @@ else:
 json.dump(out, open(sys.argv[1], "w"))
 """
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
@@ -122,7 +124,7 @@ def compiled(tmp_path_factory):
     return programs
 
 
-TOPOLOGIES = [pytest.param("v3:2x2", marks=pytest.mark.slow), "v5e:2x4"]
+TOPOLOGIES = ["v3:2x2", "v5e:2x4"]
 
 
 def only(program):
@@ -210,7 +212,6 @@ def test_donation(compiled, topology):
 
 # The compiler's own peak counts VMEM too where a program has no temporaries in HBM, so compare
 # where everything is in HBM.
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["update", "flat", "loop", "branch", "fill", "reduced"])
 def test_peaks(compiled, name):
     program = compiled("v3:2x2")[name]

@@ -27,6 +27,7 @@ def every_case(rank, cases):
     return [parity.one_rank(rank, case) for case in cases]
 
 
+@pytest.mark.slow
 def test_trains_like_plain_torch(run_ranks):
     for case, *ranks in zip(CASES, *run_ranks(every_case, 4, CASES), strict=True):
         reference = parity.unsharded(parity.unsharded_case(case))
@@ -45,6 +46,7 @@ def groups_of_eight(rank):
         assert_trains_alike(rank, 8, disable_reshard_on_root=False, **options)
 
 
+@pytest.mark.slow
 def test_eight_ranks_and_hybrid_sharding(run_ranks):
     run_ranks(groups_of_eight, 8)
 
@@ -200,6 +202,7 @@ def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("plans"))
 
 
+@pytest.mark.slow
 def test_a_plan_shows_less_on_the_wire_and_half_of_the_parameters(elsewhere, cache):
     found = elsewhere(plans, cache)
     whole = 2 * BLOCKS * 2 * WIDTH * WIDTH * 2  # bytes, in bfloat16

@@ -366,8 +366,8 @@ def alone(rank):
     return Run("none", rank, 1).train(0, STEPS)
 
 
-# On as many ranks as are left, or as many as before.
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])  # as many ranks as are left, or as many as before
 def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path, size):
     (expected,) = run_ranks(alone, 1)
     with pytest.raises(RankError, match="rank [23] of 4 raised SystemError: its machines") as lost:

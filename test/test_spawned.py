@@ -111,6 +111,7 @@ def test_one_that_fails_ends_all(run_script, tmp_path, how, start, first, words)
     assert ("Local: ('no such image', 2)" in done.stderr) == (how == "full")
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     folder = tmp_path / "processes"

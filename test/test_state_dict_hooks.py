@@ -268,10 +268,8 @@ def _hooks(rank, form):
     "form",
     [
         "class",
-        *(
-            pytest.param(form, marks=pytest.mark.slow)
-            for form in ("in place", "nested", "flat", "none")
-        ),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("in place", "flat")),
+        *(pytest.param(form, marks=pytest.mark.full) for form in ("nested", "none")),
     ],
 )
 def test_full_state_is_what_the_module_makes_of_it(run_ranks, form):

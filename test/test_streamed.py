@@ -44,7 +44,12 @@ def as_without(rank, on_tpu):
 
 
 @pytest.mark.parametrize(
-    "ranks,on_tpu", [pytest.param(1, False, marks=pytest.mark.slow), (2, False), (2, True)]
+    "ranks,on_tpu",
+    [
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (2, False),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_trains_as_without(run_ranks, ranks, on_tpu):
     run_ranks(as_without, ranks, on_tpu)
@@ -350,5 +355,6 @@ def planned():
     assert Report.from_json(report.to_json()).parts == parts
 
 
+@pytest.mark.slow
 def test_plan(elsewhere):
     elsewhere(planned)

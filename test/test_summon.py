@@ -309,7 +309,8 @@ def test_full_parameters_are_read_and_written(run_ranks, ranks):
     run_ranks(every_case, ranks, timeout=1500)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_with_gradients(run_ranks, ranks):
     run_ranks(every_training, ranks, timeout=1500)
 

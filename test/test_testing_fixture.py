@@ -164,7 +164,8 @@ def test_wrong_counts(run_ranks, count, error):
         run_ranks(pid, count)
 
 
-@pytest.mark.parametrize("mode", ["importlib", pytest.param("prepend", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["importlib", "prepend"])
 def test_in_a_suite_of_its_own(tmp_path, mode):
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["xla_fsdp.testing"]\n')
     (tmp_path / "test_theirs.py").write_text(

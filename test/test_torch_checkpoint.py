@@ -103,7 +103,8 @@ def called(rank, sharding):
 
 
 @pytest.mark.parametrize(
-    "sharding", ["one unit", pytest.param("each layer", marks=pytest.mark.slow), "in place"]
+    "sharding",
+    ["one unit", *(pytest.param(s, marks=pytest.mark.slow) for s in ("each layer", "in place"))],
 )
 def test_calls_inside_of_sharded_models(run_ranks, sharding):
     run_ranks(called, 2, sharding)
@@ -264,6 +265,7 @@ def stored(rank, folder):
                 torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_states_have_the_names_of_the_module(run_ranks, tmp_path):
     run_ranks(stored, 2, str(tmp_path))
 

@@ -161,7 +161,12 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("setting", ["eager", "XLA_USE_32BIT_LONG", "XLA_USE_BF16", ""])
+TYPES = ("XLA_USE_32BIT_LONG", "XLA_USE_BF16")
+
+
+@pytest.mark.parametrize(
+    "setting", ["eager", *(pytest.param(s, marks=pytest.mark.slow) for s in TYPES), ""]
+)
 def test_settings_of_torch_xla(run_script, setting):
     """In eager mode nothing can be traced; others change the types that tensors have on devices."""
     env = {"PJRT_DEVICE": "CPU", **({setting: "1"} if setting.isupper() else {})}
@@ -247,8 +252,8 @@ def same_on_ranks(rank, options):
     [
         {},
         {"flatten_parameters": True},
-        {"shard_param_on_dim_0": True},
-        {"compute_dtype": torch.bfloat16},
+        pytest.param({"shard_param_on_dim_0": True}, marks=pytest.mark.slow),
+        pytest.param({"compute_dtype": torch.bfloat16}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

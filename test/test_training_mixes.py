@@ -128,7 +128,13 @@ def trainings(rank, kind, as_on_tpu):
 
 
 @pytest.mark.parametrize(
-    "ranks, kind", [(2, "root"), (4, "nested"), (2, "checkpointed"), (4, "flat")]
+    "ranks, kind",
+    [
+        (2, "root"),
+        pytest.param(4, "nested", marks=pytest.mark.slow),
+        pytest.param(2, "checkpointed", marks=pytest.mark.slow),
+        (4, "flat"),
+    ],
 )
 def test_mixes_train_as_in_plain_torch(run_ranks, ranks, kind):
     run_ranks(trainings, ranks, kind, kind == "nested", timeout=1500)

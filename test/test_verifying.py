@@ -240,6 +240,7 @@ def measure(run_script, folder, *flags):
     return data, {found["name"]: found["status"] for found in data["findings"]}, done.stdout
 
 
+@pytest.mark.slow
 def test_checkpoints_of_two_cpu_ranks(run_script, tmp_path):
     _, statuses, _ = measure(run_script, tmp_path, "--stages", "checkpoints")
     assert statuses == {"checkpoints": "ok"}
@@ -302,6 +303,7 @@ def test_each_collective_is_measured(run_ranks, tmp_path):
     assert all(time.seconds > 0 and time.axis == "all" for time in times)
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, monkeypatch):
     notes = str(tmp_path / "00.notes")
     stages_here = ("programs", "steps")  # first the peaks of memory, then the steps

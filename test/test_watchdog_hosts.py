@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from test_watchdog import WAITING
 
 # torchrun's own agent, which forks the two workers. XLA has no collectives between them on a CPU.
@@ -132,6 +133,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_several_hosts_are_watched_together(run_script, tmp_path):
     (tmp_path / "there").mkdir()
     done = run_script(WAITING + HOSTS, tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=200)
