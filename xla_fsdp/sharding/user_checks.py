@@ -170,6 +170,23 @@ def raise_if_on_other_device(
         ) from error
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called. A wrapper cannot gather for a module that is never called
+    (``nn.ModuleList``, ``nn.ParameterDict``)."""
+    none = nn.Module.forward
+    forward = getattr(module, "forward", none)
+    return type(module).forward is not none or getattr(forward, "__func__", forward) is not none
+
+
+def require_forward(module: nn.Module) -> None:
+    """Raises RuntimeError if ``module`` has no forward, neither its class nor the instance."""
+    if not has_forward(module):
+        raise RuntimeError(
+            f"{type(module).__name__} has no forward, so a wrapper cannot know when its "
+            "parameters are needed. Wrap its elements, or the module that calls them"
+        )
+
+
 def require_shardable_parameters(path: str, module: nn.Module) -> None:
     """Raises ValueError, TypeError or RuntimeError if parameters of ``module``, called ``path``,
     cannot be sharded, or would give other results when sharded."""
