@@ -459,10 +459,7 @@ def parameters_saved_as_recipes() -> Iterator[None]:
     if outer is not None and outer[0] is _pack:
         yield
         return
-    if outer is None:
-        pack, unpack = _pack, _unpack
-    else:
-        pack, unpack = _delegating(*outer)
+    pack, unpack = (_pack, _unpack) if outer is None else _delegating(*outer)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 

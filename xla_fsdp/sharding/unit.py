@@ -63,16 +63,12 @@ class UnitGradients:
             first += len(tensor.layout.members)
             if needed[number] and any(grad is not None for grad in members):
                 reached[number] = members
-        if handed_out:
-            # Reduce only these gradients: the sum with those stored by no_sync is for .grad.
-            shards, arrived = self.comms.reduce(self._tensors, reached, {})
-            return [shards.get(number) for number in range(len(self._tensors))], arrived
-        if not self.require_sync:
+        if not (handed_out or self.require_sync):
             self._store(self.comms.join_gradients(self._tensors, reached, {}))
             return [None] * len(self._tensors), ()
-        accumulated = {
-            number: self._unsynced[number] for number in reached if number in self._unsynced
-        }
+        # Without those stored by no_sync if gradients are returned: the sum is for .grad.
+        summed = [] if handed_out else [number for number in reached if number in self._unsynced]
+        accumulated = {number: self._unsynced[number] for number in summed}
         self._forget(accumulated)
         shards, arrived = self.comms.reduce(self._tensors, reached, accumulated)
         found = [shards.get(number) for number in range(len(self._tensors))]

@@ -30,10 +30,9 @@ WARNED = "_xla_fsdp_warned_unsharded"
 
 def require_values(units: NamedUnits, doing: str) -> None:
     """Raises RuntimeError if ``doing`` happens before parameters of ``units`` have values."""
-    if any(unit.uninitialized for _, unit in units):
-        require_all_initialized(
-            [(f"{path}." if path else "", unit.uninitialized) for path, unit in units], doing
-        )
+    waiting = [(path, unit.uninitialized) for path, unit in units if unit.uninitialized]
+    if waiting:
+        require_all_initialized([(f"{path}." if path else "", u) for path, u in waiting], doing)
 
 
 def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
