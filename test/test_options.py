@@ -71,7 +71,7 @@ def entry_points():
 
 
 def taken_by(entry):
-    return [one.name for one in FSDPOptions.parameters(entry)]
+    return list(FSDPOptions.signature(entry).parameters)
 
 
 def bad_values(rank):

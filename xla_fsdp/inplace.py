@@ -80,27 +80,6 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-def checked_precision(policy: Any) -> MixedPrecisionPolicy:
-    """Raises ValueError if ``mp_policy`` is not a :class:`MixedPrecisionPolicy`."""
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise ValueError(f"mp_policy must be an xla_fsdp.MixedPrecisionPolicy, got {policy!r}")
-    return policy
-
-
-def offload_option(policy: Any) -> CPUOffload | None:
-    """The wrapper's ``cpu_offload`` that means the same.
-
-    Raises:
-        ValueError: ``offload_policy`` is not a policy of this package.
-    """
-    if not isinstance(policy, OffloadPolicy):
-        raise ValueError(
-            "offload_policy must be an xla_fsdp.OffloadPolicy or xla_fsdp.CPUOffloadPolicy, got "
-            f"{policy!r}"
-        )
-    return CPUOffload() if isinstance(policy, CPUOffloadPolicy) else None
-
-
 @takes_options(FULLY_SHARD)
 def fully_shard(
     module: T,
@@ -146,8 +125,14 @@ def fully_shard(
             attribute with the name of a method of FSDPModule.
         RuntimeError: the module is sharded or wrapped already, or has no ``forward``.
     """
-    precision = checked_precision(mp_policy or MixedPrecisionPolicy())
-    offload = offload_option(OffloadPolicy() if offload_policy is None else offload_policy)
+    precision = mp_policy or MixedPrecisionPolicy()
+    if not isinstance(precision, MixedPrecisionPolicy):
+        raise ValueError(f"mp_policy must be an xla_fsdp.MixedPrecisionPolicy, got {precision!r}")
+    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
+        raise ValueError(
+            "offload_policy must be an xla_fsdp.OffloadPolicy or xla_fsdp.CPUOffloadPolicy, got "
+            f"{offload_policy!r}"
+        )
     if shard_placement_fn is not None:
         raise ValueError(
             f"shard_placement_fn={shard_placement_fn!r} is not supported: parameters are cut as "
@@ -160,7 +145,7 @@ def fully_shard(
         FSDPOptions.of(FULLY_SHARD, **options),
         device_mesh=mesh,
         mixed_precision=precision.as_option,
-        cpu_offload=offload,
+        cpu_offload=CPUOffload() if isinstance(offload_policy, CPUOffloadPolicy) else None,
         ignored_parameters=ignored_params,
         disable_reshard_on_root=reshard_after_forward is None,
     )

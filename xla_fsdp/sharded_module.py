@@ -23,13 +23,13 @@ from .sharding.clipping import clip_grad_norm_
 from .sharding.cpu_offload import stay_on_host
 from .sharding.deferred_values import remaining_uninitialized
 from .sharding.gathering import UnshardedParameter
-from .sharding.ignored import ignored_mark_of, mark_ignored
+from .sharding.ignored import ignored_mark_of, is_ignored, mark_ignored
 from .sharding.optimizer_hook import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params
-from .sharding.user_checks import require_values
-from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
+from .sharding.user_checks import require_forward, require_values
+from .wrap import recursive_wrap, require_unwrapped, warn_if_none_chosen
 
 
 def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPState:
@@ -53,12 +53,17 @@ def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPSt
     require_forward(module)
     given = given.resolved()
     options = given.inherited()
-    ignored = mark_ignored(module, given.ignored_modules, given.ignored_parameters)
+    if given.ignored_modules or given.ignored_parameters:
+        mark_ignored(module, given.ignored_modules, given.ignored_parameters)
     if given.auto_wrap_policy is not None:
         require_unwrapped(module)
         wrapper_cls = given.auto_wrapper_callable or type(owner)
         kwargs = options.as_kwargs()
-        recursive_wrap(module, given.auto_wrap_policy, wrapper_cls, *ignored, True, **kwargs)
+        modules = [one for one in module.modules() if is_ignored(one)]
+        parameters = [one for one in module.parameters() if ignored_mark_of(one) is not None]
+        recursive_wrap(
+            module, given.auto_wrap_policy, wrapper_cls, modules, parameters, True, **kwargs
+        )
         warn_if_none_chosen(module, given.auto_wrap_policy)
     world = options.world()
     on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
@@ -70,10 +75,14 @@ def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPSt
 
 def finish_unit(unit: FSDPState, on_device: bool) -> None:
     """Finishes the construction; ``on_device``: parameters were on the device before."""
-    narrow = any(shard.dtype is torch.float16 for shard in unit.shards)
+    narrow, offloads = False, unit.options.cpu_offload is not None
+    for tensor in unit.stored:
+        narrow |= tensor.shard.dtype is torch.float16
+        offloads |= tensor.copy is not None  # shared with a unit that offloads
     if unit.options.compute_dtype is None and narrow:
         unit.comms.divide_in_float16()
-    attach(unit)
+    if offloads:
+        attach(unit)
     watch_optimizers()
     support_torch_checkpoint()
     if unit.options.execute_sharding_on_init and on_device:

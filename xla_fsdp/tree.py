@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -53,15 +54,14 @@ def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor)
     return value
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any, leaf: type = torch.Tensor) -> list[Any]:
     """The distinct tensors that :func:`map_tensors` would visit, in order."""
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, Any] = {}
 
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(id(tensor), tensor)
-        return tensor
+    def collect(tensor: Any) -> Any:
+        return found.setdefault(id(tensor), tensor)
 
-    map_tensors(collect, value)
+    map_tensors(collect, value, leaf)
     return list(found.values())
 
 
@@ -105,7 +105,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
+    return all(map(operator.is_, new, old))
 
 
 def _rebuilt(mapping: Mapping, items: dict) -> Mapping:

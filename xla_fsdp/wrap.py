@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from .names import is_wrapper
+from .sharding.user_checks import has_forward
 from .wording import join_some
 
 Policy = Callable[..., bool]
@@ -75,23 +76,6 @@ def size_based_auto_wrap_policy(
 vars(size_based_auto_wrap_policy).update(
     FORCE_LEAF_MODULES=LEAVES, EXCLUDE_WRAP_MODULES=frozenset({nn.ModuleList, nn.ModuleDict})
 )
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called. A wrapper cannot gather for a module that is never called
-    (``nn.ModuleList``, ``nn.ParameterDict``)."""
-    none = nn.Module.forward
-    forward = getattr(module, "forward", none)
-    return type(module).forward is not none or getattr(forward, "__func__", forward) is not none
-
-
-def require_forward(module: nn.Module) -> None:
-    """Raises RuntimeError if ``module`` has no forward, neither its class nor the instance."""
-    if not has_forward(module):
-        raise RuntimeError(
-            f"{type(module).__name__} has no forward, so a wrapper cannot know when its "
-            "parameters are needed. Wrap its elements, or the module that calls them"
-        )
 
 
 def require_unwrapped(module: nn.Module) -> None:

@@ -66,7 +66,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
         self.register_load_state_dict_post_hook(metadata.clean_reported_keys)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._unit.run(self.module, args, kwargs)
+        return self._unit.run(self._unit.module, args, kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -193,7 +193,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
     # -- parameters and gradients ---------------------------------------------------------------
 
@@ -303,35 +303,31 @@ class XlaFullyShardedDataParallel(ShardedModule):
         self, hook: Any, *, prepend: bool = False, **options: Any
     ) -> RemovableHandle:
         """As on the wrapped module."""
-        owner = None if prepend else self._with_hooks("_forward_pre_hooks")
-        return (owner or self._around()).register_forward_pre_hook(hook, prepend=prepend, **options)
+        owner = self._owner_of_hook("_forward_pre_hooks", not prepend)
+        return owner.register_forward_pre_hook(hook, prepend=prepend, **options)
 
     def register_forward_hook(
         self, hook: Any, *, prepend: bool = False, **options: Any
     ) -> RemovableHandle:
         """As on the wrapped module."""
-        owner = self._with_hooks("_forward_hooks") if prepend else None
-        return (owner or self._around()).register_forward_hook(hook, prepend=prepend, **options)
+        owner = self._owner_of_hook("_forward_hooks", prepend)
+        return owner.register_forward_hook(hook, prepend=prepend, **options)
 
     def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
         """As on the wrapped module."""
-        owner = None if prepend else self._with_hooks("_backward_pre_hooks")
-        return (owner or self._around()).register_full_backward_pre_hook(hook, prepend)
+        owner = self._owner_of_hook("_backward_pre_hooks", not prepend)
+        return owner.register_full_backward_pre_hook(hook, prepend)
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
         """As on the wrapped module."""
-        owner = self._with_hooks("_backward_hooks") if prepend else None
-        return (owner or self._around()).register_full_backward_hook(hook, prepend)
+        owner = self._owner_of_hook("_backward_hooks", prepend)
+        return owner.register_full_backward_hook(hook, prepend)
 
-    def _around(self) -> Any:
-        """The wrapper itself, with the methods of any module."""
-        return super()
-
-    def _with_hooks(self, kind: str) -> Any:
-        """The wrapped module, if it has hooks of this kind and its forward is called."""
-        if self._unit.depth:  # scanned blocks
-            return None
-        return self._fsdp_wrapped_module if getattr(self._fsdp_wrapped_module, kind) else None
+    def _owner_of_hook(self, kind: str, inside: bool) -> Any:
+        """What registers a hook: the wrapped module if the hook must run ``inside`` of hooks of
+        this kind that the module has, else the wrapper. Blocks that are scanned have no hooks."""
+        module = self._fsdp_wrapped_module
+        return module if inside and not self._unit.depth and getattr(module, kind) else super()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

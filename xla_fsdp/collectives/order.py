@@ -177,13 +177,6 @@ class Order:
         # Also those of forwards: a recomputation may contain checkpointed modules.
         self._forget(Event.GRADIENT, Event.REDUCTIONS, Event.RECOMPUTATION, Event.GATHER)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no event is recorded."""
-        return self._on_host is None and not any(
-            one for kept in self._events.values() for one in kept
-        )
-
     def _forget(self, *events: Event) -> None:
         for event in events:
             self._events.pop(event, None)

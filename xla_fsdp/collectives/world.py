@@ -11,7 +11,7 @@ a padded tensor, which sends twice the bytes and differs from rank to rank.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -94,8 +94,13 @@ class World:
             _require_replicas(replicas, groups)
         device = torch_xla.device()
         kind = xm.xla_device_kind(device)
-        whole = groups == (tuple(range(total)),)
-        routes = _routes(kind, collective_routes) if whole else None
+        routes = None
+        devices = xr.global_runtime_device_attributes()
+        if groups == (tuple(range(total)),) and "coords" in devices[0]:
+            routes = routes_for(kind, devices, collective_routes)
+            # A process that was not launched is one rank, even if it sees the entire slice.
+            if routes is not None and routes.slice.devices != total:
+                routes = None
         return cls(rank, size, groups, device, replicas, current_rank(), kind, routes)
 
     @classmethod
@@ -146,18 +151,14 @@ class World:
     def gather_route(self, number_of_bytes: int) -> Route:
         """The route of an all-gather that results in N bytes on each rank."""
         if self.routes is None or self.size == 1:
-            return self._direct
+            return Route((self.groups,))
         return self.routes.gather(number_of_bytes)
 
     def reduction_route(self, number_of_bytes: int, rows: int) -> Route:
         """The route of a reduce-scatter of N bytes in ``rows`` rows."""
         if self.routes is None or self.size == 1:
-            return self._direct
+            return Route((self.groups,))
         return self.routes.reduction(number_of_bytes, rows)
-
-    @cached_property
-    def _direct(self) -> Route:
-        return Route((self.groups,))
 
     def overlaps_reductions(self, number_of_bytes: int) -> bool:
         """Whether a gradient of N bytes, if it is a large one, is reduced around rings, overlapped
@@ -177,10 +178,11 @@ class World:
         """
         if route is None:
             route = self.gather_route(self.size * shard.numel() * shard.element_size())
-        full = self.permute(shard, [(target, source) for source, target in route.moves], label)
+        if route.moves:
+            shard = self.permute(shard, [(target, source) for source, target in route.moves], label)
         for groups in reversed(route.stages):
-            full = self._gather(full, self._lists(groups), label)
-        return full
+            shard = self._gather(shard, groups, label)
+        return shard
 
     def reduce_scatter(
         self,
@@ -210,18 +212,21 @@ class World:
                 shard = shard * scale if number == last and scale != 1.0 else shard
             else:
                 factor = scale if number == last else 1.0
-                shard = self._scatter(shard, self._lists(groups), label, factor)
-        return self.permute(shard, route.moves, label)
+                shard = self._scatter(shard, groups, label, factor)
+        return self.permute(shard, route.moves, label) if route.moves else shard
 
     def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
         """This rank's rows of the sum within its ring."""
-        named = _named("reduce_scatter", label)
+        named = xlac.scope(f"reduce_scatter[{label}]") if xlac.has_scopes() else None
         # Behind a barrier, with the view after it. Otherwise the compiler would compute gradients
         # in the shape of its parts, in a layout that needs copies of activations.
         parts = prevent_fusion(full)
         halves = 2 * rings.size
         parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
-        mine = self._ring_parts(rings)
+        if rings not in self._tables:
+            # A table, not constants: all ranks must have the same program.
+            self._tables[rings] = as_data(torch.tensor(rings.parts(self.rank)), self.device)
+        mine = self._tables[rings]
         reduced = []
         for way in range(2):
             pairs = rings.pairs(way)
@@ -232,12 +237,6 @@ class World:
             reduced.append(held)
         del named
         return torch.cat(reduced).reshape(-1, *full.shape[1:])
-
-    def _ring_parts(self, rings: Rings) -> torch.Tensor:
-        if rings not in self._tables:
-            # A table, not constants: all ranks must have the same program.
-            self._tables[rings] = as_data(torch.tensor(rings.parts(self.rank)), self.device)
-        return self._tables[rings]
 
     @cached_property
     def _tables(self) -> dict[Rings, torch.Tensor]:
@@ -265,96 +264,85 @@ class World:
     ) -> torch.Tensor:
         if not groups or len(groups[0]) == 1:
             return value
-        if self.context is None:
-            named = _named("all_reduce", label)
-            value = self._ordered(value)
-            total = xm.all_reduce(kind, value, groups=lists(groups), pin_layout=False)
-            del named
-            return total  # type: ignore[return-value]  # a list of a list only
-        # torch_xla's all-reduce has no channel id. Without one, ranks on one CPU that compile
-        # separately cannot exchange data.
-        rows = self._gather(value[None], lists(groups), label)
-        return rows.sum(0) if kind == xm.REDUCE_SUM else rows.amax(0)
+        if self.context is not None:
+            # torch_xla's all-reduce has no channel id. Without one, ranks on one CPU that compile
+            # separately cannot exchange data.
+            rows = self._gather(value[None], groups, label)
+            return rows.sum(0) if kind == xm.REDUCE_SUM else rows.amax(0)
 
-    def _gather(self, shard: torch.Tensor, groups: list[list[int]], label: str) -> torch.Tensor:
+        def all_reduce(operand: torch.Tensor, channel: None) -> Any:
+            return xm.all_reduce(kind, operand, groups=lists(groups), pin_layout=False)
+
+        return self._traced("all_reduce", value, label, all_reduce)
+
+    def _gather(self, shard: torch.Tensor, groups: Groups, label: str) -> torch.Tensor:
         size = len(groups[0])
         if size == 1:
             return shard
-        named = _named("all_gather", label)
-        channel = self._channel("all_gather", shard, label)
-        full = xlac.all_gather(self._ordered(shard), 0, size, groups, False, channel, None)
-        self._add_to_order(full)
-        del named
-        return full
+
+        def all_gather(operand: torch.Tensor, channel: int | None) -> torch.Tensor:
+            return xlac.all_gather(operand, 0, size, self._lists(groups), False, channel, None)
+
+        return self._traced("all_gather", shard, label, all_gather)
 
     def _scatter(
-        self, full: torch.Tensor, groups: list[list[int]], label: str, scale: float
+        self, full: torch.Tensor, groups: Groups, label: str, scale: float
     ) -> torch.Tensor:
-        named = _named("reduce_scatter", label)
-        channel = self._channel("reduce_scatter", full, label)
-        operand = self._ordered(full)
-        token = xlac.collective_token(self._device_name)
-        shard = xlac.reduce_scatter(
-            xm.REDUCE_SUM, operand, token, scale, 0, len(groups[0]), groups, False, channel, None
-        )[0]
-        self._add_to_order(shard)
-        del named
-        return shard
+        def reduce_scatter(operand: torch.Tensor, channel: int | None) -> torch.Tensor:
+            token = xlac.collective_token(self._device_name)
+            size, among = len(groups[0]), self._lists(groups)
+            return xlac.reduce_scatter(
+                xm.REDUCE_SUM, operand, token, scale, 0, size, among, False, channel, None
+            )[0]
+
+        return self._traced("reduce_scatter", full, label, reduce_scatter)
 
     def permute(
-        self, shard: torch.Tensor, moves: Sequence[Sequence[int]], label: str = ""
+        self, value: torch.Tensor, moves: Sequence[Sequence[int]], label: str = ""
     ) -> torch.Tensor:
-        """Sends every rank's ``shard`` according to ``moves``, (sender, receiver); same shape."""
-        if not moves:
-            return shard
-        named = _named("collective_permute", label)
-        moved = self._permute(shard, moves)
+        """Sends every rank's ``value`` according to ``moves``, (sender, receiver); same shape."""
+        named = xlac.scope(f"collective_permute[{label}]") if xlac.has_scopes() else None
+        moved = self._permute(value, moves)
         del named
         return moved
 
     def _permute(self, value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
         if self.context is None:
-            value = self._ordered(value)
-        return xm.collective_permute(value, [list(pair) for pair in pairs])
+            xlac.set_collective_token(self._device_name, None)
+        return xm.collective_permute(value, lists(pairs))
 
-    def _ordered(self, operand: torch.Tensor) -> torch.Tensor:
-        """The ``operand`` of a collective. On CPU ranks it depends on the previous collective."""
-        order = None if self.context is None else self.context.order
+    def _traced(
+        self,
+        kind: str,
+        operand: torch.Tensor,
+        label: str,
+        collective: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> torch.Tensor:
+        """The result of ``collective``, named for readers of the compiled program. On CPU ranks it
+        has a number of its own, and depends on the previous collective."""
+        named = xlac.scope(f"{kind}[{label}]") if xlac.has_scopes() else None
+        channel = order = None
+        if self.context is not None:
+            channel = self.context.next_channel(kind, tuple(operand.shape), operand.dtype, label)
+            order = self.context.order
         if order is not None:
-            return order.depend_on_last(operand)
-        # torch_xla orders every collective after the previous one by a token, which it adds to the
-        # data as a zero: so collectives could not overlap, and full gradients would be rewritten.
-        # On TPU all ranks run the same program, in the same order, so the token is not needed.
-        xlac.set_collective_token(self._device_name, None)
-        return operand
-
-    def _add_to_order(self, result: torch.Tensor) -> None:
-        if self.context is not None and self.context.order is not None:
-            self.context.order.add(result)
-
-    def _channel(self, kind: str, tensor: torch.Tensor, label: str) -> int | None:
-        if self.context is None:
-            return None
-        return self.context.next_channel(kind, tuple(tensor.shape), tensor.dtype, label)
+            operand = order.depend_on_last(operand)
+        else:
+            # torch_xla orders every collective after the previous one by a token, which it adds to
+            # the data as a zero: so collectives could not overlap, and full gradients would be
+            # rewritten. On TPU all ranks run the same program, in the same order, so the token is
+            # not needed.
+            xlac.set_collective_token(self._device_name, None)
+        result = collective(operand, channel)
+        if order is not None:
+            order.add(result)
+        del named
+        return result
 
 
-def _named(kind: str, label: str) -> object:
-    """While the result exists, names what is traced, for readers of the compiled program."""
-    if not xlac.has_scopes():
-        return None
-    return xlac.scope(f"{kind}[{label}]")
-
-
-def _routes(kind: str, how: str) -> Routes | None:
-    """The routes over the slice that this process runs on, or is planned for."""
-    routes = routes_for(kind, xr.global_runtime_device_attributes(), how)
-    # A process that was not launched is one rank, even if it sees the entire slice.
-    return routes if routes is not None and routes.slice.devices == xr.world_size() else None
-
-
-def lists(groups: Groups) -> list[list[int]]:
+def lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """``groups`` in the type that torch_xla needs."""
-    return [list(group) for group in groups]
+    return list(map(list, groups))
 
 
 def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, int]:

@@ -191,11 +191,10 @@ def _unstack_state(
     for number in range(len(module)):
         for name, own in rows.items():
             state_dict[prefix + dotted(str(number), name)] = own[number]
-    if rows:
-        # Compute all in one program, instead of one program for each copy to the host.
-        every = [row for own in rows.values() for row in own if row.device.type == "xla"]
-        if every:
-            xlac.start_tensors(every)
+    # Compute all in one program, instead of one program for each copy to the host.
+    every = [row for own in rows.values() for row in own if row.device.type == "xla"]
+    if every:
+        xlac.start_tensors(every)
 
 
 @names_hook

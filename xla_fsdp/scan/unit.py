@@ -14,17 +14,15 @@ from torch import nn
 
 from ..collectives.host_data import LARGE, fake_cpu_tensor
 from ..collectives.order import Order, after
-from ..collectives.world import World, broadcast_from_first
+from ..collectives.world import World
 from ..layers import linear
 from ..layers.saved_activations import ATTENTION
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
 from ..sharding.block_state import BlockState
-from ..sharding.building import keeps_buffer_dtypes, own_shard
+from ..sharding.building import Builder, own_shard
 from ..sharding.comms import SecondaryShards
-from ..sharding.cpu_offload import HostShard, on_host
 from ..sharding.deferred_values import Key, UninitializedTensor, is_deferred, materialize
-from ..sharding.freeing import release_original_
 from ..sharding.gathering import Origin, make_unsharded
 from ..sharding.layout import Layout
 from ..sharding.mixed_precision import compute_in_float32, full_precision_modules
@@ -33,8 +31,8 @@ from ..sharding.sharded_parameter import local
 from ..sharding.sharded_tensor import (
     ParameterSlot,
     ShardedTensor,
-    mark_released,
     raise_replaced,
+    release,
     sharded_tensor_of,
 )
 from ..sharding.state import FSDPState, mark_sharded
@@ -236,12 +234,11 @@ class ScanUnit(FSDPState):
         ]
 
 
-class ScanBuilder:
+class ScanBuilder(Builder):
     """Takes blocks one at a time, so that only one full block must exist."""
 
     def __init__(self, options: FSDPOptions, world: World):
-        self.options = options
-        self.world = world
+        super().__init__(options, world)
         self.ignore = frozenset(options.ignore)
         self.on_device = False  # whether a block was on the XLA device
         self._template: nn.Module | None = None
@@ -251,7 +248,6 @@ class ScanBuilder:
         self._attributes: dict[str, dict] = {}  # that users set on the first block's parameters
         self._cast: dict[str, torch.dtype] = {}
         self._late: dict[str, dict[Key, str]] = {}  # by stack, what has no values
-        self._wide: set[nn.Module] = set()  # of the template, whose tensors are not cast
         # Objects met so far, which stay alive so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
@@ -280,7 +276,8 @@ class ScanBuilder:
             stack = self._stacks[name]
             use = stack.uses[0] if stack.layout is None else None
             unit.uninitialized.append(UninitializedTensor(stack.value, keys, use))
-        compute_in_float32(self.options.mixed_precision, list(self._template.modules()))
+        if self.options.mixed_precision is not None:
+            compute_in_float32(self.options.mixed_precision, list(self._template.modules()))
         unit.describe_blocks(depth, self._cast)
         unit.mark_shards()
         return unit
@@ -352,29 +349,21 @@ class ScanBuilder:
                 if tensor is not None:
                     uses.setdefault(tensor, {})[module, name] = None
                     names.setdefault(tensor, []).append(dotted(path, name))
-        self._wide = full_precision_modules(self.options.mixed_precision, list(block.modules()))
+        if self.options.mixed_precision is not None:
+            self.wide = full_precision_modules(self.options.mixed_precision, block.modules())
         for tensor, known in names.items():
             stack = Stack(known, list(uses[tensor]))
             if isinstance(tensor, nn.Parameter):
-                by_rows = self.options.shard_param_on_dim_0 and tensor.dim() > 0
-                stack.layout = (
-                    Layout.rows(tensor.shape, self.world.size)
-                    if by_rows
-                    else Layout.flat([tensor.shape], self.world.size)
-                )
-                stack.wide = stack.uses[0][0] in self._wide
+                stack.layout = self.layout_of(tensor)
+                stack.wide = stack.uses[0][0] in self.wide
                 self._attributes[stack.name] = dict(tensor.__dict__)
             self._stacks[stack.name] = stack
             self._pieces[stack.name] = []
 
+    @torch.no_grad()
     def _cut(self, parameter: nn.Parameter, layout: Layout) -> torch.Tensor:
-        with torch.no_grad():
-            value = parameter.detach()
-            if self.options.sync_module_states:
-                value = broadcast_from_first(self.world, value)
-            shard = own_shard(layout, [value], self.world)
-        release_original_(parameter)
-        mark_released(parameter)
+        shard = own_shard(layout, [self.agreed(parameter.detach())], self.world)
+        release(parameter)
         return shard
 
     def _stack_shards(self, stack: Stack, shards: list[torch.Tensor], template: nn.Module) -> None:
@@ -385,23 +374,15 @@ class ScanBuilder:
                 values = fake_cpu_tensor((len(shards), *first.shape), first.dtype)
             else:
                 values = torch.stack(shards)
-            if self.options.cpu_offload is None:
-                parameter = nn.Parameter(values.to(self.world.device), requires_grad=trainable)
-            else:
-                parameter = HostShard(on_host(values), requires_grad=trainable)
+            parameter = self.stored(values, trainable)
         parameter.__dict__.update(self._attributes[stack.name])
         stack.put(parameter)
 
     def _stack_buffer(self, stack: Stack, buffers: list[torch.Tensor]) -> None:
+        agreed = {id(buffer): self.agreed(buffer) for buffer in buffers}
+        buffers = [agreed[id(buffer)] for buffer in buffers]
         first = buffers[0]
-        if self.options.sync_module_states:
-            agreed = {id(buffer): broadcast_from_first(self.world, buffer) for buffer in buffers}
-            buffers = [agreed[id(buffer)] for buffer in buffers]
-            first = buffers[0]
-        dtype = self.options.dtype_of_buffers
-        keeps = any(keeps_buffer_dtypes(m) or m in self._wide for m, _ in stack.uses)
-        if dtype is None or keeps or not first.is_floating_point():
-            dtype = first.dtype
+        dtype = self.dtype_of(first, (module for module, _ in stack.uses))
         if dtype is not first.dtype:
             self._cast[stack.name] = first.dtype
         stack.shared = len(buffers) > 1 and all(buffer is first for buffer in buffers)

@@ -7,10 +7,9 @@ outlive the trace: inside the loop tensors are symbolic, and have no value outsi
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +43,15 @@ class BlockState:
 
     Args:
         depth: the number of blocks.
+
+    Attributes:
+        seen: a context that records the tensors that a hook makes and uses.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._rows: dict[int, Row] = {}  # by the id of the state tensor, which the row keeps alive
-        self._seen = _TensorRecorder()
+        self.seen = _TensorRecorder()
 
     @property
     def rows(self) -> list[Row]:
@@ -88,12 +90,6 @@ class BlockState:
         """Forgets all rows: they have no values outside of the trace."""
         self._rows.clear()
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within, records the tensors that a hook makes and uses."""
-        with self._seen:
-            yield
-
     def require_no_leaked_tensors(self, arguments: Sequence[torch.Tensor]) -> None:
         """After the trace: raises RuntimeError if a hook stored a tensor made from ``arguments``.
 
@@ -102,9 +98,9 @@ class BlockState:
         """
         for row in self._rows.values():
             row.value = row.argument
-        if self._seen.computed_from(arguments):
+        if self.seen.computed_from(arguments):
             gc.collect()  # perhaps only reference cycles keep them alive
-        left = self._seen.computed_from(arguments)
+        left = self.seen.computed_from(arguments)
         if not left:
             return
         shapes = [tuple(tensor.shape) for tensor in left]

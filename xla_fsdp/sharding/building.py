@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
 from .cpu_offload import HostShard, on_host
 from .deferred_values import UninitializedTensor, is_deferred, is_on_meta, materialize
-from .freeing import release_original_, stamps
+from .freeing import stamps
 from .ignored import ignored_mark_of, is_ignored, move_ignored
 from .layout import Layout
 from .metadata import import_local_tensors
@@ -25,13 +25,13 @@ from .options import FSDPOptions
 from .sharded_tensor import (
     ParameterSlot,
     ShardedTensor,
-    mark_released,
     mark_shards,
     member_number_of,
+    release,
     set_sharded_tensor,
     sharded_tensor_of,
 )
-from .state import FSDPState, register_outer_wrapper
+from .state import FSDPState, WrapperReference, mark_sharded
 from .user_checks import require_shardable_parameters
 
 # Number of elements of a parameter that its checksum covers.
@@ -40,7 +40,52 @@ SAMPLE = 1 << 16
 ParameterUse = tuple[nn.Module, str, nn.Parameter]
 
 
-class UnitBuilder:
+class Builder:
+    """The common part of building a unit of one module and a unit of scanned blocks.
+
+    Attributes:
+        wide: modules whose parameters and buffers are not cast.
+    """
+
+    def __init__(self, options: FSDPOptions, world: World) -> None:
+        self.options = options
+        self.world = world
+        self.wide: set[nn.Module] = set()
+
+    def layout_of(self, parameter: nn.Parameter) -> Layout:
+        """How ``parameter`` alone is cut."""
+        if self.options.shard_param_on_dim_0 and parameter.dim() > 0:
+            return Layout.rows(parameter.shape, self.world.size)
+        return Layout.flat([parameter.shape], self.world.size)
+
+    def agreed(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, or that of the first rank with ``sync_module_states``."""
+        return broadcast_from_first(self.world, value) if self.options.sync_module_states else value
+
+    def stored(self, shard: torch.Tensor, trained: bool) -> nn.Parameter:
+        """``shard`` as a parameter, on the device or, if shards are offloaded, on the host."""
+        if self.options.cpu_offload is None:
+            return nn.Parameter(shard.to(self.world.device), requires_grad=trained)
+        return HostShard(on_host(shard), requires_grad=trained)
+
+    def dtype_of(self, buffer: torch.Tensor, modules: Iterable[nn.Module]) -> torch.dtype:
+        """The dtype to which ``buffer`` of ``modules`` is cast.
+
+        Buffers of ignored modules keep their dtype, and so do those of classes with
+        ``fsdp_keeps_buffer_dtypes`` (see ``SyncBatchNorm``).
+        """
+        options = self.options
+        dtype = options.buffer_dtype or (None if options.mixed_precision else options.compute_dtype)
+        if dtype is None or not buffer.is_floating_point():
+            return buffer.dtype
+        for module in modules:
+            declared = getattr(type(module), "fsdp_keeps_buffer_dtypes", False)
+            if declared or module in self.wide or is_ignored(module):
+                return buffer.dtype
+        return dtype
+
+
+class UnitBuilder(Builder):
     """Shards the parameters in ``module`` that no wrapper inside it has sharded yet.
 
     Args:
@@ -56,54 +101,54 @@ class UnitBuilder:
         options: FSDPOptions,
         world: World,
     ):
+        super().__init__(options, world)
         self.module = module
         self.owner = owner
-        self.options = options
-        self.world = world
         self.unit = FSDPState(options, world, module)
         self.unit.in_place = owner is module
         # All paths of every module; the first path names its parameters.
         self.paths: dict[nn.Module, list[str]] = {}
-        # Modules whose parameters and buffers are not cast.
-        self.wide: set[nn.Module] = set()
         # Numbers of the members that have no values until a load, see deferred_values.py.
         self.late: dict[ShardedTensor, list[int]] = {}
 
     def build(self) -> FSDPState:
         for path, module in self._modules():
             self.paths.setdefault(module, []).append(path)
-        self.wide = full_precision_modules(self.options.mixed_precision, self.paths)
-        compute_in_float32(self.options.mixed_precision, self.paths)
-        # In place, a module without reset_parameters does not raise, as in torch.
-        waits = self.unit.in_place
-        ready = materialize(self.module, _is_excluded, self.options.param_init_fn, waits)
+        if self.options.mixed_precision is not None:
+            self.wide = full_precision_modules(self.options.mixed_precision, self.paths)
+            compute_in_float32(self.options.mixed_precision, self.paths)
+        ready: Iterable[nn.Module] = self.paths
+        on_meta = any(map(is_on_meta, self.paths))
+        if on_meta:
+            # In place, a module without reset_parameters does not raise, as in torch.
+            waits = self.unit.in_place
+            ready = materialize(self.module, _is_excluded, self.options.param_init_fn, waits)
         if self.options.flatten_parameters:
             for _ in ready:
                 pass
             self._flatten()
-        elif any(is_on_meta(module) for module in self.paths):
+        else:
             # Shard a submodule as soon as it has values: only one is full at any time.
             for module in ready:
-                self._shard_each(self._uses(module))
+                self._shard_each(module)
+        if on_meta:
             # Parameters were registered in the order of initialization; restore the module's order.
             order = {module: number for number, module in enumerate(self.paths)}
             self.unit.slots.sort(key=lambda slot: order[slot.module])
-        else:
-            for module in self.paths:
-                self._shard_each(self._uses(module))
         for module, paths in self.paths.items():
             self.unit.ignored += move_ignored(paths[0], module, self.world.device)
         for tensor, members in self.late.items():
             first = self.unit.add_tensor(tensor)
             names = {(0, member): self.unit.name_of(first + member) for member in members}
             self.unit.uninitialized.append(UninitializedTensor(tensor.shard, names))
+        sharded = {slot.module: None for slot in self.unit.slots}
         if self.world.as_on_tpu:
-            of_unit = {slot.module for slot in self.unit.slots}
             layers = linear.layers_in(self.paths)
-            self.unit.linears = {m: heads for m, heads in layers.items() if m in of_unit}
+            self.unit.linears = {m: heads for m, heads in layers.items() if m in sharded}
         self._move_buffers()
-        register_outer_wrapper(self.owner, self.unit)
-        for module in {slot.module: None for slot in self.unit.slots}:
+        reference = WrapperReference(self.owner)
+        for module in sharded:
+            mark_sharded(module, reference)
             module.register_load_state_dict_pre_hook(import_local_tensors)
         self.unit.initial_stamps = stamps(self.unit.shards)
         return self.unit
@@ -117,25 +162,21 @@ class UnitBuilder:
                 continue
             require_shardable_parameters(path, module)
             yield path, module
-            children = [(k, c) for k, c in module._modules.items() if c is not None]
-            stack.extend((dotted(path, key), child) for key, child in reversed(children))
+            for key, child in reversed(module._modules.items()):
+                if child is not None:
+                    stack.append((dotted(path, key), child))
 
     def _uses(self, module: nn.Module) -> Iterator[ParameterUse]:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and ignored_mark_of(parameter) is None:
                 yield module, name, parameter
 
-    def _shard_each(self, uses: Iterator[ParameterUse]) -> None:
-        for use in uses:
-            module, name, parameter = use
+    def _shard_each(self, module: nn.Module) -> None:
+        for use in self._uses(module):
+            _, name, parameter = use
             if sharded_tensor_of(parameter) is None:
-                rows = self.options.shard_param_on_dim_0 and parameter.dim() > 0
-                if rows:
-                    layout = Layout.rows(parameter.shape, self.world.size)
-                else:
-                    layout = Layout.flat([parameter.shape], self.world.size)
                 key = dotted(self.paths[module][0], name)
-                self._shard([parameter], layout, key, module in self.wide)
+                self._shard([parameter], self.layout_of(parameter), key, module in self.wide)
             self._put(use)
 
     def _flatten(self) -> None:
@@ -160,14 +201,10 @@ class UnitBuilder:
         self, parameters: Sequence[nn.Parameter], layout: Layout, key: str, wide: bool
     ) -> ShardedTensor:
         with torch.no_grad():
-            values = [self._agreed(parameter.detach()) for parameter in parameters]
+            values = [self.agreed(parameter.detach()) for parameter in parameters]
             self.unit.initial_checksum += sum(map(checksum, values))
             cut = own_shard(layout, values, self.world)
-            trained = parameters[0].requires_grad
-            if self.options.cpu_offload is None:
-                shard = nn.Parameter(cut.to(self.world.device), requires_grad=trained)
-            else:
-                shard = HostShard(on_host(cut), requires_grad=trained)
+            shard = self.stored(cut, parameters[0].requires_grad)
         late = [number for number, one in enumerate(parameters) if is_deferred(one)]
         if not self.options.flatten_parameters:
             # Python attributes that users set on a parameter ("no weight decay") move to the shard.
@@ -178,15 +215,11 @@ class UnitBuilder:
             tensor.attributes = [dict(vars(parameter)) for parameter in parameters]
         for number, parameter in enumerate(parameters):
             set_sharded_tensor(parameter, tensor, number)
-            release_original_(parameter)
-            mark_released(parameter)
+            release(parameter)
         mark_shards([tensor])
         if late:
             self.late[tensor] = late
         return tensor
-
-    def _agreed(self, value: torch.Tensor) -> torch.Tensor:
-        return broadcast_from_first(self.world, value) if self.options.sync_module_states else value
 
     def _put(self, use: ParameterUse) -> None:
         module, name, parameter = use
@@ -199,22 +232,15 @@ class UnitBuilder:
 
     def _move_buffers(self) -> None:
         """Moves buffers to the device and casts floating-point ones to ``buffer_dtype``. A shared
-        buffer is moved once.
-
-        Buffers of ignored modules keep their dtype, and so do those of classes with
-        ``fsdp_keeps_buffer_dtypes`` (see ``SyncBatchNorm``).
-        """
-        dtype = self.options.dtype_of_buffers
+        buffer is moved once."""
         moved: dict[torch.Tensor, torch.Tensor] = {}
         for module in self.paths:
             for name, buffer in list(module._buffers.items()):
                 if buffer is None:
                     continue
                 if buffer not in moved:
-                    keeps = keeps_buffer_dtypes(module) or is_ignored(module)
-                    keeps = keeps or module in self.wide or not buffer.is_floating_point()
-                    cast = None if keeps else dtype
-                    moved[buffer] = self._agreed(buffer).to(device=self.world.device, dtype=cast)
+                    dtype = self.dtype_of(buffer, [module])
+                    moved[buffer] = self.agreed(buffer).to(device=self.world.device, dtype=dtype)
                 if moved[buffer].dtype is not buffer.dtype:
                     for path in self.paths[module]:
                         self.unit.buffer_dtypes[dotted(path, name)] = buffer.dtype
@@ -235,11 +261,6 @@ def own_shard(layout: Layout, values: Sequence[torch.Tensor], world: World) -> t
 
 def _is_excluded(module: nn.Module) -> bool:
     return is_wrapper(module) or is_ignored(module)
-
-
-def keeps_buffer_dtypes(module: nn.Module) -> bool:
-    """Whether the class of ``module`` declares that its buffers must not be cast."""
-    return getattr(type(module), "fsdp_keeps_buffer_dtypes", False)
 
 
 def checksum(values: torch.Tensor) -> int:

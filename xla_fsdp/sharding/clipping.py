@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.host_data import as_data
@@ -89,7 +88,8 @@ def clip_grad_norm_(
             # If only this rank's gradient counted, ranks would scale by different coefficients.
             world, part = everyone, part if is_max else part / everyone.size
         elif groups is not None:
-            world = _with_groups(world, groups)
+            checked = checked_groups("groups", groups, None)
+            world = World.to_reduce_over(checked, device)
         reduce = world.all_reduce_max if is_max else world.all_reduce_sum
         part = reduce(part, "gradient norm")
         total = torch.maximum(total, part) if is_max else total + part
@@ -132,13 +132,3 @@ def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor
         return zero
     stacked = torch.stack(parts)
     return stacked.amax(0) if math.isinf(norm_type) else stacked.sum()
-
-
-def _with_groups(world: World, groups: Sequence[Sequence[int]]) -> World:
-    checked = checked_groups("groups", groups, None)
-    if sorted(ordinal for group in checked for ordinal in group) != list(range(xr.world_size())):
-        raise ValueError(
-            f"groups must contain each of the {xr.world_size()} ranks once, got {groups!r}. Pass "
-            "lists of rank ordinals that together are all ranks"
-        )
-    return World(0, len(checked[0]), checked, world.device, (), world.context)

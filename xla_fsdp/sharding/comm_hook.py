@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class GradBucket(abc.ABC):
         comms: Communicator,
         planned: Collective,
         tensors: Sequence[ShardedTensor],
+        fulls: Sequence[torch.Tensor],
     ) -> None:
         self.names = tuple(names)
         self.block_names: Sequence[tuple[str, ...]] | None = None
@@ -51,6 +53,7 @@ class GradBucket(abc.ABC):
         self._comms = comms
         self._planned = planned
         self._tensors = tensors
+        self._fulls = fulls
 
     def recall(self, kept: torch.Tensor) -> torch.Tensor:
         """``kept``, a tensor that the hook stores from one backward to the next.
@@ -114,18 +117,6 @@ class FullGradients(GradBucket):
     """The local full gradients of a rank, before any reduction: ``buffer()`` is ``(N * d, ...)``,
     ``gradients()`` have the shapes of the parameters."""
 
-    def __init__(
-        self,
-        owner: object,
-        names: Sequence[str],
-        comms: Communicator,
-        planned: Collective,
-        tensors: Sequence[ShardedTensor],
-        fulls: Sequence[torch.Tensor],
-    ) -> None:
-        super().__init__(owner, names, comms, planned, tensors)
-        self._fulls = fulls
-
     @property
     def shard_shape(self) -> tuple[int, ...]:
         return self._planned.shape
@@ -175,21 +166,14 @@ class ReplicatedShards(GradBucket):
     a vector of elements.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        names: Sequence[str],
-        comms: Communicator,
-        planned: Collective,
-        tensors: Sequence[ShardedTensor],
-        fulls: Sequence[torch.Tensor],
-    ) -> None:
-        super().__init__(owner, names, comms, planned, tensors)
-        full = pack_gradients(fulls, planned)
+    @cached_property
+    def _shard(self) -> torch.Tensor:
+        planned = self._planned
+        full = pack_gradients(self._fulls, planned)
         if planned.divide_before != 1:
             full = full / planned.divide_before
-        shard = comms.world.reduce_scatter(full, planned.name, route=planned.route)
-        self._shard = to_float32(shard)
+        shard = self._comms.world.reduce_scatter(full, planned.name, route=planned.route)
+        return to_float32(shard)
 
     @property
     def ranks(self) -> int:
@@ -285,7 +269,7 @@ class CommHook:
     ) -> torch.Tensor:
         unit, memory = self.unit, self.unit.memory
         kind = FullGradients if self.over == "all" else ReplicatedShards
-        with contextlib.nullcontext() if memory is None else memory.watching():
+        with contextlib.nullcontext() if memory is None else memory.seen:
             bucket = kind(unit, self._names(tensors), unit.comms, one, tensors, fulls)
             if memory is not None:
                 bucket.block_names = [self._names(tensors, one) for one in range(memory.depth)]

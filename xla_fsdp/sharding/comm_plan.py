@@ -136,7 +136,7 @@ def plan_gathers(
             backward gathers.
     """
     dtypes = [spec.compute_dtype(options.compute_dtype) for spec in specs]
-    parts = _parts(specs, _along_with_wide(specs, dtypes, world), world)
+    parts = _parts(specs, dtypes, world)
     if backward:
         parts.sort(key=lambda part: (len(part[0]) < 2, -part[0][0]))
     among = stored_among or world
@@ -178,7 +178,7 @@ def plan_reductions(
     numbers = list(dtypes)
     own = [specs[number] for number in numbers]
     planned = []
-    for part, dtype in _parts(own, _along_with_wide(own, list(dtypes.values()), world), world):
+    for part, dtype in _parts(own, list(dtypes.values()), world):
         together = [own[number] for number in part]
         name, shape = _name(label, together), _joined_shape(together)
         which = tuple(numbers[number] for number in part)
@@ -237,14 +237,13 @@ def _joined_shape(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
 
 
 def _along_with_wide(
-    specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], world: World
+    specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype]
 ) -> list[torch.dtype]:
     """``dtypes``, but float32 for small 16-bit tensors if small float32 tensors are among them.
     Then all share one collective: cheaper than a second one, although more bytes are sent."""
     fits = [math.prod(spec.layout.padded_shape) * 4 <= SMALL_BYTES for spec in specs]
     each = list(zip(specs, dtypes, fits, strict=True))
-    wide = any(spec.wide and dtype is torch.float32 and fit for spec, dtype, fit in each)
-    if not (world.as_on_tpu and wide):
+    if not any(spec.wide and dtype is torch.float32 and fit for spec, dtype, fit in each):
         return [*dtypes]
     return [torch.float32 if fit and dtype in NARROW else dtype for _, dtype, fit in each]
 
@@ -257,6 +256,7 @@ def _parts(
     sent = [number for number, spec in enumerate(specs) if spec.layout.numel]
     if not world.as_on_tpu:
         return [([number], dtypes[number]) for number in sent]
+    dtypes = _along_with_wide(specs, dtypes)
     together: dict[torch.dtype, list[list[int]]] = {}
     filled: dict[torch.dtype, int] = {}
     alone = []

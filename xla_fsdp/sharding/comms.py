@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -48,7 +49,10 @@ class Communicator:
         self.divisors = Divisors.of(world, False)
         if options.compute_dtype is torch.float16:
             self.divide_in_float16()
-        self._traced = TraceCache(world)
+
+    @cached_property
+    def _traced(self) -> TraceCache:
+        return TraceCache(self.world)
 
     def divide_in_float16(self) -> None:
         """Sets the divisors for sums in float16, unless ``fp32_reduce_scatter`` is set."""
@@ -295,11 +299,8 @@ def _joined_sources(tensors: Sequence[ShardedTensor]) -> torch.Tensor:
     """The parts that this rank sends for ``tensors``."""
     if len(tensors) == 1:
         return tensors[0].source
-    return torch.cat([_flat(tensor.source) for tensor in tensors])
-
-
-def _flat(shard: torch.Tensor) -> torch.Tensor:
-    return shard if shard.dim() == 1 else shard.reshape(-1)
+    sources = [tensor.source for tensor in tensors]
+    return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in sources])
 
 
 def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:

@@ -58,16 +58,16 @@ class CPUOffload:
                 "Pass CPUOffload(), which offloads all three, or None"
             )
 
-
-def require_streamable(offload: CPUOffload | None, reshard: bool | int) -> None:
-    """Raises ValueError if ``offload`` streams and ``reshard_after_forward=reshard`` would keep
-    parameters on the device after a forward."""
-    if offload is not None and offload.stream and reshard is not True:
-        raise ValueError(
-            "CPUOffload(stream=True) keeps nothing of a wrapper on the device after its forward, "
-            f"but reshard_after_forward={reshard} keeps parameters there (as SHARD_GRAD_OP and "
-            "NO_SHARD of sharding_strategy do). Leave one of the two options out"
-        )
+    def require_streamable(self, reshard: bool | int) -> None:
+        """Raises ValueError if shards are streamed and ``reshard_after_forward=reshard`` would keep
+        parameters on the device after a forward."""
+        if self.stream and reshard is not True:
+            raise ValueError(
+                "CPUOffload(stream=True) keeps nothing of a wrapper on the device after its "
+                f"forward, but reshard_after_forward={reshard} keeps parameters there (as "
+                "SHARD_GRAD_OP and NO_SHARD of sharding_strategy do). Leave one of the two options "
+                "out"
+            )
 
 
 class HostShard(ShardedParameter):

@@ -128,10 +128,9 @@ def remaining_uninitialized(uninitialized: list[UninitializedTensor]) -> list[Un
 
 def require_initialized(holders: Iterable[torch.Tensor], doing: str) -> None:
     """Raises RuntimeError if one of ``holders``, which ``doing`` needs, has no values yet."""
-    found = [getattr(holder, _MARK, None) for holder in holders]
-    require_all_initialized(
-        [("", [one for one in found if isinstance(one, UninitializedTensor)])], doing
-    )
+    marks = [getattr(holder, _MARK, None) for holder in holders]
+    if found := [one for one in marks if isinstance(one, UninitializedTensor)]:
+        require_all_initialized([("", found)], doing)
 
 
 def require_all_initialized(
@@ -168,11 +167,10 @@ _REAL = "_xla_fsdp_real"
 
 def is_on_meta(module: nn.Module) -> bool:
     """Whether the module itself (not its children) has parameters or buffers without values."""
-    return any(map(_is_meta, (*module._parameters.values(), *module._buffers.values())))
-
-
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.is_meta:
+            return True
+    return False
 
 
 def materialize(
@@ -254,9 +252,8 @@ def _initialize(
             setattr(meta, _REAL, real)
         module._parameters[key] = real
     if is_on_meta(module):
-        left = [
-            n for n, t in (*module._parameters.items(), *module._buffers.items()) if _is_meta(t)
-        ]
+        own = (*module._parameters.items(), *module._buffers.items())
+        left = [name for name, tensor in own if tensor is not None and tensor.is_meta]
         raise RuntimeError(
             f"param_init_fn left {', '.join(map(repr, left))} of {_described(module, name)} on the "
             "meta device. It must give values to the parameters and buffers of its argument"

@@ -73,16 +73,3 @@ def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
         return
     with torch.autograd._unsafe_preserve_version_counter(tensor):
         xlac.replace_data(tensor, value)
-
-
-def release_original_(parameter: torch.Tensor) -> None:
-    """Frees the values of a parameter that has been sharded; the tensor object stays, empty.
-
-    Other modules may still refer to the object (tied weights that are wrapped later), so dropping
-    our reference is not enough: the full values would stay in memory.
-    """
-    with torch.no_grad():
-        if parameter.device.type == "xla":
-            free_([parameter], parameter.new_zeros(1))
-        else:
-            parameter.data = parameter.data.new_empty(0)

@@ -267,7 +267,7 @@ class Pass:
         # Called at the end of every backward; the root wrapper's function finishes all units.
         self.on_backward_end: Callable[[], None] | None = None
         # Stamps of the shards and of the full parameters at the gather: see :func:`stamps`.
-        self._shard_stamps: list[Stamp] = []
+        self._shard_stamps: dict[ShardedTensor, Stamp] = {}
         self._full_stamps: list[Stamp] = []
 
     def gather(self, events: Sequence[torch.Tensor]) -> None:
@@ -276,12 +276,12 @@ class Pass:
         self.full = list(Gather.apply(self, events, *shards))
         source = weakref.ref(self)
         for index, full in enumerate(self.full):
-            tensor, member = self.unit.member_of(index)
+            tensor, member = self.unit.members[index]
             name = partial(self.unit.name_of, index)
             alone = not tensor.flattened
             make_unsharded(full, Origin(tensor, member, name, alone, source, index))
         self.state = ParameterState.UNSHARDED
-        self._shard_stamps = stamps(shards)
+        self._shard_stamps = dict(zip(self.unit.tensors, stamps(shards), strict=True))
         self._full_stamps = stamps(self.full)
 
     def require_full_unchanged(self) -> None:
@@ -299,14 +299,10 @@ class Pass:
     def require_shards_unchanged(self, index: int | None = None) -> None:
         """Raises RuntimeError if the shard of parameter ``index`` (``None``: any) has changed since
         the forward gathered it, because the backward would compute with a different value."""
-        numbers = range(len(self._shard_stamps)) if index is None else [self.unit.shard_of(index)]
-        shards = self.unit.shards
-        now = stamps(shards[number] for number in numbers)
-        for number, found in zip(numbers, now, strict=True):
-            if found != self._shard_stamps[number]:
-                known = range(len(self.full)) if index is None else [index]
-                name = next(self.unit.name_of(i) for i in known if self.unit.shard_of(i) == number)
-                raise_changed_before_backward(name)
+        for number in range(len(self.full)) if index is None else [index]:
+            tensor, _ = self.unit.members[number]
+            if stamps([tensor.shard]) != [self._shard_stamps[tensor]]:
+                raise_changed_before_backward(self.unit.name_of(number))
 
     def unshard(self, events: Sequence[torch.Tensor]) -> None:
         """Gathers (``UNSHARDED``), after ``events`` exist; does nothing if it is gathered."""
@@ -327,11 +323,6 @@ class Pass:
         if self.secondary is not None:
             self.secondary.pieces.clear()
 
-    def copied_out(self, outputs: Any) -> Any:
-        """``outputs``, in which parameters that would be freed are replaced by copies."""
-        own = {id(tensor) for tensor in self.full}
-        return map_tensors(lambda t: torch.view_copy(t, t.shape) if id(t) in own else t, outputs)
-
     def value(self, index: int) -> torch.Tensor:
         """Full parameter ``index``, detached. Gathers the unit if its backward has not started (its
         outputs got no gradient, but a saved tensor of it is needed)."""
@@ -341,8 +332,7 @@ class Pass:
 
 
 class _Computing(threading.local):
-    def __init__(self) -> None:
-        self.passes: tuple[Pass, ...] = ()
+    passes: tuple[Pass, ...] = ()
 
 
 _this_thread = _Computing()
@@ -381,8 +371,8 @@ class Gather(torch.autograd.Function):
         ctx.source = weakref.ref(source)
         ctx.unit = unit = source.unit
         full = [_no_view(one) for one in unit.gather(events, False, source.secondary)]
-        trains = [shards[unit.shard_of(index)].requires_grad for index in range(len(full))]
-        frozen = [one for one, needed in zip(full, trains, strict=True) if not needed]
+        members = zip(full, unit.members, strict=True)
+        frozen = [one for one, (tensor, _) in members if not tensor.shard.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(full)
 
@@ -469,10 +459,7 @@ def parameters_saved_as_recipes() -> Iterator[None]:
     if outer is not None and outer[0] is _pack:
         yield
         return
-    if outer is None:
-        pack, unpack = _pack, _unpack
-    else:
-        pack, unpack = _delegating(*outer)
+    pack, unpack = (_pack, _unpack) if outer is None else _delegating(*outer)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 

@@ -11,7 +11,7 @@ received the option recognize it too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch_xla.runtime as xr
@@ -24,13 +24,6 @@ from .sharded_tensor import sharded_tensor_of
 # Set on an ignored module: its id, which differs for a copy. Set on an ignored parameter: its
 # IgnoredMark.
 _MARK = "_xla_fsdp_ignored"
-
-
-class Ignored(NamedTuple):
-    """Ignored modules with all modules inside them, and all ignored parameters, in them or not."""
-
-    modules: frozenset[nn.Module]
-    parameters: frozenset[nn.Parameter]
 
 
 class IgnoredGradient(torch.Tensor):
@@ -96,11 +89,8 @@ def mark_ignored(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_parameters: Iterable[nn.Parameter] | None,
-) -> Ignored:
+) -> None:
     """Checks the options of these names against ``module``, and marks what they name.
-
-    Returns:
-        The modules and parameters in ``module`` that this wrapper, or one inside, ignores.
 
     Raises:
         ValueError: an ignored object is not in ``module``, is the module itself or a wrapper, is
@@ -121,10 +111,6 @@ def mark_ignored(
     for parameter in [*parameters, *(parameter for *_, parameter in own)]:
         if ignored_mark_of(parameter) is None:
             _mark(parameter)
-    return Ignored(
-        frozenset(one for one in module.modules() if is_ignored(one)),
-        frozenset(one for one in module.parameters() if ignored_mark_of(one) is not None),
-    )
 
 
 def is_ignored(module: nn.Module) -> bool:

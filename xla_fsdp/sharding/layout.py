@@ -68,7 +68,7 @@ class Layout:
     @cached_property
     def numel(self) -> int:
         """The number of elements without padding."""
-        return sum(member.numel for member in self.members)
+        return self.members[-1].offset + self.members[-1].numel
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
@@ -235,19 +235,11 @@ class ShardSpec:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
         return self
 
-    def same(self, other: ShardSpec) -> bool:
-        """Whether both specs describe the same elements."""
-        return self is other or self == other
-
     @property
     def name(self) -> str:
         """The name of the parameter in its wrapper."""
         owner = None if self.owner is None else self.owner()
         return "of a model that no longer exists" if owner is None else str(owner.name)
-
-    def own_share(self, power: torch.Tensor) -> torch.Tensor:
-        """This rank's contribution to a sum over the ranks: all of its part."""
-        return power
 
     @property
     def several(self) -> bool:

@@ -62,7 +62,7 @@ def sharded_names(units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
         for tensor in unit.tensors:
             names.setdefault(tensor, [[] for _ in tensor.layout.members])
         for slot, inside in unit.named_slots():
-            tensor, member = unit.member_of(slot.index)
+            tensor, member = unit.members[slot.index]
             known = names[tensor][member]
             for own in inside:
                 name = dotted(path, own)
@@ -88,7 +88,11 @@ def clean_state_dict_keys(
 ) -> None:
     """State-dict hook: ``prefix + "_fsdp_wrapped_module.x"`` becomes ``prefix + "x"``."""
     export_local_tensors(module, state_dict, prefix, local_metadata)
-    _rename(state_dict, prefix + WRAPPED_PREFIX, prefix)
+    inside = prefix + WRAPPED_PREFIX
+    for key in list(state_dict):
+        # Every key is removed and inserted again, so that the order stays the same.
+        value = state_dict.pop(key)
+        state_dict[prefix + key[len(inside) :] if key.startswith(inside) else key] = value
 
 
 @names_hook
@@ -203,10 +207,3 @@ def intree_name(key: str) -> str:
     """
     key = key.replace(_INTREE_SEPARATOR, ".").replace(f"{_INTREE_SHARD}.", "")
     return key.replace(WRAPPED_PREFIX, "").replace(_INTREE_FLATTENED, "")
-
-
-def _rename(state_dict: dict, old: str, new: str) -> None:
-    for key in list(state_dict):
-        # Every key is removed and inserted again, so that the order stays the same.
-        value = state_dict.pop(key)
-        state_dict[new + key[len(old) :] if key.startswith(old) else key] = value

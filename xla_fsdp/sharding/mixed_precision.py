@@ -62,10 +62,6 @@ class MixedPrecision:
                 f"classes, such as (nn.LayerNorm,), got {classes!r}"
             )
 
-    def casts_inputs(self, root: bool) -> bool:
-        """Whether a wrapper casts the inputs of its forward; ``root``: the outermost wrapper."""
-        return self.cast_forward_inputs or (root and self.cast_root_forward_inputs)
-
 
 def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence[str]) -> None:
     """Raises ValueError if an attribute of ``policy`` is not a bool or not a supported dtype, or if
@@ -105,27 +101,24 @@ def precision_options(policy: MixedPrecision) -> dict[str, Any]:
 # which they are stored (see ``comm_plan.py``), and its inputs and outputs are cast.
 
 
-def full_precision_modules(
-    policy: MixedPrecision | None, modules: Iterable[nn.Module]
-) -> set[nn.Module]:
+def full_precision_modules(policy: MixedPrecision, modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The ``modules`` whose parameters and buffers are not cast: instances of the classes that
     ``policy`` names, and all modules inside them."""
-    classes = tuple(policy._module_classes_to_ignore) if policy is not None else ()
-    found: set[nn.Module] = set()
+    classes, found = tuple(policy._module_classes_to_ignore), set[nn.Module]()
     for module in modules:
-        if classes and isinstance(module, classes):
+        if isinstance(module, classes):
             found.update(module.modules())
     return found
 
 
-def compute_in_float32(policy: MixedPrecision | None, modules: Iterable[nn.Module]) -> None:
+def compute_in_float32(policy: MixedPrecision, modules: Iterable[nn.Module]) -> None:
     """Makes every instance among ``modules`` of the classes that ``policy`` names compute in
     float32.
 
     16-bit floating-point inputs become float32, and outputs get the dtype of the inputs.
     ``SyncBatchNorm`` already computes in float32 internally, so its inputs are not cast.
     """
-    if policy is None or policy.param_dtype not in NARROW:
+    if policy.param_dtype not in NARROW:
         return
     classes = tuple(policy._module_classes_to_ignore)
     for module in modules:

@@ -22,7 +22,7 @@ from ..collectives.order import BackwardPrefetch
 from ..collectives.routes import require_collective_routes
 from ..collectives.world import World
 from ..ranks.slices import slices_of_ranks
-from .cpu_offload import CPUOffload, require_streamable
+from .cpu_offload import CPUOffload
 from .ignored import as_list
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, precision_options
 
@@ -90,6 +90,8 @@ def mesh_of_slices(strategy: ShardingStrategy | None) -> list[list[int]] | None:
     if strategy is not None and strategy not in _HYBRID:
         return None
     slices = slices_of_ranks()
+    if not slices:
+        return None
     if len({len(one) for one in slices}) > 1:
         raise ValueError(
             f"the ranks are on slices of {', '.join(str(len(one)) for one in slices)}, which must "
@@ -97,7 +99,7 @@ def mesh_of_slices(strategy: ShardingStrategy | None) -> list[list[int]] | None:
             "equal size, or pass sharding_strategy=ShardingStrategy.FULL_SHARD to shard over all "
             "ranks"
         )
-    return [list(one) for one in slices] or None
+    return [list(one) for one in slices]
 
 
 def strategy_options(
@@ -148,14 +150,13 @@ def strategy_options(
     return meant
 
 
-def checked_reshard(value: bool | int, size: int) -> bool | int:
-    """Checks ``reshard_after_forward`` among ``size`` ranks: True, False or a number in between.
+def checked_reshard(value: int, size: int) -> bool | int:
+    """Checks ``reshard_after_forward``, a number, among ``size`` ranks: True, False or a number in
+    between.
 
     Raises:
         ValueError: it does not divide ``size``.
     """
-    if isinstance(value, bool):
-        return value
     allowed = [number for number in range(1, size + 1) if size % number == 0]
     if value not in allowed:
         raise ValueError(
@@ -419,10 +420,9 @@ class FSDPOptions:
             ValueError: an option was removed, or is not an option of ``entry``; see the class.
             TypeError: an option never existed; see the class.
         """
-        parameters = cls.parameters(entry)
-        taken = [one.name for one in parameters]
+        signature = cls.signature(entry)
         for name, value in given.items():
-            if name in taken:
+            if name in signature.parameters:
                 continue
             if name in _REMOVED:
                 raise ValueError(f"{name} was removed: {_REMOVED[name]}")
@@ -436,21 +436,24 @@ class FSDPOptions:
                 )
             raise TypeError(
                 f"{entry} has no option {name!r}, got {name}={value!r}. Its options are "
-                f"{', '.join(taken)}"
+                f"{', '.join(signature.parameters)}"
             )
-        return cls(**inspect.Signature(parameters).bind(*args, **given).arguments)
+        return cls(**signature.bind(*args, **given).arguments)
 
     @classmethod
-    def parameters(cls, entry: str) -> list[inspect.Parameter]:
-        """The options that ``entry`` takes, as parameters of a function signature."""
+    def signature(cls, entry: str) -> inspect.Signature:
+        """The options that ``entry`` takes, as the signature of a function."""
         every = inspect.signature(cls).parameters.items()
         declared = cls.__dataclass_fields__
-        return [one for name, one in every if entry in declared[name].metadata["taken_by"]]
+        return inspect.Signature(
+            [one for name, one in every if entry in declared[name].metadata["taken_by"]]
+        )
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            if check := one.metadata["check"]:
-                self._set(one.name, check(one.name, getattr(self, one.name)))
+            check, value = one.metadata["check"], getattr(self, one.name)
+            if check and value is not one.default:
+                self._set(one.name, check(one.name, value))
         if self.ignored_states:
             if self.ignored_modules or self.ignored_parameters:
                 raise ValueError(
@@ -511,21 +514,26 @@ class FSDPOptions:
         groups = self.sharding_groups, self.replication_groups
         if mesh is None and (*groups, self.sharding_rank, self.sharding_world_size) == (None,) * 4:
             ranks = mesh_of_slices(self.sharding_strategy)
-        meant = self._agreed(
-            f"sharding_strategy={self.sharding_strategy}, device_mesh={ranks}",
-            strategy_options(self.sharding_strategy, ranks, *groups),
-        )
+        meant: dict[str, Any] = {}
+        if ranks is not None or self.sharding_strategy is not None:
+            meant = self._agreed(
+                f"sharding_strategy={self.sharding_strategy}, device_mesh={ranks}",
+                strategy_options(self.sharding_strategy, ranks, *groups),
+            )
         options = replace(self, **{"device_mesh": mesh, **meant})
-        size = options.sharding_world_size or xr.world_size()
-        reshard = checked_reshard(options.reshard_after_forward, size)
-        require_streamable(options.cpu_offload, reshard)
+        reshard = options.reshard_after_forward
+        if not isinstance(reshard, bool):
+            reshard = checked_reshard(reshard, options.sharding_world_size or xr.world_size())
+        if options.cpu_offload is not None:
+            options.cpu_offload.require_streamable(reshard)
         return replace(options, reshard_after_forward=reshard)
 
     def inherited(self) -> Self:
         """The options without those for one module only."""
-        alone = (one for one in fields(self) if not one.metadata["inherited"])
-        defaults: dict[str, Any] = {one.name: one.default for one in alone}
-        return replace(self, **defaults)
+        alone: dict[str, Any] = {
+            one.name: one.default for one in fields(self) if not one.metadata["inherited"]
+        }
+        return replace(self, **alone)
 
     @classmethod
     def inherits(cls, name: str) -> bool:
@@ -540,16 +548,6 @@ class FSDPOptions:
         return {
             one.name: getattr(self, one.name) for one in fields(self) if self.inherits(one.name)
         }
-
-    @property
-    def dtype_of_buffers(self) -> torch.dtype | None:
-        """The dtype that floating-point buffers are cast to; ``None``: no cast."""
-        return self.buffer_dtype or (None if self.mixed_precision else self.compute_dtype)
-
-    def dtype_of_inputs(self, root: bool) -> torch.dtype | None:
-        """The dtype that floating-point inputs are cast to; ``root``: of the outermost wrapper."""
-        policy = self.mixed_precision
-        return self.compute_dtype if policy is None or policy.casts_inputs(root) else None
 
     def world(self) -> World:
         """The world of the calling rank; see :meth:`World.current` for what it raises."""
@@ -574,7 +572,8 @@ def takes_options(entry: str) -> Callable[[Function], Function]:
         own = {one.name: one for one in signature.parameters.values()}
         positional = own.pop("args", None)
         del own["options"]
-        more = [one for one in FSDPOptions.parameters(entry) if one.name not in own]
+        options = FSDPOptions.signature(entry).parameters.values()
+        more = [one for one in options if one.name not in own]
         if positional is None:
             more = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in more]
         shown = signature.replace(parameters=[*own.values(), *more])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..collectives.host_data import as_data
 from ..collectives.world import World
 from ..ranks.rank import is_simulated_rank
+from ..tree import map_tensors, tensors_in
 from .layout import ShardSpec, spec_of, unsupported
 
 _LABEL = "reduction over shards"
@@ -112,17 +113,14 @@ def collective(
 def sums(world: World, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The sums of the numbers ``parts`` over the ranks; one collective for all of a dtype."""
     totals: list[torch.Tensor] = list(parts)
-    kinds = dict.fromkeys((part.dtype, part.device) for part in parts)
-    for kind in kinds:
-        own = [n for n, part in enumerate(parts) if (part.dtype, part.device) == kind]
+    by_kind: dict[object, list[int]] = {}
+    for n, part in enumerate(parts):
+        by_kind.setdefault((part.dtype, part.device), []).append(n)
+    for own in by_kind.values():
         together = _Sum.apply(torch.stack([parts[n] for n in own]), world)
         for n, total in zip(own, together.unbind(), strict=True):
             totals[n] = total
     return totals
-
-
-def _sum(world: World, part: torch.Tensor) -> torch.Tensor:
-    return sums(world, [part])[0]
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
@@ -138,6 +136,11 @@ def _without_padding(value: torch.Tensor, spec: ShardSpec, fill: Any) -> torch.T
     return torch.where(spec.inside(value), value, torch.full_like(value, fill))
 
 
+def _total(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """The sum of all elements."""
+    return sums(spec.world, [_without_padding(value, spec, 0).sum()])[0]
+
+
 def _require_one(spec: ShardSpec, name: str) -> None:
     if spec.several:
         raise unsupported(
@@ -146,17 +149,6 @@ def _require_one(spec: ShardSpec, name: str) -> None:
 
 
 # -- norms -------------------------------------------------------------------------------------
-
-
-class _Replicated(NamedTuple):
-    """Used instead of a spec for a tensor that every rank of ``world`` has, perhaps with different
-    values."""
-
-    world: World
-
-    def own_share(self, power: torch.Tensor) -> torch.Tensor:
-        """This rank's contribution to the sum over the ranks."""
-        return power / self.world.size
 
 
 class PendingNorm(torch.Tensor):
@@ -175,19 +167,26 @@ class PendingNorm(torch.Tensor):
     answers_first = True  # see ranks/cpu/mode.py
 
     _power: torch.Tensor
-    _spec: ShardSpec | _Replicated
+    _world: World
+    _spec: ShardSpec | None
     _order: float
     _dtype: torch.dtype
     _norm: torch.Tensor | None
 
     @classmethod
     def of(
-        cls, power: torch.Tensor, spec: ShardSpec | _Replicated, order: float, dtype: torch.dtype
-    ) -> Any:
-        """``power``: this rank's sum of ``|x| ** order``."""
+        cls,
+        power: torch.Tensor,
+        world: World,
+        spec: ShardSpec | None,
+        order: float,
+        dtype: torch.dtype,
+    ) -> PendingNorm:
+        """``power``: this rank's sum of ``|x| ** order``; ``spec``: ``None`` for a tensor that
+        every rank of ``world`` has, perhaps with different values."""
         made = torch.Tensor._make_subclass(cls, torch.empty((), dtype=dtype, device="meta"))
-        made._power, made._spec, made._order, made._dtype = power, spec, order, dtype
-        made._norm = None
+        made._power, made._world, made._spec = power, world, spec
+        made._order, made._dtype, made._norm = order, dtype, None
         return made
 
     @classmethod
@@ -211,30 +210,24 @@ class PendingNorm(torch.Tensor):
 
         ``listed``: they are used as a list of norms.
         """
-        found: list[PendingNorm] = []
-        _replaced(arguments, found.append)
-        cls._add_up(found, listed)
-        return _replaced(arguments, lambda one: one._norm)
-
-    @classmethod
-    def _add_up(cls, pending: Sequence[PendingNorm], listed: bool) -> None:
-        by_world: dict[World, dict[int, PendingNorm]] = {}
-        for one in pending:
-            if isinstance(one._spec, _Replicated) and not listed:
+        by_world: dict[World, list[PendingNorm]] = {}
+        for one in tensors_in(arguments, cls):
+            if one._spec is None and not listed:
                 one._norm = _root(one._power, one._order).to(one._dtype)
-            elif isinstance(one._spec, ShardSpec) and not listed:
+            elif one._spec is not None and not listed:
                 _require_one(one._spec, "norm")
             if one._norm is None:
-                by_world.setdefault(one._spec.world, {})[id(one)] = one
+                by_world.setdefault(one._world, []).append(one)
         for world, own in by_world.items():
-            summed = [one for one in own.values() if one._order != math.inf]
-            parts = [one._spec.own_share(one._power) for one in summed]
+            summed = [one for one in own if one._order != math.inf]
+            parts = [one._power if one._spec else one._power / world.size for one in summed]
             for one, total in zip(summed, sums(world, parts), strict=True):
                 one._norm = _root(total, one._order).to(one._dtype)
-            if others := [one for one in own.values() if one._order == math.inf]:
+            if others := [one for one in own if one._order == math.inf]:
                 powers = torch.stack([one._power for one in others])
                 for one, norm in zip(others, _Largest.apply(powers, world).unbind(), strict=True):
                     one._norm = norm.to(one._dtype)
+        return map_tensors(lambda one: one._norm, arguments, cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (+self).cpu().__reduce_ex__(protocol)
@@ -253,16 +246,6 @@ def _root(total: torch.Tensor, order: float) -> torch.Tensor:
     safe = torch.where(zero, torch.ones_like(total), total)
     root = safe.sqrt() if order == 2 else safe ** (1 / order)
     return torch.where(zero, torch.zeros_like(root), root)
-
-
-def _replaced(value: Any, replace: Callable[[PendingNorm], Any]) -> Any:
-    if isinstance(value, PendingNorm):
-        return replace(value)
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(one, replace) for one in value)
-    if type(value) is dict:
-        return {key: _replaced(one, replace) for key, one in value.items()}
-    return value
 
 
 _METADATA = frozenset(
@@ -287,8 +270,8 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
     order = float(order)
     if order == math.inf:
         _require_elements(spec, "norm")
-        largest: torch.Tensor = PendingNorm.of(_own_largest(size.abs(), spec), spec, order, kept)
-        return largest
+        power = _own_largest(size.abs(), spec)
+        return PendingNorm.of(power, spec.world, spec, order, kept)
     if order == 0:
         powers = (size != 0).to(size.dtype)
     elif order == 2:
@@ -296,8 +279,7 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
     else:
         powers = size.abs() ** order
     power = _without_padding(powers, spec, 0).sum()
-    made: torch.Tensor = PendingNorm.of(power, spec, order, kept)
-    return made
+    return PendingNorm.of(power, spec.world, spec, order, kept)
 
 
 def norm_of_replicated(
@@ -310,9 +292,8 @@ def norm_of_replicated(
         return found
     wide = _wide(found)
     power = wide if math.isinf(order) else wide ** float(order)
-    spec = _Replicated(World.to_reduce_over(None, value.device))
-    made: torch.Tensor = PendingNorm.of(power, spec, float(order), found.dtype)
-    return made
+    world = World.to_reduce_over(None, value.device)
+    return PendingNorm.of(power, world, None, float(order), found.dtype)
 
 
 # -- the others --------------------------------------------------------------------------------
@@ -351,7 +332,7 @@ def _require_elements(spec: ShardSpec, name: str) -> None:
 
 def _any(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     own = _without_padding(value != 0, spec, False).any().float()
-    return _sum(spec.world, own) > 0
+    return sums(spec.world, [own])[0] > 0
 
 
 def _all(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -359,7 +340,7 @@ def _all(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _count(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    return _sum(spec.world, _without_padding(value != 0, spec, False).sum())
+    return _total(value != 0, spec)
 
 
 def _sum_of(
@@ -369,7 +350,7 @@ def _sum_of(
         dtype = torch.int64
     kept = value.dtype if dtype is None else dtype
     wide = _wide(value if dtype is None else value.to(dtype))
-    return _sum(spec.world, _without_padding(wide, spec, 0).sum()).to(kept)
+    return _total(wide, spec).to(kept)
 
 
 def _mean(
@@ -378,7 +359,7 @@ def _mean(
     _require_one(spec, "mean")
     value = value if dtype is None else value.to(dtype)
     wide = _wide(value)
-    return (_sum(spec.world, _without_padding(wide, spec, 0).sum()) / spec.numel).to(value.dtype)
+    return (_total(wide, spec) / spec.numel).to(value.dtype)
 
 
 def _var(
@@ -388,8 +369,7 @@ def _var(
     correction = int(unbiased) if correction is None else correction
     wide = _wide(value)
     away = wide - _mean(wide.detach(), spec)  # gradients through the mean would add up to zero
-    squares = _without_padding(away * away, spec, 0).sum()
-    return (_sum(spec.world, squares) / max(spec.numel - correction, 0)).to(value.dtype)
+    return (_total(away * away, spec) / max(spec.numel - correction, 0)).to(value.dtype)
 
 
 def _std(
@@ -430,7 +410,8 @@ def reduce(name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
     """Applies the reduction ``name`` of REDUCTIONS to all elements of the sharded ``value``."""
     spec = spec_of(value)
     assert spec is not None
-    kwargs = {key: given for key, given in kwargs.items() if key != "dim" or given is not None}
+    if kwargs.get("dim", ()) is None:
+        del kwargs["dim"]
     if name in ("var", "std") and args and isinstance(args[0], bool):
         args, kwargs = args[1:], {**kwargs, "unbiased": args[0]}
     elif args and args[0] is None:

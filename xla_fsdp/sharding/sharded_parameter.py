@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tree import map_tensors
 from . import shard_reductions as reductions
 from .layout import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
 
@@ -225,10 +226,10 @@ def is_pointwise(name: str) -> bool:
     if name in _POINTWISE or base in _POINTWISE:
         return True
     packet = getattr(torch.ops.aten, _ALIASES.get(base, base), None)
-    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
-    if any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads):
+    if packet is None:
         return False
-    return any(torch.Tag.pointwise in one.tags for one in overloads)
+    tags = {tag for one in packet.overloads() for tag in getattr(packet, one).tags}
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 @functools.cache
@@ -325,16 +326,12 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 def _on_full_tensors(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """On one rank the local parts are the full tensors; a full view shares memory with them."""
 
-    def full(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            spec = spec_of(value)
-            return value if spec is None else spec.gather(value)
-        if type(value) in (list, tuple):
-            return type(value)(map(full, value))
-        return {key: full(one) for key, one in value.items()} if type(value) is dict else value
+    def full(value: torch.Tensor) -> torch.Tensor:
+        spec = spec_of(value)
+        return value if spec is None else spec.gather(value)
 
-    mine = full(args)
-    found = func(*mine, **full(kwargs))
+    mine = map_tensors(full, args)
+    found = func(*mine, **map_tensors(full, kwargs))
     return args[0] if args and found is mine[0] else found
 
 
@@ -361,7 +358,7 @@ def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if theirs is not None:
-        if not spec.same(theirs):
+        if spec is not theirs and spec != theirs:
             raise unsupported(name, spec, f"the other one is sharded differently: {theirs.name!r}")
         return value
     if value.shape != spec.shape:
@@ -389,7 +386,7 @@ def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None
             plain = one if plain is None and one.numel() != 1 else plain
         elif spec is None:
             spec = theirs
-        elif not spec.same(theirs):
+        elif spec is not theirs and spec != theirs:
             raise unsupported(
                 name, spec, f"{theirs.name!r} of shape {list(theirs.shape)} is sharded differently"
             )
@@ -409,25 +406,19 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "where" and len(args) + len(kwargs) == 1:  # returns positions of elements
         return _unsupported(func, args, kwargs)
     if spec is not None and torch.is_grad_enabled():
-        args, kwargs = _with_shared_numbers((args, kwargs), spec)
+
+        def share(value: torch.Tensor) -> torch.Tensor:
+            """Makes plain numbers with a graph get gradients from the elements of all ranks."""
+            shared = value.requires_grad and spec_of(value) is None
+            return reductions.shared(value, spec) if shared else value
+
+        args, kwargs = map_tensors(share, (args, kwargs))
     found = func(*args, **kwargs)
     if type(found) is torch.Tensor and spec is not None:
         return as_sharded(found, spec)
     if isinstance(found, tuple) and spec is not None:  # frexp
         return type(found)(as_sharded(one, spec) for one in found)
     return found
-
-
-def _with_shared_numbers(value: Any, spec: ShardSpec) -> Any:
-    """Makes plain numbers with a graph get gradients from the elements of all ranks."""
-    if isinstance(value, torch.Tensor):
-        shared = value.requires_grad and spec_of(value) is None
-        return reductions.shared(value, spec) if shared else value
-    if type(value) in (list, tuple):
-        return type(value)(_with_shared_numbers(one, spec) for one in value)
-    if type(value) is dict:
-        return {key: _with_shared_numbers(one, spec) for key, one in value.items()}
-    return value
 
 
 def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -440,9 +431,10 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             one(of, (each, *order), {}) if spec_of(each) is not None else of(each, *order)
             for each in args[0]
         ]
-    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, (list, tuple))]
-    lists = [one for one in lists if one and isinstance(one[0], torch.Tensor)]
-    rest = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+    given = (*args, *kwargs.values())
+    lists = [one for one in given if isinstance(one, (list, tuple)) and one]
+    lists = [one for one in lists if isinstance(one[0], torch.Tensor)]
+    rest = [one for one in given if isinstance(one, torch.Tensor)]
     specs = [_common_spec(name, iter([*together, *rest])) for together in zip(*lists, strict=False)]
     found = func(*args, **kwargs)
     if isinstance(found, (list, tuple)):

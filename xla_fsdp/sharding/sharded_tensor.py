@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from ..collectives.world import World
+from ..tree import tensors_in
+from .freeing import free_
 from .layout import Layout, ShardSpec, TensorSpec
 from .sharded_parameter import local, make_sharded
 
@@ -69,9 +71,7 @@ class FlattenedParameter(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub is not a classmethod's
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> NoReturn:
-        every = [*args, *(kwargs or {}).values()]
-        flat = [x for one in every for x in (one if isinstance(one, (list, tuple)) else [one])]
-        _raise_flattened(next(one for one in flat if isinstance(one, cls)), f"{func}")
+        _raise_flattened(tensors_in((args, kwargs), cls)[0], f"{func}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenedParameter:
         return self
@@ -314,7 +314,7 @@ class ReleasedParameter(nn.Parameter):
             _require_no_change(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         if name not in _HARMLESS:
-            _raise_released(name, [*args, *(kwargs or {}).values()])
+            _raise_released(name, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             # Ours is empty, like this object; any other gradient was set by the user.
@@ -322,8 +322,18 @@ class ReleasedParameter(nn.Parameter):
             return found.as_subclass(cls) if ours and args and found is not args[0].grad else found
 
 
-def mark_released(parameter: nn.Parameter) -> None:
-    """Makes ``parameter``, which is empty, raise when something is computed with it."""
+@torch.no_grad()
+def release(parameter: nn.Parameter) -> None:
+    """Frees the values of ``parameter``, which has been sharded. The object stays, empty, and
+    raises when something is computed with it.
+
+    Other modules may still refer to the object (tied weights that are wrapped later), so dropping
+    our reference is not enough: the full values would stay in memory.
+    """
+    if parameter.device.type == "xla":
+        free_([parameter], parameter.new_zeros(1))
+    else:
+        parameter.data = parameter.data.new_empty(0)
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ReleasedParameter
 
@@ -355,9 +365,8 @@ def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> N
         )
 
 
-def _raise_released(operation: str, given: list[Any]) -> None:
-    flat = [x for one in given for x in (one if isinstance(one, (list, tuple)) else [one])]
-    mine = [one for one in flat if isinstance(one, ReleasedParameter)]
+def _raise_released(operation: str, given: Any) -> None:
+    mine = tensors_in(given, ReleasedParameter)
     names = [repr(sharded.key) for sharded in map(sharded_tensor_of, mine) if sharded is not None]
     which = f"{names[0]} in its wrapper" if names else "now in a wrapper or in scanned blocks"
     raise RuntimeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,7 +80,10 @@ class FSDPState(Unit):
 
     def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The inputs of a forward in the dtype in which it computes."""
-        dtype = self.options.dtype_of_inputs(root=self.is_root is not False)
+        dtype, policy = self.options.compute_dtype, self.options.mixed_precision
+        if policy is not None and not policy.cast_forward_inputs:
+            if self.is_root is False or not policy.cast_root_forward_inputs:
+                dtype = None
         return (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -101,7 +105,7 @@ class FSDPState(Unit):
         keep = False
         try:
             with parameters_saved_as_recipes(), computing((one,)):
-                outputs = one.copied_out(forward(*args, **kwargs))
+                outputs = self._finish(one, forward(*args, **kwargs))
             self._require_unchanged(one)
             keep = stays
         except RuntimeError as error:
@@ -112,8 +116,6 @@ class FSDPState(Unit):
         if self.stream is not None:
             del args, kwargs  # tensors referenced at program start become results of the program
             self.stream.end_forward()
-        if torch.is_grad_enabled():
-            outputs = self._watch(one, outputs)
         return outputs if self.output_dtype is None else cast_floats(outputs, self.output_dtype)
 
     def _become_root(self) -> None:
@@ -124,13 +126,13 @@ class FSDPState(Unit):
         if self.in_place:
             _require_inner_first(named)
         require_values(named, "the first forward was called")
-        streams = [unit.stream for _, unit in named if unit.stream is not None]
+        traffic = None
         for path, unit in reversed(named):  # if a unit has two names, the first one wins
             unit.is_root = unit is self
             unit.comms.label = f"{path}." if path else ""
             unit.order = self.order
-        for stream in streams:  # the streams of one model wait for each other
-            stream.traffic = streams[0].traffic
+            if unit.stream is not None:  # the streams of one model wait for each other
+                traffic = unit.stream.traffic = traffic or unit.stream.traffic
         require_uncompiled(self.module)
         require_all_sharded(self.module, named)
         compare_initial_weights(self.world, named)
@@ -208,16 +210,20 @@ class FSDPState(Unit):
         if not computing_passes() and not _in_backward():
             self.order.end_forward()
 
-    def _watch(self, one: Pass, outputs: Any) -> Any:
-        """Makes the first gradient that reaches ``outputs`` start the backward of pass ``one``."""
+    def _finish(self, one: Pass, outputs: Any) -> Any:
+        """``outputs``, in which parameters that would be freed are replaced by copies. The first
+        gradient that reaches them starts the backward of pass ``one``."""
+        own = set(map(id, one.full))
 
-        def hook(tensor: torch.Tensor) -> torch.Tensor:
+        def finish(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in own:
+                tensor = torch.view_copy(tensor, tensor.shape)
             # A leaf is no result of this unit, and would get one more hook at every step.
-            if tensor.grad_fn is not None:
+            if torch.is_grad_enabled() and tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: self.enter_backward(one, grad))
             return tensor
 
-        return map_tensors(hook, outputs)
+        return map_tensors(finish, outputs)
 
     def _install(self, one: Pass) -> None:
         """Puts the pass's full parameters into the module attributes."""
@@ -225,19 +231,21 @@ class FSDPState(Unit):
         for slot in self.slots:
             # Not a Parameter, which would be a leaf of the graph, but it behaves like one.
             slot.put(one.full[slot.index])
-        linear.replace_forwards(self.linears, self.world)
+        if self.linears:
+            linear.replace_forwards(self.linears, self.world)
         self.refresh_rnns()
 
     def _restore(self) -> None:
         """Undoes the last install: restores an enclosing backward's parameters, or the shards."""
-        enclosing = [one for passes in self._backward.values() for one in passes]
+        enclosing = [*chain.from_iterable(self._backward.values())]
         if enclosing:
             self._install(enclosing[-1])
         elif self.active is not None:
             self.active = None
             for slot in self.slots:
                 slot.restore_sharded()
-            linear.restore_forwards(self.linears)
+            if self.linears:
+                linear.restore_forwards(self.linears)
             self.refresh_rnns()
 
     def reset_after_failure(self) -> None:
@@ -459,12 +467,12 @@ def units_in(root: nn.Module) -> list[tuple[str, FSDPState]]:
     """The units in ``root``, including its own, with their modules' names relative to ``root``. A
     module with two names occurs twice."""
     modules = root.named_modules(remove_duplicate=False)
-    return [(name, unit) for name, module in modules if (unit := unit_of(module)) is not None]
+    return [(name, vars(module)["_unit"]) for name, module in modules if is_wrapper(module)]
 
 
 def unique_units(root: nn.Module) -> list[FSDPState]:
     """The units in ``root``, including its own, each once."""
-    return list(dict.fromkeys(unit for _, unit in units_in(root)))
+    return list({vars(module)["_unit"]: None for module in root.modules() if is_wrapper(module)})
 
 
 def _in_backward() -> bool:
@@ -512,17 +520,9 @@ class WrapperReference:
         return WrapperReference(memo.get(id(self.wrapper)))
 
 
-def register_outer_wrapper(wrapper: nn.Module, unit: Unit) -> None:
-    """Stores a reference to ``wrapper``, which owns ``unit``, on the modules that it shards."""
-    reference = WrapperReference(wrapper)
-    for module in {slot.module: None for slot in unit.slots}:
-        mark_sharded(module)
-        vars(module)[_WRAPPERS].append(reference)
-
-
-def mark_sharded(module: nn.Module) -> None:
-    """Marks ``module``: an FSDP unit shards parameters of it."""
-    vars(module).setdefault(_WRAPPERS, [])
+def mark_sharded(module: nn.Module, *wrappers: WrapperReference) -> None:
+    """Marks ``module``: an FSDP unit, that of one of ``wrappers``, shards parameters of it."""
+    vars(module).setdefault(_WRAPPERS, []).extend(wrappers)
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:

@@ -186,8 +186,9 @@ class _Summoned:
         grads = _gather(unit, graded, shares)
         torch_xla.sync(wait=True)  # finish the common gathers before ranks act differently
         for tensor, members in values.items():
-            self.summoned[tensor] = tensor.summoned = FullParameters.of(
-                self.how, unit.world, self._parameters(tensor, members, grads.get(tensor))
+            parameters = self._parameters(tensor, members, grads.get(tensor))
+            self.summoned[tensor] = tensor.summoned = FullParameters(
+                self.how, unit.world, parameters, *_seen(parameters)
             )
         if not self.wanted:
             return
@@ -227,7 +228,7 @@ class _Summoned:
                 name = unit.name_of(slot.index)
                 if slot.module._parameters.get(slot.name) is not own:
                     raise_replaced(name)
-                tensor, member = unit.member_of(slot.index)
+                tensor, member = unit.members[slot.index]
                 expected = tensor.layout.members[member].shape, tensor.shard.dtype
                 if (tuple(own.shape), own.dtype) != expected:
                     raise RuntimeError(
@@ -277,7 +278,7 @@ class _Summoned:
 
 
 def _parameter(unit: FSDPState, index: int) -> nn.Parameter:
-    tensor, member = unit.member_of(index)
+    tensor, member = unit.members[index]
     return _of(tensor).parameters[member]
 
 
@@ -305,10 +306,6 @@ class FullParameters:
     parameters: list[nn.Parameter]
     values: list[object]
     grads: list[object]
-
-    @classmethod
-    def of(cls, how: _Arguments, world: World, parameters: list[nn.Parameter]) -> FullParameters:
-        return cls(how, world, parameters, *_seen(parameters))
 
     def changed(self) -> tuple[bool, bool]:
         """Whether values, and whether gradients, may have changed."""

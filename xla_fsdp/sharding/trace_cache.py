@@ -53,7 +53,8 @@ class TraceCache:
         """
         if not tensors or xlac.is_eager():
             return function(tensors)
-        if self._always_anew:
+        # With scopes, and on CPU ranks, collectives have another name or number in each call.
+        if xlac.has_scopes() or self._world.context is not None:
             known = self._trace(name, function, tensors)
         else:
             key = (name, key, *((tensor.shape, tensor.dtype) for tensor in tensors))
@@ -69,11 +70,6 @@ class TraceCache:
         ]
         return xlac.call_computation(f"xla::{name}", operands, known.computation)
 
-    @property
-    def _always_anew(self) -> bool:
-        """Whether collectives have a different name or number in each call."""
-        return xlac.has_scopes() or self._world.context is not None
-
     def _trace(
         self, name: str, function: Callable[[Tensors], Tensors], tensors: Tensors
     ) -> _Computation:
@@ -83,7 +79,9 @@ class TraceCache:
         try:
             # Otherwise collectives inside would be ordered with those outside.
             with separate_collectives(self._world.device):
-                arguments = [_placeholder_of(tensor, device) for tensor in tensors]
+                # Of the dtypes that the tensors have on the device.
+                shapes = [xlac.shape_on_device(tensor, device) for tensor in tensors]
+                arguments = [xlac.placeholder(shape) for shape in shapes]
                 pairs = zip(arguments, tensors, strict=True)
                 if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
                     return _Computation(None, [])  # torch_xla changed a dtype (XLA_USE_32BIT_LONG)
@@ -155,12 +153,6 @@ class Traced:
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor without a value, for tracing."""
     return xb.create_placeholder_tensor(tuple(shape), dtype)
-
-
-def _placeholder_of(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A placeholder of the dtype that ``tensor`` has on the device."""
-    shape = xlac.shape_on_device(tensor, device)
-    return xlac.placeholder(shape)
 
 
 def separate_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@ their full gradients. See also ``state.py``."""
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,16 +63,12 @@ class UnitGradients:
             first += len(tensor.layout.members)
             if needed[number] and any(grad is not None for grad in members):
                 reached[number] = members
-        if handed_out:
-            # Reduce only these gradients: the sum with those stored by no_sync is for .grad.
-            shards, arrived = self.comms.reduce(self._tensors, reached, {})
-            return [shards.get(number) for number in range(len(self._tensors))], arrived
-        if not self.require_sync:
+        if not (handed_out or self.require_sync):
             self._store(self.comms.join_gradients(self._tensors, reached, {}))
             return [None] * len(self._tensors), ()
-        accumulated = {
-            number: self._unsynced[number] for number in reached if number in self._unsynced
-        }
+        # Without those stored by no_sync if gradients are returned: the sum is for .grad.
+        summed = [] if handed_out else [number for number in reached if number in self._unsynced]
+        accumulated = {number: self._unsynced[number] for number in summed}
         self._forget(accumulated)
         shards, arrived = self.comms.reduce(self._tensors, reached, accumulated)
         found = [shards.get(number) for number in range(len(self._tensors))]
@@ -185,8 +180,8 @@ class Unit:
         # Whether `fully_shard` made the unit: the module has no wrapper.
         self.in_place = False
         self.tensors: list[ShardedTensor] = []
-        # The number of the first full parameter of each tensor, and one past the last.
-        self._first = [0]
+        # The sharded tensor of each full parameter, and its number there.
+        self.members: list[tuple[ShardedTensor, int]] = []
         # The tensors whose shards an optimizer sees: these, or the stacks of scanned blocks.
         self.stored = self.tensors
         # Those of them that are registered on this unit's wrapper.
@@ -225,23 +220,14 @@ class Unit:
         if tensor not in self.tensors:
             self.tensors.append(tensor)
             tensor.comms = tensor.comms or self.comms
-            self._first.append(self._first[-1] + len(tensor.layout.members))
-        return self._first[self.tensors.index(tensor)]
-
-    def shard_of(self, index: int) -> int:
-        """The number of the sharded tensor that contains full parameter ``index``."""
-        return bisect.bisect_right(self._first, index) - 1
-
-    def member_of(self, index: int) -> tuple[ShardedTensor, int]:
-        """The sharded tensor that contains full parameter ``index``, and its number there."""
-        number = self.shard_of(index)
-        return self.tensors[number], index - self._first[number]
+            self.members += [(tensor, member) for member in range(len(tensor.layout.members))]
+        return self.members.index((tensor, 0))
 
     def mark_uninitialized(self) -> None:
         """Marks the shards as without values, until they are given some."""
         names: dict[ShardedTensor, dict[tuple[int, int], str]] = {}
         for slot in self.slots:
-            tensor, member = self.member_of(slot.index)
+            tensor, member = self.members[slot.index]
             names.setdefault(tensor, {}).setdefault((0, member), self._own_name(slot.index))
         self.uninitialized[:] = [
             UninitializedTensor(tensor.shard, members) for tensor, members in names.items()
@@ -294,7 +280,7 @@ class Unit:
         """
         self.slots.append(slot)
         if slot.sharded_value is None:
-            tensor, member = self.member_of(slot.index)
+            tensor, member = self.members[slot.index]
             shape = torch.Size(tensor.layout.members[member].shape)
             slot.shown = FlattenedParameter(shape, tensor.shard, self.comms, name)
         slot.restore_sharded()

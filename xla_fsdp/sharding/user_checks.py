@@ -30,10 +30,9 @@ WARNED = "_xla_fsdp_warned_unsharded"
 
 def require_values(units: NamedUnits, doing: str) -> None:
     """Raises RuntimeError if ``doing`` happens before parameters of ``units`` have values."""
-    if any(unit.uninitialized for _, unit in units):
-        require_all_initialized(
-            [(f"{path}." if path else "", unit.uninitialized) for path, unit in units], doing
-        )
+    waiting = [(path, unit.uninitialized) for path, unit in units if unit.uninitialized]
+    if waiting:
+        require_all_initialized([(f"{path}." if path else "", u) for path, u in waiting], doing)
 
 
 def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
@@ -168,6 +167,23 @@ def raise_if_on_other_device(
             f"{device}. If it does not move its inputs itself, move inputs there with "
             f".to({str(device)!r})"
         ) from error
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called. A wrapper cannot gather for a module that is never called
+    (``nn.ModuleList``, ``nn.ParameterDict``)."""
+    none = nn.Module.forward
+    forward = getattr(module, "forward", none)
+    return type(module).forward is not none or getattr(forward, "__func__", forward) is not none
+
+
+def require_forward(module: nn.Module) -> None:
+    """Raises RuntimeError if ``module`` has no forward, neither its class nor the instance."""
+    if not has_forward(module):
+        raise RuntimeError(
+            f"{type(module).__name__} has no forward, so a wrapper cannot know when its "
+            "parameters are needed. Wrap its elements, or the module that calls them"
+        )
 
 
 def require_shardable_parameters(path: str, module: nn.Module) -> None:
