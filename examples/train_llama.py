@@ -157,8 +157,8 @@ def train(
             sequences += sequences_of_update
             is_last, must_end = update == options.max_update, preempted()
             show = is_last or update % options.log_steps == 0
-            meters.update(update, total_loss, norm, show)
-            total_loss = 0.0
+            mean_loss, total_loss = total_loss, 0.0
+            meters.update(update, mean_loss, norm, show)
             scheduler.step()
             optimizer.zero_grad()
             if is_last or update % options.validate_interval_updates == 0:
