@@ -22,10 +22,12 @@ def trains_as_torch_does():
     import jax.numpy as jnp
     import numpy
     import torch
+    import torch_xla
 
     from benchmarks.peers import jax_fsdp
     from benchmarks.workload_s import Network
 
+    torch_xla.device()  # this process also plans, which a backward before this would prevent
     jax.config.update("jax_platforms", "cpu")
     torch.manual_seed(0)
     model = Network(lambda block: block, blocks=2, width=32)
