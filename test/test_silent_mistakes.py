@@ -639,24 +639,39 @@ import sys
 import torch, torch_xla
 from torch import nn
 import xla_fsdp
+from xla_fsdp.planning.tracing.step import trace_step
 
-def train(rank):
+def train(rank=0):
     model = xla_fsdp.XlaFullyShardedDataParallel(nn.Linear(4, 4))
     model(torch.ones(2, 4).to("xla")).sum().backward()
     return rank
 
-if sys.argv[-1] == "started":  # the remedy that the message names
-    xla_fsdp.launch(lambda rank: None, num_devices=2)
+kind, started = sys.argv[1:]
+if started == "started":  # the remedy that the message names
+    if kind == "launch":
+        xla_fsdp.launch(lambda rank: None, num_devices=2)
+    else:
+        torch_xla.device()
 nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
 try:
-    print(xla_fsdp.launch(train, num_devices=2))
+    if kind == "launch":
+        print(xla_fsdp.launch(train, num_devices=2))
+    else:
+        print(trace_step(train, 0, 2).program is not None)
 except RuntimeError as error:
     print(error)
 """
 
 
-def test_a_reference_in_plain_torch_before_the_ranks(run_script):
-    refused = run_script(REFERENCE_FIRST)
+@pytest.mark.parametrize(
+    "kind, remedy, result",
+    [
+        ("launch", "xla_fsdp.launch(lambda rank: None, num_devices=2)", "[0, 1]"),
+        ("plan", "Call torch_xla.device() before that backward", "True"),
+    ],
+)
+def test_a_reference_in_plain_torch_comes_first(run_script, kind, remedy, result):
+    refused = run_script(REFERENCE_FIRST, kind, "late")
     assert "this process ran a backward before XLA's runtime started" in refused.stdout
-    assert "xla_fsdp.launch(lambda rank: None, num_devices=2)" in refused.stdout
-    assert run_script(REFERENCE_FIRST, "started").stdout.endswith("[0, 1]\n")
+    assert remedy in refused.stdout
+    assert run_script(REFERENCE_FIRST, kind, "started").stdout.endswith(f"{result}\n")
