@@ -107,7 +107,7 @@ CASES = [
     [
         (2, CASES[:3]),
         pytest.param(4, CASES, marks=pytest.mark.slow),
-        pytest.param(1, CASES, marks=pytest.mark.slow),
+        pytest.param(1, CASES, marks=pytest.mark.full),
     ],
 )
 def test_training_is_that_of_one_process(run_ranks, tmp_path, ranks, cases):
