@@ -36,6 +36,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ...sharding.state import is_sharded
 from ..changes import Changes
 from ..saving import count_full_parameters
+from ..sharding import wrap_recomputed
 from .ranks import CurrentRankNumber, RanksAccelerator, on_cpu
 from .strategies import FabricStrategy, TrainerStrategy
 
@@ -258,3 +259,10 @@ def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
 
 for _place in (lightning.fabric.strategies, lightning.fabric.strategies.xla_fsdp):
     drop_in.set(_place, "XLAFSDPStrategy", FabricStrategy)
+
+
+def _wrap(recomputed: Collection[type], module: Any, **options: Any) -> Any:
+    return wrap_recomputed(tuple(recomputed), module, **options)
+
+
+drop_in.set(_place, "_activation_checkpointing_auto_wrapper", _wrap)

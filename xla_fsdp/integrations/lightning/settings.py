@@ -83,6 +83,24 @@ class Settings:
         """Wraps ``module``, unless it is a wrapper already."""
         if is_wrapper(module):
             return module
+        options = self.options_of_wrapper(precision)
+        if precision == "bf16-true":
+            module = module.to(torch.bfloat16)
+        if self.recomputed and isinstance(module, tuple(self.recomputed)):
+            module = checkpoint_module(module)
+        if "auto_wrap_policy" in options and any(map(is_wrapper, module.modules())):
+            warnings.warn(
+                f"auto_wrap_policy is ignored, because {type(module).__name__} has submodules that "
+                "are wrapped already. Wrap the others manually, too, or pass a policy only",
+                stacklevel=2,
+            )
+            del options["auto_wrap_policy"]
+            options.pop("auto_wrapper_callable", None)
+        return XlaFullyShardedDataParallel(module, **options)
+
+    def options_of_wrapper(self, precision: str) -> dict[str, Any]:
+        """Returns the options of the wrapper, with the policy and the wrapper of submodules if
+        there are any."""
         options = dict(self.options)
         if isinstance(options.get("sharding_strategy"), str):
             options |= meant_by_name(options.pop("sharding_strategy"))
@@ -94,23 +112,11 @@ class Settings:
                 )
             elif precision == "bf16-true":
                 options["compute_dtype"] = torch.bfloat16
-        if precision == "bf16-true":
-            module = module.to(torch.bfloat16)
         policy, wrapper = self._policy(), self.wrapper
-        if policy is not None and any(map(is_wrapper, module.modules())):
-            warnings.warn(
-                f"auto_wrap_policy is ignored, because {type(module).__name__} has submodules that "
-                "are wrapped already. Wrap the others manually, too, or pass a policy only",
-                stacklevel=2,
-            )
-            policy = wrapper = None
-        elif self.recomputed:
-            if isinstance(module, tuple(self.recomputed)):
-                module = checkpoint_module(module)
+        if self.recomputed:
             wrapper = functools.partial(wrap_recomputed, tuple(self.recomputed))
-        return XlaFullyShardedDataParallel(
-            module, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **options
-        )
+        chosen = {"auto_wrap_policy": policy, "auto_wrapper_callable": wrapper}
+        return options | {name: value for name, value in chosen.items() if value is not None}
 
     def wrap_children(self, module: nn.Module, precision: str) -> None:
         """Wraps the submodules of ``module``, which itself computes without a forward.

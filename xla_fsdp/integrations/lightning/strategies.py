@@ -294,6 +294,11 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
         self.modules.append(wrapped)
         return wrapped
 
+    def _parse_fsdp_kwargs(self) -> dict[str, Any]:
+        """Returns options for wrapping submodules one by one. Scripts for Lightning's strategy
+        (litgpt) call it to load a model that does not fit in host memory."""
+        return self.settings.options_of_wrapper(self.precision.precision)
+
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[nn.Module, list[Any], Any]:
