@@ -65,11 +65,18 @@ MODELS = {
         LLAMA | FEW | dict(head_dim=8, sliding_window=8),
     ),
 }
-CLASSES = {name: getattr(hf, model) for name, (model, _, _) in MODELS.items()}
-LAYERS = {name: layer for name, (_, layer, _) in MODELS.items()}
-LAYER_CLASSES = {
-    name: getattr(sys.modules[cls.__module__], LAYERS[name]) for name, cls in CLASSES.items()
-}
+CLASSES, LAYERS, LAYER_CLASSES = {}, {}, {}
+
+
+def add_models(models):
+    for name, (model, layer, _) in models.items():
+        CLASSES[name] = cls = getattr(hf, model)
+        LAYERS[name] = layer
+        LAYER_CLASSES[name] = getattr(sys.modules[cls.__module__], layer)
+    MODELS.update(models)
+
+
+add_models(MODELS)
 
 
 def build(name, spread=None):
@@ -124,13 +131,13 @@ def batch_of(some):
 
 def counts(model):
     """Whether the model's loss uses the number of labels: others may take it and ignore it."""
-    return isinstance(model, (hf.GPT2LMHeadModel, hf.LlamaForCausalLM))
+    return isinstance(model, (hf.GPT2LMHeadModel, hf.LlamaForCausalLM, hf.MixtralForCausalLM))
 
 
 def items_in(labels, name="llama"):
     """How many labels the Trainer counts: since Transformers 5 without the first word, which no
     causal model predicts, unless the model does not name its loss, as GPT-2."""
-    causal = name == "llama" and VERSION >= 5
+    causal = name in ("llama", "mixtral") and VERSION >= 5
     return (labels[..., 1:] if causal else labels).ne(-100).sum()
 
 

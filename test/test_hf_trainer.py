@@ -13,6 +13,7 @@ import transformers as hf
 from hf_models import (
     CLASSES,
     STEPS,
+    VERSION,
     Trained,
     assert_alike,
     assert_alike_in_bfloat16,
@@ -85,6 +86,8 @@ def several(rank, folder, cases):
     return found
 
 
+# The Trainer's argument by which the model itself recomputes its layers.
+RECOMPUTED = "activation_checkpointing" if VERSION >= 5 else "gradient_checkpointing"
 CASES = [
     ("bert", 2, {"fsdp": "shard_grad_op offload"}),
     (
@@ -99,7 +102,11 @@ CASES = [
     ("gpt2", 1, {}),
     ("llama", 1, {"config": {"xla_fsdp_grad_ckpt": True}}),
     ("t5", 1, {}),
+    ("gpt2", 1, {"fsdp": "hybrid_shard auto_wrap", "config": {"version": 1}}),
+    ("llama", 1, {"bf16": True, RECOMPUTED: True, "config": {"reshard_after_forward": True}}),
 ]
+if VERSION >= 5:  # before, experts need a call of use_static_experts
+    CASES.append(("mixtral", 1, {"config": {"activation_checkpointing": True}}))
 
 
 @pytest.mark.parametrize(
