@@ -1,7 +1,7 @@
 """The Trainer on XLA with our sharding: ``import xla_fsdp.integrations.transformers``.
 
 After the import, ``Trainer`` wraps models in this package's class if FSDP is configured: with
-``fsdp="full_shard auto_wrap"`` and ``fsdp_config={"xla": True, ...}``, or in Accelerate. Gradients,
+``fsdp=True`` and ``fsdp_config={"xla": True, ...}``, or in Accelerate. Gradients,
 norms and groups for weight decay are those of unsharded training. ``save_model`` writes the full
 weights. A checkpoint resumes with optimizer, scheduler and random state on any number of ranks.
 ``XLA_FSDP_DROP_IN=1`` in the environment does the import.
