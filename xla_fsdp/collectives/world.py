@@ -217,7 +217,7 @@ class World:
 
     def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
         """This rank's rows of the sum within its ring."""
-        named = xlac.scope(f"reduce_scatter[{label}]") if xlac.has_scopes() else None
+        named = _named("reduce_scatter", label)
         # Behind a barrier, with the view after it. Otherwise the compiler would compute gradients
         # in the shape of its parts, in a layout that needs copies of activations.
         parts = prevent_fusion(full)
@@ -301,7 +301,7 @@ class World:
         self, value: torch.Tensor, moves: Sequence[Sequence[int]], label: str = ""
     ) -> torch.Tensor:
         """Sends every rank's ``value`` according to ``moves``, (sender, receiver); same shape."""
-        named = xlac.scope(f"collective_permute[{label}]") if xlac.has_scopes() else None
+        named = _named("collective_permute", label)
         moved = self._permute(value, moves)
         del named
         return moved
@@ -320,7 +320,7 @@ class World:
     ) -> torch.Tensor:
         """The result of ``collective``, named for readers of the compiled program. On CPU ranks it
         has a number of its own, and depends on the previous collective."""
-        named = xlac.scope(f"{kind}[{label}]") if xlac.has_scopes() else None
+        named = _named(kind, label)
         channel = order = None
         if self.context is not None:
             channel = self.context.next_channel(kind, tuple(operand.shape), operand.dtype, label)
@@ -338,6 +338,11 @@ class World:
             order.add(result)
         del named
         return result
+
+
+def _named(kind: str, label: str) -> object:
+    """While the result exists, names what is traced, for readers of the compiled program."""
+    return xlac.scope(f"{kind}[{label}]") if xlac.has_scopes() else None
 
 
 def lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:

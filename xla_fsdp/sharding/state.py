@@ -467,12 +467,13 @@ def units_in(root: nn.Module) -> list[tuple[str, FSDPState]]:
     """The units in ``root``, including its own, with their modules' names relative to ``root``. A
     module with two names occurs twice."""
     modules = root.named_modules(remove_duplicate=False)
-    return [(name, vars(module)["_unit"]) for name, module in modules if is_wrapper(module)]
+    return [(name, unit) for name, module in modules if (unit := unit_of(module)) is not None]
 
 
 def unique_units(root: nn.Module) -> list[FSDPState]:
     """The units in ``root``, including its own, each once."""
-    return list({vars(module)["_unit"]: None for module in root.modules() if is_wrapper(module)})
+    found = map(unit_of, root.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def _in_backward() -> bool:
