@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-_MISSING = object()
+from ..ranks.cpu.patches import Patches
 
 
 class MissingNamesError(ImportError):
@@ -29,7 +29,7 @@ class Changes:
         # Owner, name, and a function that makes the replacement from the original.
         self._around: list[tuple[Any, str, Callable[[Any], Any]]] = []
         self._set: list[tuple[Any, str, Any]] = []
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._made = Patches()
         self._lock = threading.Lock()  # ranks may be threads
 
     def around(
@@ -62,7 +62,7 @@ class Changes:
                 The message lists them, and nothing is changed.
         """
         with self._lock:
-            if self._originals:
+            if self._made:
                 return
             missing = [
                 f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
@@ -77,30 +77,17 @@ class Changes:
                 )
             try:
                 for owner, name, make in self._around:
-                    self._change(owner, name, make(vars(owner)[name]))
+                    self._made.set(owner, name, make(vars(owner)[name]))
                 for owner, name, value in self._set:
-                    self._change(owner, name, value)
+                    self._made.set(owner, name, value)
             except BaseException:
-                self._restore()
+                self._made.undo()
                 raise
-
-    def _change(self, owner: Any, name: str, value: Any) -> None:
-        original = vars(owner).get(name, _MISSING)
-        setattr(owner, name, value)
-        self._originals.append((owner, name, original))
 
     def undo(self) -> None:
         """Restores everything that :meth:`apply` changed."""
         with self._lock:
-            self._restore()
-
-    def _restore(self) -> None:
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+            self._made.undo()
 
 
 def _call_with_original(

@@ -1,4 +1,4 @@
-"""Replaces attributes of other modules for the duration of a launch."""
+"""Replaces attributes of other modules, and restores them: for a launch, a plan, a library."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
 
+    def __bool__(self) -> bool:
+        """Whether an attribute is replaced."""
+        return bool(self._undo)
+
     def set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
+        original = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
+        self._undo.append((owner, name, original))
 
     def replace(self, attribute: PrivateAttribute, value: Any) -> None:
         """Replaces a private attribute of torch_xla."""
