@@ -33,7 +33,7 @@ from .decoder import Decoder, decoder_step
 from .model import Block
 from .peers import JAX, SPMD, maxtext_options, plan_peer
 from .peers.sizes import AGAIN, KEPT, REMATERIALISED, SCANNED
-from .tables import require_slices
+from .tables import cycles, require_slices
 from .workload_s import IN_TREE, OURS, scanned_step, step_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -85,7 +85,7 @@ FIGURES: list[tuple[str, Callable[[Report], float], int]] = [
     ("synchronous collectives", lambda r: _synchronous(r), 0),
     ("temporaries, MiB", lambda r: r.memory.temporaries / MIB, 0),
     ("HBM required, MiB", lambda r: r.memory.required / MIB, 0),
-    ("compute, M cycles", lambda r: _cycles(r) / 1e6, 1),
+    ("compute, M cycles", lambda r: cycles(r) / 1e6, 1),
     ("collectives, ms", lambda r: 1e3 * r.timing.collective, 1),
     ("step, ms", lambda r: 1e3 * r.timing.step, 1),
     ("MFU, %", lambda r: 100 * r.timing.mfu, 1),
@@ -105,10 +105,6 @@ def _percent(report: Report, how: str) -> float:
 
 def _synchronous(report: Report) -> int:
     return sum(c.times for c in report.schedule.collectives if not c.asynchronous)
-
-
-def _cycles(report: Report) -> int:
-    return sum(op.cycles * op.times for op in report.schedule.ops)
 
 
 def plan_one(name: str, where: str, table: Table, compiler: str | None = None) -> Report:

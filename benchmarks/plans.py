@@ -23,7 +23,7 @@ from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.comm_hooks import bf16_compress_hook
 
 from .model import Block
-from .tables import head, line, require_slices
+from .tables import cycles, head, line, require_slices
 from .workload_s import OURS, scanned_step, step_of
 
 MB, MIB, GIB = 1e6, 2**20, 2**30
@@ -87,10 +87,6 @@ def sent(report: Report, across_slices: bool, asynchronous: bool | None = None) 
 
 def number_across(report: Report) -> int:
     return sum(c.times for c in report.schedule.collectives if c.across_slices)
-
-
-def cycles(report: Report) -> int:
-    return sum(op.cycles * op.times for op in report.schedule.ops)
 
 
 TABLES = {

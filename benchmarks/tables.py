@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 
 import xla_fsdp
+from xla_fsdp import Report
 from xla_fsdp.tpu.topology import resolve
 
 
@@ -26,3 +27,8 @@ def head(labels: Sequence[str]) -> str:
 def line(cells: Iterable[str]) -> str:
     """A row of a table."""
     return f"| {' | '.join(cells)} |"
+
+
+def cycles(report: Report) -> int:
+    """Cycles of compute of a step, by the compiler."""
+    return sum(op.cycles * op.times for op in report.schedule.ops)

@@ -265,4 +265,4 @@ def _wrap(recomputed: Collection[type], module: Any, **options: Any) -> Any:
     return wrap_recomputed(tuple(recomputed), module, **options)
 
 
-drop_in.set(_place, "_activation_checkpointing_auto_wrapper", _wrap)
+drop_in.set(lightning.fabric.strategies.xla_fsdp, "_activation_checkpointing_auto_wrapper", _wrap)

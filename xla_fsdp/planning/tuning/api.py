@@ -321,18 +321,18 @@ class _SearchProgress(Progress):
 
     def _status(self, seconds: float) -> str:
         """``seconds``: how long the present compilation has taken."""
-        done = len(self._seconds)
-        status = f"{done + 1} of at most {self._budget}; {_minutes(self._began)} so far"
+        done, so_far = len(self._seconds), _minutes(time.monotonic() - self._began)
+        status = f"{done + 1} of at most {self._budget}; {so_far} so far"
         if done:
             mean = sum(self._seconds) / done
             left = max((self._budget - done) * mean - seconds, 0.0)
-            status += f", at most about {_minutes(time.monotonic() - left)} remain"
+            status += f", at most about {_minutes(left)} remain"
         return status
 
 
-def _minutes(since: float) -> str:
-    seconds = round(time.monotonic() - since)
-    return f"{seconds // 60}:{seconds % 60:02} min"
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} min"
 
 
 def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:
