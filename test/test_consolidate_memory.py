@@ -19,7 +19,7 @@ SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(MIB),
 }
 MEASURE = """
-import re, sys, threading, time
+import gc, re, sys, threading, time
 from xla_fsdp.consolidate import consolidate_checkpoint, consolidate_sharded_model_checkpoints
 from xla_fsdp.consolidate import reshard_checkpoint, verify_checkpoint
 
@@ -27,6 +27,7 @@ def resident(key):
     return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
 folder = sys.argv[1]
+gc.disable()  # what a call used is freed when it returns, not at some time later
 open("/proc/self/clear_refs", "w").write("5")  # the peak so far was the imports'
 before = resident("VmRSS")
 verify_checkpoint(folder + "/ckpt")
@@ -97,6 +98,6 @@ def test_memory(folder):
     )
     assert done.returncode == 0, done.stderr
     streamed, in_memory = map(int, done.stdout.split())
-    assert streamed < 100 * MIB
+    assert streamed < 64 * MIB
     # The function that returns the model takes its 200 MiB, and not the optimizer's.
     assert 200 * MIB <= in_memory < 216 * MIB

@@ -98,20 +98,51 @@ def _pieces(path: str, header: bytes, items: Iterable[Item]) -> Iterator[memoryv
         del value, view
 
 
+@dataclass(frozen=True, eq=False)
+class _Chunks:
+    """Reads chunks of a file. It is apart from `CheckedFile`, because a cache refers to it."""
+
+    store: Store
+    path: str
+    record: FileRecord
+
+    def length(self, number: int) -> int:
+        """The number of bytes of a chunk."""
+        return min(self.record.chunk, self.record.size - number * self.record.chunk)
+
+    def read(self, number: int, out: memoryview) -> None:
+        """Fills ``out`` with a chunk, and checks its digest."""
+        begin = number * self.record.chunk
+        self.store.read_into(self.path, begin, out)
+        if digest(out) != self.record.digests[number]:
+            raise CorruptFileError(
+                f"{self.path}: bytes {begin} to {begin + len(out)} are not those that were "
+                "saved (their digest differs from the manifest). Use another checkpoint."
+            )
+
+    def load(self, number: int) -> bytearray:
+        """Reads a chunk, and checks its digest."""
+        data = bytearray(self.length(number))
+        self.read(number, memoryview(data))
+        return data
+
+
 # Returns the bytes of a chunk of a file, after a check of its digest.
-LoadChunk = Callable[["CheckedFile", int], bytearray]
+LoadChunk = Callable[[_Chunks, int], bytearray]
 
 
 def cached_loader(records: Iterable[FileRecord]) -> LoadChunk:
     """Makes a function that loads chunks of several files, with a cache of limited size.
 
     The cache has room for one chunk of each file, within limits. A smaller one would read a chunk
-    again for each tensor in it, when tensors are read one after the other.
+    again for each tensor in it, when tensors are read one after the other. It is freed with the
+    last file that uses it, without the garbage collector: the files that it caches do not refer
+    to it.
     """
     records = list(records)
     chunk = max((min(record.chunk, record.size) for record in records), default=1) or 1
     count = min(max(len(records), _CACHED_BYTES // chunk), _MOST_CACHED_BYTES // chunk)
-    return lru_cache(max(count, 1))(CheckedFile.load_chunk)
+    return lru_cache(max(count, 1))(_Chunks.load)
 
 
 class CheckedFile:
@@ -127,6 +158,7 @@ class CheckedFile:
         self.store = store
         self.path = path
         self.record = record
+        self._chunks = _Chunks(store, path, record)
         self._load = load or cached_loader([record])
         size = store.size(path)
         if size != record.size:
@@ -152,12 +184,13 @@ class CheckedFile:
         done = 0
         while done < len(out):
             number, inside = divmod(begin + done, self.record.chunk)
-            length = self._length(number)
+            length = self._chunks.length(number)
             if inside == 0 and len(out) - done >= length:
-                self._read_chunk(number, out[done : done + length])
+                self._chunks.read(number, out[done : done + length])
                 done += length
             else:
-                part = memoryview(self._load(self, number))[inside : inside + len(out) - done]
+                part = memoryview(self._load(self._chunks, number))
+                part = part[inside : inside + len(out) - done]
                 out[done : done + len(part)] = part
                 done += len(part)
 
@@ -181,23 +214,6 @@ class CheckedFile:
         """Checks every byte. ``progress`` is called with the number of bytes of each step."""
         buffer = memoryview(bytearray(min(self.record.chunk, self.record.size)))
         for number in range(len(self.record.digests)):
-            self._read_chunk(number, buffer[: self._length(number)])
-            progress(self._length(number))
-
-    def load_chunk(self, number: int) -> bytearray:
-        """Reads a chunk, and checks its digest."""
-        data = bytearray(self._length(number))
-        self._read_chunk(number, memoryview(data))
-        return data
-
-    def _length(self, number: int) -> int:
-        return min(self.record.chunk, self.record.size - number * self.record.chunk)
-
-    def _read_chunk(self, number: int, out: memoryview) -> None:
-        begin = number * self.record.chunk
-        self.store.read_into(self.path, begin, out)
-        if digest(out) != self.record.digests[number]:
-            raise CorruptFileError(
-                f"{self.path}: bytes {begin} to {begin + len(out)} are not those that were "
-                "saved (their digest differs from the manifest). Use another checkpoint."
-            )
+            length = self._chunks.length(number)
+            self._chunks.read(number, buffer[:length])
+            progress(length)
