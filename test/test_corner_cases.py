@@ -187,11 +187,38 @@ def second_order(rank):
     penalty(plain, everyone).backward()
     torch_xla.sync()
     assert_same_gradients(model, plain)
-    # ... one on gradient shards would not be, and says so.
-    loss = model(inputs(rank).to(torch_xla.device())).square().sum()
-    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        sum(grad.square().sum() for grad in grads).backward()
+    # ... one of parameters has none, and says so, whichever way it is asked for.
+    given, names = inputs(rank).to(torch_xla.device()), r"'\S+', '\S+'.* no second derivative"
+    parameters = list(model.parameters())
+
+    def gradients(model, x, **options):
+        return torch.autograd.grad(model(x).square().mean(), list(model.parameters()), **options)
+
+    def vector_product(gradients):
+        return sum((grad * 2).sum() for grad in gradients)
+
+    with pytest.raises(RuntimeError, match=names):
+        vector_product(gradients(model, given, create_graph=True)).backward()
+    with pytest.raises(RuntimeError, match=names):
+        once = gradients(model, given, create_graph=True)
+        torch.autograd.grad(vector_product(once), parameters)
+    # The remedy of the message.
+    before = gradients(model, given)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(2e-3)
+    after = gradients(model, given)
+    found = sum(((a - b) / 1e-3).sum() for a, b in zip(after, before, strict=True)).item()
+    whole = torch.cat([inputs(r) for r in range(xr.world_size())])
+    once = gradients(plain, whole, create_graph=True)
+    right = torch.autograd.grad(vector_product(once), list(plain.parameters()))
+    assert found == pytest.approx(sum(grad.sum() for grad in right).item(), rel=2e-2)
+    # A graph that nobody uses changes nothing.
+    model.zero_grad()
+    loss = model(given).square().mean()
+    loss.backward(create_graph=True)
+    for parameter, grad in zip(parameters, after, strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), grad.full_tensor())
 
 
 def test_gradients_of_gradients(run_ranks):

@@ -163,6 +163,16 @@ def modes_of_the_forward(rank):
     assert torch.equal(x.grad.cpu(), y.detach().cpu())
 
 
+def second_derivatives(rank):
+    model, x = scanned(), inputs(rank).requires_grad_()
+    text = "of the scanned blocks 'blocks', .* no second derivative"
+    for asked in (list(model.blocks.parameters()), [x]):
+        grads = torch.autograd.grad(model(x), asked, create_graph=True)
+        with pytest.raises(RuntimeError, match=text):
+            sum(grad.square().sum() for grad in grads).backward()
+    model.zero_grad()
+
+
 def hooks_on_shards(rank):
     model, seen = scanned(), []
     for name, parameter in model.named_parameters():
@@ -177,6 +187,7 @@ def all_of_them(rank):
     parameters_that_change(rank)
     what_came_after_building(rank)
     modes_of_the_forward(rank)
+    second_derivatives(rank)
     hooks_on_shards(rank)
 
 

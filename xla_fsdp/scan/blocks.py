@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from .. import xlac
 from ..collectives import host_memory
@@ -34,7 +33,7 @@ from ..sharded_module import finish_unit
 from ..sharding import metadata
 from ..sharding.block_state import BlockState
 from ..sharding.freeing import stamps
-from ..sharding.gathering import raise_changed_before_backward
+from ..sharding.gathering import raise_changed_before_backward, without_second_derivative
 from ..sharding.layout import spec_of
 from ..sharding.options import SCAN, FSDPOptions, takes_options
 from ..sharding.sharded_parameter import as_sharded, local
@@ -259,13 +258,16 @@ class _Scan(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, (_, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
         kept, constants = saved[: ctx.kept], saved[ctx.kept :]
         needed = needs[: len(constants)], needs[len(constants) :]
-        of_x, of_constants, of_stacks = ctx.run.backward(grad, kept, constants, needed)
-        return None, of_x, *of_constants, *of_stacks
+        with torch.no_grad():
+            of_x, of_constants, of_stacks = ctx.run.backward(grad, kept, constants, needed)
+        found = [of_x, *of_constants, *of_stacks]
+        return None, *without_second_derivative(
+            found, ctx.run.unit.shards, ctx.run.about_second_derivatives
+        )
 
 
 class _Run:
@@ -296,6 +298,14 @@ class _Run:
         self.pieces: list[int] = []
         self.recorded = 0  # how many values of a block the forward saves, besides its input
         self.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
+
+    def about_second_derivatives(self) -> str:
+        return (
+            f"gradients of the scanned blocks {self.unit.comms.label.rstrip('.')!r}, computed with "
+            "create_graph=True, were differentiated again. Scanned blocks have no second "
+            "derivative. Wrap the blocks one by one, without scan_blocks: then gradients of inputs "
+            "have one"
+        )
 
     def forward(self, x: torch.Tensor) -> Tensors:
         """The result of the last block, and what the backward needs from all blocks.

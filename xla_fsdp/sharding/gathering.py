@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tree import map_tensors
+from ..wording import join_some
 from .comms import SecondaryShards
 from .freeing import Stamp, fill_, free_, stamps
 from .sharded_parameter import is_user_attribute
@@ -377,11 +377,56 @@ class Gather(torch.autograd.Function):
         return tuple(full)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         leaves = [leaf for leaf, _ in ctx.next_functions]  # one for each input that is a tensor
-        return None, None, *ctx.unit.reduce(grads, needed, leaves)
+        unit = ctx.unit
+        with torch.no_grad():
+            reduced = unit.reduce(grads, needed, leaves)
+        message = partial(_about_second_derivatives, unit)
+        return None, None, *without_second_derivative(reduced, unit.shards, message)
+
+
+def _about_second_derivatives(unit: FSDPState) -> str:
+    trained = [n for n, (tensor, _) in enumerate(unit.members) if tensor.shard.requires_grad]
+    names = join_some([repr(unit.name_of(number)) for number in trained], 3)
+    return (
+        f"the gradients of {names}, computed with create_graph=True, were differentiated again. "
+        "Gradients of sharded parameters have no second derivative. Gradients of inputs have one: "
+        "torch.autograd.grad(loss, inputs, create_graph=True). For a product of the Hessian and a "
+        "vector, take the difference of the gradients before and after a small step of the "
+        "parameters, in torch.no_grad(), along the vector; or do not wrap this module"
+    )
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """``apply(message, count, *gradients, *sources)`` returns the ``count`` gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, message: Callable[[], str], count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.message = message
+        return tuple(gradient.detach() for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise RuntimeError(ctx.message())
+
+
+def without_second_derivative(
+    gradients: Sequence[torch.Tensor | None],
+    sources: Sequence[torch.Tensor],
+    message: Callable[[], str],
+) -> list[torch.Tensor | None]:
+    """``gradients``, computed with ``create_graph=True`` if gradients are enabled now. Then a
+    backward through them, and one that asks for their gradients with respect to ``sources``, raise
+    RuntimeError with ``message``."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    if not (torch.is_grad_enabled() and given):
+        return list(gradients)
+    marked = iter(_NoSecondDerivative.apply(message, len(given), *given, *sources))
+    return [None if gradient is None else next(marked) for gradient in gradients]
 
 
 def _no_view(value: torch.Tensor) -> torch.Tensor:
