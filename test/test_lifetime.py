@@ -4,7 +4,9 @@ Otherwise the next one, in the next cell of a notebook, would find its memory ta
 left pending of it would be part of the programs of some processes, and not of others.
 """
 
+import contextlib
 import gc
+import threading
 import weakref
 
 import torch
@@ -109,3 +111,114 @@ def each_is_gone(rank):
 
 def test_a_model_goes_without_the_garbage_collector(run_ranks):
     run_ranks(each_is_gone, 2)
+
+
+def what_a_load_used_is_gone(rank, size, folder):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    import xla_fsdp
+    from xla_fsdp.checkpoint.protocol import PlaceholderTensor
+    from xla_fsdp.checkpoint.readable_tensor import ReadableTensor
+    from xla_fsdp.consolidate import consolidate_checkpoint
+    from xla_fsdp.consolidate.format.reader import RankFile, ShardedCheckpoint
+
+    def load_full():
+        xla_fsdp.load_full_state_dict(model, xla_fsdp.full_state_dict(model) or None)
+
+    def save_beside():
+        with xla_fsdp.AsyncCheckpointer(f"{folder}/beside") as checkpointer:
+            checkpointer.save(model, optimizer, step=1)
+
+    def keep_in_memory():
+        with xla_fsdp.TieredCheckpointer(
+            f"{folder}/tiers", fast=f"{folder}/host{rank}", host=f"{rank}", address="127.0.0.1"
+        ) as tiers:
+            tiers.save(model, optimizer, step=1)
+            tiers.load(model, optimizer)
+
+    def damaged():
+        with contextlib.suppress(xla_fsdp.consolidate.CheckpointError):
+            xla_fsdp.load_weights(model, f"{folder}/model.pth", prefix="no.")
+
+    model = nested()
+    optimizer = torch.optim.AdamW(model.parameters())
+    a_step(model, torch.ones(2, WIDTH).to("xla"))
+    optimizer.step()
+    torch_xla.sync()
+    saved = xla_fsdp.save_checkpoint(f"{folder}/run", model, optimizer, step=1)
+    if rank == 0:
+        for name in ("model.safetensors", "model.pth"):
+            consolidate_checkpoint(saved, f"{folder}/{name}")
+    xla_fsdp.to_dcp(f"{folder}/dcp", model, optimizer)
+    uses = {
+        "load_checkpoint": lambda: xla_fsdp.load_checkpoint(saved, model, optimizer),
+        "load_full_state_dict": load_full,
+        "safetensors": lambda: xla_fsdp.load_weights(model, f"{folder}/model.safetensors"),
+        "a torch file": lambda: xla_fsdp.load_weights(model, f"{folder}/model.pth"),
+        "an error": damaged,
+        "from_dcp": lambda: xla_fsdp.from_dcp(f"{folder}/dcp", model, optimizer, allow_pickle=True),
+        "AsyncCheckpointer": save_beside,
+        "TieredCheckpointer": keep_in_memory,
+    }
+    kinds = (PlaceholderTensor, ReadableTensor, ShardedCheckpoint, RankFile, threading.Thread)
+    left = {}
+    gc.disable()
+    try:
+        for name, use in uses.items():
+            xm.rendezvous(f"before {name}")
+            if rank == 0:
+                gc.collect()
+                before = {id(one) for one in gc.get_objects() if type(one) in kinds}
+            xm.rendezvous(f"now {name}")
+            use()
+            xm.rendezvous(f"after {name}")
+            if rank == 0:
+                for one in threading.enumerate():
+                    if type(one) is threading.Thread and id(one) not in before:
+                        one.join(60.0)
+                del one
+                found = [one for one in gc.get_objects() if type(one) in kinds]
+                new = [one for one in found if id(one) not in before]
+                left[name] = sorted({type(one).__name__ for one in new})
+                del found, new
+    finally:
+        gc.enable()
+    return left
+
+
+def test_what_a_load_or_save_used_goes_without_the_garbage_collector(run_ranks, tmp_path):
+    left = run_ranks(what_a_load_used_is_gone, 2, 2, str(tmp_path))[0]
+    assert left and not any(left.values()), left
+
+
+FAILING = """
+import gc, weakref
+import torch, xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+found = []
+
+def train(rank, last):
+    model = FSDP(torch.nn.Linear(8, 8))
+    found.append(weakref.ref(model))
+    if rank == last:
+        raise ValueError("bad data")
+    model(torch.ones(2, 8).to("xla")).sum().item()
+
+for last in (1, 9):
+    gc.collect()
+    gc.disable()
+    try:
+        xla_fsdp.launch(train, (last,), 2)
+    except xla_fsdp.RankError as error:
+        print(str(error.__cause__))
+    print([one() is None for one in found])
+    gc.enable()
+"""
+
+
+def test_models_of_a_failed_launch_go_with_its_error(run_script):
+    done = run_script(FAILING)
+    lines = ["bad data", "[True, True]", "[True, True, True, True]"]
+    assert done.stdout.splitlines() == lines, done.stderr

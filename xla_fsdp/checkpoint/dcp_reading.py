@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -290,19 +291,10 @@ class _Directory:
                 f"{path}: has no .metadata. It is not a directory of torch.distributed.checkpoint, "
                 "or its save did not finish. Pass a complete one."
             )
-        self.reader = FileSystemReader(path)
-        self.metadata = self._guarded("its .metadata", lambda: _read_metadata(path))
-        if not isinstance(self.metadata, Metadata) or not isinstance(
-            self.metadata.storage_data, Mapping
-        ):
-            raise ForeignFileError(
-                f"{path}: its .metadata is not torch.distributed.checkpoint's. Pass a directory "
-                "that dcp.save or to_dcp wrote."
-            )
-        self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+        self._files = _Files(path)
         self.tensors: dict[str, ReadableTensor] = {}
         self.objects: list[str] = []
-        for key, about in self.metadata.state_dict_metadata.items():
+        for key, about in self._files.metadata.state_dict_metadata.items():
             if isinstance(about, BytesStorageMetadata):
                 self.objects.append(key)
             else:
@@ -317,7 +309,7 @@ class _Directory:
             for k in keys
         ]
         found: dict[str, Any] = {}
-        self._guarded(f"{len(keys)} objects", lambda: self._read(items, _Planner([], found)))
+        self._files.read(f"{len(keys)} objects", items, _Planner([], found))
         return found
 
     def nested(self, top: str, keys: list[str]) -> Any:
@@ -329,7 +321,7 @@ class _Directory:
                 values[key] = self.tensors[key].read_full()
         if top in values:
             return values[top]
-        paths = self.metadata.planner_data or {}
+        paths = self._files.metadata.planner_data or {}
         found: dict[Any, Any] = {}
         for key, value in values.items():
             path = _inside(top, key, tuple(paths.get(key, ())))
@@ -342,6 +334,8 @@ class _Directory:
     def _stored(self, key: str, about: TensorStorageMetadata) -> ReadableTensor:
         shape, dtype = tuple(about.size), about.properties.dtype
 
+        files = self._files  # not this object, which refers to the result
+
         def fill(out: torch.Tensor, begin: int) -> None:
             end = begin + out.numel()
             targets = split_index_range(shape, begin, end)
@@ -351,19 +345,45 @@ class _Directory:
             found = sum(item.lengths.numel() for item in items)
             if found != end - begin:
                 raise CoverageError(
-                    f"{self.path}: has only {found} of the elements {begin} to {end} of {key!r}. "
+                    f"{files.path}: has only {found} of the elements {begin} to {end} of {key!r}. "
                     "Use another checkpoint."
                 )
-            self._guarded(repr(key), lambda: self._read(items, _Planner(views, {})))
+            files.read(repr(key), items, _Planner(views, {}))
 
         return ReadableTensor(shape, dtype, fill=fill)
 
-    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        self.reader.read_data(LoadPlan(items), planner).wait()
 
-    def _guarded(self, what: str, work: Callable[[], Any]) -> Any:
+class _Files:
+    """Reads the files of a directory.
+
+    Raises:
+        UnreadableFileError: a file is damaged.
+        ForeignFileError: the metadata has another format.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self._reader = FileSystemReader(path)
+        with self._guarded("its .metadata"):
+            self.metadata = _read_metadata(path)
+        if not isinstance(self.metadata, Metadata) or not isinstance(
+            self.metadata.storage_data, Mapping
+        ):
+            raise ForeignFileError(
+                f"{path}: its .metadata is not torch.distributed.checkpoint's. Pass a directory "
+                "that dcp.save or to_dcp wrote."
+            )
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+
+    def read(self, what: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Reads ``items`` into the destinations of ``planner``. ``what``: for messages."""
+        with self._guarded(what):
+            self._reader.read_data(LoadPlan(items), planner).wait()
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
         try:
-            return work()
+            yield
         except MemoryError:
             raise
         except Exception as error:  # damaged input can raise any exception in torch's reader

@@ -217,6 +217,10 @@ def capture_loaded_values(
         except Exception:
             if not uses.values_needed:
                 raise
+        finally:
+            # Placeholders and this list refer to each other: all values would stay in memory until
+            # a garbage collection.
+            uses.copied.clear()
         return (state, captured), uses.values_needed
 
     (state, captured), needing = exchange.run(doing, try_with_placeholders)

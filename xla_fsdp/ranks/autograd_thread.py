@@ -8,6 +8,21 @@ from typing import Any
 import torch
 
 
+class _Call(torch.autograd.Function):
+    """Calls a function in its backward. Defined once: a class and its methods refer to each other,
+    so that a new one for each function would keep it until a garbage collection."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, task: Callable[[], object]) -> torch.Tensor:
+        ctx.task = task
+        return value * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.task()
+        return grad, None
+
+
 def run_there(device: torch.device, task: Callable[[], object]) -> None:
     """Calls ``task`` on the thread that runs backward passes on ``device``, an XLA device.
 
@@ -18,21 +33,15 @@ def run_there(device: torch.device, task: Callable[[], object]) -> None:
     """
     has_begun = False
 
-    class Call(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            return value * 1
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            nonlocal has_begun
-            has_begun = True
-            task()
-            return grad
+    def begin() -> None:
+        nonlocal has_begun
+        has_begun = True
+        task()
 
     try:
         with torch.enable_grad():
-            Call.apply(torch.zeros((), device=device, requires_grad=True)).backward()
+            value = torch.zeros((), device=device, requires_grad=True)
+            _Call.apply(value, begin).backward()
     except RuntimeError as error:
         if has_begun:
             raise

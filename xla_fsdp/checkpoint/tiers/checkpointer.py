@@ -219,7 +219,7 @@ class TieredCheckpointer:
             with synced_device():
                 self._exchange.gather_values("close the fast tier", None)
         finally:
-            self._hosts.close()
+            self._end_threads()
 
     def __enter__(self) -> TieredCheckpointer:
         return self
@@ -228,7 +228,11 @@ class TieredCheckpointer:
         if kind is None:
             self.close()
         else:  # other ranks may not reach a barrier; running saves end on their own
-            self._hosts.close()
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        self._writer.shutdown(wait=False)
+        self._hosts.close()
 
     def _write(self, save: Save, contents: Contents) -> None:
         card = self._tier.write(save, contents, self._exchange.rank)

@@ -66,11 +66,17 @@ def run_ranks(
         fresh_state.remove()
         _clean_up(runtime, session, patches, threads)
         xm.set_rng_state(caller_seed, caller_device)
-    if session.barrier.failure is not None:
-        raise session.barrier.failure
-    if session.preempted is not None:
-        raise session.preempted
-    return [thread.result for thread in threads]
+    failure = session.barrier.failure or session.preempted
+    if failure is not None and not runtime.leftover:
+        # The failure has the frames of the ranks, and so their models: only its receiver may refer
+        # to it. Threads that a rank has started must still stop.
+        session.barrier.failure, session.preempted = RankStopped(), None
+    try:
+        if failure is not None:
+            raise failure
+        return [thread.result for thread in threads]
+    finally:
+        del failure
 
 
 def _wait(session: Session, threads: list[_RankThread], ended: threading.Semaphore) -> None:
@@ -187,8 +193,11 @@ def _replace_sync_points(session: Session, patches: Patches) -> None:
 
             def run_as_rank() -> None:
                 session.adopt_thread(context)
-                with RankMode(session, context):
-                    run()
+                try:
+                    with RankMode(session, context):
+                        run()
+                finally:  # this function and the thread refer to each other
+                    vars(thread).pop("run", None)
 
             vars(thread)["run"] = run_as_rank
         start_thread(thread)

@@ -54,11 +54,12 @@ class Session:
         self.size = size
         self.gate = gate
         board, parts = Board(size), equal_parts(size, slices)
-        self.contexts = [
+        self.contexts = contexts = [
             RankContext(r, size, torch.device("xla", r), board, parts) for r in range(size)
         ]
+        # It must not refer to this object, which would then stay until a garbage collection.
         self.barrier = Barrier(
-            size, timeout, lambda rank: call_site.of_thread(self.contexts[rank].thread)
+            size, timeout, lambda rank: call_site.of_thread(contexts[rank].thread)
         )
         self.generators = RankGenerators(self.contexts)
         self.dispatching = [False] * size
@@ -71,7 +72,7 @@ class Session:
         self._reading = threading.RLock()
         if size > 1:
             for context in self.contexts:
-                context.chain_collectives(_start_of_program(gate, context))
+                context.chain_collectives(_start_of_program(gate, context.rank, context.device))
 
     def rank_of(self, device: Any = None) -> RankContext | None:
         """The rank of this thread, else of ``device``; ``None`` if neither belongs to a rank."""
@@ -258,11 +259,13 @@ class Session:
         return tuple((kind, shape) for shape, kind in _COLLECTIVE_NODE.findall(text))
 
 
-def _start_of_program(gate: StartGate, context: RankContext) -> Callable[[], torch.Tensor]:
+def _start_of_program(
+    gate: StartGate, rank: int, device: torch.device
+) -> Callable[[], torch.Tensor]:
     def start() -> torch.Tensor:
         # As data and not as a constant, so that all ranks share one program.
-        rank = torch.tensor([context.rank], dtype=torch.int32)
-        sent: Any = xm.send_cpu_data_to_device([rank], context.device)
+        number = torch.tensor([rank], dtype=torch.int32)
+        sent: Any = xm.send_cpu_data_to_device([number], device)
         return gate.wait_for_all(sent[0])
 
     return start
