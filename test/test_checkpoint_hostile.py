@@ -273,7 +273,8 @@ BODIES = {
     "a group of nothing": lambda body: body["optimizer"]["groups"][0]["parameters"].append("x"),
     "a reserved option": lambda body: body["optimizer"]["groups"][0]["options"].update(params=[]),
     "a key with a slash": lambda body: of_weight(body)["sharded"].update({"a/b": "F32"}),
-    "state of both kinds": lambda body: of_weight(body)["single"].update(exp_avg=1),
+    "state of both kinds": lambda body: of_weight(body)["single"].update(exp_avg={"value": 1}),
+    "a bare single value": lambda body: of_weight(body)["single"].update(step=1),
 }
 
 

@@ -90,14 +90,14 @@ def rewrite(folder, **changes):
 
 def test_single_values_that_are_none(tmp_path):
     small_checkpoint(tmp_path / "ckpt")
-    optimizer = ShardedCheckpoint(tmp_path / "ckpt").manifest.optimizer
+    found = ShardedCheckpoint(tmp_path / "ckpt").manifest
+    state = found.optimizer.state
     for wrong in (5, {"on": "host"}, {"value": {"$": "code", "of": "x"}}):
-        state = {
-            **optimizer.state,
-            "fc.bias": replace(optimizer.state["fc.bias"], single={"a": wrong}),
-        }
-        rewrite(tmp_path / "ckpt", optimizer=replace(optimizer, state=state))
-        with pytest.raises(InvalidMetadataError, match="state 'a' of 'fc.bias'"):
+        bias = replace(state["fc.bias"], single={"a": wrong})
+        optimizer = replace(found.optimizer, state={**state, "fc.bias": bias})
+        data = manifest.dump_manifest(replace(found, optimizer=optimizer))
+        (tmp_path / "ckpt" / manifest.NAME).write_bytes(data)
+        with pytest.raises(InvalidMetadataError, match="fc.bias.*state 'a'|state 'a' of 'fc.bias'"):
             consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "o", format="pth", optimizer=True)
         assert not (tmp_path / "o").exists()
 

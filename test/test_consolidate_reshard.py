@@ -96,7 +96,7 @@ def test_buffers_of_each_rank_and_nothing_else_of_it(model, tmp_path):
     checkpoint = ShardedCheckpoint(tmp_path / "out")
     values = [checkpoint.read_buffer("n", rank).tolist() for rank in range(5)]
     assert values == [[4.0, 5.0], [0.0, 0.0], [0.0, 0.0], [4.0, 5.0], [4.0, 5.0]]
-    assert ShardedCheckpoint(model).file(1).has("rank/random")
+    assert "rank/random" in ShardedCheckpoint(model).file(1).container.entries
     assert not any(
         key.startswith("rank/") for file in checkpoint.files() for key in file.container.entries
     )

@@ -380,7 +380,9 @@ def _state(found: Fields) -> State:
         if "/" in key:
             found.fail(f"the key {key!r:.80} of optimizer state has a slash")
     single = found.mapping("single")
-    for key in single:
+    for key, encoded in single.items():
         if key in sharded:
             found.fail(f"the optimizer state {key!r:.80} is listed as both sharded and single")
+        if not isinstance(encoded, dict) or "value" not in encoded:
+            found.fail(f"state {key!r:.80} is {encoded!r:.80}, expected an object with 'value'")
     return State(sharded, single)

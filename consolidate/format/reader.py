@@ -274,10 +274,6 @@ class RankFile(CheckedFile):
                     f"manifest says {stated}. Use another checkpoint."
                 )
 
-    def has(self, key: str) -> bool:
-        """Whether the file has a tensor ``key``."""
-        return key in self.container.entries
-
     def length(self, name: str) -> int:
         """Number of elements of a parameter that the rank stores."""
         entry = self.container.entries.get(parameter_key(name))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidMetadataError, OptionsError, UnsupportedValueError
+from ..errors import OptionsError, UnsupportedValueError
 from ..format import manifest, values
 from ..format.digests import chunk_bytes, digest
 from ..format.dtypes import DTYPES
@@ -192,10 +192,6 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
         state[name] = {}
         for key, encoded in each.single.items():
             where = f"{source.label}: state {key!r:.80} of {name!r:.120}"
-            if not isinstance(encoded, dict) or "value" not in encoded:
-                raise InvalidMetadataError(
-                    f"{where}: is {encoded!r:.80}, expected an object with 'value'"
-                )
             state[name][key] = values.decode(encoded["value"], where)
         for key, dtype in each.sharded.items():
             state[name][key] = _state(source, key, name, dtype)

@@ -150,7 +150,7 @@ def _described(buffer: ReplicatedBuffer) -> Tensor:
     return Tensor(buffer.names, dtype_name(buffer.tensor.dtype, buffer.name), buffer.shape, restore)
 
 
-class _HostCopies:
+class HostCopies:
     """Copies tensors to the host and caches the last one, whose pieces are read one by one."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _HostCopies:
 def _items(
     inventory: Inventory, states: Iterable[OptimizerStateShard], random: DeviceRandomState
 ) -> Iterator[Item]:
-    host = _HostCopies()
+    host = HostCopies()
 
     def item(
         key: str, tensor: torch.Tensor | LazyState, begin: int, shape: tuple[int, ...]

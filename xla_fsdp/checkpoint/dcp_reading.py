@@ -291,10 +291,20 @@ class _Directory:
                 f"{path}: has no .metadata. It is not a directory of torch.distributed.checkpoint, "
                 "or its save did not finish. Pass a complete one."
             )
-        self._files = _Files(path)
+        self.reader = FileSystemReader(path)
+        with _guarded(path, "its .metadata"):
+            self.metadata = _read_metadata(path)
+        if not isinstance(self.metadata, Metadata) or not isinstance(
+            self.metadata.storage_data, Mapping
+        ):
+            raise ForeignFileError(
+                f"{path}: its .metadata is not torch.distributed.checkpoint's. Pass a directory "
+                "that dcp.save or to_dcp wrote."
+            )
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         self.tensors: dict[str, ReadableTensor] = {}
         self.objects: list[str] = []
-        for key, about in self._files.metadata.state_dict_metadata.items():
+        for key, about in self.metadata.state_dict_metadata.items():
             if isinstance(about, BytesStorageMetadata):
                 self.objects.append(key)
             else:
@@ -309,7 +319,7 @@ class _Directory:
             for k in keys
         ]
         found: dict[str, Any] = {}
-        self._files.read(f"{len(keys)} objects", items, _Planner([], found))
+        _read(self.reader, f"{len(keys)} objects", items, _Planner([], found))
         return found
 
     def nested(self, top: str, keys: list[str]) -> Any:
@@ -321,7 +331,7 @@ class _Directory:
                 values[key] = self.tensors[key].read_full()
         if top in values:
             return values[top]
-        paths = self._files.metadata.planner_data or {}
+        paths = self.metadata.planner_data or {}
         found: dict[Any, Any] = {}
         for key, value in values.items():
             path = _inside(top, key, tuple(paths.get(key, ())))
@@ -334,7 +344,7 @@ class _Directory:
     def _stored(self, key: str, about: TensorStorageMetadata) -> ReadableTensor:
         shape, dtype = tuple(about.size), about.properties.dtype
 
-        files = self._files  # not this object, which refers to the result
+        reader = self.reader  # not this object, which refers to the result
 
         def fill(out: torch.Tensor, begin: int) -> None:
             end = begin + out.numel()
@@ -345,52 +355,32 @@ class _Directory:
             found = sum(item.lengths.numel() for item in items)
             if found != end - begin:
                 raise CoverageError(
-                    f"{files.path}: has only {found} of the elements {begin} to {end} of {key!r}. "
+                    f"{reader.path}: has only {found} of the elements {begin} to {end} of {key!r}. "
                     "Use another checkpoint."
                 )
-            files.read(repr(key), items, _Planner(views, {}))
+            _read(reader, repr(key), items, _Planner(views, {}))
 
         return ReadableTensor(shape, dtype, fill=fill)
 
 
-class _Files:
-    """Reads the files of a directory.
+def _read(reader: FileSystemReader, what: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+    """Reads ``items`` into the destinations of ``planner``. ``what``: for messages."""
+    with _guarded(str(reader.path), what):
+        reader.read_data(LoadPlan(items), planner).wait()
 
-    Raises:
-        UnreadableFileError: a file is damaged.
-        ForeignFileError: the metadata has another format.
-    """
 
-    def __init__(self, path: str):
-        self.path = path
-        self._reader = FileSystemReader(path)
-        with self._guarded("its .metadata"):
-            self.metadata = _read_metadata(path)
-        if not isinstance(self.metadata, Metadata) or not isinstance(
-            self.metadata.storage_data, Mapping
-        ):
-            raise ForeignFileError(
-                f"{path}: its .metadata is not torch.distributed.checkpoint's. Pass a directory "
-                "that dcp.save or to_dcp wrote."
-            )
-        self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-
-    def read(self, what: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """Reads ``items`` into the destinations of ``planner``. ``what``: for messages."""
-        with self._guarded(what):
-            self._reader.read_data(LoadPlan(items), planner).wait()
-
-    @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except MemoryError:
-            raise
-        except Exception as error:  # damaged input can raise any exception in torch's reader
-            raise UnreadableFileError(
-                f"{self.path}: cannot read {what}: it is truncated, corrupt, or from an "
-                f"incompatible torch version ({type(error).__name__}: {first_line(error, 200)})"
-            ) from error
+@contextlib.contextmanager
+def _guarded(path: str, what: str) -> Iterator[None]:
+    """A context in which the errors of torch's reader become UnreadableFileError."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged input can raise any exception in torch's reader
+        raise UnreadableFileError(
+            f"{path}: cannot read {what}: it is truncated, corrupt, or from an incompatible torch "
+            f"version ({type(error).__name__}: {first_line(error, 200)})"
+        ) from error
 
 
 class _Properties(TensorProperties):

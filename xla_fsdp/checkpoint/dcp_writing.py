@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..collectives.random_state import synced_device
 from ..consolidate.errors import OutputError, SharedStorageError
 from ..sharding.sharded_parameter import local
+from .contents import HostCopies
 from .dcp_reading import IndexRange, split_index_range
 from .full_state import state_kinds
 from .inventory import Inventory, ParameterShard, agree_on_inventory
@@ -230,7 +231,7 @@ class _DcpContents(DefaultSavePlanner):
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.paths: dict[str, _Path] = {}
         self.aliases: dict[str, list[str]] = {}
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._copies = HostCopies()
 
     def key(self, *path: str | int) -> str:
         key = ".".join(map(str, path))
@@ -284,9 +285,6 @@ class _DcpContents(DefaultSavePlanner):
             torch.save(self.values[key], data)
             return data
         shard, value = self.shards[key]
-        # All index ranges of a shard are written in turn: copy the shard from the device once.
-        if self._last is None or self._last[0] is not value:
-            self._last = value, local(value.detach()).cpu().reshape(-1)
         assert write_item.tensor_data is not None  # it is None only for BYTE_IO items
         chunk = write_item.tensor_data.chunk
         first = shard.at - shard.begin
@@ -294,7 +292,9 @@ class _DcpContents(DefaultSavePlanner):
             first += offset * math.prod(shard.shape[place + 1 :])
         if not chunk.sizes.numel():
             first = 0
-        return self._last[1][first : first + chunk.sizes.numel()].view(chunk.sizes)
+        # All index ranges of a shard are written in turn, so it is copied from the device once.
+        flat = self._copies.flat(value)
+        return flat[first : first + chunk.sizes.numel()].view(chunk.sizes)
 
     def _item(self, key: str, index_range: IndexRange) -> WriteItem:
         shape, dtype = self.shapes[key]

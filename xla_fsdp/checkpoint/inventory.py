@@ -340,9 +340,6 @@ def _all_names(model: nn.Module) -> Iterator[str]:
             yield dotted(path, name)
 
 
-CPU = torch.device("cpu")
-
-
 def agree_on_inventory(exchange: RankExchange, model: nn.Module) -> Inventory:
     """The inventory of ``model``. Raises on every rank if the models of two ranks differ.
 

@@ -218,7 +218,9 @@ def _optimizer_state(
     for name, own in saved.state.items():
         for shard in owners.get(name, ()):
             each: dict[str, ReadableTensor | Number] = {}
-            each |= {key: _number(encoded, source) for key, encoded in own.single.items()}
+            for key, encoded in own.single.items():
+                value = values.decode(encoded["value"], source)
+                each[key] = Number(value, encoded.get("on") == "device")
             for key, dtype in own.sharded.items():
                 each[key] = reader.stored(parameters[name], key, dtype)
             state[shard.name] = each
@@ -232,14 +234,6 @@ def _optimizer_state(
         if not group.parameters or any(name in owners for name in group.parameters)
     ]
     return OptimizerState(state, groups, saved.kind)
-
-
-def _number(encoded: Any, source: str) -> Number:
-    if not isinstance(encoded, dict) or "value" not in encoded:
-        raise ModelMismatchError(
-            f"{source}: an optimizer state is {encoded!r:.80}, expected an object with 'value'"
-        )
-    return Number(values.decode(encoded["value"], source), encoded.get("on") == "device")
 
 
 def _require_alike(scheduler: Any, saved: dict[str, Any], label: str) -> None:
