@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_comm_hooks import RATE
 from test_scan_carries import DEPTH, STEPS, Block, Model, assert_close, batch, exact, unsharded
 from test_special_uses import trace_as_on_tpu
 from torch import nn
@@ -21,7 +22,7 @@ def trained(rank, scanned, offload, prefetch=False):
         blocks = (checkpoint_module(block, offload=offload) for block in model.blocks)
         model.blocks = nn.ModuleList(map(FSDP, blocks))
     model = FSDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         x = batch(rank, step).to("xla")[None, :, None].expand(1, 3, 8, 5)
         for _ in range(2):
