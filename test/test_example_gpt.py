@@ -35,6 +35,7 @@ def written(common, text, tmp_path):
 
 
 class TestModel:
+    @pytest.mark.slow
     def test_the_family_has_the_published_sizes(self, common):
         gpt = common.gpt
         count = partial(gpt.count_parameters, gpt.VOCABULARY, gpt.POSITIONS)

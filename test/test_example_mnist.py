@@ -303,21 +303,13 @@ def test_every_held_out_image_counts_once(example):
     assert torch.equal(found[found >= 0].sort().values, data.labels.sort().values)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "script, flags, network",
     [
-        pytest.param("train_mnist.py", (), "MnistNetwork(", marks=pytest.mark.slow),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (
-                    "train_imagenet.py",
-                    ("--fake_data", "--model=resnet18"),
-                    "'model': 'resnet18', ",
-                ),
-                ("train_vit.py", ("--fake_data",), "'num_blocks': 32, "),
-            )
-        ),
+        ("train_mnist.py", (), "MnistNetwork("),
+        ("train_imagenet.py", ("--fake_data", "--model=resnet18"), "'model': 'resnet18', "),
+        ("train_vit.py", ("--fake_data",), "'num_blocks': 32, "),
     ],
 )
 def test_ranks_can_be_processes_of_their_own(run_script, tmp_path, script, flags, network):

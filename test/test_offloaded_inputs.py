@@ -46,7 +46,8 @@ def every_way(rank, on_tpu):
     assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
-@pytest.mark.parametrize("on_tpu", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_tpu", [False, True])
 def test_values_are_those_without(run_ranks, on_tpu):
     run_ranks(every_way, 2, on_tpu)
 

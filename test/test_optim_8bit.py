@@ -119,7 +119,7 @@ def on_ranks(rank, kinds, start, exact, encoded):
     [
         pytest.param(2, ("scan",), marks=pytest.mark.slow),
         pytest.param(4, ("flat",), marks=pytest.mark.slow),
-        (1, ("dim0scan",)),
+        pytest.param(1, ("dim0scan",), marks=pytest.mark.slow),
         pytest.param(2, ("nested", "flat"), marks=pytest.mark.slow),
         pytest.param(4, ("dim0",), marks=pytest.mark.full),
     ],

@@ -73,7 +73,12 @@ def test_float32(check, case, ranks):
 
 
 @pytest.mark.parametrize(
-    "wrapping", ["nested", *(pytest.param(w, marks=SLOW) for w in WRAPPINGS if w != "nested")]
+    "wrapping",
+    [
+        "nested",
+        *(pytest.param(wrapping, marks=SLOW) for wrapping in ("flat", "dim0")),
+        *(pytest.param(wrapping, marks=pytest.mark.full) for wrapping in ("root", "auto")),
+    ],
 )
 def test_float64_to_the_last_digits(run_ranks, unsharded, wrapping):
     case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64, as_on_tpu=True, steps=5)
