@@ -29,6 +29,7 @@ os.environ.setdefault(
 if "TEST_PROGRAMS" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="programs-", ignore_cleanup_errors=True)
     os.environ["TEST_PROGRAMS"] = _programs.name
+    os.environ["TEST_PROCESS"] = str(os.getpid())
 # Plans of tests are made by the libtpu of this environment, whatever else is installed.
 os.environ["XLA_FSDP_COMPILERS"] = os.path.join(os.environ["TEST_PROGRAMS"], "compilers")
 # One process more than processors: tests wait for launchers, time limits and disks.
@@ -45,16 +46,17 @@ EXAMPLES = ROOT / "examples"
 
 # Files that take longest, of `make test` or of `make test-slow`. They start first: no process is
 # left alone with one at the end.
-LONG = """test_example_images test_peers test_scan test_hf_combinations test_hf_trainer test_parity
-test_example_mnist test_plan test_consolidate_crash test_verifying test_lightning_table
-test_hf_accelerate test_checkpoint_elastic test_optim test_checkpoint_faults test_optim_8bit
-test_engine_combinations test_launch test_hf_pairs test_state_dict_hooks test_lightning
-test_hf_models test_checkpoint_crash test_hf_loading test_packaging test_testing_fixture
-test_optim_saved test_streamed test_tuning test_example_gpt test_pod_scripts test_offload
-test_offloaded_inputs test_launch_failures test_spawned test_torch_checkpoint test_compile_cache
-test_freeing test_checkpoint_hostile test_secondary test_random_state test_construction
-test_plan_tracing test_accumulation test_consolidate_intree test_attention test_dcp
-test_batch_norm test_pod_ray test_quickstart test_benchmark""".split()
+LONG = """test_example_images test_peers test_scan test_hf_combinations test_parity
+test_hf_trainer test_lightning_table test_plan test_verifying test_example_mnist
+test_hf_accelerate test_optim test_streamed test_checkpoint_faults test_optim_saved
+test_checkpoint_elastic test_engine_combinations test_hf_pairs test_offload test_lightning
+test_compile_cache test_consolidate_crash test_launch_failures test_secondary test_example_gpt
+test_summon test_random_state test_checkpoint_crash test_launch test_packaging
+test_offloaded_inputs test_schedule test_optim_bfloat16 test_scan_keep test_spawned test_attention
+test_torch_checkpoint test_testing_fixture test_hf_loading test_slices test_tuning
+test_example_llama test_unsharded test_optim_8bit test_freeing test_hf_models test_comm_hooks
+test_scan_carries test_sharded_parameter test_full_state test_batch_norm test_watchdog
+test_plan_tracing""".split()
 
 
 # What test modules import, and what they are made of, stays: no collection need look through it.
@@ -79,17 +81,16 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def script_server():
-    server = ScriptServer("torch_xla.core.xla_model", "torchvision")
-    yield server
-    server.close()
+    """One for all workers of pytest-xdist."""
+    folder = os.path.join(os.environ["TEST_PROGRAMS"], "scripts")
+    return ScriptServer(folder, "torch_xla.core.xla_model", "torchvision")
 
 
 @pytest.fixture(scope="session")
 def plain_server():
     """The same for scripts that are to work where there is no torch_xla."""
-    server = ScriptServer("torchvision", "safetensors.torch")
-    yield server
-    server.close()
+    folder = os.path.join(os.environ["TEST_PROGRAMS"], "plain-scripts")
+    return ScriptServer(folder, "torchvision", "safetensors.torch")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import transformers as hf
 from transformers.models.auto.configuration_auto import AutoConfig  # noqa: F401
 
 VERSION = int(hf.__version__.partition(".")[0])
-STEPS = 4
+STEPS = 3
 BATCH = 8  # of all ranks together
 LENGTH = 6
 ROWS = BATCH * STEPS

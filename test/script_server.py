@@ -6,6 +6,7 @@ output of its own and ends like any Python process, with exit handlers and its s
 start as ``sys.executable`` may come from such a process too, see ``ScriptServer.python``.
 """
 
+import fcntl
 import gc
 import importlib
 import os
@@ -15,7 +16,6 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import types
 from pathlib import Path
@@ -42,32 +42,43 @@ os._exit(status)
 
 
 class ScriptServer:
-    """Runs scripts; usable from several threads.
+    """Runs scripts; usable from several threads, and the same server from several processes.
 
     Args:
+        folder: is made, or has the server that another process has started. That ends with the
+            process ``TEST_PROCESS``, which conftest.py names.
         modules: what the scripts need not import.
 
     Attributes:
         python: a file that runs scripts, and consolidation, like a Python interpreter.
     """
 
-    def __init__(self, *modules):
-        self._folder = tempfile.TemporaryDirectory(prefix="scripts-")
-        address = os.path.join(self._folder.name, "socket")
-        self.python = os.path.join(self._folder.name, "python")
-        Path(self.python).write_text(_PYTHON.format(python=sys.executable, address=address))
-        os.chmod(self.python, 0o700)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.Lock()
+    def __init__(self, folder, *modules):
+        folder = Path(folder)
+        self._address = str(folder / "socket")
+        self.python = str(folder / "python")
+        folder.mkdir(exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.exists(self.python):
+                self._start(modules)
+
+    def _start(self, modules):
         # Set by the import of torch_xla, in this process too: scripts are to find what it sets.
         environment = {name: text for name, text in os.environ.items() if name != "PJRT_DEVICE"}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), address, *modules],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=[theirs.fileno()],
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self._address)  # who asks before the server is ready waits
+            listener.listen()
+            listener.set_inheritable(True)
+            os.posix_spawn(
+                sys.executable,
+                [sys.executable, __file__, str(listener.fileno()), *modules],
+                environment,
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                setsid=True,  # other processes may need it after this one has ended
             )
+        Path(self.python).write_text(_PYTHON.format(python=sys.executable, address=self._address))
+        os.chmod(self.python, 0o700)
 
     def run(self, command, *, cwd, env, timeout, python=None):
         """``command``: a script and its arguments, or ``-m``, a module and its arguments.
@@ -79,11 +90,6 @@ class ScriptServer:
         environment = {**env, _EXECUTABLE: python or sys.executable}
         request = pickle.dumps(([str(part) for part in command], folder, environment))
         outputs = [os.pipe(), os.pipe()]
-        with self._lock:
-            socket.send_fds(self._socket, [request], [write for _, write in outputs])
-            pid = int(self._socket.recv(64))
-        for _, write in outputs:
-            os.close(write)
         texts = ["", ""]
 
         def collect(number):
@@ -91,63 +97,42 @@ class ScriptServer:
                 texts[number] = pipe.read()
 
         readers = [threading.Thread(target=collect, args=(n,), daemon=True) for n in (0, 1)]
-        for reader in readers:
-            reader.start()
-        late = threading.Timer(timeout, os.kill, (pid, 9))
-        late.daemon = True
-        late.start()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(self._address)
+            socket.send_fds(server, [request], [write for _, write in outputs])
+            for _, write in outputs:
+                os.close(write)
+            for reader in readers:
+                reader.start()
+            server.settimeout(timeout)
+            try:
+                status = int(server.recv(64))
+            except TimeoutError:
+                status = None  # the end of this connection ends the script
         for reader in readers:
             reader.join()
-        timed_out = not late.is_alive()
-        late.cancel()
-        with self._lock:
-            self._socket.send(pickle.dumps(pid))
-            status = int(self._socket.recv(64))
-        if timed_out:
+        if status is None:
             raise subprocess.TimeoutExpired(command, timeout, *texts)
         return subprocess.CompletedProcess(command, status, *texts)
 
-    def close(self):
-        self._socket.close()
-        self._process.wait()
-        self._folder.cleanup()
 
-
-def _serve(server, listener):
+def _serve(listener):
     """In a forked process, returns what it is to run."""
-    waiting = []  # processes for launchers
-    while True:
-        ready, _, _ = select.select([server, listener], [], [])
+    waiting = []  # processes for those who ask
+    while os.path.exists(f"/proc/{os.environ['TEST_PROCESS']}"):
+        ready, _, _ = select.select([listener], [], [], 1.0)
         waiting = [pid for pid in waiting if not os.waitpid(pid, os.WNOHANG)[0]]
-        if listener in ready:
+        if ready:
             asked, _ = listener.accept()
             with asked:
                 waiting.append(os.fork())
                 if not waiting[-1]:
-                    server.close()
                     listener.close()
-                    return _for_a_launcher(asked)
-            continue
-        packet, descriptors, _, _ = socket.recv_fds(server, _LARGEST, 2)
-        if not packet:
-            os._exit(0)
-        request = pickle.loads(packet)
-        if isinstance(request, int):
-            _, status = os.waitpid(request, 0)
-            server.send(str(os.waitstatus_to_exitcode(status)).encode())
-            continue
-        pid = os.fork()
-        if pid == 0:
-            server.close()
-            listener.close()
-            _print_into(descriptors)
-            return request
-        for descriptor in descriptors:
-            os.close(descriptor)
-        server.send(str(pid).encode())
+                    return _for_one(asked)
+    os._exit(0)
 
 
-def _for_a_launcher(asked):
+def _for_one(asked):
     """In a fork of this process, returns what it is to run. This one waits for it, and ends it if
     nobody waits for this one any more."""
     packet, descriptors, _, _ = socket.recv_fds(asked, _LARGEST, 2)
@@ -155,6 +140,8 @@ def _for_a_launcher(asked):
     if pid == 0:
         _print_into(descriptors)
         return pickle.loads(packet)
+    for descriptor in descriptors:
+        os.close(descriptor)
     ready, _, _ = select.select([asked, ended := os.pidfd_open(pid)], [], [])
     if ended not in ready:
         os.kill(pid, 9)
@@ -181,18 +168,15 @@ def _prepare(command, folder, environment, set_by_imports):
 
 
 if __name__ == "__main__":
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(sys.argv[2])  # who asks before this process is ready waits
-    listener.listen()
     before = dict(os.environ)
     # Collections, of which the end of a process is one, would look through all that is imported.
     gc.disable()
-    for module in sys.argv[3:]:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.freeze()
     gc.enable()
-    command, *rest = _serve(socket.socket(fileno=int(sys.argv[1])), listener)
+    command, *rest = _serve(socket.socket(fileno=int(sys.argv[1])))
     _prepare(command, *rest, added)
     if command[0] == "-m":
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

@@ -67,7 +67,7 @@ def kernel_on_ranks(rank, cases):
     return found
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
 def test_values_and_gradients_are_those_of_torch(run_ranks, cases):
     (results,) = run_ranks(kernel_on_ranks, 1, cases, timeout=1500)
     for (*sizes, causal, segments), found in zip(cases, results, strict=True):

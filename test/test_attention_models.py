@@ -185,5 +185,6 @@ def traced():
     assert kernels("xla_fsdp", packed()) == 6
 
 
+@pytest.mark.slow
 def test_on_a_tpu_it_is_the_kernel(elsewhere):
     elsewhere(traced)

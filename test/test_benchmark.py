@@ -43,6 +43,7 @@ def test_side_by_side_run_gives_every_figure_and_equal_losses(tmp_path):
     assert 0 < ours["traced_wire_bytes"] <= in_tree["traced_wire_bytes"]
 
 
+@pytest.mark.slow
 def test_a_wrong_slice_is_one_line_and_code_2(script_server):
     for module, *rest in (["planned"], ["plans", "depth"], ["llama", "1B"]):
         command = ["-m", f"benchmarks.{module}", *rest, "v9-8"]

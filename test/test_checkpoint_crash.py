@@ -155,9 +155,11 @@ def _kill_everywhere(root, second, keep_last, at, stride):
 @pytest.mark.parametrize(
     "second, keep_last, begin, stride",
     [
-        (2, 1, 1, 8),
-        pytest.param(2, 1, 1, 1, marks=pytest.mark.slow),
-        pytest.param(1, None, 40, 1, marks=pytest.mark.slow),
+        (2, 1, 1, 16),
+        pytest.param(2, 1, 1, 3, marks=pytest.mark.slow),
+        pytest.param(1, None, 40, 3, marks=pytest.mark.slow),
+        pytest.param(2, 1, 1, 1, marks=pytest.mark.full),
+        pytest.param(1, None, 40, 1, marks=pytest.mark.full),
     ],
 )
 def test_killed_at_every_system_call(forks, tmp_path, second, keep_last, begin, stride):

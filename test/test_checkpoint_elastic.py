@@ -45,11 +45,11 @@ def _whole(ranks: list[dict]) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _train_and_save(rank, size, kind, path, optimizer):
+def _train_and_save(rank, size, kind, path, optimizer, until=2):
     run = Run(kind, rank, size, optimizer=optimizer)
     run.train(0, 2)
     run.save(path, 2, extra={"shape": (1, 2)})
-    return _held(run), run.train(2, 4)
+    return _held(run), run.train(2, until)
 
 
 def _load_and_save(rank, size, kind, path, saved_as):
@@ -129,7 +129,7 @@ ALL_PAIRS = list(itertools.product(WRAPPINGS, WRAPPINGS))
 
 
 @pytest.mark.parametrize(
-    "pairs", [IN_A_RING, pytest.param(ALL_PAIRS, marks=slow)], ids=["ring", "all"]
+    "pairs", [IN_A_RING, pytest.param(ALL_PAIRS, marks=pytest.mark.full)], ids=["ring", "all"]
 )
 def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path, pairs):
     ranks = run_ranks(_every_wrapping, 3, 3, tmp_path, pairs)
@@ -180,7 +180,7 @@ def _resume(rank, size, kind, path, optimizer):
     "optimizer", [adam, pytest.param(averaged, marks=slow)], ids=lambda fn: fn.__name__
 )
 def test_on_other_ranks_training_resumes_to_rounding(run_ranks, tmp_path, optimizer):
-    _, expected = run_ranks(_train_and_save, 3, 3, "nested", tmp_path, optimizer)[0]
+    _, expected = run_ranks(_train_and_save, 3, 3, "nested", tmp_path, optimizer, 4)[0]
     resumed = run_ranks(_resume, 4, 4, "root", tmp_path, optimizer)
     for losses in resumed:
         torch.testing.assert_close(losses, expected, rtol=2e-5, atol=1e-5)

@@ -475,7 +475,7 @@ def test_digests_are_those_of_xxh3():
     assert digest(b"") == "2d06800538d394c2"  # as published
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_same_without_assertions():
     """What raises does so under ``python -O``, too."""
     arguments = [

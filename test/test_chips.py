@@ -237,18 +237,20 @@ def strings(tree):
 def test_no_other_file_names_a_generation():
     called = {n for c in CHIPS.values() for n in (c.family, c.accelerator, c.device_kind)}
     pattern = re.compile(rf"(?<![\w/])({'|'.join(map(re.escape, called))})(?!\w)")
+    records = {f"V{c.family[1:].upper()}" for c in CHIPS.values()}
     package, found = Path(xla_fsdp.__file__).parent, []
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
         if name.startswith("tpu/"):
             continue
-        tree, allowed = ast.parse(path.read_text()), list(EXCEPTIONS.get(name, []))
+        source, allowed = path.read_text(), list(EXCEPTIONS.get(name, []))
+        named = pattern.search(source) or any(record in source for record in records)
+        tree = ast.parse(source if named else "pass")
         for text in filter(pattern.search, strings(tree)):
             known = [one for one in allowed if one in text]
             allowed = [one for one in allowed if one not in known]
             found += [] if known else [f"{name}: {text!r}"]
         assert not allowed, (name, allowed)  # a review of what is no longer there
-        records = {f"V{c.family[1:].upper()}" for c in CHIPS.values()}
         for node in ast.walk(tree):
             named = {getattr(node, kind, None) for kind in ("id", "attr", "name")}
             found += [f"{name}: {one}" for one in named & records]

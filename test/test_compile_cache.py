@@ -126,6 +126,7 @@ def test_workers_of_this_suite_keep_programs_where_conftest_says(run_ranks):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_trains_the_same(run_script, tmp_path):
     folder = tmp_path / "programs"
 

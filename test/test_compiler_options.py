@@ -183,13 +183,8 @@ def read_as_libtpu_reads():
     assert compiled[1].options == {**names, "xla_tpu_sliced_prefetch_max_slices": "5"}
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(the_same_in_a_launch_and_in_a_plan, marks=pytest.mark.slow),
-        read_as_libtpu_reads,
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [the_same_in_a_launch_and_in_a_plan, read_as_libtpu_reads])
 def test_options(elsewhere, check):
     elsewhere(check)
 

@@ -16,11 +16,12 @@ from xla_fsdp.consolidate.stream.plan import RECORD
 HERE = Path(__file__).parent
 
 
-# Every operation of every scenario, or some operations of the main ones.
+# Some operations of the main scenarios, every third of each, and every one.
 MAIN = ("folder", "reshard, no swap")
 RUNS = [
     *(pytest.param(name, 9, id=name) for name in MAIN),
-    *(pytest.param(n, 1, id=f"{n}, every step", marks=pytest.mark.slow) for n in SCENARIOS),
+    *(pytest.param(n, 3, id=f"{n}, every third", marks=pytest.mark.slow) for n in SCENARIOS),
+    *(pytest.param(n, 1, id=f"{n}, every step", marks=pytest.mark.full) for n in SCENARIOS),
 ]
 
 

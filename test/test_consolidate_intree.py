@@ -1,8 +1,6 @@
 """Checkpoints written by torch_xla's own class become the plain model's state_dict."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,15 +22,12 @@ LOSSY = {"tied", "tied-flat", "bfloat16-buffers-cpu"}
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(tmp_path_factory, script_server):
     directory = tmp_path_factory.mktemp("intree")
     script = Path(__file__).with_name("test_consolidate_intree_writer.py")
-    subprocess.run(
-        [sys.executable, str(script), str(directory)],
-        check=True,
-        env={**os.environ, "PJRT_DEVICE": "CPU"},
-        timeout=1500,
-    )
+    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
+    done = script_server.run([script, directory], cwd=directory, env=environment, timeout=1500)
+    assert done.returncode == 0, done.stderr
     return directory
 
 

@@ -534,15 +534,11 @@ def test_wrong_arguments_say_what_to_do(run_ranks):
 def options_by_name(rank):
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import fully_shard, scan_blocks
-    from xla_fsdp.integrations.lightning.settings import Settings
-    from xla_fsdp.integrations.sharding import Sharding
 
     makers = {
         "XlaFullyShardedDataParallel": lambda **options: FSDP(mlp(), **options),
         "scan_blocks": lambda **options: scan_blocks([nn.Linear(4, 4)], **options),
         "fully_shard": lambda **options: fully_shard(mlp(), **options),
-        "accelerate": lambda **options: Sharding(options=options).shard(mlp()),
-        "lightning": lambda **options: Settings(None, None, "full", options).wrap(mlp(), "32"),
     }
     torch_xlas = {
         "pin_layout_in_collective_ops": False,
@@ -562,4 +558,5 @@ def options_by_name(rank):
 
 
 def test_options_are_known_removed_or_without_effect_everywhere(run_ranks):
+    """The integrations' are in test_options.py."""
     run(run_ranks, options_by_name)

@@ -40,7 +40,7 @@ def epoch(loader, number):
     return torch.cat([images for images, _ in loader])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_images_depend_on_seed_and_epoch_only(loader):
     states = torch.get_rng_state(), random.getstate()
     plain = loader()

@@ -35,6 +35,7 @@ def written(common, text, tmp_path):
 
 
 class TestModel:
+    @pytest.mark.slow
     def test_the_family_has_the_published_sizes(self, common):
         gpt = common.gpt
         count = partial(gpt.count_parameters, gpt.VOCABULARY, gpt.POSITIONS)
@@ -222,6 +223,7 @@ def test_float16_with_the_optimizer_on_the_host(text, run_example, how):
     assert updates[1]["loss"] < updates[0]["loss"] and all(one["gnorm"] for one in updates)
 
 
+@pytest.mark.slow
 def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank").mkdir()

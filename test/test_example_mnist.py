@@ -30,6 +30,7 @@ def train(run_example):
     return partial(run_example, SCRIPT.name)
 
 
+@pytest.mark.slow
 def test_trains_saves_consolidates_and_agrees(train, tmp_path):
     cache = f"--compilation_cache={tmp_path / 'cache'}"
     done = train("--num_devices=2", "--num_epochs=2", "--logdir=curves", cache)
@@ -53,7 +54,7 @@ def test_trains_saves_consolidates_and_agrees(train, tmp_path):
     assert list((tmp_path / "curves").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_second_start_compiles_nothing(train, tmp_path):
     flags = ("--fake_data", "--max_steps=2", "--num_epochs=1", "--num_devices=2")
     flags += ("--no_ckpt_consolidation",)
@@ -104,7 +105,7 @@ def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=False, resume_epoch=1))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_flat_narrow_auto_wrapped_and_with_a_smaller_last_batch(train):
     # 750 images a rank: 7 batches and a half one.
     rows = table(
@@ -123,7 +124,7 @@ def write_idx(path, array):
     path.write_bytes(header + array.to(torch.uint8).numpy().tobytes())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
     raw = tmp_path / "data/MNIST/raw"
     for name, is_train, count in (("train", True, 160), ("t10k", False, 101)):
@@ -302,21 +303,13 @@ def test_every_held_out_image_counts_once(example):
     assert torch.equal(found[found >= 0].sort().values, data.labels.sort().values)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "script, flags, network",
     [
         ("train_mnist.py", (), "MnistNetwork("),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (
-                    "train_imagenet.py",
-                    ("--fake_data", "--model=resnet18"),
-                    "'model': 'resnet18', ",
-                ),
-                ("train_vit.py", ("--fake_data",), "'num_blocks': 32, "),
-            )
-        ),
+        ("train_imagenet.py", ("--fake_data", "--model=resnet18"), "'model': 'resnet18', "),
+        ("train_vit.py", ("--fake_data",), "'num_blocks': 32, "),
     ],
 )
 def test_ranks_can_be_processes_of_their_own(run_script, tmp_path, script, flags, network):

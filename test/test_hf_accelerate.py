@@ -110,9 +110,9 @@ CASES = [
 @pytest.mark.parametrize(
     "ranks, cases",
     [
-        (4, CASES[:3]),
-        pytest.param(4, CASES[3:], marks=pytest.mark.slow),
-        pytest.param(1, CASES, marks=pytest.mark.slow),
+        (4, CASES[:1]),
+        pytest.param(4, CASES[1:], marks=pytest.mark.slow),
+        pytest.param(1, CASES, marks=pytest.mark.full),
     ],
 )
 def test_training_is_that_of_one_process(run_ranks, ranks, cases):
@@ -188,6 +188,7 @@ def train_two(accelerator, parts, start, stop):
         two.scheduler.step()
 
 
+@pytest.mark.slow
 def test_states_are_loaded_by_another_number_of_ranks(run_ranks, tmp_path):
     expected = run_ranks(first_half, 2, str(tmp_path), timeout=TIMEOUT)[0]
     files = {path.name for path in tmp_path.iterdir()}
@@ -556,6 +557,7 @@ def main():
 """
 
 
+@pytest.mark.slow
 def test_a_script_runs_under_a_config_file(tmp_path, run_script):
     for name, text in (("fsdp.yaml", YAML.replace("TRANSFORMER_BASED", "NO")), ("own.py", SCRIPT)):
         (tmp_path / name).write_text(text)

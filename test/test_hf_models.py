@@ -87,10 +87,10 @@ def generate_on_ranks(rank, names):
     "names, ranks",
     [
         (["gpt2"], 2),
-        (["t5"], 2),
-        pytest.param(["gpt2"], 1, marks=pytest.mark.slow),
+        pytest.param(["t5"], 2, marks=pytest.mark.slow),
         pytest.param(["llama"], 2, marks=pytest.mark.slow),
         pytest.param(EXPERTS, 2, marks=pytest.mark.full),
+        pytest.param(["gpt2"], 1, marks=pytest.mark.full),
         pytest.param(["gpt2"], 4, marks=pytest.mark.full),
     ],
 )
@@ -199,6 +199,7 @@ def narrow(rank):
     assert torch.stack(out.scores).isfinite().all()
 
 
+@pytest.mark.slow
 def test_other_methods(run_ranks, tmp_path):
     model = hf_models.build("gpt2", hf_models.WIDE)
     plain = model.generate(

@@ -112,7 +112,7 @@ if VERSION >= 5:  # before, experts need a call of use_static_experts
 @pytest.mark.parametrize(
     "ranks, cases",
     [
-        (2, CASES[:3]),
+        (2, CASES[:1]),
         pytest.param(4, CASES, marks=pytest.mark.slow),
         pytest.param(1, CASES, marks=pytest.mark.full),
     ],
@@ -178,6 +178,7 @@ def taken_away(rank, folder):
     trainer.train()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_taken_away_goes_on(run_ranks, tmp_path):
     expected = reference("bert")
     with pytest.raises(xla_fsdp.Preempted) as end:
@@ -233,6 +234,7 @@ def best_of(rank, folder):
     return trained, trainer.state.best_model_checkpoint, first, uploaded
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_at_the_end(run_ranks, tmp_path):
     from safetensors.torch import load_file
 
@@ -274,6 +276,7 @@ def test_what_does_not_go_is_refused(run_ranks, tmp_path):
     run_ranks(refused, 2, str(tmp_path), timeout=TIMEOUT)
 
 
+@pytest.mark.slow
 def test_the_environment_does_the_import(run_script):
     done = run_script(
         "import transformers, xla_fsdp\n"
@@ -294,6 +297,7 @@ def generating(rank, folder):
     return predicted.predictions, predicted.metrics["test_loss"]
 
 
+@pytest.mark.slow
 def test_prediction_generates(run_ranks, tmp_path):
     found, _ = run_ranks(generating, 2, str(tmp_path), timeout=TIMEOUT)[0]
     model = hf.T5ForConditionalGeneration.from_pretrained(tmp_path)

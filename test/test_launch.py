@@ -2,14 +2,10 @@
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT
 from lazy_modules import torch_xla, xm
 
 
@@ -32,14 +28,14 @@ SLOW = pytest.mark.slow
 def test_many_consecutive_steps_on_4_ranks(run_ranks):
     def train(rank):
         losses = []
-        for step in range(50):
+        for step in range(20):
             loss = sharded_step(rank, 4, step)
             torch_xla.sync()
             losses.append(loss.item())
         return losses
 
     for rank, losses in enumerate(run_ranks(train, 4)):
-        assert losses == [expected(rank, 4, step) for step in range(50)]
+        assert losses == [expected(rank, 4, step) for step in range(20)]
 
 
 def test_programs_do_not_depend_on_the_garbage_collector(run_ranks, tmp_path):
@@ -97,14 +93,14 @@ def run(rank, step):
 for step in range(int(sys.argv[2])):
     results = launch(run, (step,), 4)
     assert [float(r) for r in results] == [expected(r, 4, step) for r in range(4)], (step, results)
-    if step == 11:
+    if step == 5:  # one of each program has run
         compiled = met.metric_data("CompileTime")[0]
 assert met.metric_data("CompileTime")[0] == compiled
 print("all")
 """
 
 
-@pytest.mark.parametrize("launches", [14, pytest.param(60, marks=SLOW)])
+@pytest.mark.parametrize("launches", [9, pytest.param(60, marks=SLOW)])
 def test_consecutive_launches_on_4_ranks(run_script, launches):
     result = run_script(MANY, os.path.dirname(__file__), launches)
     assert result.stdout == "all\n", result.stderr
@@ -465,20 +461,19 @@ def test_exit_status_after_a_clean_launch(run_script, end, status):
     assert result.returncode == status, result.stderr
 
 
-def test_keyboard_interrupt_stops_the_ranks(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(
+def test_keyboard_interrupt_stops_the_ranks(run_script):
+    result = run_script(
         """
-import sys, time, torch, torch_xla
+import os, signal, torch, torch_xla
 import torch_xla.core.xla_model as xm
 from xla_fsdp import launch
 
 def step(rank):
-    while True:
+    for number in range(1_000_000):  # for ever
         xm.all_gather(torch.ones(2).to("xla"))
         torch_xla.sync()
-        if rank == 0:
-            print("step", flush=True)
+        if rank == number == 0:
+            os.kill(os.getpid(), signal.SIGINT)
 
 try:
     launch(step, (), 2)
@@ -487,18 +482,4 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
     )
-    process = subprocess.Popen(
-        [sys.executable, str(path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    with process:
-        try:
-            assert process.stdout.readline() == "step\n"
-            process.send_signal(signal.SIGINT)
-            # The ranks would go on for ever.
-            output, errors = process.communicate(timeout=1500)
-        finally:
-            process.kill()
-    assert output.endswith("interrupted\n"), errors
-    assert process.returncode == 0, errors
+    assert result.stdout == "interrupted\n" and result.returncode == 0, result.stderr

@@ -92,7 +92,7 @@ def training(rank, folder):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
     found = run_ranks(training, ranks, folder / str(ranks), timeout=TIMEOUT)
     for name in found[0].keys() & reference.keys():
@@ -315,6 +315,7 @@ def fabric_on_ranks(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_fabric_is_that_of_one_process(run_ranks, tmp_path):
     found = run_ranks(fabric_on_ranks, 2, tmp_path, timeout=TIMEOUT)
     for kind, micro in (("sharded", 1), ("full", 2)):

@@ -31,9 +31,9 @@ def tokens(rank: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, loss) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         value = loss(model)
         value.backward()

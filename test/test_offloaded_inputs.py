@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_comm_hooks import RATE
 from test_scan_carries import DEPTH, STEPS, Block, Model, assert_close, batch, exact, unsharded
 from test_special_uses import trace_as_on_tpu
 from torch import nn
@@ -21,7 +22,7 @@ def trained(rank, scanned, offload, prefetch=False):
         blocks = (checkpoint_module(block, offload=offload) for block in model.blocks)
         model.blocks = nn.ModuleList(map(FSDP, blocks))
     model = FSDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         x = batch(rank, step).to("xla")[None, :, None].expand(1, 3, 8, 5)
         for _ in range(2):
@@ -45,7 +46,8 @@ def every_way(rank, on_tpu):
     assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
-@pytest.mark.parametrize("on_tpu", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_tpu", [False, True])
 def test_values_are_those_without(run_ranks, on_tpu):
     run_ranks(every_way, 2, on_tpu)
 

@@ -188,7 +188,7 @@ def test_on_shards_and_on_other_ranks(run_ranks, tmp_path):
     [
         (2, ["flat"], ["master"]),
         pytest.param(2, ["flat"], ["random", "factors"], marks=pytest.mark.slow),
-        pytest.param(1, ["nested"], ["lamb"], marks=pytest.mark.slow),
+        pytest.param(1, ["nested"], ["lamb"], marks=pytest.mark.full),
         pytest.param(4, ["scan"], ["master", "lamb"], marks=pytest.mark.slow),
     ],
 )

@@ -145,6 +145,11 @@ def test_integrations_check_options_before_there_are_ranks():
         lambda options: Settings(None, None, "full", options),
     ):
         make({"compute_dtype": torch.bfloat16, "reshard_after_forward": 2})
+        make({"pin_layout_in_collective_ops": False, "coalesce_all_gather_ops": True})
+        with pytest.raises(TypeError, match="has no option 'compute_type', .* Its options are"):
+            make({"compute_type": torch.bfloat16})
+        with pytest.raises(ValueError, match="gather_dtype was removed: .*compute_dtype"):
+            make({"gather_dtype": torch.int8})
         for name in taken_by(WRAPPER):
             if name in WITHOUT_EFFECT or name in ("device_mesh", "auto_wrapper_callable"):
                 continue  # need ranks to be judged, or are taken out by the strategy

@@ -145,7 +145,7 @@ def test_a_wheel_is_used_where_it_is_installed(built, empty, tmp_path):
         assert "--ckpt_" in call(empty, "-m", command, "--help", cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pip_installs_a_checkout(checkout, empty, tmp_path):
     lend_packages(empty)  # setuptools is one of them
     options = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")

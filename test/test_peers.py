@@ -203,7 +203,7 @@ def test_peers(elsewhere, cache, check):
     elsewhere(check, cache)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_jax_trains_the_same_network(elsewhere):
     elsewhere(trains_as_torch_does)
 

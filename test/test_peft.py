@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
-STEPS = 4
+STEPS = 2
 SPREAD = 0.1
 
 

@@ -247,10 +247,10 @@ CHECKS = [
     pytest.param(donated_bytes_are_the_difference, marks=pytest.mark.slow),
     pytest.param(wire_bytes_are_those_of_the_traced_program, marks=pytest.mark.slow),
     pytest.param(a_cache_that_is_damaged, marks=pytest.mark.slow),
-    a_step_that_does_not_fit,
+    pytest.param(a_step_that_does_not_fit, marks=pytest.mark.slow),
     wrong_arguments,
     pytest.param(the_in_tree_class, marks=pytest.mark.slow),
-    pytest.param(nothing_in_pieces, marks=pytest.mark.slow),
+    pytest.param(nothing_in_pieces, marks=pytest.mark.full),
 ]
 
 

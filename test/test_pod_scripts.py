@@ -372,7 +372,7 @@ def port():
         yield held.getsockname()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_hosts_meet_and_have_global_ranks(tmp_path, port):
     script = tmp_path / "meeting.py"
     script.write_text(MEETING)

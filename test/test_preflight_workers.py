@@ -172,7 +172,7 @@ def test_a_path_that_is_not_shared(preflight, workers):
     assert list(workers.shared.iterdir()) == list(own.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_urls_go_through_fsspec(preflight, workers):
     fsspec = f"--python={sys.executable}"  # with the packages of this environment
     checks = lines(preflight(fsspec, f"--ckpt_dir=file://{workers.shared}"), 0)

@@ -73,6 +73,7 @@ def test_png_and_html_need_nothing_else(tmp_path):
         assert words in text
 
 
+@pytest.mark.slow
 def test_threads_may_draw_at_once():
     reports = [make(blocks=n) for n in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
@@ -94,6 +95,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_report_is_drawn(kind):
     report = KINDS[kind]()

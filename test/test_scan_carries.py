@@ -287,5 +287,6 @@ def _planned():
     assert report.memory.outputs - report.memory.aliased < 4096
 
 
+@pytest.mark.slow
 def test_the_loops_on_the_tpu_compiler(elsewhere):
     elsewhere(_planned)

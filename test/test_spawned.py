@@ -93,7 +93,7 @@ if __name__ == "__main__":
         ("raise", (), "Local 2 0", "raised Local: ('no such image', 2)\n\nTraceback"),
         pytest.param(
             "raise", ("spawn",), "Local 2 0", "raised Local: ('no such image', 2)\n\nTraceback",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
         ),
         ("lock", (), "BrokenProcessPool None 0", "raised NotPortable: ('no', <unlocked"),
         ("kill", (), "BrokenProcessPool None None", "ended without a report"),

@@ -310,7 +310,7 @@ def test_full_parameters_are_read_and_written(run_ranks, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_with_gradients(run_ranks, ranks):
     run_ranks(every_training, ranks, timeout=1500)
 

@@ -165,7 +165,7 @@ def test_wrong_counts(run_ranks, count, error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["importlib", "prepend"])
+@pytest.mark.parametrize("mode", ["prepend", pytest.param("importlib", marks=pytest.mark.full)])
 def test_in_a_suite_of_its_own(tmp_path, mode):
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["xla_fsdp.testing"]\n')
     (tmp_path / "test_theirs.py").write_text(

@@ -104,7 +104,11 @@ def called(rank, sharding):
 
 @pytest.mark.parametrize(
     "sharding",
-    ["one unit", *(pytest.param(s, marks=pytest.mark.slow) for s in ("each layer", "in place"))],
+    [
+        "one unit",
+        pytest.param("in place", marks=pytest.mark.slow),
+        pytest.param("each layer", marks=pytest.mark.full),
+    ],
 )
 def test_calls_inside_of_sharded_models(run_ranks, sharding):
     run_ranks(called, 2, sharding)

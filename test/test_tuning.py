@@ -581,5 +581,6 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
         assert slower.best.measured.compute > 5 * before.measured.compute
 
 
+@pytest.mark.slow
 def test_a_small_model(elsewhere, tmp_path):
     elsewhere(a_small_model_is_tuned_and_the_search_is_resumed, str(tmp_path))

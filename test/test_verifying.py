@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch_xla.backends
 import torch_xla.core.xla_model as xm
 
 import xla_fsdp
 from xla_fsdp.extras import MissingExtraError
-from xla_fsdp.pods import microbenchmarks, stages, steps, verdict
+from xla_fsdp.pods import microbenchmarks, parity, stages, steps, verdict
 from xla_fsdp.pods.findings import Finding, Status
 from xla_fsdp.pods.microbenchmarks import axes, modelled
 from xla_fsdp.pods.parity import CASES, _compared
@@ -228,30 +229,20 @@ if __name__ == "__main__":
 """
 
 
-def measure(run_script, folder, *flags):
-    """What the command writes, and its findings: status by name."""
-    flags = ["--num_devices=2", f"--report={folder}/v.json", *flags]
+@pytest.mark.slow
+def test_stages_of_two_cpu_ranks(run_script, tmp_path):
+    """All but parity, for which there is a test with a smaller model."""
+    flags = [f"--report={tmp_path}/v.json", f"--calibration={tmp_path}/c.json"]
+    flags += ["--num_devices=2", "--sizes", "2 x 64", "--topology=v5litepod-4"]
+    flags += ["--stages", *(name for name in stages.STAGES if name != "parity")]
     done = run_script(SCRIPT, *flags, env={"MY_TOKEN": "do-not-tell-this"}, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    text = (folder / "v.json").read_text()
+    text = (tmp_path / "v.json").read_text()
     assert "do-not-tell-this" not in text
     data = json.loads(text)
     assert data["where"]["family"] == "cpu" and data["where"]["ranks"] == 2
-    return data, {found["name"]: found["status"] for found in data["findings"]}, done.stdout
-
-
-@pytest.mark.slow
-def test_checkpoints_of_two_cpu_ranks(run_script, tmp_path):
-    _, statuses, _ = measure(run_script, tmp_path, "--stages", "checkpoints")
-    assert statuses == {"checkpoints": "ok"}
-
-
-@pytest.mark.slow
-def test_all_stages_of_two_cpu_ranks(run_script, tmp_path):
-    flags = [f"--calibration={tmp_path}/c.json", "--sizes", "2 x 64", "--topology=v5litepod-4"]
-    data, statuses, text = measure(run_script, tmp_path, *flags)
+    statuses = {found["name"]: found["status"] for found in data["findings"]}
     names = ["compiled programs", "checkpoints", "a rank that raises"]
-    names += [f"parity: {case.name}" for case in CASES]
     expected = dict.fromkeys(names, "ok") | {"plan of 2 x 64": "skipped"}
     step = statuses.pop("step 2 x 64")  # slower than in-tree it may be, for once
     assert step in ("ok", "different") and statuses == expected, data["findings"]
@@ -262,7 +253,7 @@ def test_all_stages_of_two_cpu_ranks(run_script, tmp_path):
     assert 0 < ours["planned"] < 0.01 < ours["seconds"] and 0 < ours["host"] < ours["seconds"]
     assert 1 << 20 < ours["planned_hbm"] < 1 << 28 and ours["hbm"] is None
     assert theirs["planned"] is None and data["planned_for"] == "v5litepod-4"
-    assert "on CPU ranks, " in text and "in a plan for another device" in text
+    assert "on CPU ranks, " in done.stdout and "in a plan for another device" in done.stdout
     kinds = {(time["kind"], time["bytes"]) for time in data["collectives"]}
     assert kinds == {(kind, size) for kind in KINDS for size in (1 << 13, 1 << 17)}
     assert all(time["seconds"] > 0 for time in data["collectives"])
@@ -280,7 +271,10 @@ ON_TPU = (
     (steps, "ON_TPU", {"small": SMALL}),
     (steps, "_peak", lambda: 3 << 20),
 )
-ON_CPU = ((microbenchmarks, "SIZES_ON_CPU", (1 << 10,)),)
+ON_CPU = (
+    (microbenchmarks, "SIZES_ON_CPU", (1 << 10,)),
+    (parity, "SIZE", Size(blocks=2, width=16, vocabulary=11, sequence=4, batch=2)),
+)
 
 
 def run_stages(rank, job, on_tpu):
@@ -293,6 +287,8 @@ def run_stages(rank, job, on_tpu):
         xm.rendezvous("changed")
         stages.run(rank, job)
         xm.rendezvous("run")
+        if rank == 0:  # parity computes matmuls in full precision
+            torch_xla.backends.set_mat_mul_precision("default")
 
 
 def test_each_collective_is_measured(run_ranks, tmp_path):
@@ -301,6 +297,14 @@ def test_each_collective_is_measured(run_ranks, tmp_path):
     times = read_notes(tmp_path, "collective")
     assert [(time.kind, time.bytes) for time in times] == [(kind, 1 << 10) for kind in KINDS]
     assert all(time.seconds > 0 and time.axis == "all" for time in times)
+
+
+@pytest.mark.slow
+def test_each_way_to_shard_trains_like_one_process(run_ranks, tmp_path):
+    job = Job(("parity",), "", "", now() + 1e6, str(tmp_path / "00.notes"))
+    run_ranks(run_stages, 2, job, False)
+    found = {each.name: each.status for each in read_notes(tmp_path, "finding")}
+    assert found == {f"parity: {case.name}": Status.OK for case in CASES}
 
 
 @pytest.mark.slow
@@ -399,6 +403,23 @@ def test_files_that_cannot_be_written_fail_before_the_measurement(
     monkeypatch.setattr("xla_fsdp.pods.verify.verify", lambda **flags: calls.append(flags))
     assert main(["--measure", flag.format(tmp_path)]) == 2
     assert re.search(said, capsys.readouterr().err) and calls == []
+
+
+def test_stages_are_chosen(monkeypatch, tmp_path):
+    """By the flag of the command, and of ``verify``."""
+    given, ran = {}, []
+
+    def verify(**flags):
+        given.update(flags)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("xla_fsdp.pods.verify.verify", verify)
+    assert main(["--measure", "--stages", "checkpoints", "rates"]) == 2
+    assert given["stages"] == ["checkpoints", "rates"]
+    monkeypatch.undo()
+    monkeypatch.setattr(Children, "run_stages", lambda self, job: ran.append(job.stages))
+    xla_fsdp.verify(stages=given["stages"])
+    assert ran == [("checkpoints", "rates")]
 
 
 def test_wrong_names():

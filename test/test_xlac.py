@@ -89,8 +89,10 @@ def test_functions_of_a_step_are_those_of_torch_xla(monkeypatch):
 
 def mentions(path: Path) -> set[str]:
     """Private names of torch_xla in a file: imported, as attributes, as strings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    modules, found = set(), set()
+    text, modules, found = path.read_text(encoding="utf-8"), set(), set()
+    if not any(name in text for name in (*TORCH_XLA, *NAMES)):
+        return found
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [(one.name, one.asname or one.name.partition(".")[0]) for one in node.names]
