@@ -64,5 +64,19 @@ def test_optimizers(install):
     run(install("timm==1.0.31", "torchao==0.14.1"), "optimizers.py")
 
 
+def test_diffusers(install):
+    run(install("diffusers==0.35.2", "importlib_metadata", "zipp"), "diffusers_training.py")
+
+
+TRL = (
+    "trl==1.16.0", "datasets==4.8.5", "dill==0.4.1", "multiprocess==0.70.19", "pyarrow", "pandas",
+    "httpx", "httpcore", "h11", "anyio",
+)  # fmt: skip
+
+
+def test_trl(install):
+    run(install(*TRL), "trl_sft.py")
+
+
 def test_litgpt(install):
     run(install("litgpt==0.5.13"), "litgpt_adapter.py")

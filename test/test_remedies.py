@@ -270,6 +270,29 @@ def weight_of_another_unit(wrong):
     trained.module.head(x()).sum().backward()
 
 
+class Reader(nn.Module):
+    """Calls a module inside of its block, as diffusers' DiT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.block(x) + self.block[0](x)
+
+
+@case("wrap the module inside too")
+def module_inside_of_another_unit(wrong):
+    model = Reader()
+    model.block = wrap(model.block)
+    with wrong():
+        wrap(model)(x())
+    model = Reader()
+    for module in (model.block[0], model.block, model):
+        xla_fsdp.fully_shard(module)
+    trains(model)
+
+
 @case("is not the shard that the wrapper gathers")
 def replaced_parameter(wrong):
     model = wrap(nn.Linear(4, 4))

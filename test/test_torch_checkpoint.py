@@ -23,9 +23,22 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x, *, scale=None):
+    def forward(self, x, unused=None, *, scale=None):
         y = F.dropout(torch.tanh(self.linear(self.norm(x))), 0.5)
         return x + (y if scale is None else y * scale)
+
+
+class SelfRecomputed(Layer):
+    """Recomputes itself, as Transformers' GradientCheckpointingLayer does."""
+
+    recomputes = False
+
+    def __call__(self, *args, **kwargs):
+        if not self.recomputes:
+            return super().__call__(*args, **kwargs)
+        self.recomputes = False
+        function = functools.partial(super().__call__, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False)
 
 
 class Net(nn.Module):
@@ -35,7 +48,10 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.call = call
-        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Layer(), Layer()])
+        self.first, self.layers = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.ModuleList([SelfRecomputed() for _ in range(2)]),
+        )
 
     def forward(self, x):
         x = self.first(x)
@@ -56,6 +72,44 @@ def by_closure(layer, x):
     return checkpoint(lambda: layer(x), use_reentrant=False)
 
 
+def by_its_call(layer, x):
+    """As diffusers and Transformers do."""
+    return checkpoint(layer.__call__, x, None, use_reentrant=False)
+
+
+def by_its_forward(layer, x):
+    return checkpoint(layer.forward, x, use_reentrant=False)
+
+
+def by_partial(layer, x):
+    return checkpoint(functools.partial(layer, scale=x.detach()), x, use_reentrant=False)
+
+
+def by_itself(layer, x):
+    recomputed = layer.module if hasattr(layer, "module") else layer
+    recomputed.recomputes = True
+    return layer(x, scale=x.detach())
+
+
+def in_a_row(layer, x):
+    """As timm's checkpoint_seq does."""
+
+    def through(functions):
+        def forward(x):
+            for function in functions:
+                x = function(x)
+            return x
+
+        return forward
+
+    return checkpoint(through([layer]), x, use_reentrant=True)
+
+
+def with_kept_module(layer, x):
+    """As torchtitan and litgpt do: by torch's wrapper around the layer."""
+    return checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)(x)
+
+
 CALLS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "not reentrant": functools.partial(checkpoint, use_reentrant=False),
@@ -65,7 +119,14 @@ CALLS = {
     "nested": lambda layer, x: checkpoint(CALLS["not reentrant"], layer, x, use_reentrant=False),
     "by keyword": by_keyword,
     "by closure": by_closure,
+    "by its call": by_its_call,
+    "by its forward": by_its_forward,
+    "by partial": by_partial,
+    "by itself": by_itself,
+    "in a row": in_a_row,
+    "by a wrapper": with_kept_module,
 }
+SCALED = "by keyword", "by partial", "by itself"
 
 
 def gradients_of(rank, call, shard, device):
@@ -95,8 +156,11 @@ def called(rank, sharding):
     plain = gradients_of(rank, lambda layer, x: layer(x), shard, device)
     scaled = gradients_of(rank, lambda layer, x: layer(x, scale=x.detach()), shard, device)
     for name, call in CALLS.items():
-        found = gradients_of(rank, call, shard, device)
-        for one, other in zip(found, scaled if name == "by keyword" else plain, strict=True):
+        try:
+            found = gradients_of(rank, call, shard, device)
+        except RuntimeError as error:
+            raise AssertionError(f"the call {name!r} raised") from error
+        for one, other in zip(found, scaled if name in SCALED else plain, strict=True):
             torch.testing.assert_close(
                 one, other, rtol=3e-2, atol=5e-3, msg=lambda m, name=name: f"{name}: {m}"
             )

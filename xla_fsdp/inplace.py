@@ -16,6 +16,7 @@ from .sharded_module import ShardedModule, make_unit
 from .sharding.comm_plan import Divisors
 from .sharding.cpu_offload import CPUOffload
 from .sharding.deferred_values import UninitializedTensor, remaining_uninitialized
+from .sharding.gathering import computing_passes
 from .sharding.metadata import export_local_tensors, require_copying
 from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
 from .sharding.options import FULLY_SHARD, FSDPOptions, takes_options
@@ -212,10 +213,13 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
         # Not `function`: the method may have been replaced in the original class since.
         method = getattr(super(FSDPModule, self), name)
         unit = self._unit
+        if name == "forward" or name in unit.forward_methods:
+            # Full parameters do not tell: a recomputation, whose unit has them again, must save the
+            # tensors that the forward saved.
+            inside = any(one.unit is unit for one in computing_passes())
+            return method(*args, **kwargs) if inside else unit.run(method, args, kwargs)
         if unit.has_full_parameters():
             return method(*args, **kwargs)
-        if name == "forward" or name in unit.forward_methods:
-            return unit.run(method, args, kwargs)
         if not unit.summoned and any(
             remaining_uninitialized(one.uninitialized) for one in unique_units(self)
         ):

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch_xla.runtime as xr
@@ -25,6 +25,9 @@ from ..ranks.slices import slices_of_ranks
 from .cpu_offload import CPUOffload
 from .ignored import as_list
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, precision_options
+
+if TYPE_CHECKING:
+    from typing import Self  # since Python 3.11
 
 Groups = Sequence[Sequence[int]]
 
