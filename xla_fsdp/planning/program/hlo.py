@@ -79,20 +79,6 @@ def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
     return shape.leaves if isinstance(shape, Tuple) else (shape,)
 
 
-def span(shape: Shape | Tuple, place: tuple[int, ...]) -> tuple[int, int]:
-    """The range of leaves below an index such as ``(2, 0)``: first, and one past the last.
-
-    Raises ValueError if the shape has no such index.
-    """
-    start = 0
-    for number in place:
-        if not isinstance(shape, Tuple) or number >= len(shape.parts):
-            raise ValueError(f"{shape} has nothing at {place}")
-        start += sum(len(leaves(part)) for part in shape.parts[:number])
-        shape = shape.parts[number]
-    return start, start + len(leaves(shape))
-
-
 @lru_cache(maxsize=1 << 14)  # programs repeat few shapes often
 def read_shape(text: str) -> Shape | Tuple:
     """The shape of ``text``; raises ValueError if ``text`` is not a shape."""
@@ -196,11 +182,6 @@ class Instruction:
                 start = at + len(key) + 1
                 return text[start : _end_of_item(text, start)].strip()
         return None
-
-    @cached_property
-    def aliases(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
-        """``output_to_operand_aliasing``: (index in the output, operand, index in the operand)."""
-        return _aliases(self.attribute("output_to_operand_aliasing") or "")
 
 
 @dataclass(eq=False)
