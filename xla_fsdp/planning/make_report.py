@@ -16,7 +16,7 @@ from dataclasses import replace
 from ..compiled.host_options import HostOptions
 from ..tpu.calibration import Calibration, calibrated
 from ..tpu.chips import Chip
-from ..tpu.links import describe, odd_groups
+from ..tpu.links import describe
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
 from .program.assignment import read_assignment
@@ -83,7 +83,7 @@ def make_report(
         return time_step(schedule, where, compiled.model_flops, (to_host, to_device))
 
     timing = time(schedule)
-    notes = list(odd_groups(schedule.collectives, where))
+    notes = []
     if compiled.refusal and compiled.scheduled:
         notes.append(_STOPPED)
     if schedule.to_host or schedule.to_device:
