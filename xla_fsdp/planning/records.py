@@ -7,8 +7,11 @@ positions in the schedule of the entry computation, in which loop bodies are inl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 PHASES = ("forward", "backward", "optimizer", "")
@@ -212,3 +215,31 @@ class Timing:
     mfu: float  # model_flops / (step * peak of the device)
     slots: Sequence[Slot] = ()
     copies: float = 0.0  # what copies to and from the host add to the step
+
+
+def reader(kind: Any) -> Callable[[Any], Any]:
+    """A function that converts a value from JSON to the type of an annotation.
+
+    It raises TypeError, KeyError, ValueError or AttributeError for other values.
+    """
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        readers = {name: reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+        return lambda value: kind(**{name: readers[name](item) for name, item in value.items()})
+    if origin is types.UnionType:
+        one = reader(inner[0])
+        return lambda value: None if value is None else one(value)
+    if origin in (tuple, Sequence):
+        one = reader(inner[0])
+        return lambda value: tuple([one(item) for item in _checked(value, list)])
+    if origin is Mapping:
+        key, one = inner[0], reader(inner[1])
+        return lambda value: {key(k): one(item) for k, item in _checked(value, dict).items()}
+    return lambda value: _checked(value, (int, float) if kind is float else kind)
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        name = getattr(kind, "__name__", "a number")
+        raise TypeError(f"{value!r:.60} where {name} belongs")
+    return value
