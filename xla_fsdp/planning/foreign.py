@@ -1,0 +1,51 @@
+"""Plan a step that this package did not trace: one program for all devices, partitioned by XLA.
+
+``jax.jit`` with shardings and torch_xla's SPMD mode lower one program that computes on full
+arrays, and the compiler splits it over the devices. The caller passes its StableHLO, and what the
+StableHLO does not contain.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from .compiling.compiler import Target
+from .compiling.progress import Progress
+from .make_report import make_report
+from .reporting.report import Report
+from .tracing.step import TracedStep
+from .tracing.traced import PartitionedProgram, TracedProgram
+
+
+def plan_partitioned(
+    program: PartitionedProgram,
+    topology: str,
+    *,
+    compiler_options: Mapping[str, str] | None = None,
+    launcher: str = "other",
+    cache: str | os.PathLike[str] | bool = True,
+    progress: bool = True,
+    title: str = "",
+    compiler: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Plan ``program`` on a slice: :func:`xla_fsdp.plan` for a program that others lowered.
+
+    ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla; jax 0.7.1
+    sets no compiler option. ``compiler``: as in ``plan``.
+
+    Raises:
+        UnknownTopologyError, MissingExtraError, UnusableCompilerError, CompileError: as ``plan``.
+        ValueError: the program is for another number of devices.
+    """
+    shown = Progress() if progress else Progress(None)
+    target = Target.of(topology, compiler, launcher, compiler_options, cache, shown)
+    where, host = target.where, target.host()
+    if program.devices != where.devices:
+        raise ValueError(
+            f"the program is sharded over {program.devices} devices and {where.name} has "
+            f"{where.devices}: lower it for a mesh of {where.devices} devices"
+        )
+    traced = TracedProgram(program.stablehlo, program.donated, program.arguments)
+    step = TracedStep(traced, program.bound, (), 0, has_optimizer=True)
+    return make_report(where, target.compile(program, host), step, (0,), 1, title, host)
