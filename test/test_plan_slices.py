@@ -52,7 +52,7 @@ def test_time_between_slices():
     waits = links.seconds(inside)
     ops = (Op(2, "f", "fusion", 3_000_000),)  # 2 ms
     for collectives, step in (((slow,), seconds), ((slow, inside), max(seconds, waits + 2e-3))):
-        timing = time_step(Schedule(4, ops, collectives, (), (0,) * 4, 0, {}), where, 1.0)
+        timing = time_step(Schedule(4, ops, collectives, (), (0,) * 4, 0), where, 1.0)
         assert timing.step == pytest.approx(step)
         assert timing.collective == pytest.approx(seconds)
 

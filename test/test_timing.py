@@ -47,7 +47,7 @@ def schedule(*what):
     ops = tuple(w for w in what if isinstance(w, Op))
     collectives = tuple(w for w in what if isinstance(w, Collective))
     copies = tuple(w for w in what if isinstance(w, HostCopy))
-    return Schedule(100, ops, collectives, (), (0,) * 100, 0, {}, host_copies=copies)
+    return Schedule(100, ops, collectives, (), (0,) * 100, 0, host_copies=copies)
 
 
 def op(index, seconds, times=1):

@@ -161,7 +161,7 @@ def _laid_out(
 ) -> tuple[Schedule, CompilerMemory]:
     """The schedule and its memory, as far as the compiler computed them before it stopped."""
     if not compiled.scheduled:
-        return Schedule(0, (), (), (), (), 0, {}), CompilerMemory(0, 0, 0, 0, 0, 0)
+        return Schedule(0, (), (), (), (), 0), CompilerMemory(0, 0, 0, 0, 0, 0)
     assignment = read_assignment(compiled.assignment)
     schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments, chip)
     peak, memory = max(schedule.curve), compiled.memory

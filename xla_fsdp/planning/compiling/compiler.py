@@ -83,7 +83,7 @@ class Target:
         progress: Progress,
         calibration: Calibration | str | os.PathLike[str] | None = None,
     ) -> Target:
-        """The target of arguments of ``plan``, which names the errors."""
+        """Checks these arguments of ``plan``; it documents the errors."""
         where = resolve(topology)
         measured = None if calibration is None else read(calibration)
         if measured is not None:

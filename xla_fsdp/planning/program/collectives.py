@@ -283,7 +283,6 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
         across_slices=bool(between),
         module=labels[0][1],
         phase=labels[0][0],
-        source=core.source or instruction.source,
     )
 
 

@@ -76,8 +76,6 @@ def read_schedule(
         buffers=buffers,
         curve=curve,
         peak_index=max(range(len(curve)), key=curve.__getitem__),
-        # A program with one output has no tuple of outputs; the index of its output is ().
-        aliased={out[0] if out else 0: argument for out, argument, _ in module.aliases},
         notes=tuple(line.notes + found.notes + _untimed(line, chip)),
         to_host=sum(one.bytes * one.times for one in copies if one.to_host),
         to_device=sum(one.bytes * one.times for one in copies if not one.to_host),

@@ -281,7 +281,7 @@ class Estimates:
             compute(at, added / chip.device_hbm_bandwidth, "backward")
         compute(2 * end, 2 * facts.state / shared / chip.device_hbm_bandwidth, "optimizer")
         return Schedule(
-            2 * end + 1, tuple(ops), tuple(sent), (), (0,), 0, {}, host_copies=tuple(copies)
+            2 * end + 1, tuple(ops), tuple(sent), (), (0,), 0, host_copies=tuple(copies)
         )
 
     def _memory(self, settings: ShardingSettings) -> tuple[float, float]:
