@@ -399,8 +399,8 @@ def _grouped(
     ranked = sorted(found.items(), key=lambda item: -sum(map(size, item[1])))
     groups = []
     for name, some in ranked[:most]:
-        count = len(members[name])
-        groups.append((f"{short(name, 36)} ({count})" if count > 1 else short(name, 40), some))
+        alike = len(members[name])
+        groups.append((f"{short(name, 36)} ({alike})" if alike > 1 else short(name, 40), some))
     if rest := [one for _, some in ranked[most:] for one in some]:
         groups.append((f"{len(ranked) - most} smaller", rest))
     return groups
