@@ -68,13 +68,13 @@ class PlanCache:
     def read(self, key: str) -> CompiledStep | None:
         if self._folder is None:
             return None
-        damaged = (OSError, EOFError, zlib.error, RecursionError)
-        other = (ValueError, TypeError, KeyError, AttributeError)
         try:
             with gzip.open(self._folder / f"{key}.json.gz", "rt", encoding="utf-8") as file:
                 step: CompiledStep = reader(CompiledStep)(json.load(file))
-        except (*damaged, *other):
-            return None
+        except (OSError, EOFError, zlib.error, RecursionError, ValueError):
+            return None  # missing, or damaged
+        except (TypeError, KeyError, AttributeError):
+            return None  # of another version
         return replace(step, from_cache=True) if step.key == key else None
 
     def write(self, step: CompiledStep) -> None:

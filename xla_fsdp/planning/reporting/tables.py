@@ -492,7 +492,8 @@ def _time_by_module(report: Report) -> Section:
     columns = ("forward", "recomputed", "backward", "optimizer", "other")
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
         return Section("", (), ())
-    seconds, rows = timed_ops(report.schedule, report.timing), []
+    seconds = timed_ops(report.schedule, report.timing)
+    rows: list[tuple[str, ...]] = []
     for name, ops in _grouped(list(seconds), seconds.__getitem__, 8):
         times = dict.fromkeys(columns, 0.0)
         for op in ops:
