@@ -74,9 +74,7 @@ def make(blocks=2, steps=3, **changes):
         change[buffer.dies + 1] -= buffer.bytes
     curve = tuple(itertools.accumulate(change[:place]))
     peak = max(range(place), key=curve.__getitem__)
-    schedule = Schedule(
-        place, tuple(ops), tuple(collectives), tuple(buffers), curve, peak, {1: 5, 2: 6}
-    )
+    schedule = Schedule(place, tuple(ops), tuple(collectives), tuple(buffers), curve, peak)
     timing = Timing(0.018, 0.004, 0.002, 0.002, now, 1e12, 0.42, tuple(slots))
     report = Report(
         topology="v3-128",
@@ -113,5 +111,5 @@ def refused(**changes):
 
 def given_up():
     """Of a program that the compiler refused before it laid anything out."""
-    schedule, memory = Schedule(0, (), (), (), (), 0, {}), CompilerMemory(0, 0, 0, 0, 0, 0)
+    schedule, memory = Schedule(0, (), (), (), (), 0), CompilerMemory(0, 0, 0, 0, 0, 0)
     return refused(schedule=schedule, memory=memory, timing=NOTHING)

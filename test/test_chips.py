@@ -150,7 +150,7 @@ def test_a_new_record_has_times_and_routes():
         found = routes_for(MADE_UP.device_kind, attributes_of(where))
         assert found is not None and found.slice.chip is MADE_UP
         assert found.gather(8 * 10**6).seconds == pytest.approx(expected)
-        schedule = Schedule(2, (Op(0, "f", "fusion", 4_000_000),), (), (), (0,) * 2, 0, {})
+        schedule = Schedule(2, (Op(0, "f", "fusion", 4_000_000),), (), (), (0,) * 2, 0)
         assert time_step(schedule, where, 1.0).compute == pytest.approx(2e-3)
         measured = Calibration("v9x", link_bandwidth=90e9).apply(where.chip)
         assert measured.link_bandwidth == 90e9 and measured.host_memory == MADE_UP.host_memory

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from xla_fsdp import xlac
-from xla_fsdp.compiled import cache, loading
+from xla_fsdp.compiled import cache
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -345,7 +345,7 @@ class TestRefusals:
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
         for name in ("runtime_has_started", "compilation_cache_exists"):
             monkeypatch.setattr(xlac, name, lambda: False)
-        monkeypatch.setattr(loading, "repair", lambda platform: None)
+        monkeypatch.setattr(cache, "repair_client", lambda platform: None)
         monkeypatch.setattr(cache.xr, "initialize_cache", lambda path, readonly: None)
         monkeypatch.setattr(cache.xr, "get_num_cached_compilation_graph", lambda: 0)
         return cache.enable_compilation_cache
@@ -373,15 +373,15 @@ class TestRefusals:
             enable("" if error is ValueError else tmp_path)
 
     def test_another_torch_xla(self, monkeypatch):
-        monkeypatch.setattr(loading, "version", lambda package: "2.10.0")
+        monkeypatch.setattr(cache, "version", lambda package: "2.10.0")
         with pytest.raises(
             NotImplementedError, match="this is torch_xla 2.10.0, not torch_xla 2.9"
         ):
-            loading.repair("CPU")
+            cache.repair_client("CPU")
 
     def test_each_client_is_as_expected(self):
         for platform in ("CPU", "TPU", "CPU", "TPU"):
-            loading.repair(platform)
+            cache.repair_client(platform)
 
     def test_a_library_without_what_is_needed(self):
         with pytest.raises(NotImplementedError, match="0 symbols _no_such_function, expected one"):

@@ -121,7 +121,7 @@ def test_instructions():
     p, c, k, e = entry.instructions
     assert (p.opcode, p.operands, p.op_name) == ("parameter", ("0",), 'a "b" {c}, d=(')
     assert c.operands == ("{ { 1, 2 }, { 3, 4 } }",)
-    assert (k.name, k.operands, k.source) == ("k.1", ("p", "c"), "a b.py:7")
+    assert (k.name, k.operands) == ("k.1", ("p", "c"))
     assert k.attribute("custom_call_target") == '"x{y("' and k.attribute("calls") is None
     assert k.backend_config == {"a": {"b": ["}", 1]}, "estimated_cycles": "12"}
     assert e.operands == ("p",) and entry.root is e and entry.parameters == (p,)

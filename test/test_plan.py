@@ -378,30 +378,51 @@ def test_a_damaged_plan_counts_as_missing(tmp_path):
     step = CompiledStep("key", "traced", "scheduled", "buffers", memory, "", 1.5, True, 2e9)
     cache = PlanCache.at(tmp_path)
     cache.write(step)
-    cache.write_programs("key", [0, 1], ["a", "a"])
-    assert cache.read("key") == step and cache.programs("key", [0, 1]) == ["a", "a"]
-    for path, read in (
-        (tmp_path / "key.json.gz", lambda: cache.read("key")),
-        (tmp_path / "key-ranks-0-1.json.gz", lambda: cache.programs("key", [0, 1])),
-    ):
-        whole = path.read_bytes()
-        right = read()
-        for number in range(0, len(whole), 5):
-            for other in (whole[number] ^ 1, whole[number] ^ 0x80, 0, 255):
-                path.write_bytes(whole[:number] + bytes([other]) + whole[number + 1 :])
-                assert read() in (None, right)
-            path.write_bytes(whole[:number])
-            assert read() is None
-        record = json.loads(gzip.decompress(whole))
-        wrong = [None, 5, [], {}, "x", [None, 1], "[" * 100_000]
-        if isinstance(record, dict):
-            wrong += [{**record, name: [1]} for name in record]
-            wrong += [{**record, "memory": {**record["memory"], "code": "many"}}]
-            wrong += [{**record, "key": "another"}]
-        for one in wrong:
-            text = one if isinstance(one, str) else json.dumps(one)
-            path.write_bytes(gzip.compress(text.encode()))
-            assert read() is None, one
+    assert cache.read("key") == step
+    path = tmp_path / "key.json.gz"
+    whole = path.read_bytes()
+    right = cache.read("key")
+    for number in range(0, len(whole), 5):
+        for other in (whole[number] ^ 1, whole[number] ^ 0x80, 0, 255):
+            path.write_bytes(whole[:number] + bytes([other]) + whole[number + 1 :])
+            assert cache.read("key") in (None, right)
+        path.write_bytes(whole[:number])
+        assert cache.read("key") is None
+    record = json.loads(gzip.decompress(whole))
+    wrong = [None, 5, [], {}, "x", [None, 1], "[" * 100_000]
+    wrong += [{**record, name: [1]} for name in record]
+    wrong += [{**record, "memory": {**record["memory"], "code": "many"}}]
+    wrong += [{**record, "key": "another"}]
+    for one in wrong:
+        text = one if isinstance(one, str) else json.dumps(one)
+        path.write_bytes(gzip.compress(text.encode()))
+        assert cache.read("key") is None, one
+
+
+def test_a_fault_after_compiling_does_not_lose_the_result(tmp_path, monkeypatch):
+    from xla_fsdp.compiled.host_options import HostOptions
+    from xla_fsdp.planning.compiling import compiler
+    from xla_fsdp.planning.compiling.cache import CompiledStep, PlanCache
+    from xla_fsdp.planning.compiling.progress import Progress
+    from xla_fsdp.planning.tracing.traced import TracedProgram
+    from xla_fsdp.tpu.topology import resolve
+
+    compiled = []
+
+    def compile(key, *_):
+        compiled.append(key)
+        return CompiledStep(key, "traced", "", "", None, "refused", 1.0, False, None)
+
+    monkeypatch.setattr(compiler, "_compile", compile)
+    program, where = TracedProgram(b"", {}, ()), resolve("v5litepod-8")
+    given = program, where, HostOptions(""), PlanCache.at(tmp_path), Progress(None)
+    with pytest.raises(ValueError, match="HloModule"):
+        compiler.compile_step(*given)
+    monkeypatch.setattr(compiler, "model_flops", lambda traced: 5.0)
+    for _ in range(2):
+        found = compiler.compile_step(*given)
+        assert found.model_flops == 5.0 and found.from_cache
+    assert len(compiled) == 1
 
 
 @pytest.mark.slow

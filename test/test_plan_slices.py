@@ -7,7 +7,7 @@ from torch import nn
 from xla_fsdp.planning.records import Collective, Op, Schedule
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.tpu.chips import DCN_LATENCY, LAUNCH
-from xla_fsdp.tpu.links import Links, describe, odd_groups
+from xla_fsdp.tpu.links import Links, describe
 from xla_fsdp.tpu.topology import UnknownTopologyError, resolve
 
 PARAMETERS = 2 * 512 * 512
@@ -43,7 +43,6 @@ def test_time_between_slices():
     gather, reduce = between("all-gather", 20 * MB), between("all-reduce", 20 * MB)
     assert links.seconds(gather) == pytest.approx(LAUNCH + DCN_LATENCY + 10e6 / 3.125e9)
     assert links.seconds(reduce) == pytest.approx(LAUNCH + 2 * DCN_LATENCY + 20e6 / 3.125e9)
-    assert odd_groups([gather], where) == ()
     assert "3.125 GB/s a chip" in describe(where) and "slices" not in describe(resolve("v4-8"))
     with pytest.raises(ValueError, match="v3 are not joined"):
         Links(resolve("v3-8")).seconds(gather)
@@ -53,7 +52,7 @@ def test_time_between_slices():
     waits = links.seconds(inside)
     ops = (Op(2, "f", "fusion", 3_000_000),)  # 2 ms
     for collectives, step in (((slow,), seconds), ((slow, inside), max(seconds, waits + 2e-3))):
-        timing = time_step(Schedule(4, ops, collectives, (), (0,) * 4, 0, {}), where, 1.0)
+        timing = time_step(Schedule(4, ops, collectives, (), (0,) * 4, 0), where, 1.0)
         assert timing.step == pytest.approx(step)
         assert timing.collective == pytest.approx(seconds)
 

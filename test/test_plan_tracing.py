@@ -210,7 +210,7 @@ def experts_that_values_choose_are_all_planned():
     traced = trace_step(step(lambda hits: (hits > 0).nonzero()[:, 0].tolist()), 0, 4)
     assert traced.untrained == ("unused.weight", "unused.bias") and traced.trained == 8
     assert len(set(traced.sized_by_data)) == 2  # nonzero and where
-    said = list(warnings(Schedule(0, (), (), (), (), 0, {}), traced, 1, (0,), 0.5))
+    said = list(warnings(Schedule(0, (), (), (), (), 0), traced, 1, (0,), 0.5))
     assert any("2 of 8 parameters" in one and "unused.weight" in one for one in said)
     assert any("depends on values" in one and "test_plan_tracing.py" in one for one in said)
     traced = trace_step(step(lambda hits: (hits > 0).nonzero(as_tuple=True)[0].tolist()), 0, 4)

@@ -62,7 +62,7 @@ def test_time_of_operations_beside_the_peaks_of_the_chip():
         Op(names.index(n), n, "fusion", 15000, times=2) for n in ("one", "two", "sum", "cut", "put")
     )
     chip = CHIPS["v5e"]
-    found = timed(PROGRAM, Schedule(9, ops, (), (), (0,), 0, {}), chip)
+    found = timed(PROGRAM, Schedule(9, ops, (), (), (0,), 0), chip)
     one, two, added, cut, put = found
     assert one.kind == two.kind == "products"
     assert {added.kind, cut.kind, put.kind} == {"other"}

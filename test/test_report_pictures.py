@@ -83,7 +83,7 @@ def test_threads_may_draw_at_once():
 
 FOREIGN = "名$前" + HOSTILE
 KINDS = {
-    "empty": lambda: make(schedule=Schedule(0, (), (), (), (), 0, {}), timing=NOTHING),
+    "empty": lambda: make(schedule=Schedule(0, (), (), (), (), 0), timing=NOTHING),
     "foreign": lambda: Report.from_json(
         make(blocks=12, title=FOREIGN).to_json().replace("blocks.", json.dumps(FOREIGN)[1:-1] + ".")
     ),

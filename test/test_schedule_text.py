@@ -352,7 +352,7 @@ def test_buffers():
         shared, shared, shared, shared + 8192, shared + 8192, shared + 12288, shared + 12288,
         shared + 4096 + 512, shared + 512,
     )  # fmt: skip
-    assert schedule.peak_index == 5 and schedule.aliased == {0: 0}
+    assert schedule.peak_index == 5
     assert {b.name for b in schedule.live_at_peak()} == {"w", "q", "u", "b"}
     named = {b.name: (b.phase, b.module) for b in schedule.buffers}
     assert named["u"] == ("forward", "x.y") and named["w"][1] == "w"

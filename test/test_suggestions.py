@@ -54,7 +54,7 @@ def advice(*what, required=2 * GIB, temporaries=0, capacity=16 * GIB, flops=0.0,
     """What is suggested for a schedule of ``what``."""
     parts = {"ops": Op, "collectives": Collective, "buffers": Buffer, "host_copies": HostCopy}
     sorted_ = {name: tuple(w for w in what if isinstance(w, k)) for name, k in parts.items()}
-    schedule = Schedule(100, curve=(1,) * 100, peak_index=50, aliased={}, **sorted_)
+    schedule = Schedule(100, curve=(1,) * 100, peak_index=50, **sorted_)
     host = fields.pop("on_host", 0)
     memory = CompilerMemory(
         required - temporaries, 0, 0, temporaries, 0, required, host_temporaries=host

@@ -7,7 +7,7 @@ import pytest
 from xla_fsdp.planning.records import Collective, HostCopy, Op, Schedule
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.tpu.chips import LAUNCH
-from xla_fsdp.tpu.links import Links, collective_seconds, describe, odd_groups
+from xla_fsdp.tpu.links import Links, collective_seconds, describe
 from xla_fsdp.tpu.topology import resolve
 
 US = 1e-6
@@ -47,7 +47,7 @@ def schedule(*what):
     ops = tuple(w for w in what if isinstance(w, Op))
     collectives = tuple(w for w in what if isinstance(w, Collective))
     copies = tuple(w for w in what if isinstance(w, HostCopy))
-    return Schedule(100, ops, collectives, (), (0,) * 100, 0, {}, host_copies=copies)
+    return Schedule(100, ops, collectives, (), (0,) * 100, 0, host_copies=copies)
 
 
 def op(index, seconds, times=1):
@@ -146,11 +146,6 @@ def test_time_of_a_collective(slice, what, hops, sent):
     assert collective_seconds(what, slice) == pytest.approx(LAUNCH + hops * HOP + sent)
 
 
-def test_groups_that_are_no_grid_are_named():
-    corner = collective(GATHER, 3 * MB, [(0, 1, 8)])
-    assert odd_groups([corner, collective(GATHER, 8, ranks=128)], V5E) == (corner.name,)
-
-
 def test_axis_after_axis_against_all_at_once():
     """On d equal axes an all-reduce takes 2B/2d link-times, axis by axis about B/2."""
     size = 2**32
@@ -240,9 +235,6 @@ def times(*what):
         ((gather(0, 3), gather(1, 5), op(2, 0.5 * MS), op(4, 0.25 * MS)), (0.75, 2, 1.25)),
         # A synchronous one waits for an asynchronous one that is under way.
         ((gather(0, 9), gather(1), op(2, 5 * MS)), (5, 2, 2)),
-        # One in a fusion overlaps with its own fusion.
-        ((op(0, MS), op(1, 3 * MS), gather(1, fused=True)), (4, 1, 0)),
-        ((op(0, MS), op(1, 0.25 * MS), gather(1, fused=True)), (1.25, 1, 0.75)),
         # Started before a loop and waited for after it.
         ((gather(0, 3), op(1, 0.1 * MS, 7), op(4, MS)), (1.7, 1, 0.3)),
     ],

@@ -14,12 +14,12 @@ from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
 from xla_fsdp.plan_compiler import find_compiler
-from xla_fsdp.planning.compiling.compiler import CompileError
+from xla_fsdp.planning.compiling.compiler import CompileError, Target
 from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.api import _extrapolated, _SearchProgress, _Steps
 from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
-from xla_fsdp.planning.tuning.search import Measured, Search, extrapolate
+from xla_fsdp.planning.tuning.search import ImpossibleError, Measured, Search, extrapolate
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
 from xla_fsdp.planning.tuning.tuning import Tuning
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError
@@ -275,7 +275,7 @@ def test_an_extrapolated_best_is_compiled_with_all_blocks(wrong, budget):
     assert ("(extrapolated)" in text) == bool(extrapolated)
 
 
-@pytest.mark.parametrize("error", [ValueError("no such block"), CompileError("out of memory")])
+@pytest.mark.parametrize("error", [ImpossibleError("no such block"), CompileError("out of memory")])
 def test_an_extrapolated_best_that_cannot_be_compiled_is_not_the_answer(error):
     step = facts()
     estimates = Estimates({"blocks": step}, V3)
@@ -330,9 +330,8 @@ def test_a_deep_model_is_first_compiled_with_few_blocks():
         return Measured(*(1.0 + depth, depth, 1.0, depth, True, 0.5, cost.get(depth, 1.0)))
 
     settings, cost = ShardingSettings(), {40: 100.0}
-    steps = _Steps(
-        lambda settings: settings, V3, {}, "xla_fsdp", None, None, None, find_compiler(None)
-    )
+    target = Target(V3, find_compiler(None), "xla_fsdp", {}, None, None)
+    steps = _Steps(lambda settings: settings, target, None)
     steps.compile, steps.blocks = compiled, 40
     found = steps.measure(settings, False)
     assert asked == [2, 4] and found.extrapolated and found.seconds == 41.0
@@ -350,7 +349,12 @@ def test_a_deep_model_is_first_compiled_with_few_blocks():
     [
         (None, 2, 40, "figures of 40 blocks are first extrapolated from 2 and 4 of them"),
         (None, 40, 0, "none can be left out: without them, 41 of 41 units are left"),
-        (IndexError("list index out of range"), 2, 0, "none can be left out: list index out of"),
+        (
+            ImpossibleError("list index out of range"),
+            2,
+            0,
+            "none can be left out: list index out of",
+        ),
     ],
 )
 def test_which_models_are_extrapolated(error, left, blocks, note):
@@ -405,24 +409,6 @@ def test_of_equals_the_plainest():
     assert trials[0].settings == ShardingSettings()
 
 
-def test_units_are_told_one_by_one_to_keep_their_parameters():
-    """On v5e one gather is waited for: that of the last block, which its keeping saves."""
-    step, where = facts(held=GIB / 100), resolve("v5litepod-8")
-    estimates = Estimates({"blocks": step}, where)
-    for fixed in ({}, {"kept_blocks": [0]}):
-        search = {"units": ["blocks"], "reshard_after_forward": [True], **fixed}
-        space = Space.of(step, where, (None,), False, checked_search(search))
-        compiler = Compiler(estimates)
-        trials = Search(space, estimates, compiler, 10 * GIB, 4).run()
-        kept = {one.kept_blocks for one in compiler.asked}
-        assert kept == ({0} if fixed else {0, (7,)})
-        assert trials[0].settings.kept_blocks == (0 if fixed else (7,))
-    # Where there is no room, as many as there is room for: on v3 each saves as much.
-    room = Estimates({"blocks": step}, V3).of(ShardingSettings()).hbm + 5 * 2 * 10**7
-    _, trials, _ = searched(held=GIB / 100, capacity=room, reshard_after_forward=[True], **PLAIN)
-    assert trials[0].settings == ShardingSettings(kept_blocks=(3, 4, 5, 6, 7))
-
-
 def test_on_the_best_what_is_modelled_faster_is_tried_first():
     """The budget has one compilation for what is tried on the best of the rest."""
     tensors, where = (OnWire(20 << 20, 2**13),), resolve("v5litepod-16")
@@ -468,7 +454,7 @@ def test_of_those_modelled_alike_the_plainest_is_tried_first():
 def test_what_is_not_possible_costs_no_compilation_and_failures_do():
     def refuse(settings, full):
         if settings.units == "model":
-            raise ValueError("no such thing\nat all")
+            raise ImpossibleError("no such thing\nat all")
         if settings.reshard_after_forward is False:
             raise CompileError("the TPU compiler ended")
         return compiler(settings, full)
@@ -485,6 +471,28 @@ def test_what_is_not_possible_costs_no_compilation_and_failures_do():
     failed = sum(trial.rejected.startswith("the compiler failed") for trial in trials)
     assert search.compilations == len(compiler.asked) + failed <= 6
     assert trials[0].measured.fits
+
+
+def test_a_fault_that_is_not_of_the_step_ends_the_search():
+    """Such as text of the compiler that cannot be read: no row of the table, but a traceback."""
+
+    def measure(settings, full):
+        raise ValueError("not an HLO instruction")
+
+    step = facts()
+    estimates, space = Estimates({"blocks": step}, V3), Space.of(step, V3, (None,), True, {})
+    with pytest.raises(ValueError, match="not an HLO instruction"):
+        Search(space, estimates, measure, 10 * GIB, 6).run()
+
+    def step_without(settings):
+        raise IndexError("list index out of range")
+
+    target = Target(V3, find_compiler(None), "xla_fsdp", {}, None, None)
+    steps = _Steps(step_without, target, mock.MagicMock())
+    with pytest.raises(ImpossibleError, match="list index out of range"):
+        steps.measure(ShardingSettings(), True)
+    with pytest.raises(IndexError):
+        steps.trace(ShardingSettings())
 
 
 def test_what_the_caller_fixes_stays_fixed():

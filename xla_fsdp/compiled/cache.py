@@ -1,10 +1,9 @@
 """Compiled programs kept on disk, so that the next start of a job need not compile.
 
 torch_xla has such a cache, which in version 2.9 writes programs and cannot load them
-(:mod:`xla_fsdp.compiled.loading` says why and mends it), and which trusts its files blindly: a
-process that is killed while it writes, or a flipped bit, would have the next one load a damaged
-program, and one flipped byte silently changed losses. So torch_xla never sees the
-kept files themselves::
+(``repair_client`` says why and mends it), and which trusts its files blindly: a process that is
+killed while it writes, or a flipped bit, would have the next one load a damaged program, and one
+flipped byte silently changed losses. So torch_xla never sees the kept files themselves::
 
     compiled/                            the store
       cpu-1f0c92ab44d0e871/              programs of one kind, that may run in each other's place
@@ -27,15 +26,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
+import mmap
 import os
 import platform
 import re
 import shutil
 import socket
 import stat
+import struct
 import tempfile
 import threading
 import time
@@ -45,7 +47,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 import torch_xla.debug.metrics as met
@@ -56,7 +58,6 @@ from .. import xlac
 from ..cache_folders import default_cache_folder
 from ..tpu.compiler_options import libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS
-from . import loading
 
 # "PID:FOLDER", where the process PID keeps programs.
 _STORE = "XLA_FSDP_COMPILATION_CACHE"
@@ -180,7 +181,7 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
 
 def _open(folder: Path, part: str) -> None:
     on = _platform()
-    loading.repair(on)
+    repair_client(on)
     about = describe_kind(on, part)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     try:
@@ -508,3 +509,129 @@ def _remove_dead_runs(store: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.suffix == ".tmp" and age > _DAY:
                 path.unlink()
+
+
+# -- how torch_xla loads programs ------------------------------------------------------------------
+
+# To read one back torch_xla calls ``DeserializeExecutable`` of XLA's client, then ``Load``.
+# Neither the CPU's client nor that of a TPU has these: both answer "UNIMPLEMENTED: Deserializing
+# serialized executable not supported", and the program is compiled again, at every start
+# (github.com/pytorch/xla/issues/9094, open). What they have is ``LoadSerializedExecutable``,
+# which does both steps in one.
+#
+# So two entries of the client's table of virtual functions get other values: the first step
+# becomes ``LoadSerializedExecutable``, the second hands on what the first returned. Symbols that
+# the library brings tell where the table and the functions are and, by their mangled names, what
+# arguments they take. An entry is only replaced if it is the function that answers
+# "UNIMPLEMENTED". Anything that is not as expected leaves the library as it was.
+
+
+def repair_client(platform_name: str) -> None:
+    """Makes the client of ``platform_name``, CPU or TPU, able to load programs.
+
+    To be called before XLA's runtime starts. Doing it again changes nothing.
+
+    Raises:
+        NotImplementedError: not possible with this torch_xla, processor or operating system.
+    """
+    found = version("torch_xla")
+    if not found.startswith("2.9."):
+        _refuse(f"this is torch_xla {found}, not torch_xla 2.9")
+    client = xlac.CLIENTS[platform_name]
+    unable = (xlac.DESERIALIZE, xlac.LOAD)
+    try:
+        symbols = xlac.symbols_of([client.table, client.load_serialized, *unable])
+    except NotImplementedError as error:
+        _refuse(str(error))
+
+    address, size = symbols[client.table]
+    table = (ctypes.c_uint64 * (size // 8)).from_address(address)
+    places = []
+    for name in unable:
+        function = symbols[name].address
+        places.append([place for place, entry in enumerate(table) if entry == function])
+    if not any(places):
+        return  # repaired before
+    if [len(found) for found in places] != [1, 1] or not _is_read_only(address):
+        _refuse(f"the functions of xla::{client.name} are not as expected")
+    deserialize, load = _functions(symbols[client.load_serialized].address)
+    _write(address, size, table, {places[0][0]: deserialize, places[1][0]: load})
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise NotImplementedError(
+        f"compiled programs cannot be kept on disk: {reason}. Train without the compilation cache"
+    )
+
+
+def _functions(both_steps: int) -> tuple[int, int]:
+    """Addresses of two new functions, which stay until the process ends.
+
+    Not Python functions: they are called under a lock of torch_xla's and would wait there for the
+    GIL, which a thread may hold that waits for that lock.
+
+    Arguments come in registers. rdi: where the result goes, a status (1: OK) and a pointer;
+    rsi: the client; rdx ...: what the function is called with; rax: where the result went.
+    """
+    enter = bytes.fromhex("f30f1efa")  # endbr64: processors may demand it where calls arrive
+    libc = _libc()
+    size = mmap.PAGESIZE
+    page = libc.mmap(
+        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
+    if page == ctypes.c_void_p(-1).value:
+        _refuse("there is no memory for two functions")
+    no_options = page + size // 2  # LoadOptions with nothing in it is all zeros
+    deserialize = (
+        enter
+        + b"\x49\xb9"  # r9 = LoadOptions, the argument that the first step has not
+        + struct.pack("<Q", no_options)
+        + b"\x48\xb8"  # rax = LoadSerializedExecutable; the other arguments are the same
+        + struct.pack("<Q", both_steps)
+        + b"\xff\xe0"  # jump there
+    )
+    load = enter + bytes.fromhex(
+        "488b02"  # rax = the pointer that rdx points to
+        "48c70200000000"  # which is moved from
+        "48c70701000000"  # the status is OK
+        "48894708"  # the pointer is the result
+        "4889f8c3"  # return rdi
+    )
+    ctypes.memmove(page, deserialize, len(deserialize))
+    ctypes.memmove(page + 64, load, len(load))
+    if libc.mprotect(page, size, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+        libc.munmap(page, size)
+        _refuse("this system lets no process make functions at run time")
+    return page, page + 64
+
+
+def _is_read_only(address: int) -> bool:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            span, permissions = line.split()[:2]
+            first, last = (int(text, 16) for text in span.split("-"))
+            if first <= address < last:
+                return permissions.startswith("r--")
+    return False
+
+
+def _write(start: int, size: int, table: ctypes.Array, entries: dict[int, int]) -> None:
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    length = start + size - first
+    libc = _libc()
+    # Tables of virtual functions are read-only once a library is loaded.
+    if libc.mprotect(first, length, mmap.PROT_READ | mmap.PROT_WRITE) != 0:
+        _refuse("this system lets no process change a library at run time")
+    for place, entry in entries.items():
+        table[place] = entry
+    libc.mprotect(first, length, mmap.PROT_READ)
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    libc.mmap.restype = pointer
+    libc.mmap.argtypes = [pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mprotect.argtypes = [pointer, size, ctypes.c_int]
+    libc.munmap.argtypes = [pointer, size]
+    return libc

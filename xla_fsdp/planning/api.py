@@ -6,12 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..compiled.host_options import host_options
-from ..plan_compiler import find_compiler
-from ..tpu.calibration import Calibration, read
-from ..tpu.topology import Slice, resolve
-from .compiling.cache import CompiledStep, PlanCache
-from .compiling.compiler import compile_step, require_extra
+from ..tpu.calibration import Calibration
+from ..tpu.topology import Slice
+from .compiling.cache import CompiledStep
+from .compiling.compiler import Target
 from .compiling.progress import Progress
 from .make_report import make_report, report_on_parts
 from .reporting.report import Report
@@ -88,62 +86,31 @@ def plan(
         raise TypeError(
             f"step must be a function without arguments that runs a training step, got {step!r}"
         )
-    where = resolve(topology)
-    measured = None if calibration is None else read(calibration)
-    if measured is not None:
-        measured.apply(where.chip)  # raises before minutes of compilation
-    used = find_compiler(compiler)
-    used.require_knows(where.chip)
-    require_extra(used)
-    host = host_options(where.chip, launcher, compiler_options, libtpu=used.library)
-    numbers = _ranks(ranks, where)
     shown = Progress() if progress else Progress(None)
+    target = Target.of(topology, compiler, launcher, compiler_options, cache, shown, calibration)
+    where, host = target.where, target.host()
+    numbers = _ranks(ranks, where)
 
     def trace(rank: int) -> TracedStep:
         with shown.while_doing(f"tracing rank {rank} of {where.devices}"):
             return trace_step(step, rank, where.devices, where, host.arguments)
 
     first = trace(numbers[0])
-    kept = PlanCache.at(cache)
     programs = [part.program for part in first.parts] or [first.program]
     # In a streamed step, equal programs are the same object.
     unequal = {id(one): one for one in programs}
-    results = {
-        number: compile_step(one, where, host, kept, shown, used) for number, one in unequal.items()
-    }
+    results = {number: target.compile(one, host) for number, one in unequal.items()}
     compiled = [results[id(one)] for one in programs]
-    executables = _executables(trace, first, numbers, compiled[0].key, kept)
+    executables = len({first.fingerprint, *(trace(rank).fingerprint for rank in numbers[1:])})
 
     def report_on(step: TracedStep, one: CompiledStep, beside: int | None) -> Report:
-        return make_report(where, one, step, numbers, executables, title, host, measured, beside)
+        return make_report(
+            where, one, step, numbers, executables, title, host, target.measured, beside
+        )
 
     if not first.parts:
         return report_on(first, compiled[0], None)
     return report_on_parts(first, compiled, report_on, where.chip.device_flops)
-
-
-def _executables(
-    trace: Callable[[int], TracedStep],
-    first: TracedStep,
-    ranks: tuple[int, ...],
-    key: str,
-    kept: PlanCache,
-) -> int:
-    """Count the different programs of the traced ranks.
-
-    The last rank is traced every time. If its program is the cached one, the programs of the other
-    ranks are also taken from the cache.
-    """
-
-    programs = [first.fingerprint]
-    if len(ranks) > 1:
-        last = trace(ranks[-1]).fingerprint
-        known = kept.programs(key, ranks)
-        if known and (known[0], known[-1]) == (programs[0], last):
-            return len(set(known))
-        programs += [*(trace(rank).fingerprint for rank in ranks[1:-1]), last]
-    kept.write_programs(key, ranks, programs)
-    return len(set(programs))
 
 
 def _ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:

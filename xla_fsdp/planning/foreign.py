@@ -10,11 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ..compiled.host_options import host_options
-from ..plan_compiler import find_compiler
-from ..tpu.topology import resolve
-from .compiling.cache import PlanCache
-from .compiling.compiler import compile_step, require_extra
+from .compiling.compiler import Target
 from .compiling.progress import Progress
 from .make_report import make_report
 from .reporting.report import Report
@@ -42,19 +38,14 @@ def plan_partitioned(
         UnknownTopologyError, MissingExtraError, UnusableCompilerError, CompileError: as ``plan``.
         ValueError: the program is for another number of devices.
     """
-    where = resolve(topology)
-    used = find_compiler(compiler)
-    used.require_knows(where.chip)
-    require_extra(used)
+    shown = Progress() if progress else Progress(None)
+    target = Target.of(topology, compiler, launcher, compiler_options, cache, shown)
+    where, host = target.where, target.host()
     if program.devices != where.devices:
         raise ValueError(
             f"the program is sharded over {program.devices} devices and {where.name} has "
             f"{where.devices}: lower it for a mesh of {where.devices} devices"
         )
-    shown = Progress() if progress else Progress(None)
-    kept = PlanCache.at(cache)
-    host = host_options(where.chip, launcher, compiler_options, libtpu=used.library)
-    compiled = compile_step(program, where, host, kept, shown, used)
     traced = TracedProgram(program.stablehlo, program.donated, program.arguments)
     step = TracedStep(traced, program.bound, (), 0, has_optimizer=True)
-    return make_report(where, compiled, step, (0,), executables=1, title=title, host=host)
+    return make_report(where, target.compile(program, host), step, (0,), 1, title, host)

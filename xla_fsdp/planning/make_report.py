@@ -16,7 +16,7 @@ from dataclasses import replace
 from ..compiled.host_options import HostOptions
 from ..tpu.calibration import Calibration, calibrated
 from ..tpu.chips import Chip
-from ..tpu.links import describe, odd_groups
+from ..tpu.links import describe
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
 from .program.assignment import read_assignment
@@ -83,7 +83,7 @@ def make_report(
         return time_step(schedule, where, compiled.model_flops, (to_host, to_device))
 
     timing = time(schedule)
-    notes = list(odd_groups(schedule.collectives, where))
+    notes = []
     if compiled.refusal and compiled.scheduled:
         notes.append(_STOPPED)
     if schedule.to_host or schedule.to_device:
@@ -161,7 +161,7 @@ def _laid_out(
 ) -> tuple[Schedule, CompilerMemory]:
     """The schedule and its memory, as far as the compiler computed them before it stopped."""
     if not compiled.scheduled:
-        return Schedule(0, (), (), (), (), 0, {}), CompilerMemory(0, 0, 0, 0, 0, 0)
+        return Schedule(0, (), (), (), (), 0), CompilerMemory(0, 0, 0, 0, 0, 0)
     assignment = read_assignment(compiled.assignment)
     schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments, chip)
     peak, memory = max(schedule.curve), compiled.memory

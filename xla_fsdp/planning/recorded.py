@@ -24,11 +24,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from .program.collectives import find_collectives
-from .program.hlo import parse_module
-from .program.places import line_up
-from .program.schedule import computing
-from .program.scopes import Labels
+from .program.schedule import computing, read_line
 from .protobuf import message_classes
 from .records import Collective, Slot
 
@@ -209,12 +205,7 @@ def read_program(name: str, proto: bytes) -> Program:
     )  # fmt: skip
     if done.returncode:
         raise ValueError("XLA cannot read a program in this trace")
-    module = parse_module(done.stdout.decode())
-    if not module.scheduled:
-        raise ValueError(f"program {name} is not scheduled")
-    line = line_up(module)
-    found = find_collectives(line)
-    labels = Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
+    line, found, labels = read_line(done.stdout.decode())
     names = [place.instruction.name for place in line.places]
     compute = {
         place.instruction.name: labels.of(place.instruction)
@@ -225,7 +216,7 @@ def read_program(name: str, proto: bytes) -> Program:
         times[place.instruction.name] += place.times
     starts = {names[c.index]: c for c in found.collectives}
     ends = {names[c.done]: c for c in found.collectives if c.done > c.index}
-    return Program(module.name, compute, starts, ends, times)
+    return Program(line.module.name, compute, starts, ends, times)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,11 @@ positions in the schedule of the entry computation, in which loop bodies are inl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 PHASES = ("forward", "backward", "optimizer", "")
@@ -64,7 +67,6 @@ class Collective:
     emitter: str = ""  # the compiler's name for the algorithm it chose
     module: str = ""
     phase: str = ""
-    source: str = ""  # file:line that traced it; "" if unknown
     across_slices: bool = False  # over the data-center network, through the hosts
 
 
@@ -104,7 +106,6 @@ class Schedule:
     buffers: tuple[Buffer, ...]  # in HBM only
     curve: tuple[int, ...]  # bytes of HBM in use at every place: the sum of live buffers
     peak_index: int  # where the curve is highest
-    aliased: Mapping[int, int]  # output number to the argument number whose buffer it takes
     notes: tuple[str, ...] = ()  # what the text did not say and had to be assumed
     to_host: int = 0  # bytes copied from HBM to the host's memory in a step, without padding
     to_device: int = 0  # and back
@@ -212,3 +213,34 @@ class Timing:
     mfu: float  # model_flops / (step * peak of the device)
     slots: Sequence[Slot] = ()
     copies: float = 0.0  # what copies to and from the host add to the step
+
+
+def reader(kind: Any) -> Callable[[Any], Any]:
+    """A function that converts a value from JSON to the type of an annotation.
+
+    It ignores fields that a data class does not have any more, of files of older versions, and
+    raises TypeError, KeyError, ValueError or AttributeError for other values.
+    """
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        readers = {name: reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+        return lambda value: kind(
+            **{name: read(value[name]) for name, read in readers.items() if name in value}
+        )
+    if origin is types.UnionType:
+        one = reader(inner[0])
+        return lambda value: None if value is None else one(value)
+    if origin in (tuple, Sequence):
+        one = reader(inner[0])
+        return lambda value: tuple([one(item) for item in _checked(value, list)])
+    if origin is Mapping:
+        one = reader(inner[1])
+        return lambda value: {key: one(item) for key, item in _checked(value, dict).items()}
+    return lambda value: _checked(value, (int, float) if kind is float else kind)
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        name = getattr(kind, "__name__", "a number")
+        raise TypeError(f"{value!r:.60} where {name} belongs")
+    return value

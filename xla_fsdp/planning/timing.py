@@ -5,10 +5,9 @@ Two lanes. The compute lane executes the schedule in order, each operation for t
 ``program/flops.py`` makes of its own statement; operations without an estimate take no time. The
 links are one lane too: collectives run one after the other, in the order of their starts, for what
 ``links.py`` says; only permutes that share no link run at once. Compute waits for a synchronous
-collective at its place and for an asynchronous one where it is done; one inside a fusion runs
-beside the computation of the fusion, which takes as long as the longer of them. What crosses from
-slice to slice has a lane of its own, the data-center network. Copies to the host and copies back
-are one lane each, at the bandwidth of PCIe; compute waits for them where they are done.
+collective at its place and for an asynchronous one where it is done. What crosses from slice to
+slice has a lane of its own, the data-center network. Copies to the host and copies back are one
+lane each, at the bandwidth of PCIe; compute waits for them where they are done.
 docs/design/time-model.md holds the figures against published ones.
 """
 
@@ -24,7 +23,7 @@ from ..tpu.topology import Slice
 from .records import Collective, HostCopy, Op, Schedule, Slot, Timing
 
 # The kinds of events at one place of the schedule, in the order in which they happen.
-_WAIT, _START, _BLOCK, _COMPUTE, _JOIN = range(5)
+_WAIT, _START, _BLOCK, _COMPUTE = range(4)
 # Simulated iterations of a loop; all others take as long as the last of them.
 _PLAYED = 2
 
@@ -92,7 +91,7 @@ def _unsorted(schedule: Schedule) -> Iterator[_Event]:
         if collective.asynchronous and collective.done > collective.index:
             yield _Event(collective.done, _WAIT, collective)
         else:
-            yield _Event(collective.index, _JOIN if collective.fused else _BLOCK, collective)
+            yield _Event(collective.index, _BLOCK, collective)
     for copy in schedule.host_copies:
         yield _Event(copy.index, _START, copy)
         yield _Event(copy.done, _WAIT if copy.done > copy.index else _BLOCK, copy)

@@ -70,13 +70,6 @@ class Traffic(Protocol):
     def across_slices(self) -> bool: ...
 
 
-class NamedTraffic(Traffic, Protocol):
-    """Traffic of a program that calls it by a name."""
-
-    @property
-    def name(self) -> str: ...
-
-
 def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
     """Bytes a device sends in one collective of ``number_of_bytes``, the larger of its ends."""
     if kind == "collective-permute":
@@ -111,7 +104,7 @@ class Route:
     ``ranks``: in the group; ``cores``: of them on each chip. ``links``: of a chip that send at
     once, 0 inside a chip. ``hops``: links between the chips farthest apart. ``crossing``: what
     crosses the busiest link in an all-to-all, over the bytes of one rank. ``sharing``: groups that
-    use the busiest link. ``grid``: whether the chips are a grid; if not, it is one ring of paths.
+    use the busiest link.
     """
 
     ranks: int
@@ -120,7 +113,6 @@ class Route:
     hops: int
     crossing: float
     sharing: int
-    grid: bool = True
 
 
 def collective_seconds(collective: Traffic, slice: Slice) -> float:
@@ -162,21 +154,6 @@ def describe(slice: Slice) -> str:
     )
 
 
-def odd_groups(collectives: Iterable[NamedTraffic], slice: Slice) -> tuple[str, ...]:
-    """Names of the collectives whose groups are no grid of chips, so whose times mean little.
-
-    Raises ValueError as :func:`collective_seconds` does.
-    """
-    links = Links(slice)
-    return tuple(
-        c.name
-        for c in collectives
-        if c.kind != "collective-permute"
-        and not c.across_slices
-        and not all(r.grid for r in links.routes(c.groups))
-    )
-
-
 class Links:
     """The links of one slice. Remembers the routes of the groups that it was asked about."""
 
@@ -187,8 +164,7 @@ class Links:
         wraps = (*slice.wraps, False)[:3]
         self._wraps = tuple(w and n > 2 for w, n in zip(wraps, self._shape, strict=True))
         self._routes: dict[Groups, tuple[Route, ...]] = {}
-        self._paths: dict[Groups, tuple[int, int]] = {}
-        self._used: dict[Groups, frozenset[_Link]] = {}
+        self._loads: dict[Groups, tuple[Counter[_Link], int]] = {}  # of permutes
 
     def seconds(self, collective: Traffic) -> float:
         """See :func:`collective_seconds`."""
@@ -203,12 +179,7 @@ class Links:
         """The links, one way each, that a permute uses; ``None``, all of them, for other kinds."""
         if collective.kind != "collective-permute":
             return None
-        pairs = collective.groups
-        if pairs not in self._used:
-            places = self._places
-            paths = (self._path(places[a][:3], places[b][:3]) for a, b in pairs)
-            self._used[pairs] = frozenset(link for path in paths for link in path)
-        return self._used[pairs]
+        return frozenset(self._load_of(collective.groups)[0])
 
     def routes(self, groups: Groups) -> tuple[Route, ...]:
         """The different routes among ``groups`` of ranks, used at the same time; () means all.
@@ -264,16 +235,19 @@ class Links:
         return chip.launch_latency + phases * chip.dcn_latency + sent / chip.dcn_bandwidth
 
     def _permute(self, collective: Traffic) -> float:
-        chip, pairs = self._slice.chip, collective.groups
-        if pairs not in self._paths:
-            for ends in zip(*pairs, strict=True):
-                self._check(ends)
-            self._paths[pairs] = self._busiest(pairs) if pairs else (1, 1)
-        load, hops = self._paths[pairs]
+        chip, (load, hops) = self._slice.chip, self._load_of(collective.groups)
         if not hops:
             return self._inside(collective.bytes)
-        time = load * collective.bytes / chip.link_bandwidth
+        time = max(load.values()) * collective.bytes / chip.link_bandwidth
         return chip.launch_latency + hops * chip.hop_latency + time
+
+    def _load_of(self, pairs: Groups) -> tuple[Counter[_Link], int]:
+        """As ``_paths_of``, for the pairs of a permute, which may be none."""
+        if pairs not in self._loads:
+            for ends in zip(*pairs, strict=True):
+                self._check(ends)
+            self._loads[pairs] = self._paths_of(pairs)
+        return self._loads[pairs]
 
     # Routes.
 
@@ -322,19 +296,19 @@ class Links:
     def _astray(self, groups: Groups) -> Route:
         """The slowest ring among groups that are no grids."""
         pairs = [pair for g in groups if len(g) > 1 for pair in zip(g, (*g[1:], g[0]), strict=True)]
-        load, hops = self._busiest(pairs)
-        ranks = max(len(group) for group in groups)
-        return Route(ranks, 1, 1, (ranks - 1) * max(hops, 1), (ranks - 1) / 2, max(load, 1), False)
+        load, hops = self._paths_of(pairs)
+        ranks, busiest = max(map(len, groups)), max(load.values(), default=1)
+        return Route(ranks, 1, 1, (ranks - 1) * max(hops, 1), (ranks - 1) / 2, busiest)
 
-    def _busiest(self, pairs: Iterable[Sequence[int]]) -> tuple[int, int]:
-        """How many pairs of ranks the busiest link serves, and the hops of the longest path."""
+    def _paths_of(self, pairs: Iterable[Sequence[int]]) -> tuple[Counter[_Link], int]:
+        """How many pairs of ranks each link serves, and the hops of the longest path."""
         load: Counter[_Link] = Counter()
         longest = 0
         for source, target in pairs:
             path = list(self._path(self._places[source][:3], self._places[target][:3]))
             load.update(path)
             longest = max(longest, len(path))
-        return max(load.values(), default=0), longest
+        return load, longest
 
     def _path(self, source: _Position, target: _Position) -> Iterator[_Link]:
         """The shortest path from chip to chip, x first, then y, then z."""

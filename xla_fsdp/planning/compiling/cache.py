@@ -8,13 +8,12 @@ import os
 import uuid
 import warnings
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ...cache_folders import default_cache_folder
-from ..records import CompilerMemory
+from ..records import CompilerMemory, reader
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class CompiledStep:
         refusal: the compiler's message in that case, else "".
         seconds: how long it compiled.
         from_cache: nothing was compiled now.
-        model_flops: of one step on one device, counted in ``traced``.
+        model_flops: of one step on one device, counted in ``traced``; ``None`` until then.
         options: values that the flags of libtpu had which somebody set, as it states them.
         versions: of torch_xla, jax, jaxlib, libtpu, and the compiler's Python.
     """
@@ -43,9 +42,9 @@ class CompiledStep:
     refusal: str
     seconds: float
     from_cache: bool
-    model_flops: float
-    options: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
+    model_flops: float | None
+    options: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 class PlanCache:
@@ -67,43 +66,24 @@ class PlanCache:
         return cls(Path(where) if where else None)
 
     def read(self, key: str) -> CompiledStep | None:
-        record = self._load(f"{key}.json.gz")
-        try:
-            memory = record.pop("memory")
-            step = CompiledStep(memory=CompilerMemory(**memory) if memory else None, **record)
-        except (TypeError, KeyError, AttributeError):
+        if self._folder is None:
             return None
-        whole = _has_types(step) and (memory is None or _has_types(step.memory))
-        return replace(step, from_cache=True) if whole and step.key == key else None
+        try:
+            with gzip.open(self._folder / f"{key}.json.gz", "rt", encoding="utf-8") as file:
+                step: CompiledStep = reader(CompiledStep)(json.load(file))
+        except (OSError, EOFError, zlib.error, RecursionError, ValueError):
+            return None  # missing, or damaged
+        except (TypeError, KeyError, AttributeError):
+            return None  # of another version
+        return replace(step, from_cache=True) if step.key == key else None
 
     def write(self, step: CompiledStep) -> None:
-        self._store(f"{step.key}.json.gz", asdict(step))
-
-    def programs(self, key: str, ranks: Sequence[int]) -> list[str] | None:
-        """The fingerprints that the programs of ``ranks`` had when the first had ``key``."""
-        found = self._load(_name(key, ranks))
-        whole = isinstance(found, list) and all(isinstance(one, str) for one in found)
-        return found if whole and len(found) == len(ranks) else None
-
-    def write_programs(self, key: str, ranks: Sequence[int], programs: Sequence[str]) -> None:
-        self._store(_name(key, ranks), list(programs))
-
-    def _load(self, name: str) -> Any:
-        if self._folder is None:
-            return None
-        try:
-            with gzip.open(self._folder / name, "rt", encoding="utf-8") as file:
-                return json.load(file)
-        except (OSError, ValueError, EOFError, zlib.error, RecursionError):
-            return None
-
-    def _store(self, name: str, record: Any) -> None:
         if self._folder is None:
             return
-        content = gzip.compress(json.dumps(record).encode(), compresslevel=4)
+        content = gzip.compress(json.dumps(asdict(step)).encode(), compresslevel=4)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._folder / name, content)
+            write_whole(self._folder / f"{step.key}.json.gz", content)
         except OSError as error:
             # A result of minutes of compiling is worth more than its copy in the cache.
             warnings.warn(
@@ -111,22 +91,6 @@ class PlanCache:
                 "cache=FOLDER or cache=False",
                 stacklevel=2,
             )
-
-
-def _has_types(record: Any) -> bool:
-    """Whether every field has the simple type that it is stated with."""
-    kinds: dict[Any, Any] = {
-        "str": str,
-        "int": int,
-        "float": (int, float),
-        "bool": bool,
-        "dict[str, str]": dict,
-    }
-    return all(
-        isinstance(getattr(record, one.name), kinds[str(one.type)])
-        for one in fields(record)
-        if one.type in kinds
-    )
 
 
 def write_whole(place: Path, content: bytes) -> None:
@@ -138,7 +102,3 @@ def write_whole(place: Path, content: bytes) -> None:
         os.replace(partial, place)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _name(key: str, ranks: Sequence[int]) -> str:
-    return f"{key}-ranks-{'-'.join(map(str, ranks))}.json.gz"

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ... import extras
-from ...compiled.host_options import HostOptions
+from ...compiled.host_options import HostOptions, host_options
 from ...plan_compiler import (
     COMMAND,
     TESTED,
@@ -28,7 +30,8 @@ from ...plan_compiler import (
     find_compiler,
     refusal_of,
 )
-from ...tpu.topology import Slice
+from ...tpu.calibration import Calibration, read
+from ...tpu.topology import Slice, resolve
 from ...wording import to_one_line
 from ..program.assignment import LIVE_RANGES
 from ..program.flops import model_flops
@@ -51,6 +54,56 @@ def require_extra(compiler: Compiler) -> None:
     with ``compiler`` needs."""
     own = ("jax", "jaxlib", "libtpu") if compiler.python == sys.executable else ()
     extras.require_extra("plan", "planning", (*own, "matplotlib", "google.protobuf"))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A slice, and how programs are compiled for it.
+
+    ``launcher``, ``options``: as ``plan`` takes them. ``measured``: figures for the times, instead
+    of published ones.
+    """
+
+    where: Slice
+    compiler: Compiler
+    launcher: str
+    options: Mapping[str, str]
+    cache: PlanCache
+    progress: Progress
+    measured: Calibration | None = None
+
+    @classmethod
+    def of(
+        cls,
+        topology: str,
+        compiler: str | os.PathLike[str] | None,
+        launcher: str,
+        options: Mapping[str, str] | None,
+        cache: str | os.PathLike[str] | bool,
+        progress: Progress,
+        calibration: Calibration | str | os.PathLike[str] | None = None,
+    ) -> Target:
+        """Checks these arguments of ``plan``; it documents the errors."""
+        where = resolve(topology)
+        measured = None if calibration is None else read(calibration)
+        if measured is not None:
+            measured.apply(where.chip)  # raises before minutes of compilation
+        used = find_compiler(compiler)
+        used.require_knows(where.chip)
+        require_extra(used)
+        kept = PlanCache.at(cache)
+        return cls(where, used, launcher, options or {}, kept, progress, measured)
+
+    def host(self, options: Mapping[str, str] = MappingProxyType({})) -> HostOptions:
+        """The options of libtpu on such a host; those of the target override ``options``."""
+        further = {**options, **self.options}
+        return host_options(self.where.chip, self.launcher, further, libtpu=self.compiler.library)
+
+    def compile(
+        self, program: TracedProgram | PartitionedProgram, host: HostOptions
+    ) -> CompiledStep:
+        """As :func:`compile_step`."""
+        return compile_step(program, self.where, host, self.cache, self.progress, self.compiler)
 
 
 def compile_step(
@@ -92,9 +145,28 @@ def compile_step(
         known.append(names(code))
     parts = json.dumps([*known, request, versions], sort_keys=True)
     key = hashlib.sha256(parts.encode()).hexdigest()
-    kept = cache.read(key)
-    if kept is not None:
-        return kept
+    found = kept = cache.read(key)
+    if found is None:
+        found = _compile(key, code, request, host, where, progress, compiler)
+        found = replace(found, versions=versions)
+    try:
+        if found.model_flops is None:
+            found = replace(found, model_flops=model_flops(found.traced))
+    finally:  # a fault there must not lose an hour of compiling
+        if found is not kept:
+            cache.write(found)
+    return found
+
+
+def _compile(
+    key: str,
+    code: bytes,
+    request: dict[str, Any],
+    host: HostOptions,
+    where: Slice,
+    progress: Progress,
+    compiler: Compiler,
+) -> CompiledStep:
     _give_back_memory()
     with tempfile.TemporaryDirectory(prefix="xla_fsdp_plan_") as name:
         folder = Path(name)
@@ -104,31 +176,26 @@ def compile_step(
         refusal = result.get("error", "")
         if refusal:
             _raise_unless_memory(result["kind"], refusal, compiler, where)
-        traced = _dumped(folder, "before_optimizations.txt")
         assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
         if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51 writes a separate file
             assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
-        flops = request.get("model_flops")
         scheduled = ""  # if it stopped before it had assigned any memory
         if not refusal:
             scheduled = (folder / "scheduled.txt").read_text()
         elif assignment:
             scheduled = _dumped(folder, "after_optimizations_after_buffer_assignment.txt")
-        compiled = CompiledStep(
+        return CompiledStep(
             key=key,
-            traced=traced,
+            traced=_dumped(folder, "before_optimizations.txt"),
             scheduled=scheduled,
             assignment=assignment,
             memory=None if refusal else CompilerMemory(**result["memory"]),
             refusal=refusal,
             seconds=result["seconds"],
             from_cache=False,
-            model_flops=model_flops(traced) if flops is None else flops,
+            model_flops=request.get("model_flops"),
             options=_values(_dumped(folder, "flagfile"), host.whose),
-            versions=versions,
         )
-    cache.write(compiled)
-    return compiled
 
 
 def _run(

@@ -2,8 +2,7 @@
 
 An asynchronous collective has a start and a done instruction. The TPU compiler may also split it: a
 fusion starts it, other fusions do a part of it together with their own computation, and a last one
-waits for it. Each of these contains the full collective. The parts that belong together are found
-by following the values that they pass to each other.
+waits for it. Each of these contains a copy of the full collective, by which the parts are matched.
 
 A collective that a SparseCore runs (TPU7x) is a ``custom-call-start`` without operands, which
 prepares it, a ``custom-call-update`` with its operands, where it begins, and a
@@ -22,7 +21,7 @@ import numpy as np
 from ...tpu.links import wire_bytes
 from ...tpu.slices import Groups
 from ..records import KINDS, Collective
-from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves, numbers, span
+from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves, numbers
 from .places import Line, Place
 from .scopes import asked, scope
 
@@ -125,37 +124,38 @@ def find_collectives(line: Line) -> Found:
 
 class _Search:
     def __init__(self, line: Line):
-        self._line = line
         self._module = line.module
-        self._shapes: dict[tuple[int, str], Shape | Tuple] = {}
-        # (scope, name) of a value to the number of the started collective of each of its leaves
-        self._carried: dict[tuple[int, str], list[int | None]] = {}
+        # Those that run: by the (scope, name) of the instruction that started them or handed them
+        # on, and by what the fusions with their parts have in common.
+        self._started: dict[tuple[int, str], _Open] = {}
+        self._in_parts: dict[tuple[str, str, str], list[_Open]] = {}
         self._inside: dict[str, list[tuple[Computation, Instruction]]] = {}
-        self._between: dict[str, int] = {}  # number in found, by name
+        self._between: dict[str, _Open] = {}  # by name
         self.found: list[_Open] = []
         self.own: set[int] = set()
 
     def visit(self, place: Place) -> None:
         instruction, opcode = place.instruction, place.instruction.opcode
-        key = (place.scope, instruction.name)
-        self._shapes[key] = instruction.shape
         if opcode in _KINDS:
-            self._add(place, instruction, self._operands(place), leaves(instruction.shape))
+            self._add(place, instruction, _operands(place), leaves(instruction.shape))
         elif opcode in ("send", "recv") and _MEGASCALE.search(instruction.attributes):
             self._transfer(place)
         elif opcode.removesuffix("-start") in _KINDS:
-            self._add(place, instruction, self._operands(place), (), asynchronous=True)
-            self._carry(place, len(self.found) - 1)
-        elif opcode.endswith(("-done", "-update")):
-            self._hand_on(place)
-            if opcode == "custom-call-update":
-                self._begin(place)
-            if opcode.endswith("-done"):
-                self._finish(place, leaves(instruction.shape))
+            self._add(place, instruction, _operands(place), (), asynchronous=True)
         elif opcode in ("fusion", *_BY_CALL):
             self._fusion(place)
-        else:
-            self._hand_on(place)
+        elif opcode.endswith(("-update", "-done")):
+            operands = ((place.scope, name) for name in instruction.operands)
+            one = next((self._started[o] for o in operands if o in self._started), None)
+            if one is None:
+                return
+            if opcode.endswith("-done"):
+                self._finish(place, one, leaves(instruction.shape))
+                return
+            self._started[place.scope, instruction.name] = one
+            if opcode == "custom-call-update" and not one.place.instruction.operands:
+                one.place = place  # what was started without operands begins where it gets them
+                self.own.add(place.index)
 
     def _transfer(self, place: Place) -> None:
         """A send starts a collective between slices; a receive has the shape of its result."""
@@ -163,39 +163,37 @@ class _Search:
         rendezvous = _RENDEZVOUS.search(instruction.attributes)
         name = rendezvous[1] if rendezvous else instruction.name
         end = "operands" if instruction.opcode == "send" else "results"
-        number = self._between.get(name)
-        if number is None or getattr(self.found[number], end):
-            number = self._between[name] = len(self.found)
-            self._add(place, instruction, (), (), asynchronous=True)
-        setattr(self.found[number], end, leaves(instruction.shape)[:1])
+        one = self._between.get(name)
+        if one is None or getattr(one, end):
+            one = self._add(place, instruction, (), (), asynchronous=True)
+            self._between[name] = one
+        setattr(one, end, leaves(instruction.shape)[:1])
         self.own.add(place.index)
-        self._carry(place, number)
+        self._started[place.scope, instruction.name] = one
 
     def _fusion(self, place: Place) -> None:
-        instruction = place.instruction
-        inside = self._collectives_in(instruction)
-        self._hand_on(place)
-        if not inside:
-            return
-        texts = (
-            i.attributes
-            for i in self._module.called_by(instruction).instructions
-            if i.opcode == "custom-call"
-        )
-        ends = [t for t in texts if _START in t or _DONE in t]
-        if any(_DONE in t for t in ends):
-            self._finish(place, ())
-            return
-        started = instruction.opcode in _BY_CALL or any(_START in t for t in ends)
-        if not started and any(n is not None for n in self._chains(place)):
-            return  # does a part of a collective that was started before
+        inside = self._collectives_in(place.instruction)
+        marks = [
+            mark
+            for one in (self._module.called_by(place.instruction).instructions if inside else ())
+            for mark in (_START, _DONE)
+            if one.opcode == "custom-call" and mark in one.attributes
+        ]
         for computation, core in inside:
-            operands = tuple(
-                leaf for n in core.operands for leaf in leaves(computation.by_name[n].shape)
-            )
-            self._add(place, core, operands, leaves(core.shape), started, fused=not started)
-            if started:
-                self._carry(place, len(self.found) - 1)
+            # The parts of a collective are copies of it. Of equal ones the first ends first.
+            running = self._in_parts.setdefault((core.opcode, core.op_name, str(core.shape)), [])
+            if _DONE in marks:
+                if running:
+                    self._finish(place, running.pop(0), ())
+                continue
+            started = place.instruction.opcode in _BY_CALL or _START in marks
+            if not started and running:
+                continue  # does a part of a collective that was started before
+            shapes = (computation.by_name[name].shape for name in core.operands)
+            operands = tuple(leaf for shape in shapes for leaf in leaves(shape))
+            one = self._add(place, core, operands, leaves(core.shape), started, fused=not started)
+            if _START in marks:
+                running.append(one)
 
     def _add(
         self,
@@ -205,77 +203,19 @@ class _Search:
         results: tuple[Shape, ...],
         asynchronous: bool = False,
         fused: bool = False,
-    ) -> None:
-        self.found.append(_Open(place, core, operands, results, fused, asynchronous))
+    ) -> _Open:
+        one = _Open(place, core, operands, results, fused, asynchronous)
+        self.found.append(one)
+        if asynchronous:
+            self._started[place.scope, place.instruction.name] = one
         if not fused:
             self.own.add(place.index)
+        return one
 
-    def _begin(self, place: Place) -> None:
-        """What was started without operands begins where it gets them."""
-        for number in {n for n in self._chains(place) if n is not None}:
-            one = self.found[number]
-            if not one.place.instruction.operands:
-                one.place = place
-                self.own.add(place.index)
-
-    def _finish(self, place: Place, results: tuple[Shape, ...]) -> None:
-        for number in {n for n in self._chains(place) if n is not None}:
-            one = self.found[number]
-            one.done = place.index
-            one.results = one.results or results
-            self.own.add(place.index)
-
-    # Which values belong to a collective that has started.
-
-    def _operands(self, place: Place) -> tuple[Shape, ...]:
-        known = (self._shapes.get(o) for o in self._line.operands(place))
-        return tuple(leaf for shape in known if shape is not None for leaf in leaves(shape))
-
-    def _chains(self, place: Place) -> list[int | None]:
-        return [n for o in self._line.operands(place) for n in self._carried.get(o, ())]
-
-    def _carry(self, place: Place, number: int) -> None:
-        key = (place.scope, place.instruction.name)
-        self._carried[key] = [number] * len(leaves(place.instruction.shape))
-
-    def _hand_on(self, place: Place) -> None:
-        instruction, opcode = place.instruction, place.instruction.opcode
-        key = (place.scope, instruction.name)
-        if place.inline:
-            self._enter(place)
-        chains = self._chains(place)
-        if not any(n is not None for n in chains):
-            return
-        size = len(leaves(instruction.shape))
-        carried: list[int | None] = [None] * size
-        if opcode == "get-tuple-element":
-            shape = self._shapes[place.scope, instruction.operands[0]]
-            first, last = span(shape, (int(instruction.attribute("index") or 0),))
-            carried = chains[first:last]
-        elif opcode in ("bitcast", "while") or opcode.endswith("-update"):
-            carried = chains[:size]
-        elif opcode == "tuple":
-            carried = []
-            for operand in self._line.operands(place):
-                width = len(leaves(self._shapes[operand]))
-                carried += self._carried.get(operand, [None] * width)
-        for out, number, within in instruction.aliases:
-            name = (place.scope, instruction.operands[number])
-            if name in self._carried:
-                start, stop = span(self._shapes[name], within)
-                first, _ = span(instruction.shape, out)
-                carried[first : first + stop - start] = self._carried[name][start:stop]
-        self._carried[key] = carried
-
-    def _enter(self, place: Place) -> None:
-        """Pass the state of a loop, or the arguments of a call, to the inlined computations."""
-        for number, inline in enumerate(place.inline):
-            operands = list(self._line.operands(place))
-            if place.instruction.opcode == "conditional":
-                operands = operands[number + 1 : number + 2]
-            for parameter, operand in zip(inline.computation.parameters, operands, strict=False):
-                if operand in self._carried:
-                    self._carried[inline.scope, parameter.name] = self._carried[operand]
+    def _finish(self, place: Place, one: _Open, results: tuple[Shape, ...]) -> None:
+        one.done = place.index
+        one.results = one.results or results
+        self.own.add(place.index)
 
     def _collectives_in(self, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
         """The collectives inside a fusion or what an asynchronous call starts."""
@@ -291,6 +231,11 @@ class _Search:
                 elif one.opcode == "fusion":
                     found += self._collectives_in(one)
         return self._inside[name]
+
+
+def _operands(place: Place) -> tuple[Shape, ...]:
+    instructions = (place.computation.by_name[name] for name in place.instruction.operands)
+    return tuple(leaf for one in instructions for leaf in leaves(one.shape))
 
 
 def _record(module: Module, one: _Open, last: int) -> Collective:
@@ -338,7 +283,6 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
         across_slices=bool(between),
         module=labels[0][1],
         phase=labels[0][0],
-        source=core.source or instruction.source,
     )
 
 

@@ -27,7 +27,6 @@ _CALLED = re.compile(
 )
 _METADATA = re.compile(r'\bmetadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)\}')
 _FIELD = re.compile(r'\b(\w+)=("(?:[^"\\]|\\.)*"|-?\d+)')
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 # Tokens that matter for nesting: an entire string, or one bracket.
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 
@@ -77,20 +76,6 @@ class Tuple:
 def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
     """All arrays of a shape, in order."""
     return shape.leaves if isinstance(shape, Tuple) else (shape,)
-
-
-def span(shape: Shape | Tuple, place: tuple[int, ...]) -> tuple[int, int]:
-    """The range of leaves below an index such as ``(2, 0)``: first, and one past the last.
-
-    Raises ValueError if the shape has no such index.
-    """
-    start = 0
-    for number in place:
-        if not isinstance(shape, Tuple) or number >= len(shape.parts):
-            raise ValueError(f"{shape} has nothing at {place}")
-        start += sum(len(leaves(part)) for part in shape.parts[:number])
-        shape = shape.parts[number]
-    return start, start + len(leaves(shape))
 
 
 @lru_cache(maxsize=1 << 14)  # programs repeat few shapes often
@@ -159,21 +144,11 @@ class Instruction:
         return tuple(names)
 
     @cached_property
-    def _metadata(self) -> Mapping[str, str]:
-        found = _METADATA.search(self.attributes)
-        fields = _FIELD.findall(found[1]) if found else ()
-        return {k: _unescape(v[1:-1] if v[0] == '"' else v) for k, v in fields}
-
-    @property
     def op_name(self) -> str:
         """The name that the tracing framework gave the operation, with its scopes."""
-        return self._metadata.get("op_name", "")
-
-    @property
-    def source(self) -> str:
-        """The ``file:line`` that traced the operation, or ""."""
-        file, line = (self._metadata.get(f"source_{part}", "") for part in ("file", "line"))
-        return f"{file}:{line}" if file and line else file
+        metadata = _METADATA.search(self.attributes)
+        fields = dict(_FIELD.findall(metadata[1])) if metadata else {}
+        return _unescape(fields.get("op_name", "")[1:-1])
 
     @cached_property
     def backend_config(self) -> Mapping:
@@ -196,11 +171,6 @@ class Instruction:
                 start = at + len(key) + 1
                 return text[start : _end_of_item(text, start)].strip()
         return None
-
-    @cached_property
-    def aliases(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
-        """``output_to_operand_aliasing``: (index in the output, operand, index in the operand)."""
-        return _aliases(self.attribute("output_to_operand_aliasing") or "")
 
 
 @dataclass(eq=False)
@@ -230,14 +200,12 @@ class Computation:
 class Module:
     """An entire program.
 
-    ``aliases`` has (index in the output, argument number, index in the argument) for every output
-    that reuses the buffer of a donated argument. ``devices``: the number of devices that run it.
+    ``devices``: the number of devices that run it.
     """
 
     name: str
     computations: Mapping[str, Computation]
     entry: Computation
-    aliases: tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]
     devices: int
     scheduled: bool
 
@@ -282,13 +250,10 @@ def parse_module(text: str) -> Module:
     if entry is None:
         raise ValueError(f"the module {header[:80]!r} has no ENTRY computation")
     counts = dict(_FIELD.findall(header))
-    found = re.search(r"\binput_output_alias=", header)
-    aliased = header[found.end() : _end_of_item(header, found.end())] if found else ""
     return Module(
         name=header.split()[1].rstrip(","),
         computations=computations,
         entry=entry,
-        aliases=_aliases(aliased),
         devices=int(counts.get("replica_count", 1)) * int(counts.get("num_partitions", 1)),
         scheduled="is_scheduled=true" in header,
     )
@@ -393,12 +358,6 @@ def _split(text: str) -> list[str]:
         items.append(text[start:end])
         start = end + 1
     return items
-
-
-def _aliases(text: str) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
-    return tuple(
-        (numbers(out), int(number), numbers(place)) for out, number, place in _ALIAS.findall(text)
-    )
 
 
 def _unescape(text: str) -> str:

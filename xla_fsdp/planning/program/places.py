@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -13,21 +13,12 @@ from .hlo import Computation, Instruction, Module, Shape
 _WITHOUT_OPERANDS = ("parameter", "constant")  # they have a number or a literal instead
 
 
-@dataclass(frozen=True)
-class Inline:
-    """A computation that runs at a place.
-
-    ``scope`` distinguishes the instances of a computation that is called more than once.
-    """
-
-    computation: Computation
-    scope: int
-
-
 @dataclass(eq=False)
 class Place:
-    """An instruction at its place in the schedule. It runs ``times`` times. ``path``: its
-    ``op_name`` after those of the instructions that call its ``computation``."""
+    """An instruction at its place in the schedule. It runs ``times`` times. ``scope`` distinguishes
+    the instances of a ``computation`` that is called more than once. ``path``: its ``op_name``
+    after those of the instructions that call its ``computation``. ``inline``: the scopes of the
+    computations that it calls, of a loop those of condition and body."""
 
     index: int
     instruction: Instruction
@@ -35,7 +26,7 @@ class Place:
     scope: int
     times: int
     path: str
-    inline: list[Inline] = field(default_factory=list)  # of a loop: condition, body
+    inline: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -86,8 +77,8 @@ def line_up(module: Module) -> Line:
             else:
                 called = [module.named(name, instruction) for name in instruction.called]
             for one in called:
-                place.inline.append(Inline(one, next(scopes)))
-                add(one, place.inline[-1].scope, inner, inside)
+                place.inline.append(next(scopes))
+                add(one, place.inline[-1], inner, inside)
 
     add(module.entry, 0, 1, "")
     return line
@@ -144,11 +135,8 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
     def element(trip: int, place: int) -> int | None:
         if (trip, place) not in state:
-            state[trip, place] = (
-                frame(body, trip - 1).element(body.root.name, place)
-                if trip
-                else outside.element(loop.operands[0], place)
-            )
+            before = frame(body, trip - 1) if trip else outside
+            state[trip, place] = before.value(body.root.name if trip else loop.operands[0], place)
         return state[trip, place]
 
     def frame(part: Computation, trip: int) -> _Frame:
@@ -176,52 +164,43 @@ class _Frame:
     computation: Computation
     given: Callable[[int, int | None], int | None]
 
-    def element(self, name: str, place: int) -> int | None:
-        """An element of a value that is a tuple."""
-        instruction = self.computation.by_name[name]
-        if instruction.opcode == "tuple":
-            return self.value(instruction.operands[place])
-        if instruction.opcode == "parameter":
-            return self.given(int(instruction.operands[0]), place)
-        if instruction.opcode in ("fusion", "call"):
-            inner = self._inner(instruction)
-            return inner.element(inner.computation.root.name, place)
-        if instruction.opcode in _SAME:
-            return self.element(instruction.operands[0], place)
-        if instruction.opcode == "copy-start":
-            return self.value(instruction.operands[0]) if place in (0, 1) else None
-        return None
+    def value(self, name: str, place: int | None = None) -> int | None:
+        """A value that is an integer, or a truth value as 0 or 1.
 
-    def value(self, name: str) -> int | None:
-        """A value that is an integer, or a truth value as 0 or 1."""
+        ``place``: of an element, if the value is a tuple.
+        """
         instruction = self.computation.by_name[name]
-        shape, opcode = instruction.shape, instruction.opcode
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "parameter":
+            return self.given(int(operands[0]), place)
+        if opcode in ("fusion", "call"):
+            inner = _Frame(self.module, self.module.called_by(instruction), self._given(operands))
+            return inner.value(inner.computation.root.name, place)
+        if opcode == "tuple":
+            return None if place is None else self.value(operands[place])
+        if opcode == "get-tuple-element":
+            return self.value(operands[0], int(instruction.attribute("index") or 0))
+        if opcode == "copy-start":  # a tuple of result, operand and context
+            return self.value(operands[0]) if place in (0, 1) else None
+        if opcode == "copy-done":
+            return self.value(operands[0], 0)
+        if opcode in _SAME:
+            return self.value(operands[0], place)
+        shape = instruction.shape
         if not isinstance(shape, Shape) or any(d != 1 for d in shape.dims):
             return None
         if opcode == "constant":
-            return _literal(instruction.operands[0])
-        if opcode == "parameter":
-            return self.given(int(instruction.operands[0]), None)
-        if opcode == "get-tuple-element":
-            return self.element(instruction.operands[0], int(instruction.attribute("index") or 0))
-        if opcode == "copy-done":
-            return self.element(instruction.operands[0], 0)
-        if opcode in ("fusion", "call"):
-            inner = self._inner(instruction)
-            return inner.value(inner.computation.root.name)
+            return _literal(operands[0])
         found = self._computed(instruction, shape.dtype)
         return None if found is None else _wrapped(found, shape.dtype)
 
-    def _inner(self, instruction: Instruction) -> _Frame:
-        def given(number: int, place: int | None) -> int | None:
-            operand = instruction.operands[number]
-            return self.value(operand) if place is None else self.element(operand, place)
-
-        return _Frame(self.module, self.module.called_by(instruction), given)
+    def _given(self, operands: Sequence[str]) -> Callable[[int, int | None], int | None]:
+        """The parameters of a computation that is called with ``operands``."""
+        return lambda number, place: self.value(operands[number], place)
 
     def _computed(self, instruction: Instruction, dtype: str) -> int | None:
         opcode, operands = instruction.opcode, instruction.operands
-        if opcode in _SAME or opcode in _WRAPPED:
+        if opcode in _WRAPPED:
             return self.value(operands[0])
         if opcode == "select":
             chosen = self.value(operands[0])
@@ -229,9 +208,8 @@ class _Frame:
         if opcode == "not":
             value = self.value(operands[0])
             return None if value is None else ~value
-        how = _BINARY.get(
-            instruction.attribute("direction") or "" if opcode == "compare" else opcode
-        )
+        direction = instruction.attribute("direction") or ""
+        how = _BINARY.get(direction if opcode == "compare" else opcode)
         if how is None:
             return None
         left, right = (self.value(o) for o in operands)

@@ -14,7 +14,7 @@ from math import prod
 from ...tpu.chips import Chip
 from ..records import Buffer, Collective, HostCopy, Op, Schedule
 from .assignment import Assignment, Value, without_overlap
-from .collectives import find_collectives
+from .collectives import Found, find_collectives
 from .flops import is_kernel, kernel_cycles
 from .hlo import HOST, Instruction, Module, Shape, leaves, parse_module
 from .places import Line, Place, line_up
@@ -42,6 +42,17 @@ _MOVES = frozenset(
 )
 
 
+def read_line(text: str) -> tuple[Line, Found, Labels]:
+    """The instructions of a scheduled module in one sequence, its collectives, and the phase and
+    module of each instruction. Raises ValueError as ``read_schedule``."""
+    module = parse_module(text)
+    if not module.scheduled:
+        raise ValueError(f"module {module.name!r} is not scheduled (no is_scheduled=true)")
+    line = line_up(module)
+    found = find_collectives(line)
+    return line, found, Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
+
+
 def read_schedule(
     text: str, assignment: Assignment, arguments: Sequence[str] = (), chip: Chip | None = None
 ) -> Schedule:
@@ -55,12 +66,7 @@ def read_schedule(
 
     Raises ValueError if ``text`` is not HLO, or if it is not scheduled.
     """
-    module = parse_module(text)
-    if not module.scheduled:
-        raise ValueError(f"module {module.name!r} is not scheduled (no is_scheduled=true)")
-    line = line_up(module)
-    found = find_collectives(line)
-    labels = Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
+    line, found, labels = read_line(text)
     ops = tuple(_ops(line, found.places, labels, chip))
     buffers = _buffers(line, labels, assignment, arguments)
     change = [0] * (len(line.places) + 1)
@@ -76,8 +82,6 @@ def read_schedule(
         buffers=buffers,
         curve=curve,
         peak_index=max(range(len(curve)), key=curve.__getitem__),
-        # A program with one output has no tuple of outputs; the index of its output is ().
-        aliased={out[0] if out else 0: argument for out, argument, _ in module.aliases},
         notes=tuple(line.notes + found.notes + _untimed(line, chip)),
         to_host=sum(one.bytes * one.times for one in copies if one.to_host),
         to_device=sum(one.bytes * one.times for one in copies if not one.to_host),

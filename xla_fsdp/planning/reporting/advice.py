@@ -16,7 +16,7 @@ from typing import Any
 from ..records import Collective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
 from ..tracing.units import TracedUnit
-from .tables import GIB, MIB, TINY, count, units, wire
+from .tables import GIB, MIB, TINY, count, timed_ops, units, wire
 
 _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
@@ -321,11 +321,8 @@ def _gathers_of_loops(found: Situation) -> Iterator[Suggestion]:
 
 def _attention_kernel(found: Situation) -> Iterator[Suggestion]:
     """A kernel does not store the scores of attention in HBM."""
-    took = [op for op in found.schedule.ops if op.work == "attention"]
-    if not took or not found.timing.compute:
-        return
-    cycles = sum(op.cycles * op.times for op in found.schedule.ops)
-    seconds = found.timing.compute * sum(op.cycles * op.times for op in took) / max(cycles, 1)
+    timed = timed_ops(found.schedule, found.timing)
+    seconds = sum(taken for op, taken in timed.items() if op.work == "attention")
     if seconds < _LEAST_SHARE * found.timing.step:
         return
     what = f"attention takes {1e3 * seconds:,.2f} ms of a step without a kernel"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ import numpy
 from ... import extras
 from ...deprecated import accept_old_names
 from ..compiling.cache import write_whole
-from ..records import CompilerMemory, HostNeeds, Part, Schedule, Timing
+from ..records import CompilerMemory, HostNeeds, Part, Schedule, Timing, reader
 from . import page, tables
 from .page import target, target_of_plot
 from .tables import GIB, MB, MB_MEANS, MIB, TINY, aligned, count, figure, share, wire
@@ -188,7 +186,7 @@ class Report:
             found = data.get("version")
             raise ValueError(f"{source} has version {found!r}, allowed is {_VERSION}: plan again")
         try:
-            report: Report = _reader(cls)(data.get("report"))
+            report: Report = reader(cls)(data.get("report"))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             found = f"{type(error).__name__}: {error}"
             message = f"{source} is damaged ({found}): {_EXPECTED}; plan again"
@@ -392,28 +390,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numpy.generic):
         return value.item()
     raise TypeError(f"{value!r:.60} in a report: allowed are data classes and types of JSON")
-
-
-def _reader(kind: Any) -> Callable[[Any], Any]:
-    """A function that converts a value from JSON to the type of an annotation."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind):
-        readers = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
-        return lambda value: kind(**{name: readers[name](item) for name, item in value.items()})
-    if origin is types.UnionType:
-        one = _reader(inner[0])
-        return lambda value: None if value is None else one(value)
-    if origin in (tuple, Sequence):
-        one = _reader(inner[0])
-        return lambda value: tuple([one(item) for item in _checked(value, list)])
-    if origin is Mapping:
-        key, one = inner[0], _reader(inner[1])
-        return lambda value: {key(k): one(item) for k, item in _checked(value, dict).items()}
-    return lambda value: _checked(value, (int, float) if kind is float else kind)
-
-
-def _checked(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind):
-        name = getattr(kind, "__name__", "a number")
-        raise TypeError(f"{value!r:.60} where {name} belongs")
-    return value

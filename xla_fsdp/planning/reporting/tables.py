@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ..records import KINDS, Buffer, Collective, HostNeeds, Op, Schedule
+from ..records import KINDS, Buffer, Collective, HostNeeds, Op, Schedule, Timing
 
 if TYPE_CHECKING:
     from .report import Report
@@ -369,30 +369,41 @@ def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
     return *map(str, numbers), figure(wire(some) / MB, 1)
 
 
-def _by_unit(report: Report, most: int = 5) -> Section:
-    """Bytes by top-level unit, the largest first, numbered ones together.
-
-    Empty if the program names no modules.
-    """
+def _by_unit(report: Report) -> Section:
+    """Bytes by top-level unit. Empty if the program names no modules."""
     collectives = report.schedule.collectives
-    unit = units(c.module for c in collectives)
-    found: dict[str, list[Collective]] = {}
+    found = _grouped(collectives, lambda c: c.wire_bytes * c.times, 5)
+    rows = tuple((name, *_counts(some)) for name, some in found)
+    return Section("Collectives by module", _COUNTED, rows)
+
+
+T = TypeVar("T", Op, Collective)
+
+
+def _grouped(
+    items: Sequence[T], size: Callable[[T], float], most: int
+) -> list[tuple[str, list[T]]]:
+    """Items by top-level unit, those with the largest size first and the smallest together.
+
+    Numbered units, such as equal blocks, are one. Nothing if no item has a module.
+    """
+    unit = units(one.module for one in items)
+    if not any(unit.values()):
+        return []
+    found: dict[str, list[T]] = {}
     members: dict[str, set[str]] = {}
-    for c in collectives if any(unit.values()) else ():
-        name = _NUMBER.sub(".N", unit[c.module]) or "(no module)"
-        found.setdefault(name, []).append(c)
-        members.setdefault(name, set()).add(unit[c.module])
-    ranked = sorted(found.items(), key=lambda item: -wire(item[1]))
-    rows = [(_together(name, members[name]), *_counts(some)) for name, some in ranked[:most]]
-    if len(ranked) > most:
-        rest = [c for _, some in ranked[most:] for c in some]
-        rows.append((f"{len(ranked) - most} smaller", *_counts(rest)))
-    return Section("Collectives by module", _COUNTED, tuple(rows))
-
-
-def _together(name: str, members: Collection[str]) -> str:
-    """The name of a row for several numbered modules."""
-    return f"{short(name, 36)} ({len(members)})" if len(members) > 1 else short(name, 40)
+    for one in items:
+        name = _NUMBER.sub(".N", unit[one.module]) or "(no module)"
+        found.setdefault(name, []).append(one)
+        members.setdefault(name, set()).add(unit[one.module])
+    ranked = sorted(found.items(), key=lambda item: -sum(map(size, item[1])))
+    groups = []
+    for name, some in ranked[:most]:
+        alike = len(members[name])
+        groups.append((f"{short(name, 36)} ({alike})" if alike > 1 else short(name, 40), some))
+    if rest := [one for _, some in ranked[most:] for one in some]:
+        groups.append((f"{len(ranked) - most} smaller", rest))
+    return groups
 
 
 def _traffic(report: Report) -> Section:
@@ -449,7 +460,7 @@ def time_by_kind(report: Report) -> dict[str, float]:
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
         return {}
     found = dict.fromkeys(_KIND_OF_WORK.values(), 0.0) | {_RECOMPUTATION: 0.0, _OPTIMIZER: 0.0}
-    for op, seconds in _timed_ops(report):
+    for op, seconds in timed_ops(report.schedule, report.timing).items():
         if op.phase == "optimizer":
             kind = _OPTIMIZER
         elif op.recomputed:
@@ -462,11 +473,10 @@ def time_by_kind(report: Report) -> dict[str, float]:
     return {kind: seconds for kind, seconds in found.items() if seconds}
 
 
-def _timed_ops(report: Report) -> list[tuple[Op, float]]:
-    """The operations of a step with their modelled seconds."""
-    cycles = sum(op.cycles * op.times for op in report.schedule.ops)
-    second = share(report.timing.compute, cycles)
-    return [(op, second * op.cycles * op.times) for op in report.schedule.ops if op.cycles]
+def timed_ops(schedule: Schedule, timing: Timing) -> dict[Op, float]:
+    """The operations of a step that have a time, and their modelled seconds."""
+    second = share(timing.compute, sum(op.cycles * op.times for op in schedule.ops))
+    return {op: second * op.cycles * op.times for op in schedule.ops if op.cycles}
 
 
 def _time_by_kind(report: Report) -> Section:
@@ -477,27 +487,18 @@ def _time_by_kind(report: Report) -> Section:
     return Section("Where the time goes: MODEL", ("", "of a step"), tuple(rows))
 
 
-def _time_by_module(report: Report, most: int = 8) -> Section:
-    """Compute by top-level unit and phase; numbered units, such as equal blocks, are added up."""
+def _time_by_module(report: Report) -> Section:
+    """Compute by top-level unit and phase."""
     columns = ("forward", "recomputed", "backward", "optimizer", "other")
-    found: dict[str, dict[str, float]] = {}
-    members: dict[str, set[str]] = {}
-    timed = [] if report.parts or not report.timed else _timed_ops(report)
-    unit = units(op.module for op, _ in timed)
-    for op, seconds in timed if any(unit.values()) else ():
-        name = _NUMBER.sub(".N", unit[op.module]) or "(no module)"
-        members.setdefault(name, set()).add(unit[op.module])
-        column = "recomputed" if op.recomputed else op.phase or "other"
-        times = found.setdefault(name, dict.fromkeys(columns, 0.0))
-        times[column] += seconds
-    ranked = sorted(found.items(), key=lambda item: -sum(item[1].values()))
-    rows = []
-    for name, times in ranked[:most]:
-        shown = _together(name, members[name])
-        rows.append((shown, *(figure(1e3 * times[one], 2) for one in columns)))
-    if ranked[most:]:
-        rest = [sum(times[one] for _, times in ranked[most:]) for one in columns]
-        rows.append(("others", *(figure(1e3 * seconds, 2) for seconds in rest)))
+    if report.parts or not report.timed:  # the schedule has one program of a streamed step
+        return Section("", (), ())
+    seconds = timed_ops(report.schedule, report.timing)
+    rows: list[tuple[str, ...]] = []
+    for name, ops in _grouped(list(seconds), seconds.__getitem__, 8):
+        times = dict.fromkeys(columns, 0.0)
+        for op in ops:
+            times["recomputed" if op.recomputed else op.phase or "other"] += seconds[op]
+        rows.append((name, *(figure(1e3 * times[one], 2) for one in columns)))
     return Section("Compute by module, ms: MODEL", columns, tuple(rows))
 
 

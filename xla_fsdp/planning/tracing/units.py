@@ -19,7 +19,6 @@ from torch import nn
 
 from ...names import is_wrapper
 from ...sharding.comm_plan import (
-    SMALL_BYTES,
     Collective,
     Divisors,
     plan_gathers,
@@ -32,18 +31,16 @@ from .naming import plain
 class OnWire(NamedTuple):
     """What one collective sends: a full tensor with padding, or several small ones.
 
-    ``rows``: its length along dimension 0. ``shared``: whether it is for small tensors.
+    ``rows``: its length along dimension 0.
     """
 
     bytes: int
     rows: int
-    shared: bool = False
 
     @classmethod
     def of(cls, planned: Collective) -> OnWire:
         """What ``planned`` sends."""
-        shared = len(planned.tensors) > 1 or planned.bytes <= SMALL_BYTES
-        return cls(planned.bytes, planned.ranks * planned.shape[0], shared)
+        return cls(planned.bytes, planned.ranks * planned.shape[0])
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,17 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from ...compiled.host_options import HostOptions, host_options
-from ...plan_compiler import Compiler, find_compiler
-from ...tpu.calibration import Calibration, calibrated, read
-from ...tpu.topology import Slice, resolve
+from ...compiled.host_options import HostOptions
+from ...tpu.calibration import Calibration, calibrated
 from ...wording import to_one_line
-from ..compiling.cache import PlanCache
-from ..compiling.compiler import CompileError, compile_step, require_extra
+from ..compiling.compiler import CompileError, Target
 from ..compiling.progress import Progress
 from ..make_report import make_report
 from ..tracing.step import TracedStep, trace_step
 from .blocks import Blocks
 from .estimate import Estimates
 from .facts import StepFacts, facts_of
-from .search import Measured, Search, extrapolate, what_would_fit
+from .search import ImpossibleError, Measured, Search, extrapolate, what_would_fit
 from .settings import ShallowSettings, ShardingSettings
 from .space import DEPTHS, MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
@@ -117,20 +114,14 @@ def tune(
         if batch is not None:
             raise ValueError("batch and search['batch'] exclude each other: leave one out")
         batches = wanted.pop("batch")
-    where = resolve(topology)
-    figures = None if calibration is None else read(calibration)
-    modelled = calibrated(where, figures)
-    used = find_compiler(compiler)
-    used.require_knows(where.chip)
-    require_extra(used)
     shown = _SearchProgress(budget) if progress else _SearchProgress(budget, None)
-    steps = _Steps(
-        step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown, figures, used
-    )
+    target = Target.of(topology, compiler, launcher, compiler_options, cache, shown, calibration)
+    where, modelled = target.where, calibrated(target.where, target.measured)
+    steps = _Steps(step, target, shown)
     own, why_no_own = None, ""
     if baseline is not None:
         try:
-            own = steps.compile("your own step", baseline, steps.host({}))
+            own = steps.compile("your own step", baseline, target.host())
         except CompileError as error:
             why_no_own = f"Your own step was not compiled: {to_one_line(error, 200)}"
     with shown.while_doing(f"analysing a step on {where.name}"):
@@ -139,10 +130,10 @@ def tune(
             one: facts_of(steps.trace, modelled.chip, where.devices, batches[0], one)
             for one in names
         }
-        scans, why_not = _scans(steps.trace, wanted, facts["blocks"], batches[0])
-        steps.blocks, how_deep = _extrapolated(steps.trace, facts["blocks"], batches[0])
+        scans, why_not = _scans(steps.try_trace, wanted, facts["blocks"], batches[0])
+        steps.blocks, how_deep = _extrapolated(steps.try_trace, facts["blocks"], batches[0])
     space = Space.of(facts["blocks"], modelled, batches, scans, wanted)
-    capacity = where.chip.device_usable_hbm_bytes(steps.host({}).chip_config)
+    capacity = where.chip.device_usable_hbm_bytes(target.host().chip_config)
     estimates = Estimates(facts, modelled)
     search_ = Search(
         space, estimates, steps.measure, capacity, budget, shown.say,
@@ -172,66 +163,66 @@ def tune(
     )
 
 
+# What a step raises that does not work with some settings, or with fewer blocks.
+_NOT_POSSIBLE = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
+
+
 class _Steps:
     """Traces and compiles steps on one slice."""
 
-    def __init__(
-        self,
-        step: Step,
-        where: Slice,
-        further: Mapping[str, str],
-        launcher: str,
-        cache: PlanCache,
-        progress: _SearchProgress,
-        figures: Calibration | None,
-        compiler: Compiler,
-    ) -> None:
-        self._step, self._where, self._figures = step, where, figures
-        self._compiler = compiler
-        self._further, self._launcher = further, launcher
-        self._cache, self._progress = cache, progress
+    def __init__(self, step: Step, target: Target, progress: _SearchProgress) -> None:
+        self._step, self._target, self._progress = step, target, progress
         self.from_cache = 0
         # The number of blocks, if figures are extrapolated from programs with few of them.
         self.blocks = 0
         # What a program of all blocks took to compile without a loop, and two of few; 0: unknown.
         self._full_seconds = self._few_seconds = 0.0
 
-    def host(self, options: Mapping[str, str]) -> HostOptions:
-        """The options of libtpu on such a host, with the compiler ``options`` of settings added."""
-        return host_options(
-            self._where.chip, self._launcher, {**options, **self._further},
-            libtpu=self._compiler.library,
-        )  # fmt: skip
+    def _possible(self, settings: ShardingSettings) -> Callable[[], Any]:
+        """The step with ``settings``. Raises ImpossibleError if it does not work with them."""
+
+        def step() -> Any:
+            try:
+                return self._step(settings)
+            except _NOT_POSSIBLE as error:
+                raise ImpossibleError(to_one_line(error, 200)) from error
+
+        return step
 
     def trace(self, settings: ShardingSettings) -> TracedStep:
-        return self._traced(lambda: self._step(settings), self.host(settings.compiler_options))
+        """The traced step with ``settings``. Raises what the step raises."""
+        host = self._target.host(settings.compiler_options)
+        return self._traced(partial(self._step, settings), host)
+
+    def try_trace(self, settings: ShardingSettings) -> TracedStep:
+        """As ``trace``, but raises ImpossibleError if the step does not work with ``settings``."""
+        return self._traced(self._possible(settings), self._target.host(settings.compiler_options))
 
     def measure(self, settings: ShardingSettings, full: bool) -> Measured:
         """``full``: with all blocks; otherwise extrapolate where that is possible."""
-        host, name = self.host(settings.compiler_options), str(settings)
+        host, name = self._target.host(settings.compiler_options), str(settings)
         alike = settings.recompute in ("none", "all") and not settings.kept_blocks
         pays = not self._full_seconds or self._few_seconds < self._full_seconds
         if full or settings.scan or not (self.blocks and alike and pays):
-            found = self.compile(name, lambda: self._step(settings), host)
+            found = self.compile(name, self._possible(settings), host)
             if not settings.scan:
                 self._full_seconds = found.compile_seconds
             return found
         few = [
-            self.compile(f"{name}, {one.depth} blocks", partial(self._step, one), host)
+            self.compile(f"{name}, {one.depth} blocks", self._possible(one), host)
             for one in (ShallowSettings.of(settings, depth) for depth in DEPTHS)
         ]
         self._few_seconds = sum(one.compile_seconds for one in few)
         return extrapolate(few, DEPTHS, self.blocks)
 
     def compile(self, name: str, step: Callable[[], Any], host: HostOptions) -> Measured:
+        target = self._target
         with self._progress.while_doing(f"tracing {name}"):
             traced = self._traced(step, host)
         with self._progress.while_compiling():
-            compiled = compile_step(
-                traced.program, self._where, host, self._cache, self._progress, self._compiler
-            )
+            compiled = target.compile(traced.program, host)
         self.from_cache += compiled.from_cache
-        report = make_report(self._where, compiled, traced, (0,), 1, "", host, self._figures)
+        report = make_report(target.where, compiled, traced, (0,), 1, "", host, target.measured)
         timing, fits = report.timing, report.fits
         return Measured(
             seconds=timing.step if fits else 0.0,
@@ -245,22 +236,14 @@ class _Steps:
         )
 
     def _traced(self, step: Callable[[], Any], host: HostOptions) -> TracedStep:
-        traced = trace_step(step, 0, self._where.devices, self._where, host.arguments)
+        where = self._target.where
+        traced = trace_step(step, 0, where.devices, where, host.arguments)
         if traced.parts:
             raise ValueError(
                 "tune searches steps of one program, and CPUOffload(stream=True) makes several: "
                 "tune without stream, and plan the settings with it"
             )
         return traced
-
-
-def _why_impossible(trace: Callable[[ShardingSettings], Any], settings: ShardingSettings) -> str:
-    """Why a step with ``settings`` cannot be traced; "" if it can."""
-    try:
-        trace(settings)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return to_one_line(error, 200)
-    return ""
 
 
 def _scans(
@@ -272,8 +255,10 @@ def _scans(
     """Whether the blocks can run in one loop, and a note on it (empty if there is none)."""
     if True not in wanted.get("scan", (True,)) or len(facts.blocks) < 2:
         return False, ""
-    if why := _why_impossible(trace, ShardingSettings(batch=batch, scan=True, recompute="all")):
-        return False, f"Blocks cannot be scanned: {why}"
+    try:
+        trace(ShardingSettings(batch=batch, scan=True, recompute="all"))
+    except ImpossibleError as error:
+        return False, f"Blocks cannot be scanned: {error}"
     return True, ""
 
 
@@ -287,10 +272,9 @@ def _extrapolated(
     try:
         units = len(trace(ShallowSettings(batch=batch, depth=DEPTHS[0])).units)
         if len(facts.units) - units != blocks - DEPTHS[0]:
-            raise ValueError(f"without them, {units} of {len(facts.units)} units are left")
-    except (ValueError, TypeError, RuntimeError, IndexError, AttributeError, KeyError) as error:
-        why = to_one_line(error, 200)
-        return 0, f"Every program had all blocks, since none can be left out: {why}"
+            raise ImpossibleError(f"without them, {units} of {len(facts.units)} units are left")
+    except ImpossibleError as error:
+        return 0, f"Every program had all blocks, since none can be left out: {error}"
     return blocks, (
         f"Without scan, figures of {blocks} blocks are first extrapolated from {DEPTHS[0]} and "
         f"{DEPTHS[1]} of them; the best was then compiled with all."

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from ...collectives.routes import Routes
@@ -39,10 +39,6 @@ from .settings import ShardingSettings, keeps
 # Code size for every block that is compiled separately: 50 MiB for four blocks of workload S on
 # v3-8, 393 MiB for 32 (docs/how-to/scan-layers.md).
 CODE_BYTES = 12 << 20
-# The share by which scan_prefetch=True increases compute. It is the mean of two plans with very
-# different results: 10 % more for GPT-3 13B on v5litepod-64, 5 % less for ViT-10B on v5litepod-256
-# (docs/design/benchmarks.md).
-AHEAD = 0.03
 
 
 @dataclass(frozen=True)
@@ -60,19 +56,20 @@ class UnitLinks(Links):
         super().__init__(where)
         self.where = where
         self._ways = Routes(where)
-        self.parts = lru_cache(maxsize=None)(self._parts)
-        self.on_rings = lru_cache(maxsize=None)(self._on_rings)
-        self._total = lru_cache(maxsize=None)(
-            lambda parts: sum(super(UnitLinks, self).seconds(part) for part in parts)
-        )
+        self._parts: dict[tuple, tuple[OneCollective, ...]] = {}
+        self._rings: dict[tuple, tuple[OnWire, ...]] = {}
+        self._totals: dict[tuple[OneCollective, ...], float] = {}
 
     def seconds(self, collective: Traffic) -> float:
         """Seconds of one execution, one part after the other."""
-        if isinstance(collective, UnitCollective):
-            return float(self._total(collective.parts))
-        return super().seconds(collective)
+        if not isinstance(collective, UnitCollective):
+            return super().seconds(collective)
+        parts = collective.parts
+        if parts not in self._totals:
+            self._totals[parts] = sum(map(super().seconds, parts))
+        return self._totals[parts]
 
-    def _parts(
+    def parts(
         self, kind: str, tensors: tuple[OnWire, ...], ranks: int, routes: str
     ) -> tuple[OneCollective, ...]:
         """The collectives of ``tensors`` over groups of ``ranks`` consecutive ranks.
@@ -80,7 +77,11 @@ class UnitLinks(Links):
         ``kind``: "all-gather", "reduce-scatter"; or "all-reduce", over the copies of parameters of
         which each is sharded over ``ranks`` consecutive ranks.
         """
-        return tuple(part for one in tensors for part in self._of(kind, one, ranks, routes))
+        key = kind, tensors, ranks, routes
+        if key not in self._parts:
+            every = (self._of(kind, one, ranks, routes) for one in tensors)
+            self._parts[key] = tuple(part for parts in every for part in parts)
+        return self._parts[key]
 
     def _of(self, kind: str, tensor: OnWire, ranks: int, routes: str) -> Iterator[OneCollective]:
         where, size = self.where, tensor.bytes
@@ -110,11 +111,15 @@ class UnitLinks(Links):
         (docs/design/time-model.md)."""
         return OneCollective(kind, size, (tuple(range(slices)),), across_slices=True)
 
-    def _on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
+    def on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
         """Those of ``tensors`` whose gradients are reduced around rings."""
-        full = ranks == self.where.devices and self.where.count == 1 and routes != "default"
-        return tuple(one for one in tensors
-                     if full and self._ways.reduction(one.bytes, one.rows).overlaps)  # fmt: skip
+        if ranks != self.where.devices or self.where.count > 1 or routes == "default":
+            return ()
+        if tensors not in self._rings:
+            self._rings[tensors] = tuple(
+                one for one in tensors if self._ways.reduction(one.bytes, one.rows).overlaps
+            )
+        return self._rings[tensors]
 
 
 @dataclass(frozen=True)
@@ -148,8 +153,8 @@ class Estimates:
         self._where = where
         # By figure and kind of candidate: the compiler's results over the estimates so far.
         self._ratios: dict[str, dict[tuple[str, bool], list[float]]] = {}
-        self.of = lru_cache(maxsize=None)(self._of)
-        self._memory = lru_cache(maxsize=None)(self._memory_of)
+        self._known: dict[ShardingSettings, Estimate] = {}
+        self._bytes: dict[ShardingSettings, tuple[float, float]] = {}
 
     def on(self, where: Slice) -> Estimates:
         """Estimates of the model on another slice, with the same corrections."""
@@ -208,8 +213,13 @@ class Estimates:
         ratios = known.get(kind_of(settings)) or [one for some in known.values() for one in some]
         return sum(ratios) / len(ratios) if ratios else 1.0
 
-    def _of(self, settings: ShardingSettings) -> Estimate:
-        """The estimate for ``settings``."""
+    def of(self, settings: ShardingSettings) -> Estimate:
+        """The estimate for ``settings``, without corrections."""
+        if settings not in self._known:
+            self._known[settings] = self._estimate(settings)
+        return self._known[settings]
+
+    def _estimate(self, settings: ShardingSettings) -> Estimate:
         state, working = self._memory(settings)
         units = self._units(settings)
         timing = time_step(self._schedule(units, settings), self._where, 0.0, links=self.links)
@@ -223,7 +233,6 @@ class Estimates:
         shared, hertz = settings.shard_group_size or self._where.devices, chip.clock_hz
         routes, one_loop = settings.collective_routes, settings.scan
         beside = chip.overlaps_gathers and (settings.scan_prefetch or not one_loop)
-        longer = 1 + AHEAD * settings.scan_prefetch
         ops: list[Op] = []
         sent: list[Collective] = []
         copies: list[HostCopy] = []
@@ -247,11 +256,10 @@ class Estimates:
         # Unit i computes its forward at an odd place, 2 i + 1; so do the backwards, after all of
         # these. Between two of them, at an even place, gradients are reduced.
         early, end = settings.forward_prefetch or one_loop, 2 * count + 1
-        units = _with_shared_collectives(units, settings)
         for at, unit in zip(range(1, end, 2), units, strict=True):
             start = at - 2 if beside and early and at > 1 else at
             send("all-gather", unit.gathered, start, at)
-            compute(at, longer * unit.forward, "forward")
+            compute(at, unit.forward, "forward")
             if unit.on_host:  # on the device are the inputs of two blocks
                 copies.append(HostCopy(at, min(at + 4, end), round(unit.on_host), to_host=True))
         early = settings.backward_prefetch == "pre" or one_loop
@@ -262,7 +270,7 @@ class Estimates:
                 send("all-gather", unit.gathered, start, at, min(ranks, shared))
             if unit.on_host:
                 copies.append(HostCopy(before, at, round(unit.on_host), to_host=False))
-            compute(at, longer * unit.backward, "backward")
+            compute(at, unit.backward, "backward")
             rings = self.links.on_rings(unit.reduced, shared, routes)
             send("reduce-scatter", tuple(o for o in unit.reduced if o not in rings), at + 1, at + 1)
             alone = one_loop and not settings.scan_prefetch  # the loop's iteration waits for it
@@ -273,17 +281,20 @@ class Estimates:
             compute(at, added / chip.device_hbm_bandwidth, "backward")
         compute(2 * end, 2 * facts.state / shared / chip.device_hbm_bandwidth, "optimizer")
         return Schedule(
-            2 * end + 1, tuple(ops), tuple(sent), (), (0,), 0, {}, host_copies=tuple(copies)
+            2 * end + 1, tuple(ops), tuple(sent), (), (0,), 0, host_copies=tuple(copies)
         )
 
-    def _memory_of(self, settings: ShardingSettings) -> tuple[float, float]:
+    def _memory(self, settings: ShardingSettings) -> tuple[float, float]:
         """Bytes of HBM: those that do not depend on how the model is computed, and the others."""
+        if settings in self._bytes:
+            return self._bytes[settings]
         units = self._units(settings)
         facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
         full = _full(_gathered(units, settings), settings)
         working = _activations(units) + _code(units, settings) + full
-        return state + facts.inputs, working
+        self._bytes[settings] = state + facts.inputs, working
+        return self._bytes[settings]
 
     def routes_matter(self, settings: ShardingSettings) -> bool:
         """Whether another ``collective_routes`` changes the route of any collective."""
@@ -294,7 +305,7 @@ class Estimates:
             links.parts(kind, tensors, ranks, "auto")
             != links.parts(kind, tensors, ranks, "default")
             or links.on_rings(tensors, ranks, "auto")
-            for unit in _with_shared_collectives(self._units(settings), settings)
+            for unit in self._units(settings)
             for kind, tensors in (("all-gather", unit.gathered), ("reduce-scatter", unit.reduced))
         )
 
@@ -334,23 +345,6 @@ class _Unit:
 def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[list[_Unit]]:
     """The units that are gathered together."""
     return [units] if settings.units == "model" else [[unit] for unit in units]
-
-
-def _with_shared_collectives(units: Sequence[_Unit], settings: ShardingSettings) -> Sequence[_Unit]:
-    """``units``; if all are one FSDP unit, the small tensors of all share the first collective.
-
-    Each large tensor is sent separately, and overlaps with what computes before its use.
-    """
-    if settings.units == "model":
-        for name in ("gathered", "reduced"):
-            every = [one for unit in units for one in getattr(unit, name)]
-            small = [one for one in every if one.shared]
-            together = OnWire(sum(o.bytes for o in small), sum(o.rows for o in small), True)
-            for unit in units:
-                setattr(unit, name, tuple(one for one in getattr(unit, name) if not one.shared))
-            if small:
-                setattr(units[0], name, (together, *getattr(units[0], name)))
-    return units
 
 
 def _activations(units: Sequence[_Unit]) -> float:

@@ -318,7 +318,7 @@ def _callers(line: Line) -> dict[int, Instruction]:
     for place in line.places:
         if place.instruction.opcode == "call":
             caller = found.get(place.scope, place.instruction)
-            found.update((inline.scope, caller) for inline in place.inline)
+            found.update(dict.fromkeys(place.inline, caller))
     return found
 
 

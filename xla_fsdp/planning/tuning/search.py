@@ -4,16 +4,8 @@ The figures of a deep model are first extrapolated from programs of few of its b
 candidate is then compiled with all of them. Inputs are offloaded to the host only where nothing
 fits without.
 
-A candidate saves values for the backward (``kept_blocks``, ``keep``) while the estimate has room:
-
-* Full parameters of units, so that some units use ZeRO-2 and the others ZeRO-3. A saved unit needs
-  no second gather; that saves the part of the gather's time that does not overlap with compute.
-  Where gathers overlap with compute, this may help only for the last unit: no other backward runs
-  before its own, so nothing overlaps with its gather.
-* Values of blocks in a loop that would otherwise be recomputed.
-
-The value that saves most time per byte comes first. Among equals the last one does, because its
-backward runs first.
+Blocks in a loop save values for the backward (``keep``) while the estimate has room. The value that
+saves most time per byte comes first.
 """
 
 from __future__ import annotations
@@ -42,6 +34,10 @@ _EQUAL = 1e-3
 _CLOSE = 1e-2
 # Compilations of an extrapolation.
 _EXTRAPOLATED = 2
+
+
+class ImpossibleError(RuntimeError):
+    """The step cannot be traced with some settings."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +111,8 @@ class Search:
 
     Args:
         measure: compiles a step with settings; with ``True``, the step with all of its blocks.
-            Raises ValueError or RuntimeError where these are not possible, CompileError where the
-            compiler fails.
+            Raises ImpossibleError where these are not possible, CompileError where the compiler
+            fails. Anything else ends the search.
         capacity: bytes of HBM that a step may take.
         budget: how many compilations, those of which the results were kept included.
         say: is told of each.
@@ -214,7 +210,7 @@ class Search:
         several = [
             with_worthwhile_keeps(one, self.estimates, self.capacity)
             for one in candidates
-            if ("keep" if one.scan else "kept_blocks") in self.space.by_worth
+            if self.space.chooses_keep
         ]
         every = list(dict.fromkeys([*candidates, *several, *around]))
         offload = not any(self._fits(one) for one in every if not one.offload)
@@ -271,7 +267,7 @@ class Search:
         except CompileError as error:
             self.compilations += 1
             said = self._impossible[settings] = f"the compiler failed: {first_line(error)}"
-        except (ValueError, RuntimeError) as error:
+        except ImpossibleError as error:
             said = self._impossible[settings] = f"not possible: {first_line(error)}"
         else:
             self.compilations += found.compilations
@@ -342,47 +338,29 @@ def too_much(hbm: float, capacity: float) -> str:
 def with_worthwhile_keeps(
     settings: ShardingSettings, estimates: Estimates, capacity: float
 ) -> ShardingSettings:
-    """``settings`` with the values of ``keep`` or ``kept_blocks`` that save time and fit.
+    """``settings`` with the values of ``keep`` that save time and fit.
 
     Returns ``settings`` if there are none, or if they already have some. ``capacity``: bytes of
     HBM.
     """
-    blocks = estimates.facts(settings).blocks
-    if settings.keep or settings.kept_blocks or settings.units == "model" or not blocks:
-        return settings
     # With scan_prefetch a precaution without a known reason: both models that were planned with
     # keep and scan_prefetch together were slower, but other settings differed as well (ViT-10B on
     # v5litepod-256, LLaMA 8B on v6e-64: benchmarks/LOG.md).
-    if settings.scan_prefetch or (not settings.scan and settings.reshard_after_forward is not True):
+    blocks = estimates.facts(settings).blocks
+    if settings.keep or settings.scan_prefetch or not settings.scan or not blocks:
         return settings
-    # The parts of the value of the setting; all units but the outermost, which is always kept.
-    parts: list[tuple[int | str, ...]]
-    if settings.scan:
-        parts = [(one.name,) for one in blocks[0].again]
-    elif settings.units != "blocks":
-        parts = [(unit.name,) for unit in blocks]
-    else:
-        parts = [(number,) for number in range(len(blocks))]
-
-    def keeping(chosen: Collection[int]) -> ShardingSettings:
-        value = tuple(one for number in sorted(chosen) for one in parts[number])
-        if settings.scan:
-            return settings.changed(keep=value)
-        if len(chosen) == len(parts):
-            return settings.changed(reshard_after_forward=False)
-        return settings.changed(kept_blocks=value)
-
-    plain = estimates.corrected(settings)
+    plain, order = estimates.corrected(settings), [one.name for one in blocks[0].again]
     worth = []
-    for number in range(len(parts)):
-        one = estimates.corrected(keeping([number]))
+    for name in order:
+        one = estimates.corrected(settings.changed(keep=(name,)))
         if (saved := plain.seconds - one.seconds) > 0:
-            worth.append((saved / max(one.hbm - plain.hbm, 1.0), number))
-    chosen: list[int] = []
-    for _, number in sorted(worth, reverse=True):
-        if estimates.needed(keeping([*chosen, number])) <= capacity:
-            chosen.append(number)
-    return keeping(chosen) if chosen else settings
+            worth.append((saved / max(one.hbm - plain.hbm, 1.0), name))
+    chosen = settings
+    for _, name in sorted(worth, reverse=True):
+        more = chosen.changed(keep=tuple(sorted((*chosen.keep, name), key=order.index)))
+        if estimates.needed(more) <= capacity:
+            chosen = more
+    return chosen
 
 
 # Changes with which a step that does not fit would fit.

@@ -70,11 +70,11 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Space:
-    """``values``: the values to try of each setting, the default first. ``by_worth``: settings for
-    which ``search.py`` also tries values that it chooses by the time they save."""
+    """``values``: the values to try of each setting, the default first. ``chooses_keep``: whether
+    ``search.py`` also tries values of ``keep`` that it chooses by the time they save."""
 
     values: Values
-    by_worth: frozenset[str] = frozenset()
+    chooses_keep: bool = True
 
     @classmethod
     def of(
@@ -104,13 +104,13 @@ class Space:
             "offload": (False, True) if blocks else (False,),
             "shard_group_size": (None, *together),
             "scan_prefetch": (False, True) if where.chip.overlaps_gathers else (False,),
-            "forward_prefetch": (True, False),
-            "backward_prefetch": PREFETCHES[:2],
-            "limit_all_gathers": (True, False),
+            "forward_prefetch": (True,),
+            "backward_prefetch": PREFETCHES[:1],
+            "limit_all_gathers": (True,),
             "collective_routes": COLLECTIVE_ROUTES,
             "scoped_vmem_kib": (None, *([vmem] if vmem else [])),
         }
-        return cls({**values, **search}, frozenset({"kept_blocks", "keep"} - set(search)))
+        return cls({**values, **search}, "keep" not in search)
 
     def main(self) -> list[ShardingSettings]:
         """All possible combinations of the main settings, those closest to the defaults first."""
@@ -138,7 +138,8 @@ class Space:
         for name in FINE:
             for value in self.values[name]:
                 other = best.changed(**{name: value})
-                if other != best and _differs(name, other, estimates):
+                differs = name != "collective_routes" or estimates.routes_matter(other)
+                if other != best and differs:
                     found.append(other)
         return found
 
@@ -173,12 +174,3 @@ def _pointless(chosen: Mapping[str, Any]) -> bool:
     if chosen["units"] == "model" and reshard is not True:
         return True  # the root always keeps its parameters
     return not isinstance(reshard, bool) and shared is not None and reshard >= shared
-
-
-def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
-    if name == "scoped_vmem_kib":
-        return True
-    if name == "collective_routes":
-        return estimates.routes_matter(other)
-    one = other.scan or other.units == "model"
-    return not one and len(estimates.facts(other).units) > 1
