@@ -6,7 +6,6 @@ Shape letters: ``N`` ranks share a parameter, ``d`` rows a rank in the shape tha
 from __future__ import annotations
 
 import abc
-import contextlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .block_state import BlockState
+from ..deprecated import removed_attribute
 from .comm_plan import Collective, Divisors, plan_reduction
 from .comms import Communicator, pack_gradients, split_shards, to_float32
 from .layout import Layout
@@ -31,10 +30,9 @@ class GradBucket(abc.ABC):
     shards, ``(d, ...)``. Everything is traced, so all ranks must do the same operations.
 
     Attributes:
-        names: dotted names of the parameters, in the order of :meth:`gradients`.
+        names: dotted names of the parameters, in the order of :meth:`gradients`. For scanned
+            blocks, where the hook is called once for all of them, without the number of the block.
         owner: an object that identifies the FSDP unit of the parameters; each unit has another.
-        block_names: for scanned blocks, where the hook is called once for all of them: the name of
-            each block. ``None`` elsewhere. ``names`` then omit the number of the block.
     """
 
     def __init__(
@@ -47,28 +45,14 @@ class GradBucket(abc.ABC):
         fulls: Sequence[torch.Tensor],
     ) -> None:
         self.names = tuple(names)
-        self.block_names: Sequence[tuple[str, ...]] | None = None
-        self.memory: BlockState | None = None
         self.owner = owner
         self._comms = comms
         self._planned = planned
         self._tensors = tensors
         self._fulls = fulls
 
-    def recall(self, kept: torch.Tensor) -> torch.Tensor:
-        """``kept``, a tensor that the hook stores from one backward to the next.
-
-        For scanned blocks ``kept`` has one row for each block, ``(len(block_names), ...)``, and
-        this returns the row of the block whose gradients are in the bucket.
-        """
-        return kept if self.memory is None else self.memory.recall(kept)
-
-    def remember(self, kept: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes ``value`` in place into what :meth:`recall` returns."""
-        if self.memory is None:
-            kept.copy_(value)
-        else:
-            self.memory.remember(kept, value)
+    def __getattr__(self, name: str) -> Any:
+        raise removed_attribute("GradBucket", name)
 
     @property
     def ranks(self) -> int:
@@ -267,21 +251,13 @@ class CommHook:
         tensors: Sequence[ShardedTensor],
         fulls: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        unit, memory = self.unit, self.unit.memory
-        kind = FullGradients if self.over == "all" else ReplicatedShards
-        with contextlib.nullcontext() if memory is None else memory.seen:
-            bucket = kind(unit, self._names(tensors), unit.comms, one, tensors, fulls)
-            if memory is not None:
-                bucket.block_names = [self._names(tensors, one) for one in range(memory.depth)]
-                bucket.memory = memory
-            return self._checked(self.hook(self.state, bucket), bucket)
-
-    def _names(self, tensors: Sequence[ShardedTensor], block: int | None = None) -> tuple[str, ...]:
         names: list[str] = []
         for tensor in tensors:
             members = len(tensor.layout.members) if self.over == "all" else 1
-            names += self.unit.names_of(tensor, members, block)
-        return tuple(names)
+            names += self.unit.names_of(tensor, members)
+        kind = FullGradients if self.over == "all" else ReplicatedShards
+        bucket = kind(self.unit, names, self.unit.comms, one, tensors, fulls)
+        return self._checked(self.hook(self.state, bucket), bucket)
 
     def _checked(self, reduced: object, bucket: GradBucket) -> torch.Tensor:
         said = f"the communication hook {_called(self.hook)} got gradients of {bucket.names}"
