@@ -1,4 +1,4 @@
-"""Public names of the last release that still work, with a DeprecationWarning, or were removed."""
+"""Public names of the last release that still work, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -15,23 +15,7 @@ RENAMED: dict[str, dict[str, str]] = {
     "ShardingSettings": {"shard_ranks": "shard_group_size", "operation_vmem": "scoped_vmem_kib"},
 }
 
-# By class: attributes that were removed, and what to do instead.
-REMOVED: dict[str, dict[str, str]] = {
-    "GradBucket": dict.fromkeys(
-        ("recall", "remember", "block_names"),
-        "no hook with it made a step shorter. Keep tensors in the hook's state; in a model with "
-        "scan_blocks, wrap each block separately",
-    ),
-}
-
 Class = TypeVar("Class", bound=type)
-
-
-def removed_attribute(owner: str, name: str) -> AttributeError:
-    """The error of an instance of class ``owner`` that has no attribute ``name``."""
-    if why := REMOVED[owner].get(name):
-        return AttributeError(f"{owner}.{name} was removed, because {why}")
-    return AttributeError(f"{owner!r} object has no attribute {name!r}")
 
 
 def new_name(owner: str, old: str) -> str | None:

@@ -444,16 +444,6 @@ class HookTensors(TorchFunctionMode):
 
     def _computed_from(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The recorded tensors that are still alive and are computed from ``arguments``."""
-        data, own = set(_data_of(arguments)), {id(argument) for argument in arguments}
-        alive = [(number, ref()) for number, ref in self._tensors.items() if number not in own]
-        return [
-            tensor
-            for _, tensor in alive
-            if tensor is not None and tensor.device.type == "xla"
-            if data.intersection(_data_of([tensor]))
-        ]
-
-
-def _data_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Ids of the buffers that ``tensors`` are computed from."""
-    return xlac.device_data_of(list(tensors))[0]
+        given, own = inputs_of(arguments), set(map(id, arguments))
+        alive = (ref() for number, ref in self._tensors.items() if number not in own)
+        return [one for one in alive if one is not None and inputs_of([one]) & given]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +14,8 @@ from typing import Any
 
 import torch
 
-from ..deprecated import removed_attribute
 from .comm_plan import Collective, Divisors, plan_reduction
 from .comms import Communicator, pack_gradients, split_shards, to_float32
-from .layout import Layout
 from .sharded_tensor import ShardedTensor
 from .unit import Unit
 
@@ -32,12 +29,10 @@ class GradBucket(abc.ABC):
     Attributes:
         names: dotted names of the parameters, in the order of :meth:`gradients`. For scanned
             blocks, where the hook is called once for all of them, without the number of the block.
-        owner: an object that identifies the FSDP unit of the parameters; each unit has another.
     """
 
     def __init__(
         self,
-        owner: object,
         names: Sequence[str],
         comms: Communicator,
         planned: Collective,
@@ -45,14 +40,10 @@ class GradBucket(abc.ABC):
         fulls: Sequence[torch.Tensor],
     ) -> None:
         self.names = tuple(names)
-        self.owner = owner
         self._comms = comms
         self._planned = planned
         self._tensors = tensors
         self._fulls = fulls
-
-    def __getattr__(self, name: str) -> Any:
-        raise removed_attribute("GradBucket", name)
 
     @property
     def ranks(self) -> int:
@@ -145,9 +136,7 @@ class ReplicatedShards(GradBucket):
     """Gradient shards: already summed over the sharding group, to be averaged over the replicas.
 
     ``buffer()`` is this rank's ``(d, ...)``, and ``gradients()`` are pieces of it, one for each
-    sharded tensor (a flattened wrapper has one, its vector). A piece has the shape of rows of the
-    parameter if its shards consist of rows (see :mod:`xla_fsdp.sharding.layout`), otherwise it is
-    a vector of elements.
+    sharded tensor (a flattened wrapper has one, its vector), in the shape of its shard.
     """
 
     @cached_property
@@ -175,11 +164,7 @@ class ReplicatedShards(GradBucket):
         return self._shard
 
     def gradients(self) -> list[torch.Tensor]:
-        pieces = split_shards(self._shard, self._tensors)
-        return [
-            piece.view(_shape_of_rows(tensor.layout))
-            for tensor, piece in zip(self._tensors, pieces, strict=True)
-        ]
+        return split_shards(self._shard, self._tensors)
 
     def reduce(self, buffer: torch.Tensor | None = None, divided_by: float = 1.0) -> torch.Tensor:
         shard = self._shard if buffer is None else buffer
@@ -190,18 +175,6 @@ class ReplicatedShards(GradBucket):
 
     def shard_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([piece.reshape(-1) for piece in gradients]).view(self.shard_shape)
-
-
-def _shape_of_rows(layout: Layout) -> tuple[int, ...]:
-    """The shape of a shard: that of rows if it consists of complete rows, else that of a vector."""
-    if layout.kind == "dim0":
-        return layout.shard_shape
-    shape = layout.members[0].shape
-    if len(layout.members) == 1 and len(shape) == 2 and layout.comm_shape[1] == shape[1]:
-        # Vectors are sent in rows of 128 too, and so are matrices whose last rows are padded.
-        if layout.numel == math.prod(layout.padded_shape):
-            return layout.comm_shape
-    return (math.prod(layout.shard_shape),)
 
 
 Hook = Callable[[Any, GradBucket], torch.Tensor]
@@ -256,7 +229,7 @@ class CommHook:
             members = len(tensor.layout.members) if self.over == "all" else 1
             names += self.unit.names_of(tensor, members)
         kind = FullGradients if self.over == "all" else ReplicatedShards
-        bucket = kind(self.unit, names, self.unit.comms, one, tensors, fulls)
+        bucket = kind(names, self.unit.comms, one, tensors, fulls)
         return self._checked(self.hook(self.state, bucket), bucket)
 
     def _checked(self, reduced: object, bucket: GradBucket) -> torch.Tensor:
