@@ -174,9 +174,12 @@ class _Summoned:
         self.entered.append((wrapper, unit))
         unit.summoned = True
         new = [tensor for tensor in unit.tensors if tensor.summoned is None]
-        graded = [t for t in new if self.how.with_grads and t.shard.grad is not None]
         values = {tensor: _full_members(tensor, tensor.shard) for tensor in new}
-        grads = {tensor: _full_members(tensor, tensor.shard.grad) for tensor in graded}
+        grads = {
+            tensor: _full_members(tensor, grad)
+            for tensor in new
+            if self.how.with_grads and (grad := tensor.shard.grad) is not None
+        }
         torch_xla.sync(wait=True)  # finish the common gathers before ranks act differently
         for tensor, members in values.items():
             parameters = self._parameters(tensor, members, grads.get(tensor))
