@@ -317,9 +317,8 @@ def errors_of_the_step_come_out_and_leave_nothing_behind():
 
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-    from xla_fsdp.sharding.optimizer_hook import watch_optimizers
+    import xla_fsdp.sharded_module  # noqa: F401  # registers a hook, which stays
 
-    watch_optimizers()  # stays, once a process has wrapped anything
     hooks = dict(_global_optimizer_pre_hooks)
     with pytest.raises(KeyError, match="mine"):
         trace_step(fail, 0, 8)

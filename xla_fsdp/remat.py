@@ -5,14 +5,16 @@ every tensor that autograd would save is replaced by its number. When the backwa
 of them, the forward runs again and collects the tensors that it would have saved, in the same
 order. So gradients, hooks and FSDP units work with one graph and one backward.
 
-The last part of this module makes ``torch.utils.checkpoint`` work on XLA.
+The last part of this module replaces functions of ``torch.utils.checkpoint``, so that it works on
+XLA. torch has no extension point for this: with ``preserve_rng_state=False`` or without tensors
+among the arguments, a recomputation calls nothing of the device's module, and saved-tensor hooks
+around it get its inputs like any other saved tensor, so they cannot tie these to a gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import xlac
 from .collectives import host_memory
-from .collectives.order import after, prevent_fusion
+from .collectives.order import WAITS_OF_RECOMPUTATION, Event, after, prevent_fusion
 from .layers import linear
 from .sharding.freeing import stamps
 from .sharding.gathering import computing, computing_passes
@@ -356,7 +358,8 @@ class _ModuleRecomputation(_Recomputation):
         if self.on_host:
             fetched = events
             if events and self.passes:
-                fetched = self.passes[0].unit.order.start_recomputation(events[0])
+                order = self.passes[0].unit.order
+                fetched = order.start(Event.RECOMPUTATION, events[:1], WAITS_OF_RECOMPUTATION)
             for number, shape in self.on_host.items():
                 tensors[number] = host_memory.fetch(tensors[number], shape, fetched)
         if self.device.type == "xla" and events:
@@ -467,25 +470,6 @@ class _Buffers:
 _TorchFunction = torch.utils.checkpoint.CheckpointFunction
 _TorchXlaFunction = torch_xla.utils.checkpoint.CheckpointFunction
 _torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-_lock = threading.Lock()
-
-
-def support_torch_checkpoint() -> None:
-    """Makes ``torch.utils.checkpoint`` work on XLA devices. A second call does nothing."""
-    with _lock:
-        if torch.utils.checkpoint.CheckpointFunction is _Reentrant:
-            return
-        if not hasattr(torch, "xla"):
-            torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
-        # Some modules, such as torch's composable checkpoint, have imported the functions by name.
-        for module in list(sys.modules.values()):
-            for name, theirs, own in (
-                ("CheckpointFunction", _TorchFunction, _Reentrant),
-                ("CheckpointFunction", _TorchXlaFunction, _TorchXlaReentrant),
-                ("_checkpoint_without_reentrant_generator", _torch_generator, _generator),
-            ):
-                if getattr(module, "__dict__", {}).get(name) is theirs:
-                    setattr(module, name, own)
 
 
 def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -536,3 +520,16 @@ class _Reentrant(_Applied, _TorchFunction):
             events = [grad for grad in grads if grad is not None and grad.device == again.device]
             ctx.run_function = lambda *args: again.recompute(events, args, {})
         return _TorchFunction.backward(ctx, *grads)
+
+
+if not hasattr(torch, "xla"):
+    torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
+# Some modules, such as torch's composable checkpoint, have imported the functions by name.
+for _module in list(sys.modules.values()):
+    for _name, _theirs, _own in (
+        ("CheckpointFunction", _TorchFunction, _Reentrant),
+        ("CheckpointFunction", _TorchXlaFunction, _TorchXlaReentrant),
+        ("_checkpoint_without_reentrant_generator", _torch_generator, _generator),
+    ):
+        if getattr(_module, "__dict__", {}).get(_name) is _theirs:
+            setattr(_module, _name, _own)

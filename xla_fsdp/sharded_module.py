@@ -14,17 +14,16 @@ import torch
 import torch_xla
 from torch import nn
 
+from . import remat  # noqa: F401  # makes torch.utils.checkpoint work on XLA
 from .names import is_wrapper
 from .offload import attach
-from .remat import support_torch_checkpoint
-from .sharding import metadata
+from .sharding import metadata, optimizer_hook  # noqa: F401  # registers the hook
 from .sharding.building import UnitBuilder
 from .sharding.clipping import clip_grad_norm_
 from .sharding.cpu_offload import stay_on_host
 from .sharding.deferred_values import remaining_uninitialized
 from .sharding.gathering import UnshardedParameter
 from .sharding.ignored import ignored_mark_of, is_ignored, mark_ignored
-from .sharding.optimizer_hook import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params
@@ -83,8 +82,6 @@ def finish_unit(unit: FSDPState, on_device: bool) -> None:
         unit.comms.divide_in_float16()
     if offloads:
         attach(unit)
-    watch_optimizers()
-    support_torch_checkpoint()
     if unit.options.execute_sharding_on_init and on_device:
         torch_xla.sync()
 

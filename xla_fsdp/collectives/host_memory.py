@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch_xla.core.xla_builder as xb
@@ -73,12 +74,12 @@ def store(tensor: torch.Tensor) -> torch.Tensor:
 
 def arrived(host: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
     """The first row of the result of :func:`store`, on the device; ``event``: any tensor."""
-    return to_device(_computed(_first_row, host, [event]))
+    return to_device(_computed(partial(_rows, 1), host, [event]))
 
 
 def fetch(host: torch.Tensor, shape: torch.Size, events: Sequence[torch.Tensor]) -> torch.Tensor:
     """The stored tensor, in ``shape``, copied to the device after ``events`` exist."""
-    return to_device(_computed(_all_rows_but_one, host, events)).view(shape)
+    return to_device(_computed(partial(_rows, len(host) - 1), host, events)).view(shape)
 
 
 def never(event: torch.Tensor) -> torch.Tensor:
@@ -92,14 +93,9 @@ def _stored(rows: xb.Op, at: xb.Op) -> xb.Op:
     return empty.dynamic_update_slice(rows, [at, *_zeros(at, len(rest))])
 
 
-def _first_row(host: xb.Op, at: xb.Op) -> xb.Op:
+def _rows(count: int, host: xb.Op, at: xb.Op) -> xb.Op:
     _, *rest = host.shape().sizes
-    return host.dynamic_slice([at, *_zeros(at, len(rest))], [1, *rest])
-
-
-def _all_rows_but_one(host: xb.Op, at: xb.Op) -> xb.Op:
-    n, *rest = host.shape().sizes
-    return host.dynamic_slice([at, *_zeros(at, len(rest))], [n - 1, *rest])
+    return host.dynamic_slice([at, *_zeros(at, len(rest))], [count, *rest])
 
 
 def _zeros(at: xb.Op, count: int) -> list[xb.Op]:

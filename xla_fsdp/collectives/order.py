@@ -106,28 +106,15 @@ class Order:
         """A copied model has no current forward or backward, so the copy is empty."""
         return memo.setdefault(id(self), Order())
 
-    def start_forward(
-        self, inputs: Sequence[torch.Tensor], waits: Sequence[Wait]
+    def start(
+        self, event: Event, tensors: Sequence[torch.Tensor], waits: Sequence[Wait]
     ) -> list[torch.Tensor]:
-        """Records that a unit's forward starts from ``inputs``. Returns the tensors that ``waits``
-        name."""
-        self._add(Event.INPUTS, inputs)
+        """Records that a unit's forward, backward or recomputation starts from ``tensors``. Returns
+        the tensors that ``waits`` name."""
+        self._add(event, tensors)
+        if event is Event.GRADIENT:
+            self._add(Event.REDUCTIONS, [])
         return self._named(waits)
-
-    def start_backward(
-        self, grads: Sequence[torch.Tensor], waits: Sequence[Wait]
-    ) -> list[torch.Tensor]:
-        """Records that a unit's backward starts from ``grads``. Returns the tensors that ``waits``
-        name."""
-        self._add(Event.GRADIENT, grads)
-        self._add(Event.REDUCTIONS, [])
-        return self._named(waits)
-
-    def start_recomputation(self, grad: torch.Tensor) -> list[torch.Tensor]:
-        """Records that a recomputation starts from ``grad``. Returns the tensors that its
-        offloaded inputs wait for."""
-        self._add(Event.RECOMPUTATION, [grad])
-        return self._named(WAITS_OF_RECOMPUTATION)
 
     @property
     def arrived(self) -> Sequence[torch.Tensor]:

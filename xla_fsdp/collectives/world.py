@@ -122,17 +122,10 @@ class World:
             )
         return cls(0, len(groups[0]), groups, device, (), current_rank())
 
-    # Cached: every collective needs these two, and a step has hundreds.
-    @cached_property
-    def _group_lists(self) -> list[list[int]]:
-        return lists(self.groups)
-
+    # Cached: every collective needs it, and a step has hundreds.
     @cached_property
     def _device_name(self) -> str:
         return str(self.device)
-
-    def _lists(self, groups: Groups) -> list[list[int]]:
-        return self._group_lists if groups is self.groups else lists(groups)
 
     @property
     def replicas(self) -> int:
@@ -281,7 +274,7 @@ class World:
             return shard
 
         def all_gather(operand: torch.Tensor, channel: int | None) -> torch.Tensor:
-            return xlac.all_gather(operand, 0, size, self._lists(groups), False, channel, None)
+            return xlac.all_gather(operand, 0, size, lists(groups), False, channel, None)
 
         return self._traced("all_gather", shard, label, all_gather)
 
@@ -290,7 +283,7 @@ class World:
     ) -> torch.Tensor:
         def reduce_scatter(operand: torch.Tensor, channel: int | None) -> torch.Tensor:
             token = xlac.collective_token(self._device_name)
-            size, among = len(groups[0]), self._lists(groups)
+            size, among = len(groups[0]), lists(groups)
             return xlac.reduce_scatter(
                 xm.REDUCE_SUM, operand, token, scale, 0, size, among, False, channel, None
             )[0]

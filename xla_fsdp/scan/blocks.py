@@ -31,7 +31,6 @@ from ..names import WRAPPED_PREFIX, dotted, names_hook
 from ..remat import without_checkpoints
 from ..sharded_module import finish_unit
 from ..sharding import metadata
-from ..sharding.block_state import BlockState
 from ..sharding.freeing import stamps
 from ..sharding.gathering import raise_changed_before_backward, without_second_derivative
 from ..sharding.layout import spec_of
@@ -431,7 +430,8 @@ class _Run:
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
             of_full = [next(found) if needs else None for needs in needed[1]]
-            shares = self.unit.reduce_block(shards, of_full, memory)
+            with hooked:
+                shares = self.unit.reduce_block(shards, of_full)
             reduced.extend(shares)
             of_x = _sum(torch.zeros_like(x), of_x)
             if prefetch:
@@ -444,7 +444,7 @@ class _Run:
                 raise_changed_before_backward(self.unit.comms.label + stack.name)
         # Gather nothing early for the next unit: it would stay in memory during the loop.
         self.unit.order.end_backward()
-        memory = BlockState(self.unit.depth)
+        hooked = checks.HookTensors() if self.unit.comms.hook else contextlib.nullcontext()
         sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
         size = len(kept) - 1 - pieces - self.recorded
@@ -458,7 +458,7 @@ class _Run:
             seed=self.seed,
             reverse=True,
             ahead=[*range(not self.offloads, 1 + pieces + count)] if prefetch else range(len(last)),
-            memory=memory,
+            traced=getattr(hooked, "require_none_left", None),
             unroll=self.unroll,
         )
         by_constant = dict(zip(which, of_constants, strict=False))

@@ -4,7 +4,9 @@ buffers, or, in a forward, operations that would be lost or give wrong results i
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .. import xlac
 from ..checkpoint.readable_tensor import is_dense, same_bits
 from ..names import dotted
-from ..sharding.freeing import free_, stamps
+from ..sharding.freeing import fill_, free_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward
 from ..sharding.mixed_precision import is_float32_hook
 from ..sharding.sharded_tensor import raise_replaced, sharded_tensor_of
@@ -399,3 +401,49 @@ class ForbidHostRandomNumbers(TorchFunctionMode):
                 "device=x.device)) and choose by torch.where, or wrap each block separately"
             )
         return found
+
+
+class HookTensors(TorchFunctionMode):
+    """Around the calls of a communication hook: records the tensors that it makes and uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, kwargs, made)):
+            self._tensors[id(tensor)] = weakref.ref(tensor)
+        return made
+
+    def require_none_left(self, arguments: Sequence[torch.Tensor]) -> None:
+        """After the trace: raises RuntimeError if the hook stored a tensor made from ``arguments``.
+
+        Such a tensor has no value, and torch_xla would end the process when it is read. So it is
+        replaced by zeros before the error.
+        """
+        if self._computed_from(arguments):
+            gc.collect()  # perhaps only reference cycles keep them alive
+        left = self._computed_from(arguments)
+        if not left:
+            return
+        shapes = [tuple(tensor.shape) for tensor in left]
+        for tensor in left:
+            # The base of a view lives as long as the view.
+            for one in (tensor, tensor._base):
+                if one is not None:
+                    fill_([one], [torch.zeros_like(one)])
+        raise RuntimeError(
+            f"a communication hook stored, or changed in place, tensors of shapes {shapes} that "
+            "contain gradients of scanned blocks. The blocks are traced once, in a loop, and these "
+            "tensors have no value outside of it. Wrap each block separately, or use a hook that "
+            "stores no gradients"
+        )
+
+    def _computed_from(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The recorded tensors that are still alive and are computed from ``arguments``."""
+        given, own = inputs_of(arguments), set(map(id, arguments))
+        alive = (ref() for number, ref in self._tensors.items() if number not in own)
+        return [one for one in alive if one is not None and inputs_of([one]) & given]

@@ -19,7 +19,6 @@ import torch_xla.core.xla_model as xm
 from .. import xlac
 from ..collectives.order import separate_collectives
 from ..ranks.rank import current_rank
-from ..sharding.block_state import BlockState
 from ..sharding.trace_cache import Tensors, Traced, placeholder, separate_copy
 
 # (carry, slices, constants) -> (carry, results)
@@ -39,7 +38,7 @@ def loop(
     seed: int | None = None,
     reverse: bool = False,
     ahead: Collection[int] = (),
-    memory: BlockState | None = None,
+    traced: Callable[[Tensors], None] | None = None,
     unroll: int = 1,
 ) -> tuple[Tensors, Tensors]:
     """Runs ``carry, results[i] = body(carry, [s[i] for s in stacked], constants)`` for every i.
@@ -57,8 +56,7 @@ def loop(
         reverse: from the last i to the first.
         ahead: numbers of ``stacked`` tensors of which an iteration gets the row of the iteration
             after it; the last iteration gets its own row.
-        memory: the tensors that ``body`` recalls from it are also ``stacked``; where ``body``
-            writes a row, they change in place.
+        traced: called with the arguments of the trace after it; its other tensors are free then.
         unroll: how many times one iteration of the compiled loop runs the body, each time for
             another i; the remaining ones run after the loop. A recomputed carry needs two places in
             memory; with one body for each iteration it is copied from one to the other.
@@ -68,17 +66,13 @@ def loop(
     """
     with _fresh_trace(device, seed):
         try:
-            body_of_loop = _Body(body, carry, stacked, constants, memory)
+            body_of_loop = _Body(body, carry, stacked, constants, traced)
         except Exception as error:
             # Tensors in the frames have no value. An exception that is stored would keep them, and
             # torch_xla ends the process when it computes them.
             traceback.clear_frames(error.__traceback__)
-            if memory is not None:
-                memory.clear()
             raise
-    rows = [] if memory is None else memory.rows
-    kept = [row.kept for row in rows]
-    operands = [*carry, *stacked, *constants, *kept, *body_of_loop.traced.hoisted.values()]
+    operands = [*carry, *stacked, *constants, *body_of_loop.traced.hoisted.values()]
     computation = _While(body_of_loop, stacked[0].shape[0], reverse, ahead, unroll).build(operands)
     rank = current_rank()
     order = rank.order if rank is not None and rank.pending else None
@@ -87,22 +81,16 @@ def loop(
     outputs = xlac.call_computation("xla::scan_blocks", operands, computation)
     if order is not None:
         order.add(outputs[0])
-    first, second = len(carry), len(carry) + len(body_of_loop.results)
-    written = [row.kept for row in rows if row.written]
-    with torch.no_grad():
-        for tensor, value in zip(written, outputs[second:], strict=True):
-            tensor.copy_(value)
-    return outputs[:first], outputs[first:second]
+    return outputs[: len(carry)], outputs[len(carry) :]
 
 
 class _Body:
-    """A body, traced on arguments of these shapes, and on tensors recalled from ``memory``.
+    """A body, traced on arguments of these shapes.
 
     Attributes:
         carried: how many arguments it returns for the next iteration.
         sliced: arguments that are slices of operands.
         results: shapes and types of what it returns after the carried ones.
-        written: arguments that it returns changed after these.
     """
 
     def __init__(
@@ -111,25 +99,21 @@ class _Body:
         carry: Sequence[torch.Tensor],
         stacked: Sequence[torch.Tensor],
         constants: Sequence[torch.Tensor],
-        memory: BlockState | None,
+        traced: Callable[[Tensors], None] | None,
     ) -> None:
         arguments = [placeholder(t.shape, t.dtype) for t in carry]
         arguments += [placeholder(t.shape[1:], t.dtype) for t in stacked]
         arguments += [placeholder(t.shape, t.dtype) for t in constants]
         given = [separate_copy(argument) for argument in arguments]
-        first, second, number = len(carry), len(carry) + len(stacked), len(arguments)
+        first, second = len(carry), len(carry) + len(stacked)
         new_carry, results = body(given[:first], given[first:second], given[second:])
-        rows = [] if memory is None else memory.rows
-        arguments += [row.argument for row in rows]
-        values = [row.value for row in rows if row.written]
-        self.traced = Traced("scan_body", arguments, [*new_carry, *results, *values])
-        del values
-        if memory is not None:
-            memory.require_no_leaked_tensors(arguments)
+        self.traced = Traced("scan_body", arguments, [*new_carry, *results])
         self.carried = first
-        self.sliced = {*range(first, second), *range(number, len(arguments))}
+        self.sliced = range(first, second)
         self.results = [(tuple(t.shape), xb.Op.from_torch_type(t.dtype)) for t in results]
-        self.written = [at for at, row in enumerate(rows, number) if row.written]
+        del given, new_carry, results
+        if traced is not None:
+            traced(arguments)
 
 
 class _While:
@@ -168,7 +152,6 @@ class _While:
             state = self._step(*state)
         first = 1 + len(stacks)
         kept = [*range(first, first + self.body.carried), *range(1, first)]
-        kept += [first + number for number in self.body.written]
         return xb.Op.tuple([state[n] for n in kept]).build("scan_blocks")
 
     def _more(self, counter: xb.Op, *rest: xb.Op) -> xb.Op:
@@ -181,23 +164,20 @@ class _While:
         return stepped
 
     def _step(self, counter: xb.Op, *rest: xb.Op) -> list[xb.Op]:
-        builder, carried, written = counter.builder(), self.body.carried, self.body.written
+        builder, carried = counter.builder(), self.body.carried
         number = len(self.body.results)
         index = _integer(builder, self.depth - 1) - counter if self.reverse else counter
-        stacks, operands = [*rest[:number]], rest[number:]
+        stacks, operands = rest[:number], rest[number:]
         made = xb.Op.call(
             self.body.traced.computation, self._inputs(operands, index), builder=builder
         )
         carry = [made.get_tuple_element(n) for n in range(carried)]
-        others = dict(enumerate(operands[carried:], carried))
-        stacks += [others[n] for n in written]
         rows = [made.get_tuple_element(carried + n).broadcast([1]) for n in range(len(stacks))]
         filled = [
             stack.dynamic_update_slice(row, _start(stack, index))
             for stack, row in zip(stacks, rows, strict=True)
         ]
-        others.update(zip(written, filled[number:], strict=True))
-        return [counter + _integer(builder, 1), *filled[:number], *carry, *others.values()]
+        return [counter + _integer(builder, 1), *filled, *carry, *operands[carried:]]
 
     def _inputs(self, operands: Sequence[xb.Op], index: xb.Op) -> list[xb.Op]:
         """The parameters of the body, in order of their numbers."""

@@ -19,7 +19,6 @@ from ..layers import linear
 from ..layers.saved_activations import ATTENTION
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
-from ..sharding.block_state import BlockState
 from ..sharding.building import Builder, own_shard
 from ..sharding.comms import SecondaryShards
 from ..sharding.deferred_values import Key, UninitializedTensor, is_deferred, materialize
@@ -179,15 +178,12 @@ class ScanUnit(FSDPState):
         return SecondaryShards(self.secondaries.world, pieces=dict(pieces or {}))
 
     def reduce_block(
-        self,
-        shards: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor | None],
-        memory: BlockState,
+        self, shards: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
         """Gradient shards of one block, by parameter number, for those with a gradient.
 
         They keep the communication dtype if no other operation follows the reduction, so that the
-        stack of all blocks' gradients takes half the memory. ``memory``: of a communication hook.
+        stack of all blocks' gradients takes half the memory.
         """
         present = {number: [grad] for number, grad in enumerate(grads) if grad is not None}
         fulls = self.comms.join_gradients(self._block(shards), present, {})
@@ -196,15 +192,10 @@ class ScanUnit(FSDPState):
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)
         )
-        self.memory = memory
-        try:
-            return self.comms.trace_reductions(tensors, fulls)[0] if fulls else {}
-        finally:
-            self.memory = None
+        return self.comms.trace_reductions(tensors, fulls)[0] if fulls else {}
 
-    def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
-        path = tensor.key if block is None else dotted(str(block), tensor.key)
-        return [self.comms.label + path]
+    def names_of(self, tensor: ShardedTensor, members: int) -> list[str]:
+        return [self.comms.label + tensor.key]
 
     @contextlib.contextmanager
     def installed(

@@ -6,9 +6,7 @@ Shape letters: ``N`` ranks share a parameter, ``d`` rows a rank in the shape tha
 from __future__ import annotations
 
 import abc
-import contextlib
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +14,8 @@ from typing import Any
 
 import torch
 
-from .block_state import BlockState
 from .comm_plan import Collective, Divisors, plan_reduction
 from .comms import Communicator, pack_gradients, split_shards, to_float32
-from .layout import Layout
 from .sharded_tensor import ShardedTensor
 from .unit import Unit
 
@@ -31,15 +27,12 @@ class GradBucket(abc.ABC):
     shards, ``(d, ...)``. Everything is traced, so all ranks must do the same operations.
 
     Attributes:
-        names: dotted names of the parameters, in the order of :meth:`gradients`.
-        owner: an object that identifies the FSDP unit of the parameters; each unit has another.
-        block_names: for scanned blocks, where the hook is called once for all of them: the name of
-            each block. ``None`` elsewhere. ``names`` then omit the number of the block.
+        names: dotted names of the parameters, in the order of :meth:`gradients`. For scanned
+            blocks, where the hook is called once for all of them, without the number of the block.
     """
 
     def __init__(
         self,
-        owner: object,
         names: Sequence[str],
         comms: Communicator,
         planned: Collective,
@@ -47,28 +40,10 @@ class GradBucket(abc.ABC):
         fulls: Sequence[torch.Tensor],
     ) -> None:
         self.names = tuple(names)
-        self.block_names: Sequence[tuple[str, ...]] | None = None
-        self.memory: BlockState | None = None
-        self.owner = owner
         self._comms = comms
         self._planned = planned
         self._tensors = tensors
         self._fulls = fulls
-
-    def recall(self, kept: torch.Tensor) -> torch.Tensor:
-        """``kept``, a tensor that the hook stores from one backward to the next.
-
-        For scanned blocks ``kept`` has one row for each block, ``(len(block_names), ...)``, and
-        this returns the row of the block whose gradients are in the bucket.
-        """
-        return kept if self.memory is None else self.memory.recall(kept)
-
-    def remember(self, kept: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes ``value`` in place into what :meth:`recall` returns."""
-        if self.memory is None:
-            kept.copy_(value)
-        else:
-            self.memory.remember(kept, value)
 
     @property
     def ranks(self) -> int:
@@ -161,9 +136,7 @@ class ReplicatedShards(GradBucket):
     """Gradient shards: already summed over the sharding group, to be averaged over the replicas.
 
     ``buffer()`` is this rank's ``(d, ...)``, and ``gradients()`` are pieces of it, one for each
-    sharded tensor (a flattened wrapper has one, its vector). A piece has the shape of rows of the
-    parameter if its shards consist of rows (see :mod:`xla_fsdp.sharding.layout`), otherwise it is
-    a vector of elements.
+    sharded tensor (a flattened wrapper has one, its vector), in the shape of its shard.
     """
 
     @cached_property
@@ -191,11 +164,7 @@ class ReplicatedShards(GradBucket):
         return self._shard
 
     def gradients(self) -> list[torch.Tensor]:
-        pieces = split_shards(self._shard, self._tensors)
-        return [
-            piece.view(_shape_of_rows(tensor.layout))
-            for tensor, piece in zip(self._tensors, pieces, strict=True)
-        ]
+        return split_shards(self._shard, self._tensors)
 
     def reduce(self, buffer: torch.Tensor | None = None, divided_by: float = 1.0) -> torch.Tensor:
         shard = self._shard if buffer is None else buffer
@@ -206,18 +175,6 @@ class ReplicatedShards(GradBucket):
 
     def shard_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([piece.reshape(-1) for piece in gradients]).view(self.shard_shape)
-
-
-def _shape_of_rows(layout: Layout) -> tuple[int, ...]:
-    """The shape of a shard: that of rows if it consists of complete rows, else that of a vector."""
-    if layout.kind == "dim0":
-        return layout.shard_shape
-    shape = layout.members[0].shape
-    if len(layout.members) == 1 and len(shape) == 2 and layout.comm_shape[1] == shape[1]:
-        # Vectors are sent in rows of 128 too, and so are matrices whose last rows are padded.
-        if layout.numel == math.prod(layout.padded_shape):
-            return layout.comm_shape
-    return (math.prod(layout.shard_shape),)
 
 
 Hook = Callable[[Any, GradBucket], torch.Tensor]
@@ -267,21 +224,13 @@ class CommHook:
         tensors: Sequence[ShardedTensor],
         fulls: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        unit, memory = self.unit, self.unit.memory
-        kind = FullGradients if self.over == "all" else ReplicatedShards
-        with contextlib.nullcontext() if memory is None else memory.seen:
-            bucket = kind(unit, self._names(tensors), unit.comms, one, tensors, fulls)
-            if memory is not None:
-                bucket.block_names = [self._names(tensors, one) for one in range(memory.depth)]
-                bucket.memory = memory
-            return self._checked(self.hook(self.state, bucket), bucket)
-
-    def _names(self, tensors: Sequence[ShardedTensor], block: int | None = None) -> tuple[str, ...]:
         names: list[str] = []
         for tensor in tensors:
             members = len(tensor.layout.members) if self.over == "all" else 1
-            names += self.unit.names_of(tensor, members, block)
-        return tuple(names)
+            names += self.unit.names_of(tensor, members)
+        kind = FullGradients if self.over == "all" else ReplicatedShards
+        bucket = kind(names, self.unit.comms, one, tensors, fulls)
+        return self._checked(self.hook(self.state, bucket), bucket)
 
     def _checked(self, reduced: object, bucket: GradBucket) -> torch.Tensor:
         said = f"the communication hook {_called(self.hook)} got gradients of {bucket.names}"

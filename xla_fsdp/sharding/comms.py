@@ -28,7 +28,7 @@ from .options import FSDPOptions
 from .sharded_tensor import ShardedTensor
 from .trace_cache import Tensors, TraceCache
 
-# Replaces :meth:`Communicator.average`: reduces the full gradients of tensors.
+# A user's hook: reduces the full gradients of tensors.
 Reduction = Callable[[Collective, Sequence[ShardedTensor], Tensors], torch.Tensor]
 
 
@@ -69,41 +69,27 @@ class Communicator:
         backward: bool,
         secondary: SecondaryShards | None = None,
     ) -> Tensors:
-        """Does :meth:`trace_gathers`, as one operator."""
+        """Does :meth:`trace_gathers`, as one operator (with ``secondary``: as several)."""
         if not tensors:
             return []
-        if not self.world.as_on_tpu:
+        if not self.world.as_on_tpu or secondary is not None:
             return self.trace_gathers(tensors, order, events, backward, secondary)
-        before = [] if order.last is None else [order.last]
-        stored = [] if secondary is None else list(secondary.pieces.items())
-        fills = secondary is not None and not stored and not backward
-        shards = [] if stored else [tensor.source for tensor in tensors]
 
         def gathered(given: Tensors) -> Tensors:
             inside, rest = Order(), iter(given)
             # In the trace, plain tensors replace the shards.
-            own = list(tensors)
-            if shards:
-                own = [replace(t, shard=next(rest), copy=None) for t in own]  # type: ignore[arg-type]
-            pieces = {number: next(rest) for number, _ in stored}
+            own = [replace(t, shard=next(rest), copy=None) for t in tensors]  # type: ignore[arg-type]
             then = [next(rest) for _ in events]
             inside.last = next(rest, None)
-            inner = None if secondary is None else replace(secondary, pieces=pieces)
-            full = self.trace_gathers(own, inside, then, backward, inner)
-            made = list(inner.pieces.values()) if inner is not None and fills else []
-            return [*full, *made, *([] if inside.last is None else [inside.last])]
+            full = self.trace_gathers(own, inside, then, backward)
+            return [*full, *([] if inside.last is None else [inside.last])]
 
-        key = backward, len(events), bool(stored), fills
-        given = [*shards, *(piece for _, piece in stored), *events, *before]
-        found = self._traced("gather", gathered, given, key)
+        before = [] if order.last is None else [order.last]
+        given = [*(tensor.source for tensor in tensors), *events, *before]
+        found = self._traced("gather", gathered, given, (backward, len(events)))
         number = sum(len(tensor.layout.members) for tensor in tensors)
-        full, found = found[:number], found[number:]
-        if secondary is not None and fills:
-            numbers = [one.tensors[0] for one in self.plan_gathers(tensors, False)]
-            secondary.pieces.update(zip(numbers, found, strict=False))
-            found = found[len(numbers) :]
-        order.last = found[0] if found else None
-        return full
+        order.last = next(iter(found[number:]), None)
+        return found[:number]
 
     def plan_gathers(
         self, tensors: Sequence[ShardedTensor], backward: bool, stored_among: World | None = None
@@ -232,7 +218,10 @@ class Communicator:
         for one in plan_reductions(specs, dtypes, self.world, self.divisors, label=self.label):
             own = [tensors[number] for number in one.tensors]
             sent = [fulls[number].to(one.dtype) for number in one.tensors]
-            reduced = self.hook(one, own, sent) if self.hook else self.average(one, sent)
+            if self.hook is not None:
+                reduced = self.hook(one, own, sent)
+            else:
+                reduced = self.reduced(one, pack_gradients(sent, one))
             arrived.append(reduced)
             for number, tensor, piece in zip(
                 one.tensors, own, split_shards(reduced, own), strict=True
@@ -244,10 +233,6 @@ class Communicator:
             if not tensors[number].layout.numel:
                 shards[number] = torch.zeros_like(tensors[number].source)
         return shards, arrived
-
-    def average(self, one: Collective, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's rows of the mean over all ranks, as ``one`` plans it."""
-        return self.reduced(one, pack_gradients(fulls, one))
 
     def reduced(self, one: Collective, full: torch.Tensor, narrow: bool = False) -> torch.Tensor:
         """This rank's rows of the sum of ``full`` over all ranks, divided as ``one`` plans it.

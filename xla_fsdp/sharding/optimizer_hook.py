@@ -1,5 +1,7 @@
 """Checks around optimizer steps: one hook for mistakes that the type of a shard cannot detect.
 
+The import of this module registers the hook.
+
 | problem | detected by | action |
 |---|---|---|
 | made before ``module.to(device)``, which replaces parameters | marks of ``moves.py`` | raises |
@@ -17,7 +19,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -53,14 +54,6 @@ _CHOSEN = "_xla_fsdp_foreach"
 # Optimizers of torch whose ``foreach`` results are bit-identical and take half the host time
 # (benchmarks/LOG.md). Those of Adagrad, NAdam, RAdam, ASGD and Rprop are not identical.
 _SAME = (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, optim.Adamax)
-
-
-@functools.cache
-def watch_optimizers() -> None:
-    """Registers the hook, at the first call."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-    forbid_shards_in_torch_xla()
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -294,21 +287,7 @@ def _supports_foreach(group: dict[str, Any]) -> bool:
     )
 
 
-_CHANGING = threading.Lock()
-# Set on a function that replaces one of torch_xla's.
-_CHECKS = "_xla_fsdp_checks"
-
-
-def forbid_shards_in_torch_xla() -> None:
-    """Replaces functions of torch_xla by functions that check, at the first call."""
-    with _CHANGING:
-        if not hasattr(xlac.gradients_to_average.value, _CHECKS):
-            xlac.gradients_to_average.value = _checked(
-                xlac.gradients_to_average.value, _require_no_shards
-            )
-            vars(xm)["broadcast_master_param"] = _checked(
-                xm.broadcast_master_param, _require_not_divided
-            )
+# -- functions of torch_xla --------------------------------------------------------------------
 
 
 def _checked(function: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
@@ -318,7 +297,6 @@ def _checked(function: Callable[..., Any], check: Callable[[Any], None]) -> Call
             check(given)
         return function(given, *args, **kwargs)
 
-    setattr(checked, _CHECKS, True)
     return checked
 
 
@@ -346,3 +324,9 @@ def _require_not_divided(model: nn.Module) -> None:
             f"{sharded.key!r}, by those of the first rank. Call it before wrapping, or wrap with "
             "sync_module_states=True"
         )
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+xlac.gradients_to_average.value = _checked(xlac.gradients_to_average.value, _require_no_shards)
+vars(xm)["broadcast_master_param"] = _checked(xm.broadcast_master_param, _require_not_divided)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import xlac
-from ..collectives.order import Order, waits_of_backward, waits_of_forward
+from ..collectives.order import Event, Order, waits_of_backward, waits_of_forward
 from ..collectives.world import World
 from ..layers import linear
 from ..names import is_wrapper
@@ -168,7 +168,7 @@ class FSDPState(Unit):
                 events = [tensor for tensor in arguments if tensor.device == self.world.device]
                 if not recomputes:
                     waits = waits_of_forward(self.options.forward_prefetch)
-                    events = self.order.start_forward(events, waits)
+                    events = self.order.start(Event.INPUTS, events, waits)
             one.gather(events)
         self.computing += 1
         self._install(one)
@@ -283,7 +283,7 @@ class FSDPState(Unit):
         events: Sequence[torch.Tensor] = ()
         if grad is not None and self.world.as_on_tpu and options.optimization_barrier_in_backward:
             waits = waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
-            events = self.order.start_backward([grad], waits)
+            events = self.order.start(Event.GRADIENT, [grad], waits)
         one.unshard(events)
         # Checkpointed layers inside the unit recompute, and read parameters from the modules.
         self._install(one)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch_xla
@@ -18,10 +18,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.host_data import as_data
-from ..collectives.order import Order
 from ..collectives.random_state import synced_device
-from ..collectives.world import World
-from .comms import Communicator
 from .freeing import stamps
 from .gathering import computing_passes
 from .sharded_parameter import is_user_attribute, local, on_local_parts
@@ -177,18 +174,17 @@ class _Summoned:
         self.entered.append((wrapper, unit))
         unit.summoned = True
         new = [tensor for tensor in unit.tensors if tensor.summoned is None]
-        graded = [t for t in new if self.how.with_grads and t.shard.grad is not None]
-        device = unit.world.device
-        values = _gather(unit, new, [_on_device(local(t.shard), device) for t in new])
-        shares = [
-            _on_device(local(t.shard.grad), device) for t in graded if t.shard.grad is not None
-        ]
-        grads = _gather(unit, graded, shares)
+        values = {tensor: _full_members(tensor, tensor.shard) for tensor in new}
+        grads = {
+            tensor: _full_members(tensor, grad)
+            for tensor in new
+            if self.how.with_grads and (grad := tensor.shard.grad) is not None
+        }
         torch_xla.sync(wait=True)  # finish the common gathers before ranks act differently
         for tensor, members in values.items():
             parameters = self._parameters(tensor, members, grads.get(tensor))
             self.summoned[tensor] = tensor.summoned = FullParameters(
-                self.how, unit.world, parameters, *_seen(parameters)
+                self.how, parameters, *_seen(parameters)
             )
         if not self.wanted:
             return
@@ -263,14 +259,14 @@ class _Summoned:
             values, grads = full.changed()
             if values:
                 with on_local_parts():
-                    tensor.shard.copy_(_cut(tensor, full.world, full.parameters))
+                    tensor.shard.copy_(_cut(tensor, full.parameters))
             if self.how.with_grads and grads:
                 found = [parameter.grad for parameter in full.parameters]
                 own = None
                 if any(grad is not None for grad in found):
                     pairs = zip(found, full.parameters, strict=True)
                     some = [torch.zeros_like(p) if grad is None else grad for grad, p in pairs]
-                    own = _cut(tensor, full.world, some)
+                    own = _cut(tensor, some)
                 with on_local_parts():
                     tensor.shard.grad = own
             tensor.shard.requires_grad_(full.parameters[0].requires_grad)
@@ -302,7 +298,6 @@ class FullParameters:
     """The full parameters of one sharded tensor, and their state when they were gathered."""
 
     how: _Arguments
-    world: World
     parameters: list[nn.Parameter]
     values: list[object]
     grads: list[object]
@@ -313,35 +308,21 @@ class FullParameters:
         return values != self.values, grads != self.grads
 
 
-def _gather(
-    unit: FSDPState, tensors: Sequence[ShardedTensor], shards: Sequence[torch.Tensor]
-) -> dict[ShardedTensor, list[torch.Tensor]]:
-    """The full members of every one of ``tensors``, in the dtype of their ``shards``."""
-    exact = replace(unit.options, compute_dtype=None, mixed_precision=None)
-    comms = Communicator(exact, unit.world)
-    comms.label = unit.comms.label
-    # The tensor that is sent can be a plain tensor.
-    sent = [
-        replace(tensor, shard=shard, copy=None)  # type: ignore[arg-type]
-        for tensor, shard in zip(tensors, shards, strict=True)
-    ]
-    full = iter(comms.trace_gathers(sent, Order(), (), backward=False))
-    return {tensor: [next(full) for _ in tensor.layout.members] for tensor in tensors}
+def _full_members(tensor: ShardedTensor, shard: torch.Tensor) -> list[torch.Tensor]:
+    """The full members of ``tensor``, gathered from ``shard``: its own, or one of its gradient."""
+    spec = tensor.shard_spec()
+    assert spec is not None  # only inside a trace
+    own = local(shard)
+    own = own if own.device.type == "xla" else as_data(own, spec.world.device)
+    return tensor.layout.split(spec.gather(own))
 
 
-def _on_device(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``shard``, or a copy on the device if it is on the host."""
-    return shard if shard.device.type == "xla" else as_data(shard, device)
-
-
-def _cut(tensor: ShardedTensor, world: World, full: Sequence[torch.Tensor]) -> torch.Tensor:
+def _cut(tensor: ShardedTensor, full: Sequence[torch.Tensor]) -> torch.Tensor:
     """This rank's shard of the ``full`` members of ``tensor``, on the device of the shard."""
-    layout, where = tensor.layout, tensor.shard.device
-    if not layout.numel or full[0].device.type == "cpu":
-        return layout.cut(full, world.rank).to(where)
-    by_rank = layout.join(full).view(world.size, -1)
-    own = torch.index_select(by_rank, 0, world.rank_on_device).view(layout.shard_shape)
-    return own if where.type == "xla" else own.cpu()
+    spec = tensor.shard_spec()
+    assert spec is not None  # only inside a trace
+    joined = torch.cat([one.reshape(-1) for one in full]) if tensor.flattened else full[0]
+    return spec.cut(joined).to(tensor.shard.device)
 
 
 def _seen(parameters: Sequence[nn.Parameter]) -> tuple[list[object], list[object]]:

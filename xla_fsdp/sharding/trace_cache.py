@@ -103,11 +103,6 @@ class _Computation(NamedTuple):
     operands: list[int | torch.Tensor]  # numbers of arguments, and other tensors that it uses
 
 
-# The error for a tensor that a running program has finished since the lowering began: torch_xla
-# identifies tensors by their memory, and this one had none before.
-_ARRIVED = "Parameter ID must exist"
-
-
 class Traced:
     """Traced tensors as a computation, and the sources of its parameters.
 
@@ -122,10 +117,11 @@ class Traced:
     def __init__(self, name: str, arguments: Tensors, outputs: Tensors) -> None:
         try:
             self._lower(name, arguments, outputs)
-        except RuntimeError as error:
-            if _ARRIVED not in str(error):
-                raise
-            # Only this rank's device: other ranks may be waiting for this rank's next program.
+        except RuntimeError:
+            # torch_xla identifies tensors by their memory, and does not know one that had none when
+            # the lowering began, because a running program finished it since. With all programs
+            # done, only other errors remain. Only this rank's device: other ranks may be waiting
+            # for this rank's next program.
             xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
             self._lower(name, arguments, outputs)
 

@@ -13,7 +13,6 @@ from torch import nn
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
-from .block_state import BlockState
 from .comms import Communicator, SecondaryShardCache
 from .deferred_values import UninitializedTensor
 from .freeing import Stamp
@@ -209,8 +208,6 @@ class Unit:
         self.secondaries = None if isinstance(size, bool) else SecondaryShardCache(world, size)
         # Set if shards are on the device only while the unit computes.
         self.stream: Stream | None = None
-        # Set while one trace serves several equal blocks: the state of communication hooks.
-        self.memory: BlockState | None = None
         self._rnns: list[nn.RNNBase] = []
         # Linear layers that compute with full parameters in our implementation.
         self.linears: linear.Layers = {}
@@ -255,12 +252,8 @@ class Unit:
             own = paths.get(slot.module, ())
             yield slot, [dotted(slot.block, dotted(path, slot.name)) for path in own]
 
-    def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
-        """The names of the first ``members`` full parameters of a sharded tensor.
-
-        ``block``: for a tensor of several equal blocks, the block whose names are returned.
-        """
-        assert block is None  # a unit of one module
+    def names_of(self, tensor: ShardedTensor, members: int) -> list[str]:
+        """The names of the first ``members`` full parameters of a sharded tensor."""
         first, names = self.add_tensor(tensor), []
         for member in range(members):
             used = any(slot.index == first + member for slot in self.slots)
