@@ -31,9 +31,9 @@ _BUS, _VENDOR = Path("/sys/bus/pci/devices"), "0x1ae0"
 # Collectives on the SparseCores of v6e, beside computations, for libtpu 0.0.51. That one does not
 # overlap gathers with matmuls on v6e any more, which 0.0.21 does: asked to, it refuses
 # ("Continuation fusion ... not supported/recommended on platforms other than TPU v5e"). So without
-# these options all collectives are synchronous there (docs/how-to/compiler-options.md). The names
+# these options all bytes are sent synchronously there (docs/how-to/compiler-options.md). The names
 # are those that MaxText publishes; never run on a TPU by us. Workload S on v6e-8: 11.82 ms a step
-# (0.0.21: 12.57; 0.0.51 without: 13.9).
+# (0.0.21: 12.57; 0.0.51 without: 13.03).
 ON_SPARSE_CORES: Mapping[str, str] = MappingProxyType({
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
