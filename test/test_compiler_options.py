@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from xla_fsdp.compiler_options import (
+    ON_SPARSE_CORES,
     OPTIONS,
     add_to_environment,
     for_large_matmuls,
 )
 from xla_fsdp.tpu import compiler_options
 from xla_fsdp.tpu.chips import CHIPS
-from xla_fsdp.tpu.libtpu_flags import Refusal, library, read, refusal, with_last, without
+from xla_fsdp.tpu.libtpu_flags import Refusal, library, read, refusal, with_last, without, written
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # For each family a slice, and what torch_xla 2.9 adds beside its four flags for all.
@@ -221,6 +222,7 @@ def test_options_for_large_matmuls_are_those_of_the_chips(tmp_path, monkeypatch)
 
 
 def test_refused_by_the_installed_libtpu():
+    assert refusal(" ".join(written(ON_SPARSE_CORES)), library()) == Refusal()
     unknown = refusal("--xla_no_such=1 --noxla_other --xla_tpu_enable_flash_attention", library())
     assert unknown == Refusal(("xla_no_such", "noxla_other"))
     (said,) = refusal("--xla_tpu_enable_flash_attention=perhaps", library()).illegal

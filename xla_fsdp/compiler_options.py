@@ -3,6 +3,7 @@
 from .deprecated import new_name
 from .tpu.compiler_options import (
     FOR_LOOPS,
+    ON_SPARSE_CORES,
     OPTIONS,
     RefusedOptionError,
     add_to_environment,
@@ -15,6 +16,7 @@ from .tpu.libtpu_flags import read as read_libtpu_init_args
 
 __all__ = [
     "FOR_LOOPS",
+    "ON_SPARSE_CORES",
     "OPTIONS",
     "RefusedOptionError",
     "add_to_environment",

@@ -136,9 +136,13 @@ class Order:
 
     def add_gather(self, full: torch.Tensor) -> None:
         """Records ``full``, the result of a gather."""
+        # One element, by slices of each dimension: libtpu 0.0.51 would copy the entire tensor into
+        # another layout to view it as one dimension.
+        for dim in range(full.dim()):
+            full = torch.slice_copy(full, dim, 0, 1)
         # Always False, even for NaN, but the compiler cannot know it. Not a barrier: the TPU
         # compiler drops barriers that tie one large tensor to a small one.
-        self.last = torch.slice_copy(full.view(-1), 0, 0, 1) > math.inf
+        self.last = full.view(-1) > math.inf
 
     @property
     def last(self) -> torch.Tensor | None:
