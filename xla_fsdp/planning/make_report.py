@@ -80,7 +80,7 @@ def make_report(
         to_host, to_device = measured.to_host or to_host, measured.to_device or to_device
 
     def time(schedule: Schedule) -> Timing:
-        return time_step(schedule, where, compiled.model_flops, (to_host, to_device))
+        return time_step(schedule, where, compiled.flops, (to_host, to_device))
 
     timing = time(schedule)
     notes = []
@@ -218,7 +218,7 @@ def report_on_parts(
         )
     worst = max(found.values(), key=lambda report: (bool(report.refusal), report.memory.required))
     # A program without a backward counts three times what it computes itself.
-    flops = sum(one.model_flops if part.backward else 3 * one.model_flops for part, one in both)
+    flops = sum(one.flops if part.backward else 3 * one.flops for part, one in both)
     timings = [found[one.key].timing for one in compiled]
     return replace(
         worst,

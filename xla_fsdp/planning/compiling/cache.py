@@ -46,6 +46,12 @@ class CompiledStep:
     options: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def flops(self) -> float:
+        """:attr:`model_flops`, which ``compile_step`` has counted."""
+        assert self.model_flops is not None
+        return self.model_flops
+
 
 class PlanCache:
     """A folder of earlier results. ``folder=None`` stores nothing.
