@@ -27,7 +27,7 @@ from .ignored import as_list
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, precision_options
 
 if TYPE_CHECKING:
-    from typing import Self  # since Python 3.11
+    from typing_extensions import Self  # in typing since Python 3.11
 
 Groups = Sequence[Sequence[int]]
 
