@@ -8,7 +8,7 @@ RANKS := --dist loadfile --no-loadscope-reorder -n auto
 # A hundred processes of the tests would compile what is here anew, a second each and more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-all test-newest test-pythons check lint size docs bench install clean
+.PHONY: demo test test-slow test-all test-oldest test-pythons check lint size docs bench install clean
 
 # Where everything is installed, so is what the demo needs.
 demo: $(if $(wildcard $(VENV)/installed),install,$(VENV)/demo)
@@ -22,14 +22,14 @@ test: install
 test-slow: install
 	$(PY) -m pytest $(RANKS) -m "slow and not full"
 
-# All tests, also those marked `full`, and the integrations a second time with the newest releases.
+# All tests, also those marked `full`, and the integrations a second time with the oldest releases.
 test-all: install
 	$(PY) -m pytest $(RANKS) -m ""
-	$(MAKE) test-newest
+	$(MAKE) test-oldest
 
-# The tests of the Hugging Face integrations with the newest releases that [hf] allows.
-test-newest: .venv/newest-hf/installed
-	$(NEWEST) -m pytest $(RANKS) @test/integrations.txt
+# The tests of the Hugging Face integrations with the oldest releases that [hf] allows.
+test-oldest: $(VENV)/oldest-hf/installed
+	$(OLDEST) -m pytest $(RANKS) @test/integrations.txt
 
 # An environment for each Python. jax 0.7.1 and import-linter do not exist for Python 3.10, nor libtpu
 # 0.0.21 for 3.13: both run the tests that need none of them.
@@ -69,23 +69,23 @@ install: $(VENV)/installed
 # uv takes a third of the time of pip, which is there for where uv reaches nothing: it does not read
 # pip's settings. Both say what they are at. Without compiled bytecode `import torch_xla` takes 18 s
 # in every process of those who set PYTHONDONTWRITEBYTECODE; with it 7.
-# .venv has the oldest releases that [hf] allows, and .venv/newest-hf the newest.
+# .venv has the newest releases that [hf] allows, and .venv/oldest-hf the oldest.
 $(VENV)/installed: extras := examples,hf,lightning,plan,pod,test,lint,docs
 $(VENV)/demo: extras := demo
-$(VENV)/installed $(VENV)/demo: setup.py test/oldest-hf.txt
+$(VENV)/installed $(VENV)/demo: setup.py test/newest-hf.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q uv && $(PY) -m uv pip install --compile-bytecode --python $(PY) -c test/oldest-hf.txt -e '.[$(extras)]' \
-	  || $(PY) -m pip install -c test/oldest-hf.txt -e '.[$(extras)]'
+	$(PY) -m pip install -q uv && $(PY) -m uv pip install --compile-bytecode --python $(PY) -c test/newest-hf.txt -e '.[$(extras)]' \
+	  || $(PY) -m pip install -c test/newest-hf.txt -e '.[$(extras)]'
 	touch $@
 
 # It uses the other packages of .venv.
-NEWEST := .venv/newest-hf/bin/python
-.venv/newest-hf/installed: .venv/installed test/newest-hf.txt
-	$(PY) -m venv --clear --without-pip .venv/newest-hf
+OLDEST := $(VENV)/oldest-hf/bin/python
+$(VENV)/oldest-hf/installed: $(VENV)/installed test/oldest-hf.txt
+	$(PY) -m venv --clear --without-pip $(VENV)/oldest-hf
 	path() { $$1 -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
-	  echo "import site; site.addsitedir('$$(path $(CURDIR)/$(PY))')" > "$$(path $(NEWEST))/venv.pth"
-	$(PY) -m uv pip install --compile-bytecode --no-deps --python $(NEWEST) -r test/newest-hf.txt \
-	  || $(PY) -m pip --python $(NEWEST) install --no-deps -r test/newest-hf.txt
+	  echo "import site; site.addsitedir('$$(path $(CURDIR)/$(PY))')" > "$$(path $(OLDEST))/venv.pth"
+	$(PY) -m uv pip install --compile-bytecode --no-deps --python $(OLDEST) -r test/oldest-hf.txt \
+	  || $(PY) -m pip --python $(OLDEST) install --no-deps -r test/oldest-hf.txt
 	touch $@
 
 clean:

@@ -19,8 +19,8 @@ PACKAGES = [
 # What examples/train_mnist.py imports as `make demo` calls it.
 DEMO = ["absl-py", "rich", "scikit-learn", "torchvision==0.24.0"]
 
-# Both ends of each range are tested: `make test` has the oldest releases, and `make test-newest`
-# the newest. Transformers 5.24 needs Python 3.11, so Python 3.10 gets an earlier release.
+# Both ends of each range are tested: `make test` has the newest releases, and `make test-oldest`
+# the oldest. Transformers 5.24 needs Python 3.11, so Python 3.10 gets an earlier release.
 HF = ["transformers>=4.57.6,<5.25", "accelerate>=1.12.0,<1.16", "peft>=0.21.2,<0.22"]
 
 setup(

@@ -101,7 +101,7 @@ def test_a_wheel_has_every_file(built):
 
 
 def test_both_ends_of_the_ranges_of_hf_are_tested(built):
-    """`make test` has the lower ends, and `make test-newest` the newest releases."""
+    """`make test` has the newest releases, and `make test-oldest` the lower ends."""
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA")))
