@@ -301,7 +301,7 @@ def manifests(draw):
         at = draw(st.integers(0, len(order)))
         groups = tuple(Group(tuple(part), draw(options)) for part in (order[:at], order[at:]))
         state = {
-            name: State({"exp_avg": draw(dtypes)}, {"step": draw(plain)})
+            name: State({"exp_avg": draw(dtypes)}, {"step": {"value": draw(plain)}})
             for name in order
             if draw(st.booleans())
         }

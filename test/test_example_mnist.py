@@ -170,6 +170,7 @@ def test_a_device_that_ranks_can_not_have_is_refused(example, monkeypatch, devic
 def test_a_wrong_number_of_ranks_in_the_environment_is_refused(example, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "abc")
+    monkeypatch.setattr("xla_fsdp.xlac.runtime_has_started", lambda: False)  # by another test
     options = SimpleNamespace(plan=None, num_devices=None)
     options.compilation_cache, options.profile_steps = "none", None
     with pytest.raises(example.script.Stop, match="CPU_NUM_DEVICES.*abc") as stop:

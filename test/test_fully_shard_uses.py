@@ -73,13 +73,20 @@ def by_hand(rank, size):
     model.reshard()
 
     # What is full does not hide what is not; what is not full any more is not taken for it.
-    layer.unshard()
+    table = model.head.weight
+    for one in (layer, model):
+        one.unshard()
     model.zero_grad()
     with torch.no_grad():
-        shard.mul_(1)
+        shard.mul_(2)
+        table.mul_(1)
+        own.qkv.weight.mul_(2)
+    x = torch.ones(1, 4, 8)
+    torch.testing.assert_close(layer.forward(x.to("xla")).cpu(), own(x), rtol=2e-5, atol=1e-6)
     with pytest.raises(RuntimeError, match=r"Call unshard\(\) again"):
-        layer.forward(torch.zeros(1, 4, 8).to("xla"))
-    layer.reshard()
+        model.encode(here)
+    for one in (layer, model):
+        one.reshard()
     assert all(p.grad is None for p in model.parameters())
     with torch.no_grad():
         layer.unshard()

@@ -330,6 +330,7 @@ def test_a_deep_model_is_first_compiled_with_few_blocks():
         return Measured(*(1.0 + depth, depth, 1.0, depth, True, 0.5, cost.get(depth, 1.0)))
 
     settings, cost = ShardingSettings(), {40: 100.0}
+    monkeypatch.setattr("xla_fsdp.planning.tuning.api.trace_step", lambda step, *more: step())
     target = Target(V3, find_compiler(None), "xla_fsdp", {}, None, None)
     steps = _Steps(lambda settings: settings, target, None)
     steps.compile, steps.blocks = compiled, 40
@@ -473,7 +474,7 @@ def test_what_is_not_possible_costs_no_compilation_and_failures_do():
     assert trials[0].measured.fits
 
 
-def test_a_fault_that_is_not_of_the_step_ends_the_search():
+def test_a_fault_that_is_not_of_the_step_ends_the_search(monkeypatch):
     """Such as text of the compiler that cannot be read: no row of the table, but a traceback."""
 
     def measure(settings, full):
