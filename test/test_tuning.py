@@ -330,7 +330,6 @@ def test_a_deep_model_is_first_compiled_with_few_blocks():
         return Measured(*(1.0 + depth, depth, 1.0, depth, True, 0.5, cost.get(depth, 1.0)))
 
     settings, cost = ShardingSettings(), {40: 100.0}
-    monkeypatch.setattr("xla_fsdp.planning.tuning.api.trace_step", lambda step, *more: step())
     target = Target(V3, find_compiler(None), "xla_fsdp", {}, None, None)
     steps = _Steps(lambda settings: settings, target, None)
     steps.compile, steps.blocks = compiled, 40
@@ -488,6 +487,7 @@ def test_a_fault_that_is_not_of_the_step_ends_the_search(monkeypatch):
     def step_without(settings):
         raise IndexError("list index out of range")
 
+    monkeypatch.setattr("xla_fsdp.planning.tuning.api.trace_step", lambda step, *more: step())
     target = Target(V3, find_compiler(None), "xla_fsdp", {}, None, None)
     steps = _Steps(step_without, target, mock.MagicMock())
     with pytest.raises(ImpossibleError, match="list index out of range"):
