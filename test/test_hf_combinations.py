@@ -79,7 +79,8 @@ def model_for(adapter, loss):
 
 
 def data_for(loss):
-    found = [dict(row) for row in rows("llama")]
+    # More than are used: at the end of its loader Accelerate makes a step of each micro-batch.
+    found = [dict(row) for row in rows("llama", BATCH * (STEPS + 1))]
     if loss in RAGGED:
         for number, row in enumerate(found):
             row["labels"] = row["labels"].clone()
