@@ -353,7 +353,11 @@ def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> lis
     A request to an object store takes long, and there may be thousands of files. An executor would
     not work while the interpreter ends, when the thread of a :class:`RunningSave` still runs.
     """
-    with ThreadPool(min(_MAX_CONCURRENT_REQUESTS, len(arguments) or 1)) as pool:
+    try:
+        pool = ThreadPool(min(_MAX_CONCURRENT_REQUESTS, len(arguments) or 1))
+    except RuntimeError:  # Python 3.12 starts no thread while the interpreter ends
+        return [work(*each) for each in arguments]
+    with pool:
         return pool.starmap(work, arguments, chunksize=1)
 
 
