@@ -430,7 +430,7 @@ class _Run:
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
             of_full = [next(found) if needs else None for needs in needed[1]]
-            with hooked:
+            with hook_tensors or contextlib.nullcontext():
                 shares = self.unit.reduce_block(shards, of_full)
             reduced.extend(shares)
             of_x = _sum(torch.zeros_like(x), of_x)
@@ -444,7 +444,7 @@ class _Run:
                 raise_changed_before_backward(self.unit.comms.label + stack.name)
         # Gather nothing early for the next unit: it would stay in memory during the loop.
         self.unit.order.end_backward()
-        hooked = checks.HookTensors() if self.unit.comms.hook else contextlib.nullcontext()
+        hook_tensors = checks.HookTensors() if self.unit.comms.hook else None
         sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
         size = len(kept) - 1 - pieces - self.recorded
@@ -458,7 +458,7 @@ class _Run:
             seed=self.seed,
             reverse=True,
             ahead=[*range(not self.offloads, 1 + pieces + count)] if prefetch else range(len(last)),
-            traced=getattr(hooked, "require_none_left", None),
+            traced=hook_tensors.require_none_left if hook_tensors else None,
             unroll=self.unroll,
         )
         by_constant = dict(zip(which, of_constants, strict=False))

@@ -34,7 +34,7 @@ share of the host's network (``Chip.dcn_bandwidth``), and ``dcn_latency``, twice
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
@@ -175,11 +175,11 @@ class Links:
         routes = self.routes(collective.groups)
         return max((self._along(route, collective) for route in routes), default=0.0)
 
-    def used(self, collective: Traffic) -> frozenset[_Link] | None:
+    def used(self, collective: Traffic) -> Collection[_Link] | None:
         """The links, one way each, that a permute uses; ``None``, all of them, for other kinds."""
         if collective.kind != "collective-permute":
             return None
-        return frozenset(self._load_of(collective.groups)[0])
+        return self._load_of(collective.groups)[0].keys()
 
     def routes(self, groups: Groups) -> tuple[Route, ...]:
         """The different routes among ``groups`` of ranks, used at the same time; () means all.
