@@ -29,7 +29,7 @@ test-all: install
 
 # The tests of the Hugging Face integrations with the oldest releases that [hf] allows.
 test-oldest: $(VENV)/oldest-hf/installed
-	$(OLDEST) -m pytest $(RANKS) @test/integrations.txt
+	$(OLDEST) -m pytest $(RANKS) -m "not full" @test/integrations.txt
 
 # An environment for each Python. jax 0.7.1 and import-linter do not exist for Python 3.10, nor libtpu
 # 0.0.21 for 3.13: both run the tests that need none of them. Only mypy as 3.12 reads the annotations

@@ -155,7 +155,6 @@ def _kill_everywhere(root, second, keep_last, at, stride):
 @pytest.mark.parametrize(
     "second, keep_last, begin, stride",
     [
-        (2, 1, 1, 16),
         pytest.param(2, 1, 1, 3, marks=pytest.mark.slow),
         pytest.param(1, None, 40, 3, marks=pytest.mark.slow),
         pytest.param(2, 1, 1, 1, marks=pytest.mark.full),

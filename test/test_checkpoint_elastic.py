@@ -129,7 +129,11 @@ ALL_PAIRS = list(itertools.product(WRAPPINGS, WRAPPINGS))
 
 
 @pytest.mark.parametrize(
-    "pairs", [IN_A_RING, pytest.param(ALL_PAIRS, marks=pytest.mark.full)], ids=["ring", "all"]
+    "pairs",
+    [
+        pytest.param(IN_A_RING, marks=slow, id="ring"),
+        pytest.param(ALL_PAIRS, marks=pytest.mark.full, id="all"),
+    ],
 )
 def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path, pairs):
     ranks = run_ranks(_every_wrapping, 3, 3, tmp_path, pairs)

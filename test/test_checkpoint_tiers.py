@@ -164,6 +164,7 @@ def started(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_at_every_operation_and_then_its_host_is_lost(started):
     seen, at = {1.0: 0, 2.0: 0}, 0
     while True:

@@ -300,9 +300,10 @@ def spoil(tmp_path):
     (tmp_path / "gap" / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
-    [("nested",), pytest.param(("scan", "dim0", "none"), marks=pytest.mark.slow)],
+    [("nested",), ("scan", "dim0", "none")],
     ids=" ".join,
 )
 def test_to_and_from_torch(run_ranks, tmp_path, kinds):

@@ -141,6 +141,7 @@ def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
     assert rows["checkpoint"] == "here/step-00000002"
 
 
+@pytest.mark.slow
 def test_wrong_inputs_end_in_one_line(refused, monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

@@ -266,6 +266,7 @@ def besides(rank, folder):
     return logits
 
 
+@pytest.mark.slow
 def test_evaluation_and_saving_in_bfloat16(run_ranks, tmp_path):
     from safetensors.torch import load_file
     from transformers import BertForSequenceClassification

@@ -335,15 +335,10 @@ def check_files(cell, folder, weights):
 
 
 def launches():
-    """In `make test` a cell of each integration; the largest key takes as long as all others."""
+    """The largest key takes as long as all others."""
     for (ranks, again), cells in TABLE.items():
-        shown = []
-        if (ranks, again) == (4, 2):
-            shown = [next(cell for cell in cells if cell[0] == name) for name in WITH]
-            yield pytest.param(ranks, again, shown, id="4-2, one of each")
         mark = pytest.mark.full if (ranks, again) == (2, 4) else pytest.mark.slow
-        others = [cell for cell in cells if cell not in shown]
-        yield pytest.param(ranks, again, others, marks=mark, id=f"{ranks}-{again}")
+        yield pytest.param(ranks, again, cells, marks=mark, id=f"{ranks}-{again}")
 
 
 @pytest.mark.parametrize("ranks, again, cells", list(launches()))

@@ -137,7 +137,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "name, here, there",
     [
-        ("adafactor", ["flat"], [("flat", "scan")]),
+        pytest.param("adafactor", ["flat"], [("flat", "scan")], marks=SLOW),
         pytest.param("8bit", ["nested"], [("nested", "scan")], marks=SLOW),
         pytest.param("adafactor", ["flat", "nested"], [("nested", "flat")], marks=SLOW),
         pytest.param("small", ["nested"], [("nested", "flat")], marks=SLOW),

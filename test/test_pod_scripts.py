@@ -128,6 +128,7 @@ def test_a_run_starts_everywhere_and_ends_well(slice_of_two, tmp_path):
     assert sorted(slice_of_two("status").stdout.splitlines()) == ["w0 exited 0", "w1 exited 0"]
 
 
+@pytest.mark.slow
 def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
     pid = tmp_path / "w0" / "xla_fsdp" / "pid"
     script = 'echo $$ > pid; [ "$(hostname)" = w0 ] && sleep 600; '
@@ -139,6 +140,7 @@ def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
     assert "w0 exited 143" in slice_of_two("--run=r1", "status").stdout
 
 
+@pytest.mark.slow
 def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
     assert slice_of_two("start", "--", "sleep", "600").returncode == 0
     (tmp_path / "state").write_text("PREEMPTED")
@@ -148,6 +150,7 @@ def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
     (tmp_path / "state").unlink()
 
 
+@pytest.mark.slow
 def test_a_run_is_started_again_and_a_slice_made_again(slice_of_two, tmp_path):
     with_pip(tmp_path)
     # The first time both workers are preempted in good order, the second time the slice is gone.
@@ -184,6 +187,7 @@ def test_the_pause_before_a_restart_grows_up_to_a_bound():
     assert done.returncode == 75
 
 
+@pytest.mark.slow
 def test_a_run_is_not_started_twice_and_can_be_stopped(slice_of_two):
     assert slice_of_two("start", "--", "sleep", "600").returncode == 0
     twice = slice_of_two("start", "--", "sleep", "600")
@@ -270,7 +274,8 @@ def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
     assert deleted[2:5] == ["queued-resources", "delete", "vit"]
 
 
-@pytest.mark.parametrize("least", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("least", ["1", "2"])
 def test_a_lost_slice_ends_the_run_and_the_rest_goes_on(two_slices, tmp_path, least):
     """With one slice if that is enough, else with all of them made again."""
     with_pip(tmp_path / "vit-0", ["w0"])

@@ -160,6 +160,7 @@ def test_a_path_that_one_worker_cannot_write(preflight, workers):
     assert list(workers.shared.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_path_that_is_not_shared(preflight, workers):
     own = workers.folder(3) / "mount"
     own.unlink()
@@ -224,6 +225,7 @@ def test_what_is_filled_in(preflight, workers, tmp_path):
     assert told in checks["workers"][1]
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_answer(patient):
     workers, began = patient
     checks = lines(finish(began), 1)

@@ -120,6 +120,7 @@ def test_a_crash_in_a_used_process_is_tried_again_in_a_new_one(run_ranks, tmp_pa
     assert len(os.listdir(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_timeout_kills_the_worker_and_shows_stacks(run_ranks):
     def dawdle(rank):
         print("before")

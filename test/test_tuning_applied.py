@@ -92,7 +92,8 @@ def each_way_trains_alike(rank, ways):
     assert type(model.module.blocks).__name__ == "ScannedBlocks"
 
 
-@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [WAYS, MORE_WAYS])
 def test_whatever_they_say_it_trains_like_plain_torch(run_ranks, ways):
     run_ranks(each_way_trains_alike, 4, ways)
 

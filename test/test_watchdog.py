@@ -113,6 +113,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_no_other(run_script, tmp_path):
     (tmp_path / "there").mkdir()
     done = run_script(
