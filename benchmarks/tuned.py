@@ -11,6 +11,7 @@ blocks in one loop, sharded over all ranks; for workload S each block a unit.
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences per device")
     parser.add_argument("--budget", type=int, default=4, help="largest number of compilations")
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE",
-                        help="fix a setting to a number")  # fmt: skip
+                        help="fix a setting to a value, as Python writes it")  # fmt: skip
     parser.add_argument("--save", type=Path, help="file for all figures, JSON")
     flags = parser.parse_args(arguments)
     name, baseline = flags.model, None
@@ -133,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         step = llama_step(name[len(LLAMA) :]) if name.startswith(LLAMA) else gpt_step(name)
     search: dict[str, Collection[Any]] = {
-        setting: [int(value)] for setting, value in (one.split("=") for one in flags.fix)
+        setting: [ast.literal_eval(value)]
+        for setting, value in (one.split("=", 1) for one in flags.fix)
     }
     found = xla_fsdp.tune(
         step, flags.slice, batch=flags.batch, baseline=baseline, budget=flags.budget,
