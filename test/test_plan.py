@@ -180,9 +180,11 @@ def wrong_arguments(cache):
             plan(_step(), topology)
     with pytest.raises(TypeError, match="step must be a function"):
         plan(None, V3)
-    for ranks in ([8], [-1], [], [True], ["0"]):
+    for ranks in ([8], [-1], [], [True], ["0"], 3):
         with pytest.raises(ValueError, match="from 0 to 7"):
             plan(_step(), V3, ranks=ranks)
+    with pytest.raises(TypeError, match="compiler_options must have values by name.*got '--a=1'"):
+        plan(_step(), V3, compiler_options="--a=1")
     plain, compiler.importlib.util.find_spec = importlib.util.find_spec, lambda name: None
     try:
         with pytest.raises(MissingExtraError, match=r"pip install 'xla_fsdp\[plan\]'"):

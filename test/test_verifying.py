@@ -106,6 +106,7 @@ def test_a_calibration_is_kept_and_changes_the_chip(tmp_path):
         (lambda data: data["calibration"].update(hbm_bandwidth=True), "hbm_bandwidth is True"),
         (lambda data: data["calibration"].update(matrix_flops="much"), "matrix_flops is 'much'"),
         (lambda data: data["calibration"].update(clock=1), "['clock'] in a calibration"),
+        (lambda data: data["calibration"].pop("family"), "has no family of chips"),
         (lambda data: data.update(version=2), "version 2, allowed is 1"),
         (lambda data: data.update(format="plan"), "some other JSON"),
         (lambda data: data["calibration"].update(about=[]), "about is []"),

@@ -9,6 +9,7 @@ from .tpu.compiler_options import (
     add_to_environment,
     for_large_matmuls,
     libtpu_init_args,
+    limit_scoped_vmem,
     main,
     require_loops_compile,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "add_to_environment",
     "for_large_matmuls",
     "libtpu_init_args",
+    "limit_scoped_vmem",
     "read_libtpu_init_args",
     "require_loops_compile",
 ]
