@@ -283,6 +283,12 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     assert not any(one.scan and one.recompute != "all" for one in found)
     assert {one.batch for one in found} == {4, 8}
     assert not any(one.scan for one in Space.of(facts(), V3, (None,), False, {}).main())
+    for fixed, why in (
+        ({"scan": (True,), "recompute": ("none",)}, "a loop recomputes each block"),
+        ({"kept_blocks": (2,), "reshard_after_forward": (False,)}, "has no effect"),
+    ):
+        with pytest.raises(ValueError, match=f"search leaves no candidate .*{why}"):
+            Space.of(facts(), V3, (None,), True, fixed).main()
     # Where gathers run beside compute, a loop may have them ahead.
     ahead = [one for one in found if one.scan_prefetch]
     v5e = Space.of(facts(), resolve("v5litepod-8"), (4,), True, {}).main()

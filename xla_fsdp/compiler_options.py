@@ -1,5 +1,7 @@
 """The compiler options under their public name: see :mod:`xla_fsdp.tpu.compiler_options`."""
 
+import sys
+
 from .deprecated import new_name
 from .tpu.compiler_options import (
     FOR_LOOPS,
@@ -37,4 +39,4 @@ def __getattr__(name: str) -> object:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -104,7 +104,7 @@ def launch(
     if not callable(fn):
         raise TypeError(f"fn must be callable, called as fn(rank, *args); got {fn!r}")
     if isinstance(args, str) or not isinstance(args, Iterable):
-        remedy = "; ranks are num_devices" if isinstance(args, int) else ""
+        remedy = f"; for {args} ranks pass num_devices={args}" if isinstance(args, int) else ""
         raise TypeError(
             f"args must be a tuple of further arguments for fn, such as (config,); got {args!r:.60}"
             f"{remedy}"
