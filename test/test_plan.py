@@ -428,8 +428,9 @@ def test_a_fault_after_compiling_does_not_lose_the_result(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_example_plans_itself(tmp_path, script_server, refused):
+def test_the_example_plans_itself(tmp_path, script_server, refused, monkeypatch):
     """The very run: exit code 0 with a report, or 2 for a slice that does not exist."""
+    monkeypatch.delenv("XLA_FSDP_COMPILERS", raising=False)
     root = os.path.dirname(os.path.dirname(__file__))
     script = os.path.join(root, "examples", "train_mnist.py")
     flags = ["--plan=v3-8", "--plan_report=plan.png", "--plan_report=plan.html"]
@@ -444,4 +445,6 @@ def test_the_example_plans_itself(tmp_path, script_server, refused):
         (["--plan=v3-8", "--plan_report=x.txt"], ".json, .png or .html"),
         (["--plan="], "must name a slice"),
         (["--plan=v3-8", "--plan_report=no/x.png"], "give a file name in a writable folder"),
+        (["--plan=v3-8", "--calibration=."], "--calibration=.: Is a directory"),
+        (["--plan=tpu7x-8"], "plan_compiler install"),
     )
