@@ -379,6 +379,7 @@ def test_a_slice_that_is_here_can_be_planned_for_by_its_name(name):
     "flag, said",
     [
         ("--seconds=1", "seconds must be at least 30, got 1"),
+        ("--num_devices=0", "num_devices must be a number of ranks from 1 on, got 0"),
         ("--report=x.png", "must end in .json or .html"),
         ("--topology=v9-8", "'v9-8': there is no TPU family"),
     ],
