@@ -192,7 +192,7 @@ def wrong_arguments(cache):
     finally:
         compiler.importlib.util.find_spec = plain
     with pytest.raises(ValueError, match="names xla_no_such_flag, which .* leave"):
-        with pytest.warns(UserWarning, match="does not know xla_no_such_flag: left out"):
+        with pytest.warns(UserWarning, match="does not know xla_no_such_flag: ignored"):
             plan(_step(), V3, compiler_options={"xla_no_such_flag": "1"})
     with pytest.raises(ValueError, match="Illegal value 'perhaps' .*sliced_prefetch_max_slices"):
         plan(_step(), V3, compiler_options={"xla_tpu_sliced_prefetch_max_slices": "perhaps"})

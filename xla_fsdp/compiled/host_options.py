@@ -29,14 +29,12 @@ class HostOptions:
 
     ``arguments``: ``LIBTPU_INIT_ARGS``. ``chip_config``: how the cores of a chip make one device,
     ``TPU_MEGACORE`` on v4; None where the chip has no such choice. ``whose``: who set each option
-    that ``arguments`` names, "LIBTPU_INIT_ARGS" for the user. ``unknown``: names among them that
-    this libtpu does not know, and ignores.
+    that ``arguments`` names, "LIBTPU_INIT_ARGS" for the user.
     """
 
     arguments: str
     chip_config: str | None = None
     whose: Mapping[str, str] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
 
 
 def host_options(
@@ -82,7 +80,7 @@ def host_options(
     config = None
     if chip.chip_config is not None:
         config = given.get(MEGACORE) or chip.chip_config
-    return HostOptions(arguments, config, whose, unknown)
+    return HostOptions(arguments, config, whose)
 
 
 def torch_xla_environment(chip: Chip, environ: Mapping[str, str]) -> dict[str, str]:

@@ -88,7 +88,7 @@ def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str,
         )
     if refused.unknown:
         warnings.warn(
-            f"libtpu does not know {', '.join(refused.unknown)}: left out",
+            f"libtpu does not know {', '.join(refused.unknown)}: ignored",
             stacklevel=3,
         )
     for word in without_dashes(arguments):
