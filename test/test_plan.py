@@ -194,6 +194,9 @@ def wrong_arguments(cache):
     with pytest.raises(ValueError, match="names xla_no_such_flag, which .* leave"):
         with pytest.warns(UserWarning, match="does not know xla_no_such_flag: ignored"):
             plan(_step(), V3, compiler_options={"xla_no_such_flag": "1"})
+    with pytest.raises(ValueError, match="write names without dashes"):
+        with pytest.warns(UserWarning, match="does not know --xla_tpu_sliced_prefetch_max_slices"):
+            plan(_step(), V3, compiler_options={"--xla_tpu_sliced_prefetch_max_slices": "0"})
     with pytest.raises(ValueError, match="Illegal value 'perhaps' .*sliced_prefetch_max_slices"):
         plan(_step(), V3, compiler_options={"xla_tpu_sliced_prefetch_max_slices": "perhaps"})
     with pytest.raises(ValueError, match="launcher must be one of xla_fsdp, torch_xla, other"):

@@ -73,9 +73,11 @@ def host_options(
         whose |= dict.fromkeys(further, "compiler_options")
     arguments, unknown = accepted(arguments, libtpu)
     if wrong := set(further or ()).intersection(unknown):
+        dashes = any(name.startswith("-") for name in wrong)
         raise ValueError(
             f"compiler_options names {', '.join(sorted(wrong))}, which this libtpu does not "
-            f"know ({libtpu or library()}); leave them out"
+            f"know ({libtpu or library()}); "
+            f"{'write names without dashes' if dashes else 'leave them out'}"
         )
     config = None
     if chip.chip_config is not None:
