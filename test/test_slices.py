@@ -153,6 +153,7 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
         monkeypatch.setenv(channel._PORT_VARIABLE, port)
         with pytest.raises(ValueError, match=f"XLA_FSDP_STORE_PORT='{port}' must be a port"):
             channel.served().__enter__()
+    monkeypatch.delenv(channel._PORT_VARIABLE)
     with pytest.raises(ValueError, match="slices=3, but MEGASCALE_NUM_SLICES=2. On a TPU"):
         ours.require_slices(3, ours.place())
     with pytest.raises(ValueError, match="slices=2, but MEGASCALE_NUM_SLICES is not set, or 1. On"):
