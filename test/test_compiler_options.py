@@ -119,7 +119,7 @@ def the_same_in_a_launch_and_in_a_plan():
                 request = planned(topology, user)
                 plain = planned(topology, user, "torch_xla")
             messages = [str(one.message) for one in said if "libtpu" in str(one.message)]
-            unknown = "libtpu does not know xla_no_such_flag: left out"
+            unknown = "libtpu does not know xla_no_such_flag: ignored"
             dashes = "libtpu ignores xla_enable_async_all_gather=false: write --xla_enable_"
             assert messages.count(unknown) == (4 if user else 0), messages
             assert sum(one.startswith(dashes) for one in messages) == (5 if user else 0), messages

@@ -307,6 +307,8 @@ for value in ("0", "many", "12"):
 for bad in (0, -1, "5", None, True):
     raises(ValueError, [repr(bad)], print, (), 2, timeout=bad)
 raises(TypeError, ["fn"], 3)
+for bad in (2, None, "ab"):
+    raises(TypeError, ["args must be a tuple", repr(bad)], print, bad)
 assert not torch_xla._XLAC._xla_runtime_is_initialized()
 os.environ["CPU_NUM_DEVICES"] = "3"
 assert launch(lambda rank, a: (rank, a), ("x",)) == [(0, "x"), (1, "x"), (2, "x")]

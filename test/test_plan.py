@@ -180,9 +180,11 @@ def wrong_arguments(cache):
             plan(_step(), topology)
     with pytest.raises(TypeError, match="step must be a function"):
         plan(None, V3)
-    for ranks in ([8], [-1], [], [True], ["0"]):
+    for ranks in ([8], [-1], [], [True], ["0"], 3):
         with pytest.raises(ValueError, match="from 0 to 7"):
             plan(_step(), V3, ranks=ranks)
+    with pytest.raises(TypeError, match="compiler_options must have values by name.*got '--a=1'"):
+        plan(_step(), V3, compiler_options="--a=1")
     plain, compiler.importlib.util.find_spec = importlib.util.find_spec, lambda name: None
     try:
         with pytest.raises(MissingExtraError, match=r"pip install 'xla_fsdp\[plan\]'"):
@@ -190,8 +192,11 @@ def wrong_arguments(cache):
     finally:
         compiler.importlib.util.find_spec = plain
     with pytest.raises(ValueError, match="names xla_no_such_flag, which .* leave"):
-        with pytest.warns(UserWarning, match="does not know xla_no_such_flag: left out"):
+        with pytest.warns(UserWarning, match="does not know xla_no_such_flag: ignored"):
             plan(_step(), V3, compiler_options={"xla_no_such_flag": "1"})
+    with pytest.raises(ValueError, match="write names without dashes"):
+        with pytest.warns(UserWarning, match="does not know --xla_tpu_sliced_prefetch_max_slices"):
+            plan(_step(), V3, compiler_options={"--xla_tpu_sliced_prefetch_max_slices": "0"})
     with pytest.raises(ValueError, match="Illegal value 'perhaps' .*sliced_prefetch_max_slices"):
         plan(_step(), V3, compiler_options={"xla_tpu_sliced_prefetch_max_slices": "perhaps"})
     with pytest.raises(ValueError, match="launcher must be one of xla_fsdp, torch_xla, other"):
@@ -426,8 +431,9 @@ def test_a_fault_after_compiling_does_not_lose_the_result(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_example_plans_itself(tmp_path, script_server, refused):
+def test_the_example_plans_itself(tmp_path, script_server, refused, monkeypatch):
     """The very run: exit code 0 with a report, or 2 for a slice that does not exist."""
+    monkeypatch.delenv("XLA_FSDP_COMPILERS", raising=False)
     root = os.path.dirname(os.path.dirname(__file__))
     script = os.path.join(root, "examples", "train_mnist.py")
     flags = ["--plan=v3-8", "--plan_report=plan.png", "--plan_report=plan.html"]
@@ -442,4 +448,6 @@ def test_the_example_plans_itself(tmp_path, script_server, refused):
         (["--plan=v3-8", "--plan_report=x.txt"], ".json, .png or .html"),
         (["--plan="], "must name a slice"),
         (["--plan=v3-8", "--plan_report=no/x.png"], "give a file name in a writable folder"),
+        (["--plan=v3-8", "--calibration=."], "--calibration=.: Is a directory"),
+        (["--plan=tpu7x-8"], "plan_compiler install"),
     )

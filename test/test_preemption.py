@@ -344,7 +344,7 @@ def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatc
 
 
 def test_wrong_use_is_told():
-    for grace in (0, -1, True, "25"):
+    for grace in (0, -1, True, "25", float("inf")):
         with pytest.raises(ValueError, match="grace must be a positive number of seconds, got"):
             xla_fsdp.Preemption(grace)
     with xla_fsdp.Preemption() as preempted, pytest.raises(RuntimeError, match="without a notice"):

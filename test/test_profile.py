@@ -162,3 +162,5 @@ def test_wrong_use_is_told(tmp_path):
             xla_fsdp.profile(tmp_path, steps)
     with pytest.raises(ValueError, match="folder is empty"):
         xla_fsdp.profile("", (1, 2))
+    with pytest.raises(TypeError, match=r"ranks must be a tuple of numbers, such as \(0,\), got 0"):
+        xla_fsdp.profile(tmp_path, (1, 2), 0)

@@ -192,6 +192,7 @@ def test_save_and_load(tmp_path):
     "text, complaint",
     [
         ("no json", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[1]", "some other JSON"),
         ('{"format": "other"}', "some other JSON"),
         ('{"format": "xla_fsdp plan", "version": 99}', "version 99, allowed is 1"),

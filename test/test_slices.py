@@ -149,6 +149,11 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
         on_hosts([f"10.0.{place}.2", f"10.0.{place}.3"], worker)
         hosts, number = channel._hosts()
         assert (hosts[0], number) == ("10.0.0.2", served)
+    for port in ("twelve", "0", "65536"):
+        monkeypatch.setenv(channel._PORT_VARIABLE, port)
+        with pytest.raises(ValueError, match=f"XLA_FSDP_STORE_PORT='{port}' must be a port"):
+            channel.served().__enter__()
+    monkeypatch.delenv(channel._PORT_VARIABLE)
     with pytest.raises(ValueError, match="slices=3, but MEGASCALE_NUM_SLICES=2. On a TPU"):
         ours.require_slices(3, ours.place())
     with pytest.raises(ValueError, match="slices=2, but MEGASCALE_NUM_SLICES is not set, or 1. On"):

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from xla_fsdp.compiler_options import limit_scoped_vmem
 from xla_fsdp.planning.program.assignment import Assignment
 from xla_fsdp.planning.program.attention import why_no_kernel
 from xla_fsdp.planning.program.hlo import parse_module
@@ -140,6 +141,7 @@ def test_no_offload_where_inputs_fit():
 def test_vmem_where_compute_is_most_of_a_step_and_nobody_has_set_it():
     (one,) = advice(op(1, 10), flops=1e12, temporaries=15 * GIB, scoped_vmem_kib=98304)
     assert one.startswith("compiler_options=limit_scoped_vmem(98304)")
+    assert limit_scoped_vmem(98304) == {"xla_tpu_scoped_vmem_limit_kib": "98304"}
     assert one.endswith("the gain is not modelled, plan it")
     name = "xla_tpu_scoped_vmem_limit_kib"
     given = {"flops": 1e12, "temporaries": 15 * GIB, "scoped_vmem_kib": 98304}

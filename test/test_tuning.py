@@ -70,12 +70,15 @@ def test_settings_go_through_json_and_a_file(tmp_path):
         ({"units": "layers"}, r"here: units must be \"blocks\", \"model\" or a number.*'layers'"),
     ],
 )
-def test_a_file_of_something_else_is_refused(change, message):
+def test_a_file_of_something_else_is_refused(change, message, tmp_path):
     record = {**json.loads(ShardingSettings().to_json()), **change}
     with pytest.raises(ValueError, match=message):
         ShardingSettings.from_json(json.dumps(record), "here")
     with pytest.raises(ValueError, match="here is not JSON"):
         ShardingSettings.from_json("{", "here")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="binary.json is not JSON"):
+        ShardingSettings.load(tmp_path / "binary.json")
 
 
 @pytest.mark.parametrize(
@@ -512,6 +515,7 @@ def test_what_the_caller_fixes_stays_fixed():
         ({"baseline": 3}, TypeError, "baseline must be a function without arguments.*got 3"),
         ({"calibration": Calibration("v4")}, CalibrationError, "is of v4; the plan is for v3"),
         ({"search": {"remat": ["all"]}}, ValueError, "'remat', which is no setting; allowed are b"),
+        ({"search": ["scan"]}, TypeError, r"search must have lists of values.*got \['scan'\]"),
         ({"search": {"scan": True}}, TypeError, r"search\['scan'\] must be a list of values"),
         ({"search": {"scan": []}}, ValueError, r"search\['scan'\] is empty"),
         ({"search": {"units": ["layers"]}}, ValueError, "units must be .*got 'layers'"),

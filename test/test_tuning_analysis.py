@@ -262,17 +262,17 @@ def test_what_the_compiler_said_corrects_what_is_like_it():
 
 
 def test_what_would_make_it_fit():
-    huge = facts(held=100 * GIB, state=1000 * GIB)
-    advice = what_would_fit(PLAIN, Estimates({"blocks": huge}, V3), V3)
+    huge, hbm = facts(held=100 * GIB, state=1000 * GIB), V3.chip.device_usable_hbm_bytes()
+    advice = what_would_fit(PLAIN, Estimates({"blocks": huge}, V3), V3, hbm)
     assert "of 15.5 GiB a device" in advice[0]
     assert advice[-1].startswith("No v3 slice is large enough for this batch a device")
     batches = what_would_fit(
         PLAIN.changed(batch=16),
-        Estimates({"blocks": facts(held=GIB).scaled(1)}, V3), V3,
+        Estimates({"blocks": facts(held=GIB).scaled(1)}, V3), V3, hbm,
     )  # fmt: skip
     assert any(one.startswith("A batch of ") for one in batches)
     state = facts(held=GIB / 100, state=200 * GIB)
-    (_, slice_) = what_would_fit(PLAIN, Estimates({"blocks": state}, V3), V3)
+    (_, slice_) = what_would_fit(PLAIN, Estimates({"blocks": state}, V3), V3, hbm)
     assert slice_.startswith("v3-32, with the same batch a device, would need ")
 
 
@@ -283,6 +283,12 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     assert not any(one.scan and one.recompute != "all" for one in found)
     assert {one.batch for one in found} == {4, 8}
     assert not any(one.scan for one in Space.of(facts(), V3, (None,), False, {}).main())
+    for fixed, why in (
+        ({"scan": (True,), "recompute": ("none",)}, "a loop recomputes each block"),
+        ({"kept_blocks": (2,), "reshard_after_forward": (False,)}, "has no effect"),
+    ):
+        with pytest.raises(ValueError, match=f"search leaves no candidate .*{why}"):
+            Space.of(facts(), V3, (None,), True, fixed).main()
     # Where gathers run beside compute, a loop may have them ahead.
     ahead = [one for one in found if one.scan_prefetch]
     v5e = Space.of(facts(), resolve("v5litepod-8"), (4,), True, {}).main()

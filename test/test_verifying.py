@@ -106,6 +106,7 @@ def test_a_calibration_is_kept_and_changes_the_chip(tmp_path):
         (lambda data: data["calibration"].update(hbm_bandwidth=True), "hbm_bandwidth is True"),
         (lambda data: data["calibration"].update(matrix_flops="much"), "matrix_flops is 'much'"),
         (lambda data: data["calibration"].update(clock=1), "['clock'] in a calibration"),
+        (lambda data: data["calibration"].pop("family"), "has no family of chips"),
         (lambda data: data.update(version=2), "version 2, allowed is 1"),
         (lambda data: data.update(format="plan"), "some other JSON"),
         (lambda data: data["calibration"].update(about=[]), "about is []"),
@@ -378,6 +379,7 @@ def test_a_slice_that_is_here_can_be_planned_for_by_its_name(name):
     "flag, said",
     [
         ("--seconds=1", "seconds must be at least 30, got 1"),
+        ("--num_devices=0", "num_devices must be a number of ranks from 1 on, got 0"),
         ("--report=x.png", "must end in .json or .html"),
         ("--topology=v9-8", "'v9-8': there is no TPU family"),
     ],

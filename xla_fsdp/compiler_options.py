@@ -1,5 +1,7 @@
 """The compiler options under their public name: see :mod:`xla_fsdp.tpu.compiler_options`."""
 
+import sys
+
 from .deprecated import new_name
 from .tpu.compiler_options import (
     FOR_LOOPS,
@@ -9,6 +11,7 @@ from .tpu.compiler_options import (
     add_to_environment,
     for_large_matmuls,
     libtpu_init_args,
+    limit_scoped_vmem,
     main,
     require_loops_compile,
 )
@@ -22,6 +25,7 @@ __all__ = [
     "add_to_environment",
     "for_large_matmuls",
     "libtpu_init_args",
+    "limit_scoped_vmem",
     "read_libtpu_init_args",
     "require_loops_compile",
 ]
@@ -35,4 +39,4 @@ def __getattr__(name: str) -> object:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,10 @@ from .script import Stop, require, to_one_line
 
 PLAN = "plan this run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; "
 PLAN += "needs no TPU. Exit code 0 if it fits into memory, 3 if it does not"
+REFUSALS = (
+    *(xla_fsdp.CalibrationError, xla_fsdp.MissingExtraError, xla_fsdp.UnknownTopologyError),
+    *(xla_fsdp.UnusableCompilerError, RefusedOptionError),
+)
 CACHE = "store compiled programs in this folder, so that the next start need not compile"
 flags.DEFINE_integer("num_devices", None, "number of ranks; default: 4 on CPU, all on TPU", 1, 8)
 flags.DEFINE_string("plan", None, PLAN)
@@ -70,10 +74,13 @@ def launch_or_plan(train: Callable, args: tuple, title: str) -> None:
 def refusals(flag: str, options: SimpleNamespace) -> Iterator[None]:
     """A context in which errors of a plan end the script with one line."""
     try:
-        yield
-    except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
+        if options.calibration:
+            xla_fsdp.Calibration.load(options.calibration)
+    except (xla_fsdp.CalibrationError, OSError) as error:
         raise Stop(f"--calibration={options.calibration}: {to_one_line(error)}", code=2) from error
-    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
+    try:
+        yield
+    except REFUSALS as error:
         raise Stop(f"{flag}: {error}", code=2) from error
     except xla_fsdp.CompileError as error:
         message = str(error).splitlines()[0]

@@ -29,14 +29,12 @@ class HostOptions:
 
     ``arguments``: ``LIBTPU_INIT_ARGS``. ``chip_config``: how the cores of a chip make one device,
     ``TPU_MEGACORE`` on v4; None where the chip has no such choice. ``whose``: who set each option
-    that ``arguments`` names, "LIBTPU_INIT_ARGS" for the user. ``unknown``: names among them that
-    this libtpu does not know, and ignores.
+    that ``arguments`` names, "LIBTPU_INIT_ARGS" for the user.
     """
 
     arguments: str
     chip_config: str | None = None
     whose: Mapping[str, str] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
 
 
 def host_options(
@@ -75,14 +73,16 @@ def host_options(
         whose |= dict.fromkeys(further, "compiler_options")
     arguments, unknown = accepted(arguments, libtpu)
     if wrong := set(further or ()).intersection(unknown):
+        dashes = any(name.startswith("-") for name in wrong)
         raise ValueError(
             f"compiler_options names {', '.join(sorted(wrong))}, which this libtpu does not "
-            f"know ({libtpu or library()}); leave them out"
+            f"know ({libtpu or library()}); "
+            f"{'write names without dashes' if dashes else 'leave them out'}"
         )
     config = None
     if chip.chip_config is not None:
         config = given.get(MEGACORE) or chip.chip_config
-    return HostOptions(arguments, config, whose, unknown)
+    return HostOptions(arguments, config, whose)
 
 
 def torch_xla_environment(chip: Chip, environ: Mapping[str, str]) -> dict[str, str]:

@@ -115,7 +115,11 @@ def plan(
 
 def _ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:
     last = where.devices - 1
-    numbers = tuple(sorted({0, min(1, last), last})) if ranks is None else tuple(ranks)
+    if ranks is None:
+        return tuple(sorted({0, min(1, last), last}))
+    numbers = tuple(ranks) if isinstance(ranks, Iterable) else ()
     if not numbers or any(type(r) is not int or not 0 <= r <= last for r in numbers):
-        raise ValueError(f"ranks must be numbers from 0 to {last} on {where.name}, got {numbers}")
+        raise ValueError(
+            f"ranks must be a list of numbers from 0 to {last} on {where.name}, got {ranks!r:.80}"
+        )
     return numbers

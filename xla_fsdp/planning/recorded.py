@@ -193,16 +193,22 @@ def read_program(name: str, proto: bytes) -> Program:
     """Parse the program in an HloProto.
 
     Raises:
-        ValueError: this XLA cannot read it, or it is not scheduled.
+        ValueError: this XLA cannot read it, or not in time, or it is not scheduled.
     """
     try:
         content = messages()["HloProto"].FromString(proto).hlo_module
     except DecodeError as error:
         raise ValueError(f"program {name} is damaged") from error
-    done = subprocess.run(
-        [sys.executable, "-c", _TO_TEXT],
-        input=content, capture_output=True, timeout=_SECONDS_TO_READ, check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TO_TEXT],
+            input=content, capture_output=True, timeout=_SECONDS_TO_READ, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"XLA did not read program {name} in {_SECONDS_TO_READ:g} s: try again on an idle "
+            "machine, or record the trace again"
+        ) from error
     if done.returncode:
         raise ValueError("XLA cannot read a program in this trace")
     line, found, labels = read_line(done.stdout.decode())

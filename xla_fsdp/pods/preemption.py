@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -68,7 +69,8 @@ class Preemption:
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         metadata_server: str | None = None,
     ) -> None:
-        if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not grace > 0:
+        number = isinstance(grace, (int, float)) and not isinstance(grace, bool)
+        if not number or not 0 < grace < math.inf:
             raise ValueError(f"grace must be a positive number of seconds, got {grace!r}")
         self.reason: str | None = None
         self._grace = float(grace)

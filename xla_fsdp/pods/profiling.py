@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -65,11 +66,13 @@ class profile:
         self,
         folder: str | os.PathLike[str],
         steps: tuple[int, int],
-        ranks: tuple[int, ...] = (0,),
+        ranks: Collection[int] = (0,),
     ) -> None:
         first, last = _checked(steps)
         if not os.fspath(folder):
             raise ValueError("folder is empty; pass the path of a folder")
+        if not isinstance(ranks, Collection):
+            raise TypeError(f"ranks must be a tuple of numbers, such as (0,), got {ranks!r}")
         self.file: Path | None = None
         self._folder, self._first, self._last = os.fspath(folder), first, last
         self._ranks = ranks

@@ -66,11 +66,12 @@ def verify(
         and ``.ok``, which is true if no test failed.
 
     Raises:
-        ValueError: an unknown stage, case, size or slice, or ``seconds`` below 30.
+        ValueError: an unknown stage, case, size or slice, ``seconds`` below 30, or ``num_devices``
+            below 1.
         RuntimeError: this process has already started XLA's runtime.
     """
     slice = None if topology is None else resolve(topology)
-    _check(stages, cases, sizes, seconds)
+    _check(stages, cases, sizes, seconds, num_devices)
     until = time.time() + seconds
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-verify-") as name:
         folder = Path(name)
@@ -97,7 +98,11 @@ def verify(
 
 
 def _check(
-    stages: Sequence[str], cases: Sequence[str], sizes: Sequence[str], seconds: float
+    stages: Sequence[str],
+    cases: Sequence[str],
+    sizes: Sequence[str],
+    seconds: float,
+    num_devices: int | None,
 ) -> None:
     for what, given, known in (
         ("stages", stages, list(STAGES)),
@@ -110,6 +115,8 @@ def _check(
                 f"{what} has unknown names, {wrong or given!r}; allowed is a list of "
                 f"{', '.join(known)}"
             )
+    if num_devices is not None and (type(num_devices) is not int or num_devices < 1):
+        raise ValueError(f"num_devices must be a number of ranks from 1 on, got {num_devices!r}")
     if not seconds >= _SHORTEST:
         raise ValueError(f"seconds must be at least {_SHORTEST:.0f}, got {seconds}")
     if xlac.runtime_has_started():

@@ -77,9 +77,12 @@ def served() -> Iterator[None]:
     """A context in which processes that this one starts have a store.
 
     The launcher of every host calls it. If the port is not free, it warns and there is no store.
+
+    Raises:
+        ValueError: there are several hosts, and ``XLA_FSDP_STORE_PORT`` is not a port.
     """
     hosts, number = _hosts()
-    host, port = hosts[0], int(os.environ.get(_PORT_VARIABLE, _PORT)) if len(hosts) > 1 else 0
+    host, port = hosts[0], _port() if len(hosts) > 1 else 0
     server = None
     if number == 0:
         try:
@@ -100,6 +103,16 @@ def served() -> Iterator[None]:
         yield
     finally:
         del os.environ[_ADDRESS], server
+
+
+def _port() -> int:
+    text = os.environ.get(_PORT_VARIABLE, "").strip()
+    if text and not (text.isdecimal() and 0 < int(text) < 1 << 16):
+        raise ValueError(
+            f"{_PORT_VARIABLE}={text!r} must be a port, a number from 1 to 65535, the same on "
+            f"every host; unset it for {_PORT}"
+        )
+    return int(text or _PORT)
 
 
 def _hosts() -> tuple[list[str], int]:

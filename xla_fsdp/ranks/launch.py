@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -90,8 +90,9 @@ def launch(
             with another number of devices, or without the settings that CPU ranks need; or
             ``torchrun`` started a number of processes that differs from XLA's number of ranks; or
             there is a TPU and ``fn`` is defined in a notebook.
-        ValueError, TypeError: ``num_devices``, ``timeout``, ``slices`` or ``XLA_FSDP_WATCHDOG`` is
-            wrong; or, on TPU, libtpu rejects LIBTPU_INIT_ARGS, or the variables of several slices
+        ValueError, TypeError: ``args``, ``num_devices``, ``timeout``, ``slices`` or
+            ``XLA_FSDP_WATCHDOG`` is wrong; or, on TPU, libtpu rejects LIBTPU_INIT_ARGS,
+            ``XLA_FSDP_STORE_PORT`` is not a port, or the variables of several slices
             (``MEGASCALE_...``) contradict each other.
     """
     inside = current_rank()
@@ -102,6 +103,12 @@ def launch(
         )
     if not callable(fn):
         raise TypeError(f"fn must be callable, called as fn(rank, *args); got {fn!r}")
+    if isinstance(args, str) or not isinstance(args, Iterable):
+        remedy = f"; for {args} ranks pass num_devices={args}" if isinstance(args, int) else ""
+        raise TypeError(
+            f"args must be a tuple of further arguments for fn, such as (config,); got {args!r:.60}"
+            f"{remedy}"
+        )
     if xr.is_spmd():
         raise RuntimeError(
             "launch runs one program for each rank, but SPMD mode runs one program for all "

@@ -134,7 +134,7 @@ class Calibration:
         wanted = "expected what python -m xla_fsdp.preflight --measure --calibration wrote"
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also of what is not UTF-8
             raise CalibrationError(f"{path} is not JSON: {wanted}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise CalibrationError(f"{path} is some other JSON: {wanted}")
@@ -144,9 +144,11 @@ class Calibration:
             )
         source, found = os.path.basename(os.fspath(path)), data.get("calibration")
         known = {one.name for one in fields(cls)} - {"source"}
-        if not isinstance(found, dict) or not {"family"} <= set(found) <= known:
+        if not isinstance(found, dict) or not set(found) <= known:
             odd = sorted(set(found) - known) if isinstance(found, dict) else found
             raise CalibrationError(f"{source}: {odd!r:.80} in a calibration; measure again")
+        if "family" not in found:
+            raise CalibrationError(f"{source} has no family of chips; measure again")
         about = found.pop("about", {})
         if not isinstance(about, dict):
             raise CalibrationError(

@@ -7,6 +7,7 @@ for programs started otherwise: ``export LIBTPU_INIT_ARGS="$(python -m xla_fsdp.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +88,7 @@ def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str,
         )
     if refused.unknown:
         warnings.warn(
-            f"libtpu does not know {', '.join(refused.unknown)}: left out",
+            f"libtpu does not know {', '.join(refused.unknown)}: ignored",
             stacklevel=3,
         )
     for word in without_dashes(arguments):
@@ -134,9 +135,17 @@ def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
     return " ".join([*written(added), *given.split()])
 
 
-def main() -> None:
-    """Prints what ``LIBTPU_INIT_ARGS`` is to be: ``python -m xla_fsdp.compiler_options``."""
-    print(accepted(libtpu_init_args(os.environ.get(ARGUMENTS, "")))[0])
+def main() -> int:
+    """Prints what ``LIBTPU_INIT_ARGS`` is to be: ``python -m xla_fsdp.compiler_options``.
+
+    Returns the exit code: 0, or 2 if libtpu refuses what is in that variable already.
+    """
+    try:
+        print(accepted(libtpu_init_args(os.environ.get(ARGUMENTS, "")))[0])
+    except RefusedOptionError as error:
+        print(f"error: {error}; correct or unset it", file=sys.stderr)
+        return 2
+    return 0
 
 
 def this_hosts_chip(bus: Path = _BUS) -> Chip | None:

@@ -85,6 +85,11 @@ class Target:
     ) -> Target:
         """Checks these arguments of ``plan``; it documents the errors."""
         where = resolve(topology)
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(
+                "compiler_options must have values by name, such as "
+                f"{{'xla_tpu_scoped_vmem_limit_kib': '49152'}}, got {options!r:.80}"
+            )
         measured = None if calibration is None else read(calibration)
         if measured is not None:
             measured.apply(where.chip)  # raises before minutes of compilation

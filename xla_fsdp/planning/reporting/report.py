@@ -178,7 +178,7 @@ class Report:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{source} is not JSON ({error}): {_EXPECTED}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ValueError(f"{source} is some other JSON: {_EXPECTED}")

@@ -144,7 +144,7 @@ def tune(
     advice = []
     if best is None and not (own and own.fits):
         first = trials[0].settings if trials else ShardingSettings(batch=batches[0])
-        advice = what_would_fit(first, estimates, where)
+        advice = what_would_fit(first, estimates, where, capacity)
     return Tuning(
         settings=best,
         own=own,

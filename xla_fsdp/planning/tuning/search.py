@@ -389,12 +389,14 @@ def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSetti
         yield settings.changed(recompute="all", offload=True, units="blocks", kept_blocks=0)
 
 
-def what_would_fit(settings: ShardingSettings, estimates: Estimates, where: Slice) -> list[str]:
+def what_would_fit(
+    settings: ShardingSettings, estimates: Estimates, where: Slice, capacity: float
+) -> list[str]:
     """Advice where no candidate fits: a smaller batch or a larger slice, if one is enough.
 
-    ``settings``: the batch, and the values that the caller fixed.
+    ``settings``: the batch, and the values that the caller fixed. ``capacity``: bytes of HBM.
     """
-    facts, capacity = estimates.facts(settings), where.chip.device_usable_hbm_bytes()
+    facts = estimates.facts(settings)
     lean = settings.changed(
         reshard_after_forward=True, kept_blocks=0, keep=(), shard_group_size=None
     )
@@ -414,7 +416,7 @@ def what_would_fit(settings: ShardingSettings, estimates: Estimates, where: Slic
     slices = map(resolve, names())  # the smallest first
     for slice_ in (one for one in slices if one.chip == where.chip and one.devices > where.devices):
         hbm = estimates.on(slice_).needed(lean)
-        if hbm <= slice_.chip.device_usable_hbm_bytes():
+        if hbm <= capacity:  # of the same chips
             advice.append(
                 f"{slice_.name}, with the same batch a device, would need {hbm / GIB:.1f} GiB: the "
                 f"smallest {slice_.chip.family} slice that is large enough."

@@ -395,7 +395,8 @@ class ShardingSettings:
             FileNotFoundError: there is no such file.
             ValueError: as :meth:`from_json`.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), str(path))
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        return cls.from_json(text, str(path))
 
     def changed(self, **values: Any) -> ShardingSettings:
         """Return a copy of these settings with other ``values``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from math import prod
@@ -39,8 +39,13 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
 
     Raises:
         ValueError: no such setting, no value, or a value that is not allowed.
-        TypeError: the values are not a collection.
+        TypeError: it is no mapping, or the values are not a collection.
     """
+    if search is not None and not isinstance(search, Mapping):
+        raise TypeError(
+            "search must have lists of values by the name of a setting, such as "
+            f"{{'scan': [True]}}; got {search!r:.80}"
+        )
     checked: dict[str, tuple[Any, ...]] = {}
     names = [one.name for one in fields(ShardingSettings)]
     for name, values in rename_keys("ShardingSettings", search or {}).items():
@@ -113,20 +118,26 @@ class Space:
         return cls({**values, **search}, "keep" not in search)
 
     def main(self) -> list[ShardingSettings]:
-        """All possible combinations of the main settings, those closest to the defaults first."""
-        fixed = {name: self.values[name][0] for name in FINE}
-        found = list(self._possible(fixed))
-        return sorted(found, key=plainness)  # stable
+        """All possible combinations of the main settings, those closest to the defaults first.
 
-    def _possible(self, fixed: Mapping[str, Any]) -> Iterator[ShardingSettings]:
+        Raises:
+            ValueError: there are none, because values that the caller gave exclude each other.
+        """
+        fixed = {name: self.values[name][0] for name in FINE}
+        found, why = [], "with the others, one of its settings has no effect"
         for combination in product(*(self.values[name] for name in MAIN)):
             chosen = dict(zip(MAIN, combination, strict=True))
             if _pointless(chosen):
                 continue
             try:
-                yield ShardingSettings(**{**fixed, **chosen})
-            except ValueError:
-                continue  # they exclude each other
+                found.append(ShardingSettings(**{**fixed, **chosen}))
+            except ValueError as error:
+                why = str(error)
+        if not found:
+            raise ValueError(
+                f"search leaves no candidate ({why}): give more values, or leave a setting out"
+            )
+        return sorted(found, key=plainness)  # stable
 
     def is_main(self, settings: ShardingSettings) -> bool:
         """Whether all FINE settings have the values of the main candidates."""
