@@ -42,7 +42,10 @@ def noise(rank, device_type):
             torch.manual_seed(11)
         steps = []
         for step in range(2):
-            model(inputs(rank, step).to(device)).square().mean().backward()
+            loss = model(inputs(rank, step).to(device)).square().mean()
+            model.eval()  # for something else: the backward recomputes in the modes of the forward
+            loss.backward()
+            model.train()
             # A draw after the backward shows whether recomputation disturbed the generator.
             steps.append(torch.rand(3, device=device))
         torch_xla.sync()

@@ -17,9 +17,9 @@ class Block(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.also = also
 
-    def forward(self, x):
+    def forward(self, x, *further):
         y = x + self.down(torch.tanh(self.up(x)))
-        more = None if self.also is None else self.also(self, x, y)
+        more = None if self.also is None else self.also(self, x, y, *further)
         return y if more is None else y * more
 
 
@@ -72,6 +72,10 @@ def parameters_in_a_forward_around(rank):
 
 
 def what_a_block_would_lose(rank):
+    import torch_xla
+
+    from xla_fsdp import scan_blocks
+
     held = []
 
     def closure(block, x, y):
@@ -103,6 +107,29 @@ def what_a_block_would_lose(rank):
         block.seen = y.square().mean()
 
     refused(scanned(in_buffer), rank, ValueError, "its buffer 'seen' a value that needs a gradient")
+
+    def counting(block, x, y, seen):
+        seen[0] += 1
+
+    def appending(block, x, y, seen):
+        seen.append(y)
+
+    def in_dict(block, x, y, seen):
+        seen["last"] = y.detach()
+
+    def in_place(block, x, y, seen):
+        seen.add_(1)
+
+    for also, seen in (
+        (counting, [0]),
+        (appending, []),
+        (in_dict, {}),
+        (in_place, torch.zeros(2, dtype=torch.int32, device="xla")),
+    ):
+        model = scan_blocks([Block(number, also) for number in range(3)])
+        with pytest.raises(ValueError, match="forward of Block changes one of its arguments"):
+            model(inputs(rank), seen)
+        torch_xla.sync()
 
     def on_host(block, x, y):
         return torch.rand(()).item()

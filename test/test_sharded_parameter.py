@@ -81,6 +81,7 @@ ELEMENTS = {
     "sign": lambda p: p.sign().sqrt_() * p.relu(),
     "conj": lambda p: p.addcmul(p, p.conj()) + torch.conj(p) + p.real,
     "full": lambda p: torch.full_like(p, 3.0) * p.isfinite(),
+    "one number": lambda p: p * p.new_full([1] * p.dim(), 2.0),
 }
 REFUSED = {
     "linear": lambda p: nn.functional.linear(torch.ones(2, 5, device="xla"), p),
@@ -90,6 +91,7 @@ REFUSED = {
     "sum over rows": lambda p: p.sum(0),
     "norm over rows": lambda p: p.norm(dim=0),
     "cat": lambda p: torch.cat([p, p]),
+    "more dimensions": lambda p: p * p.new_full([1] * (p.dim() + 1), 2.0),
     "full tensor beside": lambda p: p + torch.ones(p.shape, device="xla"),
     "into a plain tensor": lambda p: torch.zeros(p.shape, device="xla").copy_(p),
     "numpy": lambda p: p.detach().cpu().numpy(),
@@ -189,6 +191,9 @@ def values_put_in(rank):
         p.fill_(3)
         p[p > 2] = 4.0
         close(p.full_tensor(), torch.full((7, 5), 4.0))
+        p.copy_(torch.full((1, 1), 3.0, device="xla"))
+        p[p > 2] = torch.full((1,), 5.0, device="xla")
+        close(p.full_tensor(), torch.full((7, 5), 5.0))
         p[...] = full.to("xla")
         close(p.full_tensor(), full)
     p.grad = full.to("xla")
@@ -214,6 +219,31 @@ def values_put_in(rank):
 
 def test_values_are_full_tensors_and_files_have_plain_parts(run_ranks):
     run_ranks(values_put_in, 2)
+
+
+# What a hook returns: sharded, full, or this rank's part.
+RESULTS = {
+    "sharded": lambda grad: grad * 2,
+    "full": lambda grad: getattr(grad, "full_tensor", grad.clone)() * 2,
+    "part": lambda grad: getattr(grad, "to_local", grad.clone)() * 2,
+    "nothing": lambda grad: None,
+}
+
+
+def results_of_hooks(rank):
+    for result in RESULTS.values():
+        _, p, plain = forms("wrapper")
+        for one in (p, plain):
+            one.register_hook(result)
+            one.square().sum().backward()
+        close(p.grad.full_tensor(), plain.grad)
+    p.register_hook(lambda grad: torch.zeros(3, device="xla"))
+    with pytest.raises(RuntimeError, match="the result of a hook needs parameter 'weight'"):
+        p.square().sum().backward()
+
+
+def test_hooks_return_full_gradients_too(run_ranks):
+    run_ranks(results_of_hooks, 2)
 
 
 class TrustRatio(torch.optim.Optimizer):
@@ -343,6 +373,44 @@ def helpers_of_torch(rank):
 
 def test_helpers_of_torch(run_ranks):
     run_ranks(helpers_of_torch, 2)
+
+
+# They leave numbers, and NaN, where a shard has padding.
+CHANGES = {"number": lambda grad: grad.add_(0.3), "nan": lambda grad: grad.div_(grad.clone())}
+
+
+def padding_of_gradients(rank):
+    import xla_fsdp.optim
+
+    def changed(change):
+        plain, model = nets()
+        give_gradients(plain, model, 0)
+        for one in (*plain.parameters(), *model.parameters()):
+            change(one.grad)
+        return plain, model
+
+    for change in CHANGES.values():
+        for norm_type in (1.0, 2.0, math.inf):
+            plain, model = changed(change)
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+            close(model.clip_grad_norm_(1.0, norm_type), norm)
+        plain, model = changed(change)
+        mine = xla_fsdp.optim.Adafactor(model.parameters())
+        for optimizer in (mine, torch.optim.Adafactor(plain.parameters())):
+            optimizer.step()
+        assert_same(plain, model)
+        _, model = changed(change)
+        eight = xla_fsdp.optim.AdamW8bit(model.parameters(), min_8bit_size=0)
+        scaler = torch.amp.GradScaler("xla", init_scale=2.0)
+        scaler.scale(torch.ones((), device="xla"))
+        before = [p.full_tensor() for p in model.parameters()]
+        scaler.step(eight)
+        for p, was in zip(model.parameters(), before, strict=True):
+            assert ((p.full_tensor() - was).abs() > 1e-4).all()  # neither skipped nor NaN
+
+
+def test_padding_of_gradients_does_not_count(run_ranks):
+    run_ranks(padding_of_gradients, 2)
 
 
 def clip_in_two_steps(parameters, max_norm):

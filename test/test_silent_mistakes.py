@@ -81,6 +81,8 @@ def changing_forwards(rank):
             wrapped(nn.Sequential(kind(4, 4, max_norm=0.1)))
         with pytest.raises(ValueError, match="Embedding.* '0' has scale_grad_by_freq=True"):
             wrapped(nn.Sequential(kind(4, 4, scale_grad_by_freq=True)))
+        with pytest.raises(ValueError, match="Embedding.* '0' has sparse=True"):
+            wrapped(nn.Sequential(kind(4, 4, sparse=True)))
 
 
 def test_a_forward_that_changes_its_parameters_is_refused(run_ranks):

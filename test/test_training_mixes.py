@@ -7,7 +7,15 @@ sharded over them.
 import pytest
 import torch
 import torch.nn.functional as F
-from test_special_uses import WIDTH, assert_same_gradients, inputs, trace_as_on_tpu, whole
+from test_special_uses import (
+    WIDTH,
+    assert_same_gradients,
+    inputs,
+    mlp,
+    trace_as_on_tpu,
+    whole,
+    wrapped,
+)
 from torch import nn
 
 
@@ -257,6 +265,15 @@ def reduced_at_the_end(rank):
     # A backward that does not reach them calls no hook: not for what is there already.
     one_of_the_outputs(model, inputs(rank).to("xla"), 0)
     one_of_the_outputs(plain, everyone, 0)
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+    # Also where the backward goes through an inner wrapper only.
+    plain, model = mlp(), wrapped(mlp(), "1")
+    model(inputs(rank).to("xla"))
+    for one, x in ((plain, everyone), (model, inputs(rank).to("xla"))):
+        with getattr(one, "no_sync", contextlib.nullcontext)():
+            one[1](x).square().mean().backward()
+        one[1](x).square().mean().backward(inputs=[one[1][0].weight])
     torch_xla.sync()
     assert_same_gradients(model, plain)
 

@@ -44,9 +44,9 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
     """Makes ``module`` recompute its activations in the backward; returns the module itself.
 
     Its forward keeps its interface: keyword and non-tensor arguments, any structure of outputs. The
-    recomputation uses the same inputs, random numbers, autocast settings and parameters; buffers
-    that a forward updates (batch statistics) are updated once. Memory: the inputs are stored, all
-    tensors between them and the outputs are freed.
+    recomputation uses the same inputs, random numbers, autocast settings, modes and parameters;
+    buffers that a forward updates (batch statistics) are updated once. Memory: the inputs are
+    stored, all tensors between them and the outputs are freed.
 
     Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one gather serves recomputation
     and backward.
@@ -118,6 +118,19 @@ def without_checkpoints() -> Iterator[None]:
         yield
     finally:
         _checkpoints.reset(token)
+
+
+@contextlib.contextmanager
+def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Within, each of these modules is in training mode (True) or in evaluation mode."""
+    others = [(module, now) for module, was in modes if (now := module.training) is not was]
+    for module, now in others:
+        module.training = not now
+    try:
+        yield
+    finally:
+        for module, now in others:
+            module.training = now
 
 
 class _Recomputation:
@@ -248,6 +261,7 @@ class _ModuleRecomputation(_Recomputation):
             forward, _xla_device_of([*tensors, *module.parameters(), *module.buffers()])
         )
         self.module = module
+        self.modes = [(one, one.training) for one in module.modules()]
         self.buffers = _Buffers(module)
         self.count = 0
         self.gradient: torch.Tensor | None = None
@@ -386,13 +400,14 @@ class _ModuleRecomputation(_Recomputation):
             )
 
         hooks = torch.autograd.graph.saved_tensors_hooks(collect, refuse)
-        with self.state_of_forward(), self.buffers.as_before(), torch.enable_grad(), hooks:
+        modes = in_modes(self.modes)
+        with self.state_of_forward(), modes, self.buffers.as_before(), torch.enable_grad(), hooks:
             self.function(*args, **kwargs)
         if len(collected) != self.count:
             raise RuntimeError(
                 f"the recomputation of {type(self.module).__name__} saved {len(collected)} tensors "
                 f"for the backward, but its forward saved {self.count}. A checkpointed module must "
-                "compute the same way twice: mode, flags and counters that it reads must not "
+                "compute the same way twice: flags and counters that it reads must not "
                 "change between forward and backward"
             )
         return collected

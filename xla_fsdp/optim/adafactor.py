@@ -156,7 +156,7 @@ class _Own:
     ):
         assert parameter.grad is not None  # parameters without gradient are skipped before
         self.state, self.parameter, self.part, self.group = state, parameter, part, group
-        self.grad = parameter.grad.float()
+        self.grad = part.without_padding(parameter.grad.float())
         self.factors = factors_of(part, parameter)
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)

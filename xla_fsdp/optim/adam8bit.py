@@ -65,9 +65,11 @@ class AdamW8bit(ShardedOptimizer):
         super().__init__(params, {**options, "min_8bit_size": min_8bit_size})
 
     def _update_parts(self) -> None:
-        for group, parameter, _ in self._trained():
+        for group, parameter, part in self._trained():
             assert parameter.grad is not None  # parameters without gradient are skipped before
-            grad, state = parameter.grad.float(), self.state[parameter]
+            # NaN in the padding would make all of its block NaN.
+            grad = part.without_padding(parameter.grad.float())
+            state = self.state[parameter]
             if not state:
                 _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
             state["step"].add_(1)

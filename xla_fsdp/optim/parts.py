@@ -71,16 +71,21 @@ class Parts:
     def sums(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over each parameter: ``(m,)``, for a tensor of shape ``s``.
 
-        Values in the padding (``nn.init.ones_(parameter)`` fills it too) do not count.
+        Padding does not count.
         """
         if len(self.shapes) == 1:
-            value = value.reshape(self.depth, value.numel() // self.depth)
-            if math.prod(self._layout.padded_shape) > self._layout.numel:
-                inside = self.positions(value) < self._layout.numel
-                value = torch.where(inside, value, torch.zeros_like(value))
-            return value.sum(1)
+            value = self.without_padding(value)
+            return value.reshape(self.depth, value.numel() // self.depth).sum(1)
         zero = torch.zeros((), dtype=value.dtype, device=value.device)
         return torch.stack([torch.where(own, value, zero).sum() for own in self._masks(value)])
+
+    def without_padding(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, of shape ``s``, with 0 in the padding, which ``nn.init.ones_(parameter)`` and
+        ``grad.add_(1)`` change too."""
+        if math.prod(self._layout.padded_shape) == self._layout.numel:
+            return value
+        inside = (self.positions(value) < self._layout.numel).view(self._layout.shard_shape)
+        return torch.where(inside, value, torch.zeros_like(value))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Repeats ``(m,)`` values for all elements of each parameter, to multiply shards with."""

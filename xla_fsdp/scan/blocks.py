@@ -16,7 +16,7 @@ the recomputation and not with the reductions, during which nothing else runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +28,7 @@ from ..collectives import host_memory
 from ..collectives.order import Event, Order, Wait
 from ..layers.saved_activations import SavedActivations
 from ..names import WRAPPED_PREFIX, dotted, names_hook
-from ..remat import without_checkpoints
+from ..remat import in_modes, without_checkpoints
 from ..sharded_module import finish_unit
 from ..sharding import metadata
 from ..sharding.freeing import stamps
@@ -421,7 +421,7 @@ class _Run:
                 for number, constant in enumerate(constants)
             ]
             leaves = [x, *(constants[n] for n in which), *(f for f in full if f.requires_grad)]
-            with torch.enable_grad(), _in_modes(self.modes):
+            with torch.enable_grad(), in_modes(self.modes):
                 y, after = self._compute(x, full, buffers, constants, saved)
             checks.require_known_graph(self.unit.module, y, leaves)
             for stack, buffer in zip(self.unit.buffers, after, strict=True):
@@ -502,7 +502,7 @@ class _Run:
             stack.enter_context(without_checkpoints())
             stack.enter_context(checks.ForbidHostRandomNumbers(self.unit.module))
             given = checks.inputs_of([x, *full, *buffers, *constants])
-            stack.enter_context(checks.forbid_lost_changes(self.unit, full, given))
+            stack.enter_context(checks.forbid_lost_changes(self.unit, full, given, (args, kwargs)))
             y = self.unit.module(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
         checks.require_like(y, x, self.unit.module)
@@ -523,19 +523,6 @@ class _Run:
                 numbers.append(sliced)
             sliced += not stack.shared
         return numbers
-
-
-@contextlib.contextmanager
-def _in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Within, each of these modules is in training mode (True) or in evaluation mode."""
-    others = [(module, now) for module, was in modes if (now := module.training) is not was]
-    for module, now in others:
-        module.training = not now
-    try:
-        yield
-    finally:
-        for module, now in others:
-            module.training = now
 
 
 def _sum(total: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:

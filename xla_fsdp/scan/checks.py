@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 import types
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -293,15 +294,30 @@ def require_unchanged_structure(unit: ScanUnit) -> None:
 
 @contextlib.contextmanager
 def forbid_lost_changes(
-    unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection[int]
+    unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection[int], arguments: Any
 ) -> Iterator:
     """Around the call of the template: raises RuntimeError if it changes or replaces one of its
-    parameters ``full``, and ValueError if it stores a computed tensor in an attribute.
+    parameters ``full``, and ValueError if it stores a computed tensor in an attribute, or changes
+    one of its further ``arguments``.
 
     ``given``: the result of :func:`inputs_of` for its input tensors.
     """
     before, attributes = stamps(full), _attributes(unit)
+    items = _items(arguments)
+    passed = [item for item in items if isinstance(item, torch.Tensor)]
+    values = stamps(passed)
     yield
+    found = _items(arguments)
+    same = len(found) == len(items) and all(map(operator.is_, found, items))
+    if not same or stamps(passed) != values:
+        traced = [tensor for tensor in tensors_in(found) if inputs_of([tensor]) & set(given)]
+        free_(traced, unit.placeholder)  # otherwise torch_xla would try to compute them
+        raise ValueError(
+            f"the forward of {type(unit.module).__name__} changes one of its arguments, a tensor "
+            "or a container such as a list. Scanned blocks are traced once for all, so the next "
+            "block would not see the change: change a copy, add the change to the tensor that the "
+            "block returns, or wrap each block separately"
+        )
     for stack, value, was, now in zip(unit.parameters, full, before, stamps(full), strict=True):
         if stack.value is not value or now != was:
             raise_changed_in_forward(unit.comms.label + stack.name)
@@ -317,6 +333,16 @@ def forbid_lost_changes(
                 "no value there: add it to the tensor that the block returns, register a buffer "
                 "for numbers that need no gradient, or wrap each block separately"
             )
+
+
+def _items(value: Any) -> list[Any]:
+    """``value`` and, if it is a container, all that it contains."""
+    inside: list[Any] = []
+    if isinstance(value, Mapping):
+        inside = [*value, *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = list(value)
+    return [value, *(item for one in inside for item in _items(one))]
 
 
 def inputs_of(tensors: Sequence[torch.Tensor]) -> set[int]:

@@ -11,6 +11,8 @@ from torch import nn
 from ..collectives.host_data import as_data
 from ..collectives.world import World, checked_groups
 from ..ranks.rank import is_simulated_rank
+from .layout import spec_of
+from .shard_reductions import without_padding
 from .sharded_parameter import local
 from .sharded_tensor import require_reduced
 from .unit import Unit
@@ -68,7 +70,7 @@ def clip_grad_norm_(
     device = units[0].world.device
     if any(parameter.requires_grad and id(parameter) not in worlds for parameter in parameters):
         by_world[None] = []
-    clipped = [(id(p), local(p.grad.detach())) for p in parameters if p.grad is not None]
+    clipped = [(id(p), p.grad.detach()) for p in parameters if p.grad is not None]
     for identity, grad in clipped:
         # A parameter that is not sharded is replicated on every rank, and counts once.
         by_world.setdefault(worlds.get(identity), []).append(grad)
@@ -109,7 +111,7 @@ def clip_grad_norm_(
                 continue
             told = coefficient.cpu() if told is None else told
             factor = told
-        grad.mul_(factor.to(grad.dtype))
+        local(grad).mul_(factor.to(grad.dtype))
     return total
 
 
@@ -117,8 +119,10 @@ def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor
     """Sum of ``|g|**p`` over this rank's gradients, 0-d. For ``inf``: the largest ``|g|``, and 1 if
     any is NaN."""
     parts = []
-    for grad in grads:
+    for gradient in grads:
+        grad, spec = local(gradient), spec_of(gradient)
         if grad.numel():
+            grad = grad if spec is None else without_padding(grad, spec)
             if grad.is_complex():  # |x + iy| is the norm of (x, y)
                 grad = grad.abs() if norm_type != 2 else torch.cat([grad.real, grad.imag])
             grad = grad if grad.dtype is torch.float64 else grad.float()

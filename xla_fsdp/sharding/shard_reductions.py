@@ -130,7 +130,11 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.float() if value.is_floating_point() else value.long()
 
 
-def _without_padding(value: torch.Tensor, spec: ShardSpec, fill: Any) -> torch.Tensor:
+def without_padding(value: torch.Tensor, spec: ShardSpec, fill: Any = 0) -> torch.Tensor:
+    """``value``, the local part of ``spec``, with ``fill`` in the padding.
+
+    An elementwise operation such as ``grad.add_(1)`` changes the padding too.
+    """
     if not spec.padded:
         return value
     return torch.where(spec.inside(value), value, torch.full_like(value, fill))
@@ -138,7 +142,7 @@ def _without_padding(value: torch.Tensor, spec: ShardSpec, fill: Any) -> torch.T
 
 def _total(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """The sum of all elements."""
-    return sums(spec.world, [_without_padding(value, spec, 0).sum()])[0]
+    return sums(spec.world, [without_padding(value, spec, 0).sum()])[0]
 
 
 def _require_one(spec: ShardSpec, name: str) -> None:
@@ -278,7 +282,7 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
         powers = size * size
     else:
         powers = size.abs() ** order
-    power = _without_padding(powers, spec, 0).sum()
+    power = without_padding(powers, spec, 0).sum()
     return PendingNorm.of(power, spec.world, spec, order, kept)
 
 
@@ -306,7 +310,7 @@ def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     kept = value.dtype
     if not value.is_floating_point():  # exact beyond 2**24
         low = torch.iinfo(kept).min
-        own = _without_padding(value, spec, low).max() if value.numel() else None
+        own = without_padding(value, spec, low).max() if value.numel() else None
         assert own is not None  # all shards have the same shape
         return collective(spec.world.all_reduce_max, own, spec.world)
     largest: torch.Tensor = _Largest.apply(_own_largest(_wide(value), spec), spec.world)
@@ -314,7 +318,7 @@ def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _own_largest(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    value = _without_padding(value, spec, -math.inf)
+    value = without_padding(value, spec, -math.inf)
     # XLA's maximum does not always return NaN if an element is NaN.
     return torch.where(value.isnan().any(), value.new_full((), math.nan), value.max())
 
@@ -331,7 +335,7 @@ def _require_elements(spec: ShardSpec, name: str) -> None:
 
 
 def _any(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    own = _without_padding(value != 0, spec, False).any().float()
+    own = without_padding(value != 0, spec, False).any().float()
     return sums(spec.world, [own])[0] > 0
 
 

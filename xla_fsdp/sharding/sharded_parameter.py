@@ -107,7 +107,7 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
         spec = self.__dict__[SPEC]
 
         def call(grad: torch.Tensor | None) -> Any:
-            return None if grad is None else hook(as_sharded(grad, spec))
+            return None if grad is None else _result_of_hook(hook(as_sharded(grad, spec)), spec)
 
         return torch.Tensor.register_hook(self, call)
 
@@ -362,14 +362,21 @@ def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
             raise unsupported(name, spec, f"the other one is sharded differently: {theirs.name!r}")
         return value
     if value.shape != spec.shape:
-        if value.numel() == 1 and name != ".data" and name != ".grad":
-            return value
+        if value.numel() == 1 and name in ("copy_", "an assignment"):
+            return value.reshape(())
         raise unsupported(
             name, spec, f"a plain tensor must have the full shape, got {list(value.shape)}. "
             "To write only this rank's shard, call parameter.to_local().copy_(part)"
         )  # fmt: skip
     with torch.no_grad():
         return as_sharded(spec.cut(value), spec)
+
+
+def _result_of_hook(found: Any, spec: ShardSpec) -> Any:
+    """The gradient that a hook returned: sharded, full, or this rank's part."""
+    if type(found) is torch.Tensor and found.shape == spec.local_shape != spec.shape:
+        return as_sharded(found, spec)
+    return _part("the result of a hook", spec, found)
 
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -399,20 +406,27 @@ def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None
 
 def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = _name(func)
-    spec = _common_spec(name, _tensors((args, kwargs) if kwargs else args))
+    tensors = list(_tensors((args, kwargs) if kwargs else args))
+    spec = _common_spec(name, iter(tensors))
     in_place = args[0] if name.endswith("_") and name[0] != "_" else kwargs.get("out")
     if in_place is not None and spec_of(in_place) is None:
         return _unsupported(func, args, kwargs)
     if name == "where" and len(args) + len(kwargs) == 1:  # returns positions of elements
         return _unsupported(func, args, kwargs)
-    if spec is not None and torch.is_grad_enabled():
+    if spec is not None and any(spec_of(one) is None for one in tensors):
 
-        def share(value: torch.Tensor) -> torch.Tensor:
-            """Makes plain numbers with a graph get gradients from the elements of all ranks."""
-            shared = value.requires_grad and spec_of(value) is None
-            return reductions.shared(value, spec) if shared else value
+        def number(value: torch.Tensor) -> torch.Tensor:
+            """A plain number in a shape that fits the local part. If it has a graph, it gets
+            gradients from the elements of all ranks."""
+            if spec_of(value) is not None:
+                return value
+            if value.dim() > max(len(spec.shape), 1):
+                raise unsupported(name, spec, f"the other tensor has shape {list(value.shape)}")
+            value = value.reshape(1) if value.dim() > 1 else value
+            shares = value.requires_grad and torch.is_grad_enabled()
+            return reductions.shared(value, spec) if shares else value
 
-        args, kwargs = map_tensors(share, (args, kwargs))
+        args, kwargs = map_tensors(number, (args, kwargs))
     found = func(*args, **kwargs)
     if type(found) is torch.Tensor and spec is not None:
         return as_sharded(found, spec)
@@ -427,8 +441,11 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         one = functools.partial(_answer_of(torch.norm if name == "_foreach_norm" else torch.max))
         of = torch.norm if name == "_foreach_norm" else torch.max
         order = args[1:] or ([kwargs["ord"]] if "ord" in kwargs else [])
+        dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
         return [
-            one(of, (each, *order), {}) if spec_of(each) is not None else of(each, *order)
+            one(of, (each, *order), dtype)
+            if spec_of(each) is not None
+            else of(each, *order, **dtype)
             for each in args[0]
         ]
     given = (*args, *kwargs.values())
@@ -502,13 +519,17 @@ def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     _common_spec("an assignment", iter([own, key]))
     if spec_of(key) is None or spec_of(own) is None:
         return _unsupported(func, args, kwargs)
-    own.masked_fill_(key, value)
+    own.masked_fill_(key, value.reshape(()) if isinstance(value, torch.Tensor) else value)
     return None
 
 
 def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Handles a gradient scaler's check of a list of gradients: one collective for each world."""
     grads, found, inverse = args
+    for grad in grads:
+        spec = spec_of(grad)
+        if spec is not None and spec.padded:
+            grad.copy_(reductions.without_padding(grad, spec))
     func(grads, found, inverse)
     for world in dict.fromkeys(spec.world for spec in map(spec_of, grads) if spec is not None):
         found.copy_(reductions.collective(world.all_reduce_max, found, world))

@@ -159,7 +159,7 @@ class FSDPState(Unit):
             elif not keep:
                 secondary = self.secondaries.fresh(self.shards)
         one = Pass(self, secondary)
-        if self.is_root:
+        if self.is_root or not (computing_passes() or recomputes):
             one.on_backward_end = self._end_backward_of_model
         if self.tensors:
             arguments = tensors_in(inputs)
@@ -301,7 +301,8 @@ class FSDPState(Unit):
         self._restore()
 
     def _end_backward_of_model(self) -> None:
-        """For the root: reduces what remains, and sends gradients to the host if offloaded."""
+        """For the outermost unit of a forward: reduces what remains, and sends gradients to the
+        host if offloaded."""
         units = list(dict.fromkeys([self, *unique_units(self.module)]))
         with torch.no_grad():
             for unit in units:

@@ -204,6 +204,11 @@ def require_shardable_parameters(path: str, module: nn.Module) -> None:
             "gradient by how often it is looked up, here only in this rank's part of the batch. "
             "Set it to False, or exclude the module from sharding with ignored_modules"
         )
+    if looks_up and module.sparse and module.weight.requires_grad:
+        raise ValueError(
+            f"{type(module).__name__} {name!r} has sparse=True, but there are no sparse gradients "
+            "on XLA. Leave sparse out; results are the same"
+        )
     if flattened_in(module):
         raise RuntimeError(
             f"the parameters of module {name!r} are flattened into the vector of another wrapper, "
