@@ -15,7 +15,7 @@ from ..collectives.random_state import DeviceRandomState
 from ..consolidate.errors import UnsupportedValueError
 from ..consolidate.format import values
 from ..consolidate.format.digests import digest
-from ..consolidate.format.dtypes import dtype_name, is_dense
+from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import (
     Manifest,
     Optimizer,
@@ -147,7 +147,7 @@ def _scheduler_state(scheduler: Any) -> Any:
 
 
 def _described(buffer: ReplicatedBuffer) -> Tensor:
-    if not is_dense(buffer.tensor):
+    if buffer.tensor.layout is not torch.strided:
         raise UnsupportedValueError(
             f"buffer {buffer.name!r} is {buffer.tensor.layout}, but a checkpoint stores only dense "
             "tensors. Make it dense, or register it with persistent=False."
