@@ -23,7 +23,9 @@ from xla_fsdp.consolidate.errors import (
     MixedSaveError,
     ShardMismatchError,
     UnreadableFileError,
+    UnsupportedValueError,
 )
+from xla_fsdp.consolidate.format import manifest
 from xla_fsdp.consolidate.format.local import LocalStore
 from xla_fsdp.consolidate.format.manifest import NAME, file_name
 from xla_fsdp.consolidate.format.rank_file import CheckedFile, Item, write_file
@@ -86,6 +88,12 @@ def test_a_bit_flipped_anywhere_in_a_rank_file(saved, tmp_path):
                 assert isinstance(_refused(folder), CorruptFileError), offset
             os.pwrite(file.fileno(), bytes([byte]), offset)
     checkpoint.verify()
+
+
+def test_a_manifest_that_no_reader_accepts_is_not_written(monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_BYTES", 100)
+    with pytest.raises(UnsupportedValueError, match="but can have at most 100"):
+        manifest.dump_manifest(files.contents(0, 1, 1, 1.0).manifest)
 
 
 def test_a_bit_flipped_anywhere_in_the_manifest(saved, tmp_path):

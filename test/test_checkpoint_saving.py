@@ -100,6 +100,14 @@ def _refused(rank, size, folder):
         xla_fsdp.save_checkpoint(folder, run.model, foreign, step=1)
     with pytest.raises(ModelMismatchError, match="rank 1 and rank 0 save different models"):
         xla_fsdp.save_checkpoint(folder, run.model, step=1 + (rank == 1))
+    for buffer, kind, message in (
+        (torch.ones(2, device="meta"), ValueError, "buffer 'b' is on the meta device"),
+        (torch.eye(2).to_sparse(), UnsupportedValueError, "'b' is torch.sparse_coo, but a checkp"),
+    ):
+        strange = torch.nn.Linear(2, 2)
+        strange.register_buffer("b", buffer)
+        with pytest.raises(kind, match=message):
+            xla_fsdp.save_checkpoint(folder, strange, step=1)
     blocked = Path(folder) / "file"
     blocked.write_text("no folder")
     with pytest.raises(OutputError if rank == 0 else OtherRankError, match="cannot be written"):
@@ -180,6 +188,22 @@ def _two_at_once(rank, size, folder):
 
 def test_saves_under_way_are_no_leftovers_to_each_other(run_ranks, tmp_path):
     run_ranks(_two_at_once, 3, 3, str(tmp_path))
+
+
+def _elsewhere(rank, folder):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with xla_fsdp.AsyncCheckpointer("run") as checkpointer:
+            checkpointer.save(torch.nn.Linear(500, 500), step=1)
+            os.chdir("/")
+    finally:
+        os.chdir(before)
+    return xla_fsdp.latest_checkpoint(f"{folder}/run")
+
+
+def test_a_save_under_way_stays_in_its_folder(run_ranks, tmp_path):
+    assert run_ranks(_elsewhere, 1, str(tmp_path)) == [f"{tmp_path}/run/step-00000001"]
 
 
 def _random_numbers(rank, size, folder):

@@ -5,12 +5,15 @@ import os
 import shutil
 import socket
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import checkpoint_files as files
 import pytest
+import torch
 from checkpoint_runs import Run
 from rank_warnings import warnings_of_ranks
 
@@ -508,6 +511,23 @@ def test_damage_on_all_hosts_falls_back_to_what_is_older(run_ranks, tmp_path):
     assert everything == also and "has no checkpoint, and step 3: damaged" in everything
     assert "rank-00001-of-00002.safetensors: bytes" in everything and "step 1: dam" in everything
     assert "has no checkpoint, and step 2: damaged" in second and "step 3" not in second
+
+
+def _saves_again(rank, folder):
+    model = torch.nn.Linear(1, 1)
+    with xla_fsdp.TieredCheckpointer(f"{folder}/durable", fast=folder, drain_every=0) as tiers:
+        for value, clock in ((1.0, time.time_ns()), (2.0, 10**18)):
+            torch.nn.init.constant_(model.weight, value)
+            with mock.patch("time.time_ns", return_value=clock):
+                tiers.save(model, step=5)
+            tiers.wait()
+        torch.nn.init.zeros_(model.weight)
+        tiers.load(model)
+    return model.weight.item()
+
+
+def test_the_later_save_of_a_step_is_loaded_also_if_the_clock_went_back(run_ranks, tmp_path):
+    assert run_ranks(_saves_again, 1, str(tmp_path)) == [2.0]
 
 
 def _one_rank_cannot_write(rank, size, folder):

@@ -111,6 +111,13 @@ def test_message_is_one_line_whatever_the_file_is_called(tmp_path, capsys):
     assert "two\\nlines.pth" in err[0]
 
 
+@pytest.mark.parametrize("path", ["unknown://bucket/run", "file://run"])
+def test_path_that_cannot_be_opened_is_said_in_one_line(path, capsys):
+    code, out, err = run_cli(capsys, "--ckpt_prefix", path)
+    assert (code, out, len(err)) == (2, [], 1)
+    assert err[0].startswith("OptionsError: path ") and path in err[0]
+
+
 def test_interrupt(tmp_path, capsys, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt

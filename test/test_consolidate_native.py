@@ -17,6 +17,8 @@ from test_consolidate_support import (
 from xla_fsdp.consolidate import (
     ShardMismatchError,
     TiedWeightError,
+    UnsupportedValueError,
+    consolidate_checkpoint,
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
 )
@@ -139,10 +141,16 @@ def test_state_dicts_as_users_have_them(tmp_path, kind):
             file["model"]["eye"] = torch.eye(3).to_sparse()
     full = in_memory(files)
     again, path = consolidate_sharded_model_checkpoints(save(files, tmp_path), SUFFIX)
-    for found in (full, again, torch.load(path, weights_only=True)["model"]):
+    streamed = tmp_path / "streamed.pth"
+    consolidate_checkpoint(save(files, tmp_path), streamed, suffix=SUFFIX)
+    saved = [torch.load(each, weights_only=True)["model"] for each in (path, streamed)]
+    for found in (full, again, *saved):
         assert torch.equal(found["w"], values) and type(found["w"]) is torch.Tensor
         assert not found["w"].requires_grad
         assert kind != "sparse buffer" or torch.equal(found["eye"].to_dense(), torch.eye(3))
+    if kind == "sparse buffer":
+        with pytest.raises(UnsupportedValueError, match="'eye'.* Only dense"):
+            consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "x.safetensors", suffix=SUFFIX)
 
 
 def test_extra_state_passes_through():

@@ -17,7 +17,7 @@ from xla_fsdp import (
     save_checkpoint,
     to_dcp,
 )
-from xla_fsdp.consolidate.errors import ModelMismatchError
+from xla_fsdp.consolidate.errors import ModelMismatchError, UnsupportedValueError
 
 
 def adamw(parameters):
@@ -225,6 +225,18 @@ def given_otherwise(rank):
         found = optimizer.state[next(model.parameters())]
         assert found["step"].device.type == kind and found["exp_avg"].device.type == "xla"
         assert optimizer.param_groups[0]["capturable"] is capturable
+
+    # Before torch 1.12 counters were numbers, with which a step of today raises an error.
+    earlier = copy.deepcopy(one.state_dict())
+    for own in earlier["state"].values():
+        own["step"] = int(own["step"])
+    load_full_optim_state_dict(model, optimizer, earlier)
+    counter = optimizer.state[next(model.parameters())]["step"]
+    assert isinstance(counter, torch.Tensor) and counter.item() == 1
+    optimizer.state["seen"] = 3
+    for refuses in (full_optim_state_dict, lambda *both: save_checkpoint("x", *both, step=1)):
+        with pytest.raises(UnsupportedValueError, match="'seen', which belongs to no parameter"):
+            refuses(model, optimizer)
 
     alone, other = FSDP(Scaled()), FSDP(Scaled(), flatten_parameters=True)
     optimizer, new = adamw(alone.parameters()), adamw(other.parameters())

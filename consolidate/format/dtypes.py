@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import UnsupportedValueError
@@ -40,6 +42,13 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
             f"{where}: {dtype} cannot be stored in a safetensors file. Use another dtype."
         )
     return _NAMES[dtype]
+
+
+def is_dense(value: Any) -> bool:
+    """Whether ``value`` is a dense tensor: strided, not quantized, not on the meta device."""
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return False
+    return value.layout is torch.strided and not value.is_quantized
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from ..errors import CorruptFileError, InvalidMetadataError
+from ..errors import CorruptFileError, InvalidMetadataError, UnsupportedValueError
 from .digests import chunk_bytes, digest
 from .rank_file import FileRecord
 from .store import Store, read
@@ -183,7 +183,7 @@ def state_key(key: str, name: str) -> str:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The bytes of the manifest file."""
+    """The bytes of the manifest file. Raises UnsupportedValueError if they are too many."""
     optimizer, rules = manifest.optimizer, manifest.sharding_rules
     body = {
         "format": FORMAT,
@@ -211,7 +211,13 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 def _sealed(body: Mapping[str, Any]) -> bytes:
     data = write_json(body)
-    return _HEAD + digest(data).encode() + _MIDDLE + data + _TAIL
+    sealed = _HEAD + digest(data).encode() + _MIDDLE + data + _TAIL
+    if len(sealed) > MAX_BYTES:
+        raise UnsupportedValueError(
+            f"the manifest of step {body['step']} has {len(sealed)} bytes, but can have at most "
+            f"{MAX_BYTES}. Save large values of extra as parameters or buffers of the model."
+        )
+    return sealed
 
 
 def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:

@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.core import has_magic
 
-from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError, first_line
+from ..errors import (
+    CheckpointNotFoundError,
+    OptionsError,
+    OutputError,
+    UnreadableFileError,
+    first_line,
+)
 
 T = TypeVar("T")
 
@@ -43,14 +49,14 @@ class RemoteStore:
         """Opens the store of a URL. Returns it and the path inside the store.
 
         Raises:
-            ValueError: no package for this protocol is installed, or the URL is malformed.
+            OptionsError: no package for this protocol is installed, or the URL is malformed.
             UnreadableFileError: the client library failed, for example without credentials.
         """
         try:
             # No cache of listings, because other ranks write too.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError, TypeError) as error:
-            raise ValueError(f"{label} {_redact(url)!r} cannot be opened: {error}") from error
+            raise OptionsError(f"{label} {_redact(url)!r} cannot be opened: {error}") from error
         except Exception as error:  # from the client library: no credentials, no network
             raise UnreadableFileError(
                 f"{_redact(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"

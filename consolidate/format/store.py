@@ -9,6 +9,8 @@ from __future__ import annotations
 import posixpath
 from typing import Any, Protocol
 
+from ..errors import OptionsError
+
 _PIECE = 4 << 20
 
 
@@ -115,7 +117,8 @@ def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
     without ``://`` is a local path. ``label`` names the argument in messages.
 
     Raises:
-        TypeError, ValueError: ``path`` is not a path, is empty, or its protocol is not installed.
+        TypeError: ``path`` is not a path.
+        OptionsError: it is empty, or its protocol is not installed.
     """
     import os
 
@@ -126,12 +129,12 @@ def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
     if isinstance(text, bytes):
         text = os.fsdecode(text)
     if not text or "\0" in text:
-        raise ValueError(f"{label} must be a non-empty path without NUL, got {text!r}")
+        raise OptionsError(f"{label} must be a non-empty path without NUL, got {text!r}")
     for prefix in ("file://", "local://"):
         if text.startswith(prefix):
             text = text[len(prefix) :]
             if not text.startswith("/"):
-                raise ValueError(f"{label} must be {prefix} with an absolute path, got {path!r}")
+                raise OptionsError(f"{label} must be {prefix} with an absolute path, got {path!r}")
     if "://" in text:
         from .remote import RemoteStore
 

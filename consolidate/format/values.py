@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidMetadataError, UnsupportedValueError
-from .dtypes import DTYPES, dtype_name, flatten_on_host, tensor_bytes
+from .dtypes import DTYPES, dtype_name, flatten_on_host, is_dense, tensor_bytes
 from .strict import is_shape
 
 MAX_TENSOR_BYTES = 1 << 20
@@ -128,11 +128,11 @@ def _encode_mapping(value: Mapping, where: str, depth: int) -> Any:
 
 def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     size = value.numel() * value.element_size()
-    if size > MAX_TENSOR_BYTES or value.layout is not torch.strided:
+    if size > MAX_TENSOR_BYTES or not is_dense(value):
         raise UnsupportedValueError(
-            f"{where} is a tensor of {size} bytes in layout {value.layout}. Only strided tensors "
-            f"of up to {MAX_TENSOR_BYTES} bytes can be stored here. Make larger tensors parameters "
-            "or buffers of the model."
+            f"{where} is a tensor of {size} bytes, {value.layout} on {value.device}. Only dense "
+            f"tensors of up to {MAX_TENSOR_BYTES} bytes can be stored here. Make larger tensors "
+            "parameters or buffers of the model."
         )
     data = base64.b64encode(tensor_bytes(flatten_on_host(value))).decode()
     return {"dtype": dtype_name(value.dtype, where), "shape": list(value.shape), "data": data}

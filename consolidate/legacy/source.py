@@ -36,8 +36,8 @@ from ..errors import (
 )
 from ..format import values
 from ..format.digests import digest
-from ..format.dtypes import copy_into, dtype_name, flatten_on_host
-from ..format.manifest import Group, Optimizer, State, Tensor
+from ..format.dtypes import copy_into, dtype_name, flatten_on_host, is_dense
+from ..format.manifest import NOT_OPTIONS, Group, Optimizer, State, Tensor
 from .ranks import Member, Rank, read_rank, sort_ranks, tie
 
 OUTPUT_NAME = "_consolidated.pth"
@@ -109,7 +109,7 @@ class LegacySource:
         first, found = self.ranks[0], {}
         for key, (name, restore) in first.buffers.items():
             value = first.state_dict[key]
-            if isinstance(value, torch.Tensor):
+            if is_dense(value):
                 cast = None if restore is None else dtype_name(restore, f"{first.label}: {key!r}")
                 found[name] = Tensor((name,), self._dtype(key), tuple(value.shape), cast)
         return found
@@ -117,7 +117,7 @@ class LegacySource:
     @property
     def extra_state(self) -> Mapping[str, Any]:
         found = {n: self.ranks[0].state_dict[key] for n, key in self._buffer_keys.items()}
-        return {n: value for n, value in found.items() if not isinstance(value, torch.Tensor)}
+        return {n: value for n, value in found.items() if not is_dense(value)}
 
     def _dtype(self, key: str) -> str:
         first = self.ranks[0]
@@ -258,7 +258,7 @@ def _match_optimizer(
     options = {
         key: values.encode(value, f"{first.label}: optimizer: {key}")
         for key, value in found[0][1].items()
-        if key != "params"
+        if key not in NOT_OPTIONS
     }
     return Optimizer("unknown", (Group(tuple(names), options),), state), by_key
 

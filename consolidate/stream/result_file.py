@@ -28,7 +28,7 @@ import xxhash
 from ..errors import CheckpointError, UnsupportedValueError
 from ..format.container import layout
 from ..format.digests import ChunkDigests, chunk_bytes, digest
-from ..format.dtypes import flatten_on_host
+from ..format.dtypes import flatten_on_host, is_dense
 from ..format.local import LocalOutput, LocalStore
 from ..format.rank_file import widest_first
 from ..format.store import read
@@ -251,9 +251,10 @@ class _Storage:
 
 def _constant(tensor: torch.Tensor) -> ResultTensor:
     """Makes a ``ResultTensor`` of a tensor in memory."""
-    if tensor.is_quantized:
+    if not is_dense(tensor):
         raise UnsupportedValueError(
-            f"a quantized tensor of shape {list(tensor.shape)} cannot be written. Dequantize it."
+            f"a tensor of shape {list(tensor.shape)} cannot be written, because it is quantized or "
+            "on the meta device. Dequantize it, or give it values."
         )
     flat = flatten_on_host(tensor)
     return ResultTensor("", tensor.dtype, tuple(tensor.shape), lambda begin, end: flat[begin:end])

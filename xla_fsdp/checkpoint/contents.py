@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..collectives.random_state import DeviceRandomState
+from ..consolidate.errors import UnsupportedValueError
 from ..consolidate.format import values
 from ..consolidate.format.digests import digest
 from ..consolidate.format.dtypes import dtype_name
@@ -146,6 +147,11 @@ def _scheduler_state(scheduler: Any) -> Any:
 
 
 def _described(buffer: ReplicatedBuffer) -> Tensor:
+    if buffer.tensor.layout is not torch.strided:
+        raise UnsupportedValueError(
+            f"buffer {buffer.name!r} is {buffer.tensor.layout}, but a checkpoint stores only dense "
+            "tensors. Make it dense, or register it with persistent=False."
+        )
     restore = None if buffer.restore is None else dtype_name(buffer.restore, buffer.name)
     return Tensor(buffer.names, dtype_name(buffer.tensor.dtype, buffer.name), buffer.shape, restore)
 

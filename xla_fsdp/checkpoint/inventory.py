@@ -159,7 +159,8 @@ def make_inventory(model: nn.Module) -> Inventory:
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: ``model`` is sharded over groups of ranks whose copies may differ, has
-            parameters on the meta device, or is inside a wrapper that shards its parameters.
+            parameters or buffers on the meta device, or is inside a wrapper that shards its
+            parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -181,21 +182,28 @@ def make_inventory(model: nn.Module) -> Inventory:
     order = {name: i for i, name in enumerate(dict.fromkeys(_all_names(model)))}
     parameters = []
     for shard in [*sharded, *_unsharded_parameters(model, holders, rank, size)]:
-        if shard.holder.is_meta:
-            raise ValueError(
-                f"parameter {shard.name!r} is on the meta device, so it has no values. Move it to "
-                "a device and initialize it first."
-            )
+        _require_values(f"parameter {shard.name!r}", shard.holder)
         names = sorted(shard.names, key=lambda name: order.get(name, len(order)))
         parameters.append(replace(shard, names=tuple(names)))
     parameters.sort(key=lambda shard: order.get(shard.name, len(order)))
+    buffers = tuple(_buffers(model, units))
+    for buffer in buffers:
+        _require_values(f"buffer {buffer.name!r}", buffer.tensor)
     return Inventory(
         tuple(parameters),
-        tuple(_buffers(model, units)),
+        buffers,
         _with_extra_state(model, units),
         rank,
         size,
     )
+
+
+def _require_values(what: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise ValueError(
+            f"{what} is on the meta device, so it has no values. Move it to a device and "
+            "initialize it first."
+        )
 
 
 def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard]:

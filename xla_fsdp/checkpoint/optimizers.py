@@ -135,10 +135,18 @@ def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) ->
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer.
         ModelMismatchError: the optimizer has a parameter that is not in the model.
+        UnsupportedValueError: it has state that belongs to no parameter.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    strays = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    if strays:
+        raise UnsupportedValueError(
+            f"optimizer: {type(optimizer).__name__} has the state {strays[0]!r:.80}, which belongs "
+            "to no parameter, so it cannot be saved or loaded. Keep it in an option of the "
+            "parameter groups."
         )
     by_holder = inventory.by_holder()
     groups = []

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
+from ..consolidate.format.dtypes import is_dense
 from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
 from ..sharding.sharded_tensor import flattened_in
 from ..sharding.state import unit_of, units_in
@@ -27,7 +28,7 @@ from ..sharding.user_checks import require_values
 from ..tree import tensors_in
 from .inventory import CPU, Entry, Inventory, ParameterShard, gather_members
 from .rank_exchange import RankExchange
-from .readable_tensor import ReadableTensor, is_dense
+from .readable_tensor import ReadableTensor
 
 _ATEN = torch.ops.aten
 # Operations that read or replace values but do not call torch's dispatcher.

@@ -81,13 +81,6 @@ def as_readable(value: torch.Tensor | ReadableTensor) -> ReadableTensor:
     return value if isinstance(value, ReadableTensor) else ReadableTensor.from_tensor(value)
 
 
-def is_dense(value: Any) -> bool:
-    """Whether ``value`` is a dense tensor: strided, not quantized, not on the meta device."""
-    if not isinstance(value, torch.Tensor) or value.is_meta:
-        return False
-    return value.layout is torch.strided and not value.is_quantized
-
-
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether two tensors have equal dtypes, shapes and bits (NaN equals NaN, 0.0 is not -0.0)."""
     if one.dtype is not two.dtype or one.shape != two.shape:

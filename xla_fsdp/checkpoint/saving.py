@@ -333,7 +333,7 @@ class IncompleteSave:
                 self.store.remove(self.partial)
             for path in folders.find_superseded(self.store, self.root, self.place, self.keep_last):
                 folders.remove_checkpoint(self.store, path)
-            later = folders.list_folders(self.store, self.root)[-1]
+            later = max(folders.list_folders(self.store, self.root), default=self.place)
             if later > self.place:
                 _warn(
                     f"{self.display_path} is complete, but the same folder has {later.name}, which "
@@ -433,6 +433,8 @@ def create_folder(
     Raises as :func:`begin_save`.
     """
     store, root = opened
+    if store.renames:
+        root = os.path.abspath(root)  # the thread of a save uses it after a chdir, too
 
     def prepare() -> tuple[list[object], Any]:
         if exchange.rank:

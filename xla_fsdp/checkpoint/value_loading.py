@@ -70,6 +70,10 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
                     moved = _to_saved_value(value).to(holder.device)
                     state[key] = moved if spec is None else as_sharded(moved, spec)
             optimizer.state[holder] = state
+    numbers = [v for own in match.state.values() for v in own.values() if isinstance(v, Number)]
+    if saver is None and not all(isinstance(one.value, torch.Tensor) for one in numbers):
+        # As in torch, an optimizer converts state of earlier versions, whose steps were no tensors.
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def read_to_host(match: OptimizerMatch) -> OptimizerMatch:

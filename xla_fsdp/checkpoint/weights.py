@@ -21,7 +21,7 @@ from ..consolidate.errors import (
     UnsafeFileError,
 )
 from ..consolidate.format.container import Entry, read_container
-from ..consolidate.format.dtypes import DTYPES
+from ..consolidate.format.dtypes import DTYPES, is_dense
 from ..consolidate.format.local import LocalStore
 from ..consolidate.format.store import Store, join, open_store, read
 from ..consolidate.format.strict import read_json
@@ -30,7 +30,7 @@ from .inventory import agree_on_inventory
 from .matching import LoadedKeys, Match, match_model
 from .protocol import capture_loaded_values
 from .rank_exchange import RankExchange
-from .readable_tensor import ReadableTensor, is_dense
+from .readable_tensor import ReadableTensor
 from .value_loading import load_model_values
 
 # Files that are searched for in a folder, in order of preference.

@@ -17,6 +17,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import accelerate.checkpointing
@@ -40,7 +41,6 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 from ..checkpoint.full_state import full_state_dict, gather_state
 from ..checkpoint.rank_exchange import RankExchange
-from ..checkpoint.saving import save_checkpoint
 from ..collectives.order import BackwardPrefetch
 from ..ranks.rank import current_rank
 from ..sharding.cpu_offload import CPUOffload
@@ -50,7 +50,7 @@ from ..sharding.sharded_tensor import require_reduced
 from ..sharding.state import is_sharded
 from ..wrapper import XlaFullyShardedDataParallel
 from .changes import Changes
-from .optimizers import average_unsharded, joined, load_joined, switch_to_shards
+from .optimizers import average_unsharded, load_joined, save_alone, switch_to_shards
 from .saving import outermost
 from .sharding import (
     SHARD_SIZE,
@@ -469,24 +469,28 @@ def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> 
     """
     with _hidden(self) as (models, optimizers):
         folder = original(self, *args, **kwargs)
-    RankExchange().gather_values("save_state", None)  # the folder is there for all
-    save_checkpoint(
+    exchange = RankExchange()
+    exchange.gather_values("save_state", None)  # the folder is there for all
+    save_alone(
         os.path.join(folder, FOLDER),
         _joined_models(models),
-        joined(optimizers),
+        optimizers,
         step=self.save_iteration,
         extra={"step": self.step, "schedulers": [one.state_dict() for one in self._schedulers]},
-        keep_last=1,
     )
     sharding = sharding_of(self.state)
     if sharding is not None and sharding.full_state:
         for number, model in enumerate(models):
-            state = full_state_dict(model)
-            if self.is_main_process:
-                name = f"model_{number}.safetensors" if number else "model.safetensors"
-                save_file(clean_state_dict_for_safetensors(state), os.path.join(folder, name))
+            name = f"model_{number}.safetensors" if number else "model.safetensors"
+            path = os.path.join(folder, name)
+            write = partial(_write_weights, full_state_dict(model), path)
+            exchange.run_on_first_rank(f"write {path}", write)
     self.wait_for_everyone()
     return folder
+
+
+def _write_weights(state: dict[str, Any], path: str) -> None:
+    save_file(clean_state_dict_for_safetensors(state), path)
 
 
 @changes.around(Accelerator, "load_state", _shards_models)

@@ -11,6 +11,10 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..checkpoint.loading import load_checkpoint
+from ..checkpoint.rank_exchange import RankExchange
+from ..checkpoint.saving import save_checkpoint
+from ..consolidate.format.folders import list_folders
+from ..consolidate.format.store import open_store
 from ..sharding.ignored import ignored_mark_of
 from ..sharding.sharded_tensor import sharded_tensor_of
 
@@ -73,10 +77,30 @@ def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer
     return optimizers[0] if optimizers else None
 
 
+def save_alone(
+    folder: str,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    step: int,
+    extra: Any,
+) -> None:
+    """Saves the only checkpoint in ``folder``. It replaces those of all steps, also of later ones,
+    which an earlier run has saved; otherwise these would be loaded."""
+
+    def last_step() -> int:
+        return max((place.step for place in list_folders(*open_store(folder))), default=0)
+
+    last = RankExchange().run_on_first_rank(f"look into {folder}", last_step)
+    save_checkpoint(
+        folder, model, joined(optimizers), step=max(step, last), extra=extra, keep_last=1
+    )
+
+
 def load_joined(
     folder: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **options: Any
 ) -> Any:
-    """Loads what was saved with :func:`joined` optimizers; see :func:`~xla_fsdp.load_checkpoint`
+    """Loads what :func:`save_alone` saved; see :func:`~xla_fsdp.load_checkpoint`
     for the options, the result and the errors."""
     both = joined(optimizers)
     loaded = load_checkpoint(folder, model, both, **options)

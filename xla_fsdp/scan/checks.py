@@ -17,7 +17,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from .. import xlac
-from ..checkpoint.readable_tensor import is_dense, same_bits
+from ..checkpoint.readable_tensor import same_bits
+from ..consolidate.format.dtypes import is_dense
 from ..names import dotted
 from ..sharding.freeing import fill_, free_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward

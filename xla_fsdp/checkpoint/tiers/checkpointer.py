@@ -102,6 +102,7 @@ class TieredCheckpointer:
             raise ValueError(
                 f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
             )
+        root = os.path.abspath(root)  # threads use it after a chdir, too
         self._tier = HostTier(store, root, os.fsdecode(path).rstrip("/"))
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
@@ -150,12 +151,12 @@ class TieredCheckpointer:
                 exchange,
                 lambda: (None, list_contents(model, optimizer, scheduler, step, extra, random)),
             )
-            # Greater than all earlier ids, so that the last save of a step is found.
             save_id = exchange.run_on_first_rank("name the save", lambda: f"{time.time_ns():016x}")
             save = Save(step, save_id)
             if self._hosts.is_leader:
-                # Training has gone back to an earlier step: later saves must not be loaded again.
-                self._tier.discard([old for old in self._tier.present() if old.step > step])
+                # Training has gone back to an earlier step, or the clock was set back: greater
+                # saves must not be loaded again.
+                self._tier.discard([old for old in self._tier.present() if old > save])
             contents_on_host = exchange.run_on_each_rank("copy to the host", contents.on_host)
             drained = self._drain(request, contents_on_host, durable)
         self._saved += 1

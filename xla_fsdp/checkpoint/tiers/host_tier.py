@@ -39,7 +39,8 @@ _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}\.draft")
 
 @dataclass(frozen=True, order=True)
 class Save:
-    """One save. The id of a later save is greater, also if another process made it."""
+    """One save. The id of a later save is greater, also if another process made it, unless the
+    clock was set back."""
 
     step: int
     save_id: str

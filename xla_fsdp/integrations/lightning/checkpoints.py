@@ -27,14 +27,13 @@ from ...checkpoint.full_state import (
 )
 from ...checkpoint.loading import load_checkpoint
 from ...checkpoint.rank_exchange import RankExchange
-from ...checkpoint.saving import save_checkpoint
 from ...collectives.random_state import synced_device
 from ...consolidate.format import folders, values
 from ...consolidate.format.manifest import NAME
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import join
 from ...sharding.state import is_sharded
-from ..optimizers import joined, load_joined
+from ..optimizers import load_joined, save_alone
 from .ranks import on_host
 from .settings import Settings
 
@@ -85,13 +84,12 @@ class TrainerCheckpoints:
                 "storage_options have no effect on sharded checkpoints: leave them out"
             )
         rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
-        save_checkpoint(
+        save_alone(
             os.fspath(filepath),
             self.model,
-            joined(self.optimizers if "optimizer_states" in checkpoint else ()),
+            self.optimizers if "optimizer_states" in checkpoint else (),
             step=checkpoint["global_step"],
             extra={"lightning": _packed(rest)},
-            keep_last=1,
         )
 
     def load_checkpoint(
@@ -189,13 +187,12 @@ class FabricCheckpoints:
                 f"{'filter for ' + ', '.join(filtered) if filtered else 'storage_options'} is not "
                 "supported for sharded checkpoints. Leave it out, or use state_dict_type='full'"
             )
-        save_checkpoint(
+        save_alone(
             wanted,
             _model_of(models, wanted),
-            joined(list(optimizers.values())),
+            list(optimizers.values()),
             step=0,
             extra={"fabric": _packed(converted), "optimizers": list(optimizers)},
-            keep_last=1,
         )
 
     def load_checkpoint(
