@@ -61,20 +61,20 @@ NAMED = {
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
-def contents(rank: int, world: int, step: int, value: float) -> Contents:
+def contents(rank: int, world: int, step: int, value: float, save_id: str) -> Contents:
     """What ``rank`` saves of a model in which every number is ``value``."""
     parameters = {name: Tensor((name,), dtype, shape) for name, (dtype, shape) in NAMED.items()}
     state = {"weight": State({"exp_avg": "F32"}, {"step": {"value": step}})}
     options = {"lr": 0.1, "betas": values.encode((0.9, 0.95), "betas")}
     manifest = Manifest(
-        save_id="",
+        save_id=save_id,
         step=step,
         world_size=world,
         parameters=parameters,
         buffers={"mean": Tensor(("mean",), "F32", (2,))},
         files=(),
         optimizer=Optimizer("AdamW", (Group(("weight", "bias", "gain"), options),), state),
-        extra=values.encode({"value": value}, "extra") if rank == 0 else None,
+        extra=value if rank == 0 else None,
     )
     items, begins = [], {}
     for name, tensor in parameters.items():
@@ -100,27 +100,18 @@ def begin(
     store, folder = saving.open_store(str(root))
     save_id, version = saving._prepare(store, folder, step)
     place = CheckpointFolder(step, version)
-    made = []
-    for rank in range(world):
-        own = contents(rank, world, step, value)
-        made.append(
-            saving.IncompleteSave(
-                store=store,
-                root=folder,
-                path=str(root),
-                place=place,
-                contents=_with_id(own, save_id),
-                rank=rank,
-                keep_last=keep_last,
-            )
+    return [
+        saving.IncompleteSave(
+            store=store,
+            root=folder,
+            path=str(root),
+            place=place,
+            contents=contents(rank, world, step, value, save_id),
+            rank=rank,
+            keep_last=keep_last,
         )
-    return made
-
-
-def _with_id(own: Contents, save_id: str) -> Contents:
-    from dataclasses import replace
-
-    return replace(own, manifest=replace(own.manifest, save_id=save_id))
+        for rank in range(world)
+    ]
 
 
 def save(root, step: int, value: float, world: int = 3, keep_last=None) -> str:
@@ -136,21 +127,91 @@ def save(root, step: int, value: float, world: int = 3, keep_last=None) -> str:
 
 
 def read_value(path) -> float:
-    """The number that :func:`save` was given; an error if it is not the only one."""
+    """The number that a save was given; an error if it is not the only one."""
     return value_in(ShardedCheckpoint(path))
 
 
 def value_in(checkpoint: ShardedCheckpoint) -> float:
     """The same of a checkpoint that is open."""
     checkpoint.verify()
-    found = {values.decode(checkpoint.manifest.extra, "extra")["value"]}
-    for name, tensor in checkpoint.manifest.parameters.items():
+    manifest = checkpoint.manifest
+    found = {manifest.extra}
+    for name, tensor in manifest.parameters.items():
         found.update(checkpoint.read_parameter(name, 0, tensor.numel).tolist())
-    found.update(checkpoint.read_state("exp_avg", "weight", 0, 15).tolist())
-    for rank in range(checkpoint.manifest.world_size):
-        found.update(checkpoint.read_buffer("mean", rank).tolist())
+    for name, state in manifest.optimizer.state.items():
+        for key in state.sharded:
+            count = manifest.parameters[name].numel
+            found.update(checkpoint.read_state(key, name, 0, count).tolist())
+    for name in manifest.buffers:
+        for rank in range(manifest.world_size):
+            found.update(checkpoint.read_buffer(name, rank).tolist())
     (value,) = found
     return value
+
+
+# --- made by ranks
+
+
+class Tiny(torch.nn.Module):
+    """All its numbers, and its optimizer's, are always the same: a mix of two saves shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(16, 24))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Uniform:
+    def __init__(self):
+        import torch_xla
+
+        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+        self.model = FSDP(Tiny())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.model(torch.ones(2, 16).to("xla")).sum().backward()
+        self.optimizer.step()
+        self.set(0.0)
+        torch_xla.sync()
+
+    def tensors(self):
+        state = self.optimizer.state
+        momentum = [state[p]["momentum_buffer"] for p in self.model.parameters()]
+        return [*self.model.parameters(), *self.model.buffers(), *momentum]
+
+    def set(self, value: float) -> None:
+        with torch.no_grad():
+            for tensor in self.tensors():
+                tensor.fill_(value)
+
+    def get(self) -> float:
+        from xla_fsdp.sharding.sharded_parameter import local
+
+        found = {v for one in self.tensors() for v in local(one).cpu().flatten().tolist()}
+        assert len(found - {0.0}) <= 1, found  # 0: the padding
+        return max(found)
+
+    def load(self, root) -> float:
+        import xla_fsdp
+
+        found = xla_fsdp.load_checkpoint(root, self.model, self.optimizer)
+        assert found.extra == self.get()
+        return found.extra
+
+    def save(self, root, step, value, **options):
+        import xla_fsdp
+
+        self.set(value)
+        return xla_fsdp.save_checkpoint(
+            root, self.model, self.optimizer, step=step, extra=value, **options
+        )
+
+    def start(self, checkpointer, step, value) -> None:
+        self.set(value)
+        checkpointer.save(self.model, self.optimizer, step=step, extra=value)
 
 
 # --- changed by hand
@@ -212,24 +273,29 @@ def unsplit(header, tensors: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def forged_header(folder, rank: int):
-    """The header of a rank's file, to be changed; all digests are right afterwards."""
+def forged_file(folder, rank: int):
+    """``[header, tensors]`` of a rank's file, to be changed; all digests are right afterwards."""
     with forged(folder) as body:
         path = Path(folder) / file_name(rank, body["world_size"])
-        header, tensors = split(path.read_bytes())
+        parts = list(split(path.read_bytes()))
+        yield parts
+        path.write_bytes(unsplit(*parts))
+
+
+@contextlib.contextmanager
+def forged_header(folder, rank: int):
+    with forged_file(folder, rank) as (header, _):
         yield header
-        path.write_bytes(unsplit(header, tensors))
 
 
 def take_out(folder, rank: int, key: str) -> None:
     """Removes a tensor from a rank's file; all digests are right afterwards."""
-    with forged(folder) as body:
-        path = Path(folder) / file_name(rank, body["world_size"])
-        header, tensors = split(path.read_bytes())
+    with forged_file(folder, rank) as parts:
+        header, tensors = parts
         begin, end = header.pop(key)["data_offsets"]
         for name, entry in header.items():
             if name != "__metadata__":
                 entry["data_offsets"] = [
                     at - (end - begin) if at >= end else at for at in entry["data_offsets"]
                 ]
-        path.write_bytes(unsplit(header, tensors[:begin] + tensors[end:]))
+        parts[1] = tensors[:begin] + tensors[end:]

@@ -5,9 +5,9 @@ Processes are killed at every boundary by a fork of a process that has everythin
 
 import contextlib
 import errno
+import gc
 import os
 import resource
-import shutil
 import signal
 import threading
 import traceback
@@ -15,13 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import checkpoint_files as files
+import fsspec
 import pytest
 from checkpoint_files import read_value, save
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from xla_fsdp.consolidate.errors import CheckpointError, OutputError
 from xla_fsdp.consolidate.format import folders
 from xla_fsdp.consolidate.format.local import LocalStore
 from xla_fsdp.consolidate.format.reader import latest_checkpoint
+from xla_fsdp.consolidate.format.remote import RemoteStore
 
 CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")
 
@@ -116,39 +120,49 @@ def assert_whole(root, allowed) -> float:
     value = read_value(root)
     assert value in allowed, (value, allowed)
     assert read_value(latest_checkpoint(root)) == value
-    store = LocalStore()
-    for place in folders.list_folders(store, root):
-        if folders.has_manifest(store, f"{root}/{place.name}"):
+    store, folder = files.saving.open_store(root)
+    for place in folders.list_folders(store, folder):
+        if folders.has_manifest(store, f"{folder}/{place.name}"):
             read_value(f"{root}/{place.name}")
     return value
+
+
+def interrupt_everywhere(root, interrupted, at=1, stride=1):
+    """Step 1 is there, and ``interrupted(folder, at)``, another save, ends at its ``at``-th
+    operation, and at later ones, until it says that it did not. How many there are, and how often
+    each of the two was there afterwards."""
+    seen = {1.0: 0, 2.0: 0}
+    while True:
+        run = f"{root}/[{at}]*"
+        save(run, 1, 1.0, world=2)
+        hit = interrupted(run, at)
+        seen[assert_whole(run, (1.0, 2.0))] += 1
+        # A real run is started anew and saves on.
+        save(run, 9, 9.0, world=2, keep_last=1)
+        assert read_value(run) == 9.0, at
+        assert _listed(run) == ["step-00000009"], at
+        if not hit:
+            return at, seen
+        at += stride
+
+
+def _listed(root):
+    store, folder = files.saving.open_store(root)
+    return store.list(folder)
 
 
 # --- killed
 
 
 def _kill_everywhere(root, second, keep_last, at, stride):
-    """Step 1 is there, and another one is killed at its ``at``-th system call and later ones.
-    How many there are, and how often each of the two was there after a kill."""
-    seen = {1.0: 0, 2.0: 0}
-    start = f"{root}/start"
-    save(start, 1, 1.0, world=2)
-    while True:
-        run = f"{root}/run"
-        shutil.copytree(start, run)
-
-        def work(at=at, run=run):
+    def killed(run, at):
+        def work():
             with Boundaries(run, at, kill):
                 save(run, second, 2.0, world=2, keep_last=keep_last)
 
-        ended = in_child(work)
-        seen[assert_whole(run, (1.0, 2.0))] += 1
-        # A real run is started anew and saves on.
-        save(run, 9, 9.0, world=2, keep_last=1)
-        assert os.listdir(run) == ["step-00000009"] and read_value(run) == 9.0, at
-        shutil.rmtree(run)
-        if not ended:
-            return at, seen
-        at += stride
+        return in_child(work)
+
+    return interrupt_everywhere(root, killed, at, stride)
 
 
 # Saving a step again is the same until it is complete.
@@ -170,16 +184,18 @@ class Stopped(BaseException):
     """Not caught by anything: the rank does nothing any more."""
 
 
-def _stop_one_rank(root, victim):
+def stop(_name):
+    raise Stopped
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_one_rank_stops_and_the_others_write(tmp_path, victim):
+    root = str(tmp_path)
     save(root, 1, 1.0)
     at, stopped = 0, True
     while stopped:
         at += 1
         stopped = False
-
-        def stop(_name):
-            raise Stopped
-
         for incomplete in files.begin(root, 2, 2.0):
             if incomplete.rank != victim:
                 incomplete.write()
@@ -192,23 +208,13 @@ def _stop_one_rank(root, victim):
         # The others wait for it; then all are killed. Nobody said that all is written.
         assert_whole(root, (1.0,))
     save(root, 3, 3.0, keep_last=1)
-    assert os.listdir(root) == ["step-00000003"]
-    return at
-
-
-@pytest.mark.parametrize("victim", range(3))
-def test_one_rank_stops_and_the_others_write(tmp_path, victim):
-    assert _stop_one_rank(str(tmp_path), victim) > 15
+    assert os.listdir(root) == ["step-00000003"] and at > 15
 
 
 def test_a_removal_cut_short_is_ended_by_the_next_save(tmp_path):
     """Without it a half removed checkpoint would stay for ever."""
     root = str(tmp_path)
     save(root, 1, 1.0)
-
-    def stop(_name):
-        raise Stopped
-
     with pytest.raises(Stopped), Boundaries(root, 2, stop, only=("unlink",)):
         save(root, 2, 2.0, keep_last=1)
     assert len(os.listdir(root)) == 2 and read_value(root) == 2.0
@@ -222,32 +228,23 @@ def test_a_removal_cut_short_is_ended_by_the_next_save(tmp_path):
 @pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*is complete, but an older checkpoint could not be removed")
 def test_an_error_of_every_system_call(tmp_path, code):
-    start = str(tmp_path / "start")
-    save(start, 1, 1.0, world=2)
-    at = 0
-    while True:
-        at += 1
-        run, happened = f"{tmp_path}/run", []
-        shutil.copytree(start, run)
+    def failed(run, at):
+        happened, raised = [], False
 
         def fail(name):
-            happened.append(name)  # noqa: B023
+            happened.append(name)
             raise OSError(code, os.strerror(code))
 
-        raised = False
         with Boundaries(run, at, fail):
             try:
                 save(run, 2, 2.0, world=2, keep_last=1)
             except OutputError as error:
                 raised = True
                 assert run in str(error) and os.strerror(code) in str(error)
-        value = assert_whole(run, (1.0, 2.0))
-        assert raised or value == 2.0, (at, happened)
-        save(run, 9, 9.0, world=2, keep_last=1)
-        assert os.listdir(run) == ["step-00000009"], (at, happened)
-        shutil.rmtree(run)
-        if not happened:
-            return
+        assert raised or read_value(run) == 2.0, (at, happened)
+        return happened
+
+    interrupt_everywhere(tmp_path, failed)
 
 
 def test_a_failed_close_closes_no_file_of_another_thread(tmp_path, monkeypatch):
@@ -322,13 +319,8 @@ def test_a_file_in_place_of_the_folder(tmp_path):
 
 def test_things_of_others_are_neither_read_nor_removed(tmp_path):
     root = str(tmp_path)
-    foreign = [
-        "step-00000007",
-        "step-000000008",
-        "step-00000009.1",
-        "step-٠٠٠٠٠٠٠٩",
-        ".step-1.partial",
-    ]
+    names = "step-00000007 step-000000008 step-00000009.1 step-٠٠٠٠٠٠٠٩ .step-1.partial"
+    foreign = names.split()
     for name in foreign:
         os.mkdir(f"{root}/{name}")
         Path(root, name, "weights").write_text("precious")
@@ -433,8 +425,6 @@ class Interrupting:
 
 @contextlib.contextmanager
 def _interrupted(monkeypatch, at, error):
-    from fsspec.implementations.memory import MemoryFileSystem
-
     count = []
 
     def happen(name, path):
@@ -469,26 +459,15 @@ def _interrupted(monkeypatch, at, error):
 )
 @pytest.mark.filterwarnings("ignore:.*is complete, but an older checkpoint could not be removed")
 def test_an_object_store_interrupted_at_every_change(monkeypatch, error, second):
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    at, seen = 0, set()
-    while True:
-        at += 1
-        root = f"memory://interrupted-{error.__name__}-{second}/[{at}]*"
-        save(root, 1, 1.0)
+    def interrupted(run, at):
         with _interrupted(monkeypatch, at, error) as count:
             with contextlib.suppress(Stopped, OutputError):
-                save(root, second, 2.0, keep_last=1)
-        value = read_value(root)
-        assert value in (1.0, 2.0) and read_value(latest_checkpoint(root)) == value, at
-        seen.add(value)
-        save(root, 9, 9.0, keep_last=1)
-        left = {name.split("/")[3] for name in memory.find(root) if f"[{at}]" in name}
-        assert left == {"step-00000009"} and read_value(root) == 9.0, (at, count)
-        if len(count) < at:
-            assert seen == {1.0, 2.0} and at > 40
-            return
+                save(run, second, 2.0, keep_last=1)
+        return at <= len(count)
+
+    root = f"memory://interrupted-{error.__name__}-{second}"
+    count, seen = interrupt_everywhere(root, interrupted)
+    assert all(seen.values()) and count > 40
 
 
 def test_a_warning_that_is_an_error_does_not_cost_the_checkpoint(monkeypatch):
@@ -506,8 +485,6 @@ def test_a_warning_that_is_an_error_does_not_cost_the_checkpoint(monkeypatch):
 
 
 def test_folders_of_others_in_an_object_store_are_not_removed():
-    import fsspec
-
     memory = fsspec.filesystem("memory")
     memory.pipe("/shared/step-00000007/weights", b"precious")
     memory.pipe("/shared/step-00000008/rank-00000-of-00001.safetensors", b"cut short")
@@ -519,13 +496,6 @@ def test_folders_of_others_in_an_object_store_are_not_removed():
 
 def test_a_discarded_object_does_not_appear_when_it_is_freed(monkeypatch):
     """fsspec closes, that is uploads, buffered files when they are freed."""
-    import gc
-
-    from fsspec.implementations.memory import MemoryFileSystem
-    from fsspec.spec import AbstractBufferedFile
-
-    from xla_fsdp.consolidate.format.remote import RemoteStore
-
     uploaded = []
 
     class File(AbstractBufferedFile):

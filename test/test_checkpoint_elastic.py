@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
+from on_ranks import on_ranks
 from zoo import Zoo
 
 from xla_fsdp.checkpoint.inventory import make_inventory
@@ -147,16 +148,16 @@ def _train_resume_train(rank, size, kind, path, optimizer):
     run.train(0, 2)
     run.save(path, 2)
     draw = [torch.rand(3), torch.rand(3, device="xla").cpu()]
-    uninterrupted = run.train(2, 4), _held(run)
+    losses, held = run.train(2, 4), _held(run)
     other = Run(kind, rank, size, seed=9, optimizer=optimizer)
     other.load(path)
     again = [torch.rand(3), torch.rand(3, device="xla").cpu()]
     assert torch.equal(draw[0], again[0]), "torch's random state"
     assert torch.equal(draw[1], again[1]), "XLA's random state"
-    resumed = other.train(2, 4), _held(other)
-    assert resumed[0] == uninterrupted[0]
-    for name, (begin, value) in uninterrupted[1].items():
-        assert begin == resumed[1][name][0] and torch.equal(value, resumed[1][name][1]), name
+    assert other.train(2, 4) == losses
+    resumed = _held(other)
+    for name, (begin, value) in held.items():
+        assert begin == resumed[name][0] and torch.equal(value, resumed[name][1]), name
     assert run.scheduler.state_dict() == other.scheduler.state_dict()
 
 
@@ -190,7 +191,8 @@ def test_on_other_ranks_training_resumes_to_rounding(run_ranks, tmp_path, optimi
         torch.testing.assert_close(losses, expected, rtol=2e-5, atol=1e-5)
 
 
-def _groups(rank, size, folder):
+@on_ranks(3)
+def test_parameter_groups_are_found_by_the_names_in_them(rank, size, folder):
     def make(kind, swapped=False, one=False):
         run = Run(kind, rank, size)
         decayed = [p for n, p in run.model.named_parameters() if n.endswith("weight")]
@@ -215,52 +217,39 @@ def _groups(rank, size, folder):
         run.load(folder)
 
 
-def test_parameter_groups_are_found_by_the_names_in_them(run_ranks, tmp_path):
-    run_ranks(_groups, 3, 3, tmp_path)
-
-
-def _other_models(rank, size, folder):
+@on_ranks(3)
+def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
     run = Run("nested", rank, size)
     run.save(folder, 1)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     own = Run("root", rank, size, seed=5)
     own.model.module.more = torch.nn.Parameter(torch.zeros(3))
-    found = {}
     with pytest.raises(ModelMismatchError, match="lacks 'more'; strict=False"):
         own.load(folder)
-    own.scheduler = None
-    own.optimizer = None
+    own.scheduler = own.optimizer = None
     own.load(folder, strict=False)
-    for name, value in own.model.state_dict().items():
-        if name in before and before[name].shape == value.shape:
-            found[name] = torch.equal(before[name].cpu(), value.cpu())
-    assert all(found.values()) and len(found) > 20
+    after = own.model.state_dict()
+    alike = [n for n, value in before.items() if n in after and after[n].shape == value.shape]
+    assert all(torch.equal(before[n].cpu(), after[n].cpu()) for n in alike) and len(alike) > 20
     if rank == 1:
         run.model.module.head.weight = torch.nn.Parameter(torch.zeros(2, 2, device="xla"))
     with pytest.raises((ModelMismatchError, OtherRankError), match="'head.weight'|rank 1 could"):
         run.load(folder)
 
 
-def test_what_does_not_fit_the_model_is_named_on_every_rank(run_ranks, tmp_path):
-    run_ranks(_other_models, 3, 3, tmp_path)
-
-
-def _other_schedule(rank, size, folder):
+@on_ranks(2)
+def test_another_scheduler_is_refused_before_anything_changes(rank, size, folder):
     run = Run("nested", rank, size)
     run.save(folder, 1)
-    before = run.optimizer.param_groups[0]["lr"]
     run.optimizer.param_groups[0]["lr"] = 0.5
     run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
     with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):
         run.load(folder)
-    assert run.optimizer.param_groups[0]["lr"] == 0.5 != before
+    assert run.optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_another_scheduler_is_refused_before_anything_changes(run_ranks, tmp_path):
-    run_ranks(_other_schedule, 2, 2, str(tmp_path))
-
-
-def _without_head(rank, size, folder):
+@on_ranks(2)
+def test_what_the_model_lacks_can_be_left_out_of_the_optimizer_too(rank, size, folder):
     run = Run("nested", rank, size)
     run.train(0, 1)
     run.save(folder, 1)
@@ -274,7 +263,3 @@ def _without_head(rank, size, folder):
         other.load(folder)
     other.load(folder, strict=False)
     assert all(state["step"] == 1 for state in other.optimizer.state.values())
-
-
-def test_what_the_model_lacks_can_be_left_out_of_the_optimizer_too(run_ranks, tmp_path):
-    run_ranks(_without_head, 2, 2, str(tmp_path))

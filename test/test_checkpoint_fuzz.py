@@ -405,17 +405,14 @@ def test_a_forged_checkpoint_is_refused_or_whole(checkpoint, rank, changes, byte
                 body = edit_json(body, seed, new)
             files.write_body(folder, body)
         else:
-            with files.forged(folder):
-                path = folder / file_name(rank, 3)
-                header, data = files.split(path.read_bytes())
+            with files.forged_file(folder, rank) as parts:
                 if how == 0:
                     for seed, new in changes:
-                        header = edit_json(header, seed, new)
+                        parts[0] = edit_json(parts[0], seed, new)
                 elif how == 1:
-                    header = edited(json.dumps(header).encode(), bytewise)
+                    parts[0] = edited(json.dumps(parts[0]).encode(), bytewise)
                 else:
-                    data = edited(data, bytewise)
-                path.write_bytes(files.unsplit(header, data))
+                    parts[1] = edited(parts[1], bytewise)
     except ValueError:  # a number too long for Python to write
         return
     try:

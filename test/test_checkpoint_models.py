@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch_xla
+from on_ranks import on_ranks
 from torch import nn
+from zoo import Scaled
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -72,7 +74,8 @@ def test_every_optimizer_of_torch_goes_on_as_if_nothing_had_happened(run_ranks, 
     run_ranks(_optimizers, 2, str(tmp_path), names)
 
 
-def _matrix_state(rank, folder):
+@on_ranks(3)
+def test_state_that_depends_on_the_matrix_raises(rank, size, folder):
     model = FSDP(nn.Sequential(nn.Linear(12, 8)), shard_param_on_dim_0=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight]["row_var"] = torch.ones(3, 1, device="xla")
@@ -82,10 +85,6 @@ def _matrix_state(rank, folder):
     _gradients(model, 1)
     with pytest.raises(xla_fsdp.ShardedParameterError, match="NO_SHARD"):
         factored.step()
-
-
-def test_state_that_depends_on_the_matrix_raises(run_ranks, tmp_path):
-    run_ranks(_matrix_state, 3, str(tmp_path))
 
 
 class _Noted(nn.Module):
@@ -138,11 +137,10 @@ def test_ranks_get_their_own_batch_statistics_back_and_new_ranks_the_first_ones(
     assert all(count == 1 for _, count in saved)
     for mean, _ in run_ranks(_buffers, 4, 4, str(tmp_path), False):
         assert torch.equal(mean, saved[0][0])
-    manifest = ShardedCheckpoint(str(tmp_path)).manifest
-    assert manifest.buffers["norm.running_mean"].names == (
-        "norm.running_mean", "again.running_mean",
-    )  # fmt: skip
-    assert manifest.buffers["kept"].restore == "F64" and manifest.buffers["kept"].dtype == "BF16"
+    buffers = ShardedCheckpoint(str(tmp_path)).manifest.buffers
+    names = ("norm.running_mean", "again.running_mean")
+    assert buffers["norm.running_mean"].names == names
+    assert buffers["kept"].restore == "F64" and buffers["kept"].dtype == "BF16"
 
 
 class _Block(nn.Module):
@@ -166,8 +164,7 @@ def _stack(scanned: bool, seed: int):
     model.head = nn.Linear(6, 2)
     model.forward = lambda x: model.head(model.blocks(x))
     wrapped = FSDP(model)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
-    return wrapped, optimizer
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.1)
 
 
 def _train(model, optimizer) -> list[float]:
@@ -183,7 +180,8 @@ def _train(model, optimizer) -> list[float]:
     return losses
 
 
-def _scanned(rank, folder):
+@on_ranks(3)
+def test_scanned_blocks_exchange_checkpoints_with_blocks_wrapped_singly(rank, size, folder):
     for scanned in (True, False):
         model, optimizer = _stack(scanned, 0)
         _train(model, optimizer)
@@ -196,15 +194,9 @@ def _scanned(rank, folder):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_scanned_blocks_exchange_checkpoints_with_blocks_wrapped_singly(run_ranks, tmp_path):
-    run_ranks(_scanned, 3, str(tmp_path))
-
-
 def _groups(rank, folder):
-    groups = [[0, 1], [2, 3]]
-    options = {
-        "sharding_groups": groups, "sharding_rank": rank % 2, "sharding_world_size": 2,
-    }  # fmt: skip
+    options = {"sharding_rank": rank % 2, "sharding_world_size": 2}
+    options["sharding_groups"] = [[0, 1], [2, 3]]
     torch.manual_seed(0)
     model = FSDP(nn.Linear(40, 30), replication_groups=[[0, 2], [1, 3]], **options)
     values = model.weight.detach().cpu().clone()
@@ -226,7 +218,8 @@ def test_replicas_are_saved_once(run_ranks, tmp_path):
     assert [file.length("weight") for file in checkpoint.files()] == [640, 560, 0, 0]
 
 
-def _a_value_a_rank(rank, folder):
+@on_ranks(2)
+def test_single_values_that_differ_between_ranks_are_refused(rank, size, folder):
     model = FSDP(nn.Sequential(nn.Linear(1, 8)), shard_param_on_dim_0=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight]["scale"] = torch.ones(1, device="xla") * (1 + rank)
@@ -234,23 +227,9 @@ def _a_value_a_rank(rank, folder):
         xla_fsdp.save_checkpoint(folder, model, optimizer, step=1)
 
 
-def test_single_values_that_differ_between_ranks_are_refused(run_ranks, tmp_path):
-    run_ranks(_a_value_a_rank, 2, str(tmp_path))
-
-
-class _Scaled(nn.Module):
-    """Only has a 0-d parameter: which state is one number cannot be told from shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-def _single_number(rank, folder):
-    builds = {"alone": _Scaled, "sharded": lambda: FSDP(_Scaled(), flatten_parameters=True)}
+@on_ranks(1)
+def test_state_of_a_single_number_is_told_from_a_count(rank, size, folder):
+    builds = {"alone": Scaled, "sharded": lambda: FSDP(Scaled(), flatten_parameters=True)}
     values = {}
     for saved in builds:
         model = builds[saved]().to("xla")
@@ -271,18 +250,11 @@ def _single_number(rank, folder):
     assert len({value.item() for value in values.values()}) == 1, values
 
 
-def test_state_of_a_single_number_is_told_from_a_count(run_ranks, tmp_path):
-    run_ranks(_single_number, 1, str(tmp_path))
-
-
-def _loaded_in_between(rank, folder):
+@on_ranks(1)
+def test_a_backward_after_loading_is_not_that_of_the_forward(rank, size, folder):
     model = nn.Linear(3, 2).to("xla")
     path = xla_fsdp.save_checkpoint(folder, model, step=1)
     loss = model(torch.ones(4, 3, device="xla", requires_grad=True)).sum()
     xla_fsdp.load_checkpoint(path, model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_backward_after_loading_is_not_that_of_the_forward(run_ranks, tmp_path):
-    run_ranks(_loaded_in_between, 1, str(tmp_path))

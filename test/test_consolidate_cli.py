@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from test_consolidate_support import (
     SUFFIX,
     assert_same,
     expected_state_dict,
+    loaded,
     path_of,
     rank_files,
     run_cli,
@@ -20,18 +20,21 @@ from test_consolidate_support import (
 
 from xla_fsdp.consolidate import __main__ as cli
 
-pytestmark = pytest.mark.filterwarnings("error")
 
-
-def run(*arguments, flags=()):
-    """The command as users run it, with warnings as errors."""
+def python(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-W", "error", *flags, "-m", "xla_fsdp.consolidate", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
         timeout=900,
+        env={**os.environ, **environment},
     )
+
+
+def run(*arguments, flags=()):
+    """The command as users run it, with warnings as errors."""
+    return python("-W", "error", *flags, "-m", "xla_fsdp.consolidate", *arguments)
 
 
 def test_command_of_the_readme(tmp_path):
@@ -47,18 +50,15 @@ def test_command_of_the_readme(tmp_path):
         f"found 4 rank files matching {prefix}{SUFFIX}",
         "assembled 9 parameters",
     ]
-    found = torch.load(target, weights_only=True)["model"]
-    assert_same(found, expected_state_dict(small_model()))
+    assert_same(loaded(target), expected_state_dict(small_model()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("-OO",)])
-def test_refusal_of_the_command(tmp_path, flags):
+def test_refusal_of_the_command(tmp_path):
     prefix = save(rank_files(small_model(), 2), tmp_path)
     path_of(tmp_path, 1, 2).unlink()
-    done = run("--ckpt_prefix", prefix, flags=flags)
-    assert done.returncode == 2
-    assert done.stdout == ""
+    done = run("--ckpt_prefix", prefix, flags=["-OO"])
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"MissingRankError: {path_of(tmp_path, 0, 2)}: written by 2 ranks,"
         " but there is no file of rank 1. Copy the files of all ranks.\n"
@@ -82,10 +82,8 @@ def test_refusal_of_the_command(tmp_path, flags):
 def test_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
-    assert exit_.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "usage:" in captured.err
+    said = capsys.readouterr()
+    assert (exit_.value.code, said.out) == (2, "") and "usage:" in said.err
 
 
 def test_help(capsys):
@@ -129,13 +127,6 @@ def test_interrupt(tmp_path, capsys, monkeypatch):
 
 def test_import_does_not_start_torch_xla():
     script = "import sys, xla_fsdp.consolidate; print('torch_xla' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        # torch itself may import any installed backend; the user decides that.
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )
+    # torch itself may import any installed backend; the user decides that.
+    done = python("-c", script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout == "False\n", done.stderr

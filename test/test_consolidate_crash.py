@@ -73,14 +73,12 @@ def test_finished_files_are_kept(tmp_path):
     """Those whose bytes are still right; the others are written again."""
     small_checkpoint(tmp_path / "ckpt")
     options = dict(max_shard_size="1KB", optimizer=True)
-    last = full_at(10**9)
-    disk = FaultyDisk(last)
+    disk = FaultyDisk()
     consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "whole", disk=disk, **options)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
 
-    commit = disk.count - 3
     with pytest.raises(OutputError):
-        disk = FaultyDisk(full_at(commit))
+        disk = FaultyDisk(full_at(disk.count - 3))
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", disk=disk, **options)
     (partial,) = tmp_path.glob(".out.*.partial")
     files = sorted(partial.glob("model-*"))
@@ -96,15 +94,14 @@ def test_finished_files_are_kept(tmp_path):
 
 def test_same_again_is_up_to_date(tmp_path, capsys):
     small_checkpoint(tmp_path / "ckpt")
-    for arguments, name in [
-        (["--save_path", "m.safetensors"], "m.safetensors"),
-        (["--save_path", "m.pth"], "m.pth"),
-        (["--save_path", "out", "--optimizer"], "out"),
-        (["--save_path", "outs", "--max_shard_size", "1KB"], "outs"),
-        (["--save_path", "some", "--reshard", "5"], "some"),
+    for name, *options in [
+        ["m.safetensors"],
+        ["m.pth"],
+        ["out", "--optimizer"],
+        ["outs", "--max_shard_size", "1KB"],
+        ["some", "--reshard", "5"],
     ]:
-        arguments[1] = str(tmp_path / name)
-        command = ["--ckpt_prefix", tmp_path / "ckpt", *arguments]
+        command = ["--ckpt_prefix", tmp_path / "ckpt", "--save_path", tmp_path / name, *options]
         code, out, _ = run_cli(capsys, *command)
         assert code == 0 and out[0].startswith(f"wrote {tmp_path / name}: ")
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -155,10 +152,8 @@ def test_other_options_and_other_saves_replace(tmp_path):
         assert consolidate_checkpoint(tmp_path / name, path, dtype=dtype).up_to_date == known
     # An optimizer file of the same shapes that has nothing of its own but the values.
     for number in (1, 2):
-        optimizer = {
-            "groups": [{"params": ["w"]}],
-            "state": {"w": {"m": torch.ones(2) * number}},
-        }
+        state = {"w": {"m": torch.ones(2) * number}}
+        optimizer = {"groups": [{"params": ["w"]}], "state": state}
         source = tmp_path / str(number)
         write_checkpoint(source, {"w": torch.ones(2)}, optimizer)
         consolidate_checkpoint(source, tmp_path / "out", format="pth", optimizer=True)

@@ -11,21 +11,14 @@ from test_consolidate_support import (
     assert_refused,
     assert_same,
     expected_state_dict,
+    loaded,
     path_of,
     rank_files,
     save,
     small_model,
 )
 
-from xla_fsdp.consolidate import (
-    ForeignFileError,
-    MissingMetadataError,
-    MissingRankError,
-    OutputError,
-    consolidate_sharded_model_checkpoints,
-)
-
-pytestmark = pytest.mark.filterwarnings("error")
+from xla_fsdp.consolidate import consolidate_sharded_model_checkpoints, errors
 
 
 def write(directory, world_size=2, prefix="ckpt"):
@@ -70,9 +63,9 @@ def test_results_of_other_programs(tmp_path, capsys):
     full, _ = consolidate_sharded_model_checkpoints(prefix, save_path=str(tmp_path / "o.pt"))
     assert_same(full, expected_state_dict(small_model()))
     torch.save({"model": {"w": torch.zeros(2)}}, other)
-    assert_refused(capsys, tmp_path, prefix, MissingMetadataError, other, suffix="*.pth")
+    assert_refused(capsys, tmp_path, prefix, errors.MissingMetadataError, other, suffix="*.pth")
     torch.save({"weights": 3}, default)
-    assert_refused(capsys, tmp_path, prefix, ForeignFileError, default, suffix="*.pth")
+    assert_refused(capsys, tmp_path, prefix, errors.ForeignFileError, default, suffix="*.pth")
 
 
 def test_only_an_earlier_output_is_there(tmp_path, capsys):
@@ -80,7 +73,7 @@ def test_only_an_earlier_output_is_there(tmp_path, capsys):
     _, path = consolidate_sharded_model_checkpoints(prefix)
     for rank in range(2):
         path_of(tmp_path, rank, 2).unlink()
-    assert_refused(capsys, tmp_path, prefix, MissingRankError, path, suffix="*.pth")
+    assert_refused(capsys, tmp_path, prefix, errors.MissingRankError, path, suffix="*.pth")
 
 
 def test_an_input_is_not_overwritten(tmp_path, capsys):
@@ -88,15 +81,8 @@ def test_an_input_is_not_overwritten(tmp_path, capsys):
     os.link(source, tmp_path / "link")
     os.symlink(source, tmp_path / "symlink")
     for path in (source, f"{tmp_path}/./{source.name}", tmp_path / "link", tmp_path / "symlink"):
-        assert_refused(capsys, tmp_path, prefix, OutputError, source, "overwrite", save_path=path)
-
-
-def test_earlier_content_is_replaced(tmp_path):
-    prefix = write(tmp_path)
-    (tmp_path / "full.pth").write_bytes(b"old")
-    consolidate_sharded_model_checkpoints(prefix, SUFFIX, str(tmp_path / "full.pth"))
-    found = torch.load(tmp_path / "full.pth", weights_only=True)["model"]
-    assert_same(found, expected_state_dict(small_model()))
+        words = (source, "overwrite")
+        assert_refused(capsys, tmp_path, prefix, errors.OutputError, *words, save_path=path)
 
 
 def test_output_has_ordinary_permissions(tmp_path):
@@ -122,14 +108,15 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, call, failure):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        with pytest.raises(OutputError, match=f"full.pth: .*{failure.args[-1]}"):
+        with pytest.raises(errors.OutputError, match=f"full.pth: .*{failure.args[-1]}"):
             consolidate_sharded_model_checkpoints(prefix, SUFFIX, str(tmp_path / "full.pth"))
-    if call == "replace":  # what is finished is kept for the next run
-        (partial,) = tmp_path.glob(".full.pth.*.partial")
-        (partial / "full.pth").unlink()
-        partial.rmdir()
-    assert len(list(tmp_path.iterdir())) == 3  # two ranks and the old file
+    kept = list(tmp_path.glob(".full.pth.*.partial"))  # what is finished, for the next run
+    assert len(kept) == (call == "replace")
+    assert len(list(tmp_path.iterdir())) == 3 + len(kept)  # two ranks and the old file
     assert (tmp_path / "full.pth").read_bytes() == b"old"
+    consolidate_sharded_model_checkpoints(prefix, SUFFIX, str(tmp_path / "full.pth"))
+    assert_same(loaded(tmp_path / "full.pth"), expected_state_dict(small_model()))
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
@@ -153,7 +140,7 @@ def test_output_is_complete_when_it_appears(tmp_path, monkeypatch):
     seen = []
 
     def replace(source, target, rename=os.replace):
-        seen.append(torch.load(source, weights_only=True)["model"].keys())
+        seen.append(loaded(source).keys())
         assert not os.path.exists(target)
         rename(source, target)
 
@@ -165,7 +152,9 @@ def test_output_is_complete_when_it_appears(tmp_path, monkeypatch):
 def test_inputs_are_left_as_they_were(tmp_path):
     prefix = write(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    full, _ = consolidate_sharded_model_checkpoints(prefix, SUFFIX, save_model=False)
+    full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX, save_model=False)
+    assert_same(full, expected_state_dict(small_model()))
+    assert path is None
     for tensor in full.values():
         tensor.zero_()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -1,12 +1,19 @@
-"""Checkpoints written by torch_xla's own class become the plain model's state_dict."""
+"""Checkpoints written by torch_xla's own class become the plain model's state_dict.
 
+As a script it writes them: ``test_consolidate_intree.py DIR``, in a process of its own, so that the
+tests never start the XLA runtime. All ranks are built one after the other there: no collective
+runs. Each case becomes DIR/CASE/{rank-R-of-N.pth, plain.pt}.
+"""
+
+import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_consolidate_intree_writer import CASES
-from test_consolidate_support import assert_refused, run_cli
+from test_consolidate_support import assert_equal, assert_refused, loaded, run_cli
+from torch import nn
 
 from xla_fsdp.consolidate import (
     InvalidMetadataError,
@@ -16,26 +23,151 @@ from xla_fsdp.consolidate import (
     consolidate_sharded_state_dicts,
 )
 
-pytestmark = pytest.mark.filterwarnings("error")
+DIM0 = {"shard_param_on_dim_0": True}
+FLAT = {"flatten_parameters": True}
+# name: (world size, constructor arguments, model, wrap children too, move to XLA before wrapping)
+CASES = {
+    **{
+        f"{name}-{world_size}": (world_size, options, "vision", True, False)
+        for world_size in (1, 2, 3, 4, 8)
+        for name, options in (("plain", {}), ("flat", FLAT), ("dim0", DIM0))
+    },
+    "root-only": (2, {}, "vision", False, False),
+    "flat-root-only": (3, FLAT, "vision", False, False),
+    "bfloat16-buffers": (2, {"buffer_dtype": torch.bfloat16}, "vision", True, True),
+    "bfloat16-buffers-flat": (2, {"buffer_dtype": torch.bfloat16, **FLAT}, "vision", True, True),
+    "bfloat16-buffers-cpu": (2, {"buffer_dtype": torch.bfloat16}, "vision", True, False),
+    "frozen-flat": (2, FLAT, "frozen", False, False),
+    "tied": (2, {}, "tied", False, False),
+    "tied-flat": (2, FLAT, "tied", False, False),
+    "shared-module": (2, {}, "shared", True, False),
+    "named-flat-param": (2, {}, "named", False, False),
+}
 TIED = {"head.weight": "emb.weight"}
 LOSSY = {"tied", "tied-flat", "bfloat16-buffers-cpu"}
+
+
+class Vision(nn.Module):
+    """Nested modules, a scalar, an empty parameter, buffers of three dtypes."""
+
+    def __init__(self, scalar):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.tail = nn.Linear(4, 5, bias=False)
+        if scalar:
+            self.scale = nn.Parameter(torch.tensor(2.5))
+        self.register_buffer("table", torch.arange(4) / 8)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        return self.tail(self.block(x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x):
+        return self.head(self.emb(x))
+
+
+class Shared(nn.Module):
+    """One module, wrapped by itself, used under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(3, 3)
+        self.again = self.block
+
+    def forward(self, x):
+        return self.again(self.block(x))
+
+
+class Named(nn.Module):
+    """Names that look like the wrapper's own but are the model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat_param_0 = nn.Parameter(torch.randn(3, 2))
+        self.my_fpw_module = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.my_fpw_module(x @ self.flat_param_0)
+
+
+def build(kind, options):
+    """The unwrapped model; the same weights at every call."""
+    torch.manual_seed(0)
+    if kind == "tied":
+        return Tied()
+    if kind == "shared":
+        return Shared()
+    if kind == "named":
+        return Named()
+    # Sharding by rows cannot hold a scalar.
+    model = Vision(scalar=not options.get("shard_param_on_dim_0"))
+    model.block[1].running_mean.copy_(torch.arange(4) / 2)
+    if kind == "frozen":
+        model.block[0].requires_grad_(False)
+    return model
+
+
+def write_case(directory, world_size, options, kind, nested, on_device):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    directory.mkdir()
+    torch.save(build(kind, options).state_dict(), directory / "plain.pt")
+    for rank in range(world_size):
+        arguments = {
+            **options,
+            "sharding_groups": [list(range(world_size))],
+            "sharding_rank": rank,
+            "sharding_world_size": world_size,
+        }
+        model = build(kind, options)
+        if on_device:
+            model = model.to(torch_xla.device())
+        if nested:
+            child = XlaFullyShardedDataParallel(model.block, **arguments)
+            model.block = child
+            if kind == "shared":
+                model.again = child
+        model = XlaFullyShardedDataParallel(model, **arguments)
+        content = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
+        xm.save(content, str(directory / f"rank-{rank}-of-{world_size}.pth"), master_only=False)
+
+
+def main(directory):
+    os.environ["PJRT_DEVICE"] = "CPU"
+    import torch_xla.distributed.fsdp  # noqa: F401
+
+    gc.freeze()  # the class collects all garbage for each wrapper: not among what is imported
+    for name, case in CASES.items():
+        write_case(Path(directory) / name, *case)
+
+
+# --- the tests
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, script_server):
     directory = tmp_path_factory.mktemp("intree")
-    script = Path(__file__).with_name("test_consolidate_intree_writer.py")
     environment = {**os.environ, "PJRT_DEVICE": "CPU"}
-    done = script_server.run([script, directory], cwd=directory, env=environment, timeout=1500)
+    done = script_server.run([__file__, directory], cwd=directory, env=environment, timeout=1500)
     assert done.returncode == 0, done.stderr
     return directory
 
 
 def load(written, case, **options):
-    full, path = consolidate_sharded_model_checkpoints(
+    full, _ = consolidate_sharded_model_checkpoints(
         f"{written / case}/", "rank-*-of-*.pth", save_model=False, **options
     )
-    assert path is None
     return full, torch.load(written / case / "plain.pt", weights_only=True)
 
 
@@ -44,30 +176,21 @@ def contents(written, case):
     return [torch.load(path, weights_only=True) for path in paths]
 
 
-def assert_equal_models(full, plain):
-    # The wrapper itself changes the order of the keys, so only the set can be compared.
-    assert full.keys() == plain.keys()
-    for name, tensor in plain.items():
-        assert full[name].dtype == tensor.dtype, name
-        assert full[name].shape == tensor.shape, name
-        assert torch.equal(full[name], tensor), name
-
-
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))
 def test_equals_the_plain_model(written, case, tmp_path):
     """From files, streamed into a file, and from state_dicts in memory."""
     full, plain = load(written, case)
-    assert_equal_models(full, plain)
+    assert_equal(full, plain)
     for tensor in full.values():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     path = tmp_path / "m.pth"
     consolidate_checkpoint(f"{written / case}/", path, suffix="rank-*-of-*.pth")
-    found = torch.load(path, weights_only=True)["model"]
+    found = loaded(path)
     assert list(found) == list(full)
-    assert_equal_models(found, plain)
+    assert_equal(found, plain)
     files = contents(written, case)
     state_dicts, metadata = [file["model"] for file in files], files[0]["shard_metadata"]
-    assert_equal_models(consolidate_sharded_state_dicts(state_dicts, metadata), plain)
+    assert_equal(consolidate_sharded_state_dicts(state_dicts, metadata), plain)
 
 
 def test_metadata_of_the_writer_lacks_what_the_lossy_cases_need(written):
@@ -89,85 +212,57 @@ def test_tied_names_are_lost_unless_named(written, case):
     full, plain = load(written, case)
     assert full.keys() == {"emb.weight"}
     full, plain = load(written, case, tied=TIED)
-    assert_equal_models(full, plain)
+    assert_equal(full, plain)
     assert full["head.weight"] is full["emb.weight"]
 
 
 def test_tied_names_on_the_command_line(written, tmp_path, capsys):
-    arguments = (
-        "--ckpt_prefix",
-        f"{written / 'tied'}/",
-        "--ckpt_suffix",
-        "rank-*",
-        "--save_path",
-        tmp_path / "full.pth",
-    )
+    arguments = ["--ckpt_prefix", f"{written / 'tied'}/", "--ckpt_suffix", "rank-*"]
+    arguments += ["--save_path", tmp_path / "full.pth"]
     code, out, _ = run_cli(capsys, *arguments, "--tied", "head.weight=emb.weight")
     assert code == 0
-    full = torch.load(tmp_path / "full.pth", weights_only=True)["model"]
-    assert full.keys() == {"emb.weight", "head.weight"}
+    assert loaded(tmp_path / "full.pth").keys() == {"emb.weight", "head.weight"}
     assert "1 parameters (15 elements)" in out[-1]
     code, _, err = run_cli(capsys, *arguments, "--tied", "head.weight=nope")
-    assert code == 2
-    assert "no such parameter 'nope'" in err[-1]
+    assert code == 2 and "no such parameter 'nope'" in err[-1]
 
 
-def first_shard(file):
-    return next(iter(next(iter(file["shard_metadata"]["shard_info"].values())).values()))
+def first_shard(about):
+    return next(iter(next(iter(about["shard_info"].values())).values()))
 
 
-def first_flat(file, change):
+def first_flat(about, change):
     """Changes the names, shapes and numels of the first flat parameter."""
-    flat = file["shard_metadata"]["flatten_info"]
+    flat = about["flatten_info"]
     key = next(iter(flat))
     flat[key] = change(*flat[key])
 
 
-# The error, the words, and how rank 1's file is damaged.
+# How rank 1's metadata are damaged.
 DAMAGES = {
     **{
-        f"no {field}": (
-            InvalidMetadataError,
-            field,
-            lambda file, field=field: file["shard_metadata"].pop(field),
-        )
+        f"no {field}": lambda about, field=field: about.pop(field)
         for field in ("world_size", "rank", "shard_info", "flatten_info")
     },
-    "missing flat parameter": (
-        InvalidMetadataError,
-        "",
-        lambda file: file["shard_metadata"]["flatten_info"].popitem(),
-    ),
-    "numels": (
-        InvalidMetadataError,
-        "",
-        lambda file: first_flat(file, lambda n, s, e: (n, s, [e[0] + 1, *e[1:]])),
-    ),
-    "columns": (
-        InvalidMetadataError,
-        "",
-        lambda file: first_flat(file, lambda n, s, e: (n, s[:-1], e)),
-    ),
-    "size": (InvalidMetadataError, "", lambda file: first_shard(file).update(_orig_size=[1])),
-    "name": (InvalidMetadataError, "", lambda file: first_shard(file).update(_orig_name=3)),
-    "buffer": (
-        InvalidMetadataError,
-        "",
-        lambda file: file["shard_metadata"]["buffer_info"].update(table={"_orig_dtype": "float32"}),
-    ),
-    "undescribed shard": (
-        ShardMismatchError,
-        "block._fsdp_shard_other",
-        lambda file: file["model"].update({"block._fsdp_shard_other": torch.zeros(3)}),
-    ),
+    "missing flat parameter": lambda about: about["flatten_info"].popitem(),
+    "numels": lambda about: first_flat(about, lambda n, s, e: (n, s, [e[0] + 1, *e[1:]])),
+    "columns": lambda about: first_flat(about, lambda n, s, e: (n, s[:-1], e)),
+    "size": lambda about: first_shard(about).update(_orig_size=[1]),
+    "name": lambda about: first_shard(about).update(_orig_name=3),
+    "buffer": lambda about: about["buffer_info"].update(table={"_orig_dtype": "float32"}),
 }
 
 
-@pytest.mark.parametrize(("error", "words", "damage"), DAMAGES.values(), ids=DAMAGES)
-def test_contradictory_metadata(written, tmp_path, capsys, error, words, damage):
-    for index, file in enumerate(contents(written, "flat-2")):
-        if index == 1:
-            damage(file)
+@pytest.mark.parametrize("what", [*DAMAGES, "undescribed shard"])
+def test_contradictory_metadata(written, tmp_path, capsys, what):
+    files = contents(written, "flat-2")
+    error, words = InvalidMetadataError, what.removeprefix("no ") if "no " in what else ""
+    if what in DAMAGES:
+        DAMAGES[what](files[1]["shard_metadata"])
+    else:
+        error, words = ShardMismatchError, "block._fsdp_shard_other"
+        files[1]["model"][words] = torch.zeros(3)
+    for index, file in enumerate(files):
         torch.save(file, tmp_path / f"ckpt{index}.pth")
     mentioned = tmp_path / "ckpt1.pth", words
     assert_refused(capsys, tmp_path, f"{tmp_path}/", error, *mentioned, suffix="ckpt*.pth")
@@ -176,8 +271,11 @@ def test_contradictory_metadata(written, tmp_path, capsys, error, words, damage)
 def test_suffix_and_output_of_the_huggingface_trainer(written, tmp_path):
     for rank, file in enumerate(contents(written, "flat-2")):
         torch.save(file, tmp_path / f"rank{rank}-of-2-pytorch_model.bin")
-    full, path = consolidate_sharded_model_checkpoints(
+    full, _ = consolidate_sharded_model_checkpoints(
         ckpt_prefix=f"{tmp_path}/", ckpt_suffix="rank*-of-*-pytorch_model.bin", save_model=False
     )
-    assert path is None
-    assert_equal_models(full, torch.load(written / "flat-2" / "plain.pt", weights_only=True))
+    assert_equal(full, torch.load(written / "flat-2" / "plain.pt", weights_only=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from sharded_files import small_checkpoint, write_checkpoint
-from test_consolidate_sharded import same
+from test_consolidate_support import assert_same, loaded, same
 
 from xla_fsdp.consolidate import (
     CoverageError,
@@ -82,10 +82,9 @@ def test_elements_that_are_not_there(tmp_path, begin, end):
         ShardedCheckpoint(tmp_path / "ckpt").read_parameter("s", begin, end)
 
 
-def rewrite(folder, **changes):
+def rewrite(folder, found, **changes):
     """Another manifest for the same files, with a right digest."""
-    found = replace(ShardedCheckpoint(folder).manifest, **changes)
-    (folder / manifest.NAME).write_bytes(manifest.dump_manifest(found))
+    (folder / manifest.NAME).write_bytes(manifest.dump_manifest(replace(found, **changes)))
 
 
 def test_single_values_that_are_none(tmp_path):
@@ -95,8 +94,7 @@ def test_single_values_that_are_none(tmp_path):
     for wrong in (5, {"on": "host"}, {"value": {"$": "code", "of": "x"}}):
         bias = replace(state["fc.bias"], single={"a": wrong})
         optimizer = replace(found.optimizer, state={**state, "fc.bias": bias})
-        data = manifest.dump_manifest(replace(found, optimizer=optimizer))
-        (tmp_path / "ckpt" / manifest.NAME).write_bytes(data)
+        rewrite(tmp_path / "ckpt", found, optimizer=optimizer)
         with pytest.raises(InvalidMetadataError, match="fc.bias.*state 'a'|state 'a' of 'fc.bias'"):
             consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "o", format="pth", optimizer=True)
         assert not (tmp_path / "o").exists()
@@ -104,9 +102,9 @@ def test_single_values_that_are_none(tmp_path):
 
 def test_a_parameter_of_a_terabyte_that_nobody_holds(tmp_path):
     small_checkpoint(tmp_path / "ckpt")
-    parameters = dict(ShardedCheckpoint(tmp_path / "ckpt").manifest.parameters)
-    parameters["fc.bias"] = replace(parameters["fc.bias"], shape=(1 << 40,))
-    rewrite(tmp_path / "ckpt", parameters=parameters)
+    found = ShardedCheckpoint(tmp_path / "ckpt").manifest
+    bias = replace(found.parameters["fc.bias"], shape=(1 << 40,))
+    rewrite(tmp_path / "ckpt", found, parameters={**found.parameters, "fc.bias": bias})
     with pytest.raises(CoverageError, match="no rank has"):
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
 
@@ -116,8 +114,7 @@ def test_a_name_that_safetensors_has_for_itself(tmp_path):
     with pytest.raises(UnsupportedValueError, match="use --format pth"):
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
     consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
-    found = torch.load(tmp_path / "m.pth", weights_only=True)["model"]
-    assert found.keys() == {"__metadata__", "../../x"}
+    assert loaded(tmp_path / "m.pth").keys() == {"__metadata__", "../../x"}
 
 
 def test_random_models(tmp_path):
@@ -133,6 +130,4 @@ def test_random_models(tmp_path):
         folder = tmp_path / str(number)
         write_checkpoint(folder, model, world_size=int(pick.integers(1, 9)))
         consolidate_checkpoint(folder, f"{folder}.pth")
-        found = torch.load(f"{folder}.pth", weights_only=True, mmap=True)["model"]
-        assert list(found) == list(model)
-        assert all(same(found[name], model[name]) for name in model)
+        assert_same(loaded(f"{folder}.pth"), model)

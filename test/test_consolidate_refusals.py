@@ -16,24 +16,9 @@ from test_consolidate_support import (
     small_model,
 )
 
-import xla_fsdp.consolidate as package
-from xla_fsdp.consolidate import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    DuplicateRankError,
-    ForeignFileError,
-    InvalidMetadataError,
-    MetadataMismatchError,
-    MissingMetadataError,
-    MissingRankError,
-    ShardMismatchError,
-    UnreadableFileError,
-    UnsafeFileError,
-    WorldSizeError,
-    consolidate_sharded_state_dicts,
-)
+from xla_fsdp import consolidate
+from xla_fsdp.consolidate import consolidate_sharded_state_dicts, errors
 
-pytestmark = pytest.mark.filterwarnings("error")
 WORLD_SIZES = [1, 2, 3, 4, 8]
 
 
@@ -42,7 +27,8 @@ def refused(capsys, folder, files, error, *mentioned):
 
 
 def test_nothing_matches(tmp_path, capsys):
-    assert_refused(capsys, tmp_path, f"{tmp_path}/no", CheckpointNotFoundError, f"{tmp_path}/no")
+    prefix = f"{tmp_path}/no"
+    assert_refused(capsys, tmp_path, prefix, errors.CheckpointNotFoundError, prefix)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -53,41 +39,40 @@ def test_sets_of_files(tmp_path, capsys, world_size):
     prefix = save(rank_files(small_model(), world_size), tmp_path)
 
     copy.write_bytes(first.read_bytes())
-    assert_refused(capsys, tmp_path, prefix, DuplicateRankError, copy, first, "rank 0")
+    assert_refused(capsys, tmp_path, prefix, errors.DuplicateRankError, copy, first, "rank 0")
     copy.unlink()
     for lost, kept in ((first, last), (last, first)) if world_size > 1 else ():
         data = lost.read_bytes()
         lost.unlink()
         number = 0 if lost == first else world_size - 1
         mentioned = (kept, f"no file of rank {number}") if world_size == 2 else (f"rank {number}",)
-        assert_refused(capsys, tmp_path, prefix, MissingRankError, *mentioned)
+        assert_refused(capsys, tmp_path, prefix, errors.MissingRankError, *mentioned)
         lost.write_bytes(data)
 
     files = rank_files(small_model(), world_size)
     files[0]["shard_metadata"]["rank"] = world_size
-    refused(capsys, tmp_path, files, WorldSizeError, first, f"rank {world_size}")
+    refused(capsys, tmp_path, files, errors.WorldSizeError, first, f"rank {world_size}")
     files = rank_files(small_model(), world_size)
     del files[-1]["shard_metadata"]
-    refused(capsys, tmp_path, files, MissingMetadataError, last)
+    refused(capsys, tmp_path, files, errors.MissingMetadataError, last)
     for shape in ((0,), (), (1, 1)):
         files = rank_files(small_model(), world_size)
         for file in files:
             file["model"]["norm.weight"] = torch.zeros(shape)
-        refused(capsys, tmp_path, files, ShardMismatchError, first, "norm.weight")
+        refused(capsys, tmp_path, files, errors.ShardMismatchError, first, "norm.weight")
 
     save(rank_files(small_model(), world_size), tmp_path)
     save(rank_files(small_model(), world_size + 1), tmp_path)
     names = f"of-{world_size}.pth", f"of-{world_size + 1}.pth"
-    assert_refused(capsys, tmp_path, prefix, WorldSizeError, *names)
+    assert_refused(capsys, tmp_path, prefix, errors.WorldSizeError, *names)
 
 
 def test_world_size_of_state_dicts():
     files = rank_files(small_model(), 3)
-    with pytest.raises(WorldSizeError, match="2 entries, but shard_metadata is for 3"):
-        consolidate_sharded_state_dicts(
-            [file["model"] for file in files[:2]], files[0]["shard_metadata"]
-        )
-    with pytest.raises(MissingRankError, match="is empty"):
+    with pytest.raises(errors.WorldSizeError, match="2 entries, but shard_metadata is for 3"):
+        models = [file["model"] for file in files[:2]]
+        consolidate_sharded_state_dicts(models, files[0]["shard_metadata"])
+    with pytest.raises(errors.MissingRankError, match="is empty"):
         consolidate_sharded_state_dicts([], files[0]["shard_metadata"])
 
 
@@ -99,8 +84,8 @@ def test_world_size_of_state_dicts():
 def test_foreign_file(tmp_path, capsys, content):
     prefix, foreign = save(rank_files(small_model(), 2), tmp_path), path_of(tmp_path, 7, 2)
     torch.save(content, foreign)
-    assert issubclass(MissingMetadataError, ForeignFileError)
-    assert_refused(capsys, tmp_path, prefix, ForeignFileError, foreign)
+    assert issubclass(errors.MissingMetadataError, errors.ForeignFileError)
+    assert_refused(capsys, tmp_path, prefix, errors.ForeignFileError, foreign)
 
 
 def notes_in_a_zip(path):
@@ -131,7 +116,7 @@ UNREADABLE = {
 def test_unreadable(tmp_path, capsys, damage):
     prefix, path = save(rank_files(small_model(), 2), tmp_path), path_of(tmp_path, 1, 2)
     damage(path)
-    assert_refused(capsys, tmp_path, prefix, UnreadableFileError, path)
+    assert_refused(capsys, tmp_path, prefix, errors.UnreadableFileError, path)
 
 
 class Harmful:
@@ -155,36 +140,37 @@ def test_unsafe_content_is_not_executed(tmp_path, capsys, writer):
             pickle.dump(files[1]["extra"], file, protocol=2)
         else:
             torch.save(files[1], file, _use_new_zipfile_serialization=writer == "zip")
-    assert_refused(capsys, tmp_path, prefix, UnsafeFileError, path, "posix.mkdir")
+    assert_refused(capsys, tmp_path, prefix, errors.UnsafeFileError, path, "posix.mkdir")
     assert not trace.exists()
 
 
-# What differs in one rank: the key that the message names, and how its model is damaged.
+def set_or_remove(values, key, value):
+    if value is None:
+        del values[key]
+    else:
+        values[key] = value
+
+
+# What differs in one rank: the key that the message names, and its value there, None for nothing.
 OTHER_TENSORS = {
-    "drop key": ("norm.weight", lambda model: model.pop("norm.weight")),
-    "drop buffer": ("norm.mean", lambda model: model.pop("norm.mean")),
-    "add key": ("surplus", lambda model: model.update(surplus=torch.zeros(2))),
-    "longer shard": ("norm.weight", lambda model: model.update({"norm.weight": torch.zeros(9)})),
-    "other rows": ("emb.weight", lambda model: model.update({"emb.weight": torch.zeros(3, 4)})),
-    "other dtype": (
-        "norm.weight",
-        lambda model: model.update({"norm.weight": model["norm.weight"].double()}),
-    ),
-    "no tensor": ("norm.weight", lambda model: model.update({"norm.weight": 3})),
-    "other buffer": (
-        "norm.mean",
-        lambda model: model.update({"norm.mean": torch.zeros(4, dtype=torch.bfloat16)}),
-    ),
+    "drop key": ("norm.weight", None),
+    "drop buffer": ("norm.mean", None),
+    "add key": ("surplus", torch.zeros(2)),
+    "longer shard": ("norm.weight", torch.zeros(9)),
+    "other rows": ("emb.weight", torch.zeros(3, 4)),
+    "other dtype": ("norm.weight", torch.zeros(2, dtype=torch.float64)),
+    "no tensor": ("norm.weight", 3),
+    "other buffer": ("norm.mean", torch.zeros(4, dtype=torch.bfloat16)),
 }
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("key", "damage"), OTHER_TENSORS.values(), ids=OTHER_TENSORS)
-def test_ranks_with_different_tensors(tmp_path, capsys, key, damage, rank):
+@pytest.mark.parametrize(("key", "value"), OTHER_TENSORS.values(), ids=OTHER_TENSORS)
+def test_ranks_with_different_tensors(tmp_path, capsys, key, value, rank):
     files = rank_files(small_model(), 2)
-    damage(files[rank]["model"])
+    set_or_remove(files[rank]["model"], key, value)
     # Which of the two ranks is wrong cannot be known in general: the message names a file and key.
-    refused(capsys, tmp_path, files, ShardMismatchError, tmp_path, ".pth: ", key)
+    refused(capsys, tmp_path, files, errors.ShardMismatchError, tmp_path, ".pth: ", key)
 
 
 def test_parameters_that_no_rank_stores(tmp_path, capsys):
@@ -192,12 +178,12 @@ def test_parameters_that_no_rank_stores(tmp_path, capsys):
     files = rank_files([Entry("a", "flat", [(("a", "z"), torch.zeros(4))])], 2)
     for file in files:
         file["model"]["z"] = torch.zeros(7)
-    refused(capsys, tmp_path, files, ShardMismatchError, path, "'z'")
+    refused(capsys, tmp_path, files, errors.ShardMismatchError, path, "'z'")
     files = rank_files(small_model(), 2)
     for file in files:
         del file["model"]["scalar"]
     words = "'scalar' is described but not stored"
-    refused(capsys, tmp_path, files, ShardMismatchError, path, words)
+    refused(capsys, tmp_path, files, errors.ShardMismatchError, path, words)
 
 
 def put(*path, value):
@@ -206,10 +192,7 @@ def put(*path, value):
     def damage(meta):
         for step in path[:-1]:
             meta = meta[step]
-        if value is None:
-            del meta[path[-1]]
-        else:
-            meta[path[-1]] = value
+        set_or_remove(meta, path[-1], value)
 
     return damage
 
@@ -229,7 +212,7 @@ def test_ranks_that_describe_different_models(tmp_path, capsys, damage, rank):
     files = rank_files(small_model(), 2)
     damage(files[rank]["shard_metadata"])
     paths = path_of(tmp_path, 1, 2), path_of(tmp_path, 0, 2)
-    refused(capsys, tmp_path, files, MetadataMismatchError, *paths, "norm.")
+    refused(capsys, tmp_path, files, errors.MetadataMismatchError, *paths, "norm.")
 
 
 BLOCK = ("parameters", "block.flat_param_0")
@@ -279,17 +262,17 @@ def test_metadata_that_contradicts_itself(tmp_path, capsys, what):
         files[1]["shard_metadata"] = KINDS[what]
     else:
         DAMAGES[what](files[1]["shard_metadata"])
-    refused(capsys, tmp_path, files, InvalidMetadataError, path_of(tmp_path, 1, 2))
+    refused(capsys, tmp_path, files, errors.InvalidMetadataError, path_of(tmp_path, 1, 2))
 
 
 def test_model_that_is_no_state_dict(tmp_path, capsys):
     files = rank_files(small_model(), 2)
     files[1]["model"] = [1]
-    refused(capsys, tmp_path, files, ForeignFileError, path_of(tmp_path, 1, 2))
+    refused(capsys, tmp_path, files, errors.ForeignFileError, path_of(tmp_path, 1, 2))
 
 
 def test_one_base_class():
-    errors = [getattr(package, name) for name in package.__all__ if name.endswith("Error")]
-    assert len(errors) == 21
-    assert all(issubclass(error, CheckpointError) for error in errors)
+    found = [getattr(consolidate, name) for name in consolidate.__all__ if name.endswith("Error")]
+    assert len(found) == 21
+    assert all(issubclass(error, errors.CheckpointError) for error in found)
     assert SUFFIX == "_rank-*-of-*.pth"  # that of the documentation

@@ -2,41 +2,34 @@
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_consolidate_refusals import Harmful
-from test_consolidate_sharded import same
 from test_consolidate_support import (
     SUFFIX,
     Entry,
+    assert_equal,
     assert_same,
     expected_state_dict,
+    loaded,
     path_of,
     rank_files,
     run_cli,
+    same,
     save,
     small_model,
 )
 
 from xla_fsdp.consolidate import (
-    OptionsError,
-    ShardMismatchError,
-    UnmatchedOptimizerError,
-    UnreadableFileError,
-    UnsafeFileError,
     consolidate_checkpoint,
     consolidate_sharded_model_checkpoints,
+    errors,
     verify_checkpoint,
 )
 from xla_fsdp.consolidate.stream import tensors
-
-pytestmark = pytest.mark.filterwarnings("error")
-
-
-def loaded(path):
-    return torch.load(path, weights_only=True, mmap=True)["model"]
 
 
 @pytest.fixture(params=["whole", "in pieces"])
@@ -64,14 +57,12 @@ def test_the_function_writes_what_the_command_writes(tmp_path):
         file["model"]["q._extra_state"] = {"values": torch.arange(3), "of": (1, "two")}
     prefix = save(files, tmp_path)
     full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX, tied={"again": "norm.half"})
-    with open(path, "rb") as file:
-        written = file.read()
+    written = Path(path).read_bytes()
     options = dict(suffix=SUFFIX, tied={"again": "norm.half"})
     assert consolidate_checkpoint(prefix, **options).up_to_date
     os.unlink(path)
     assert consolidate_checkpoint(prefix, **options).path == path
-    with open(path, "rb") as file:
-        assert file.read() == written
+    assert Path(path).read_bytes() == written
     assert list(loaded(path)) == list(full)
 
 
@@ -80,9 +71,7 @@ def test_as_safetensors(tmp_path, pieces):
     consolidate_checkpoint(prefix, tmp_path / "m.safetensors", suffix=SUFFIX)
     expected = expected_state_dict(small_model())
     del expected["head.weight"], expected["block.tied.weight"]
-    found = load_file(tmp_path / "m.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(same(found[name], tensor) for name, tensor in expected.items())
+    assert_equal(load_file(tmp_path / "m.safetensors"), expected)
     options = dict(max_shard_size="40B", dtype="bfloat16", format="safetensors")
     consolidate_checkpoint(prefix, tmp_path / "out", suffix=SUFFIX, **options)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == 3
@@ -163,9 +152,9 @@ def test_optimizer_that_cannot_be_matched(tmp_path, capsys, what):
     options = ("--ckpt_prefix", prefix, "--optimizer", "--save_path", tmp_path / "out")
     code, out, err = run_cli(capsys, *options)
     assert (code, out) == (2, [])
-    assert err[-1].startswith(f"UnmatchedOptimizerError: {path_of(tmp_path, 1, 2)}: ")
+    assert err[-1].startswith(f"errors.UnmatchedOptimizerError: {path_of(tmp_path, 1, 2)}: ")
     assert sorted(tmp_path.iterdir()) == before
-    with pytest.raises(UnmatchedOptimizerError):
+    with pytest.raises(errors.UnmatchedOptimizerError):
         consolidate_checkpoint(prefix, tmp_path / "out", optimizer=True)
     consolidate_checkpoint(prefix, tmp_path / "m.pth")
 
@@ -174,7 +163,7 @@ def test_no_optimizer(tmp_path):
     files = rank_files(small_model(), 2)
     for file in files:
         del file["optimizer"]
-    with pytest.raises(OptionsError, match="has no optimizer"):
+    with pytest.raises(errors.OptionsError, match="has no optimizer"):
         consolidate_checkpoint(save(files, tmp_path), tmp_path / "out", optimizer=True)
 
 
@@ -182,9 +171,9 @@ def test_unsafe_content_only_when_asked_for(tmp_path, capsys):
     files = rank_files(small_model(), 2)
     files[0]["more"] = Harmful(tmp_path / "canary")
     prefix = save(files, tmp_path)
-    with pytest.raises(UnsafeFileError, match="--allow_unsafe_pickle"):
+    with pytest.raises(errors.UnsafeFileError, match="--allow_unsafe_pickle"):
         consolidate_checkpoint(prefix, tmp_path / "m.pth")
-    with pytest.raises(UnsafeFileError):
+    with pytest.raises(errors.UnsafeFileError):
         verify_checkpoint(prefix)
     assert not (tmp_path / "canary").exists()
     command = ["--ckpt_prefix", prefix, "--save_path", tmp_path / "m.pth"]
@@ -207,7 +196,7 @@ def test_verify(tmp_path, capsys):
     path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     code, out, err = run_cli(capsys, "--ckpt_prefix", prefix, "--verify")
     assert (code, out, len(err)) == (2, [], 1)
-    assert err[0].startswith(f"UnreadableFileError: {path}: the bytes of ")
+    assert err[0].startswith(f"errors.UnreadableFileError: {path}: the bytes of ")
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -216,7 +205,7 @@ def test_files_from_before_torch_1_6(tmp_path):
         torch.save(file, path_of(tmp_path, rank, 2), _use_new_zipfile_serialization=False)
     consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
     assert_same(loaded(tmp_path / "m.pth"), expected_state_dict(small_model()))
-    with pytest.raises(UnreadableFileError, match="not a zip file"):
+    with pytest.raises(errors.UnreadableFileError, match="not a zip file"):
         verify_checkpoint(tmp_path / "ckpt")
 
 
@@ -232,7 +221,7 @@ def test_few_bytes_with_the_shape_of_many(tmp_path, layout):
         described["members"][0]["shape"] = [rows, 2]
         shape = (rows,) if layout == "flat" else (rows // 2, 2)
         file["model"]["w"] = torch.zeros(1).expand(shape)
-    with pytest.raises(ShardMismatchError, match="has fewer bytes than that"):
+    with pytest.raises(errors.ShardMismatchError, match="has fewer bytes than that"):
         consolidate_checkpoint(save(files, tmp_path), tmp_path / "m.pth")
 
 
@@ -242,7 +231,6 @@ def test_tied_names_that_differ(tmp_path):
     files = rank_files(model, 2)
     consolidate_checkpoint(save(files, tmp_path), tmp_path / "m.pth")
     files[1]["model"]["head.weight"] = files[1]["model"]["head.weight"] + 1
-    with pytest.raises(
-        ShardMismatchError, match="'head.weight' is tied to 'emb.weight' but differs"
-    ):
+    words = "'head.weight' is tied to 'emb.weight' but differs"
+    with pytest.raises(errors.ShardMismatchError, match=words):
         consolidate_checkpoint(save(files, tmp_path), tmp_path / "m.pth")

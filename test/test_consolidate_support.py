@@ -8,9 +8,11 @@ import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
 from xla_fsdp.consolidate import __main__ as cli
+from xla_fsdp.consolidate import consolidate_sharded_model_checkpoints
 
 SUFFIX = "_rank-*-of-*.pth"
 
@@ -129,13 +131,24 @@ def path_of(directory, rank, world_size, prefix="ckpt"):
     return Path(directory) / f"{prefix}_rank-{rank}-of-{world_size}.pth"
 
 
-def assert_same(found, expected):
-    """Same keys in the same order, and bit for bit the same tensors."""
-    assert list(found) == list(expected)
+def same(one, other):
+    """Bit for bit, of any dtype."""
+    assert one.dtype == other.dtype and one.shape == other.shape
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*flat)
+
+
+def assert_equal(found, expected):
+    """Same keys, and bit for bit the same tensors."""
+    assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert found[name].shape == tensor.shape, name
-        assert torch.equal(found[name], tensor), name
+        assert same(found[name], tensor), name
+
+
+def assert_same(found, expected):
+    """In the same order, too."""
+    assert list(found) == list(expected)
+    assert_equal(found, expected)
 
 
 def run_cli(capsys, *arguments):
@@ -146,12 +159,13 @@ def run_cli(capsys, *arguments):
     return code, captured.out.splitlines(), captured.err.splitlines()
 
 
+def loaded(path):
+    """The model in a result of consolidation."""
+    return torch.load(path, weights_only=True, mmap=True)["model"]
+
+
 def assert_refused(capsys, directory, prefix, error, *mentioned, suffix=SUFFIX, save_path=None):
     """The library raises `error`, the command exits 2 with one line, and nothing is written."""
-    import pytest
-
-    from xla_fsdp.consolidate import consolidate_sharded_model_checkpoints
-
     save_path = str(Path(directory) / "full.pth" if save_path is None else save_path)
     before = {path: path.lstat().st_mtime_ns for path in Path(directory).rglob("*")}
     with pytest.raises(error) as raised:
@@ -160,11 +174,9 @@ def assert_refused(capsys, directory, prefix, error, *mentioned, suffix=SUFFIX, 
     for text in mentioned:
         assert str(text) in str(raised.value)
 
-    code, out, err = run_cli(
-        capsys, "--ckpt_prefix", prefix, "--ckpt_suffix", suffix, "--save_path", save_path
-    )
-    assert code == 2
-    assert out == []
+    options = ("--ckpt_prefix", prefix, "--ckpt_suffix", suffix, "--save_path", save_path)
+    code, out, err = run_cli(capsys, *options)
+    assert (code, out) == (2, [])
     assert err[-1].startswith(f"{error.__name__}: ")
     assert all(str(text) in err[-1] for text in mentioned)
     assert len([line for line in err if "Error" in line]) == 1

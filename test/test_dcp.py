@@ -14,14 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from wrappings import assert_equal, plain_zoo, stacked, step, zoo
 
-from xla_fsdp import (
-    XlaFullyShardedDataParallel,
-    from_dcp,
-    full_optim_state_dict,
-    full_state_dict,
-    to_dcp,
-)
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict, to_dcp
 from xla_fsdp.checkpoint import dcp_writing
 from xla_fsdp.checkpoint.dcp_reading import split_index_range
 
@@ -135,7 +129,7 @@ class Numbered(torch.nn.Module):
 def read_numbered(rank, root):
     found = {}
     for way in ("names", "flat", "numbers"):
-        model = XlaFullyShardedDataParallel(Numbered())
+        model = FSDP(Numbered())
         optimizer = adamw(model.parameters())
         from_dcp(f"{root}/{way}", model, optimizer, allow_pickle=True)
         found[way] = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
@@ -301,11 +295,7 @@ def spoil(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kinds",
-    [("nested",), ("scan", "dim0", "none")],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("kinds", [("nested",), ("scan", "dim0", "none")], ids=" ".join)
 def test_to_and_from_torch(run_ranks, tmp_path, kinds):
     written = written_by_torch(tmp_path)
     spoil(tmp_path)

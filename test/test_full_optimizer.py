@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from wrappings import assert_equal, mean_loss, plain_zoo, stacked, step, zoo
+from zoo import Scaled
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import (
@@ -100,7 +102,15 @@ def test_training_goes_on_in_plain_torch_and_in_another_wrapping(run_ranks, case
     run_ranks(lambda rank: go_on(rank, 3, *case), 3)
 
 
-def refusals(rank):
+def full_optim_of(model, optimizer, **options):
+    state = full_optim_state_dict(model, optimizer, rank0_only=False)
+    for group in state["param_groups"]:
+        group.update(options)
+    return state
+
+
+@on_ranks(3)
+def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
     model = zoo("nested")
 
     def refuses(text, fn, *args, kind=ModelMismatchError):
@@ -124,14 +134,9 @@ def refusals(rank):
     refused("no group of it has 'position'", lambda s: s["param_groups"][0]["params"].pop(0))
     refused("has 'x'", lambda s: s["param_groups"][0]["params"].append("x"))
     refused("expected a dict with", lambda s: s.pop("state"))
-    refuses(
-        "groups of",
-        load_full_optim_state_dict,
-        model,
-        optimizer,
-        adamw([torch.ones(1)]).state_dict(),
-    )
     stranger = adamw([torch.ones(1)])
+    state = stranger.state_dict()
+    refuses("groups of", load_full_optim_state_dict, model, optimizer, state)
     refuses("1 parameters of group 0", full_optim_state_dict, model, stranger)
     assert_equal(full_optim_state_dict(model, optimizer, rank0_only=False), before)
     # Groups are found by name, whatever their order; how to compute is not taken over.
@@ -139,55 +144,28 @@ def refusals(rank):
     biases = [p for n, p in named.items() if n.endswith("bias")]
     rest = [p for n, p in named.items() if not n.endswith("bias")]
     grouped = torch.optim.AdamW([{"params": biases, "weight_decay": 0.5}, {"params": rest}])
-    refuses(
-        "different options",
-        load_full_optim_state_dict,
-        model,
-        optimizer,
-        full_optim_of(model, grouped),
-    )
+    state = full_optim_of(model, grouped)
+    refuses("different options", load_full_optim_state_dict, model, optimizer, state)
     swapped = torch.optim.AdamW([{"params": rest}, {"params": biases}], foreach=False)
     load_full_optim_state_dict(model, swapped, full_optim_of(model, grouped, foreach=True))
     assert [group["weight_decay"] for group in swapped.param_groups] == [0.01, 0.5]
     assert swapped.param_groups[0]["foreach"] is False
 
     some = next(iter(optimizer.state.values()))
-    some["odd"] = torch.ones(5)
-    refuses("'odd' of parameter '.*' is a tensor of shape", full_optim_state_dict, model, optimizer,
-            kind=TypeError)  # fmt: skip
-    some["odd"] = object()
-    refuses(
-        "'odd' of parameter '.*' is of type",
-        full_optim_state_dict,
-        model,
-        optimizer,
-        kind=TypeError,
-    )
+    for value, what in ((torch.ones(5), "a tensor of shape"), (object(), "of type")):
+        some["odd"] = value
+        words = f"'odd' of parameter '.*' is {what}"
+        refuses(words, full_optim_state_dict, model, optimizer, kind=TypeError)
 
 
-def full_optim_of(model, optimizer, **options):
-    state = full_optim_state_dict(model, optimizer, rank0_only=False)
-    for group in state["param_groups"]:
-        group.update(options)
-    return state
+def renumbered(state_dict, count):
+    """For an optimizer that has the parameters in reverse."""
+    state = {count - 1 - number: values for number, values in state_dict["state"].items()}
+    return {**state_dict, "state": state}
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(run_ranks):
-    run_ranks(refusals, 3)
-
-
-class Scaled(torch.nn.Module):
-    """Only has a 0-d parameter: which state is one number cannot be told from shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-def given_otherwise(rank):
+@on_ranks(3)
+def test_other_ways_to_give_the_state(rank, size, folder):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     plain = plain_zoo()
@@ -249,16 +227,6 @@ def given_otherwise(rank):
     assert held["step"].shape == () and held["exp_avg"].to_local().shape == (128,)
 
 
-def renumbered(state_dict, count):
-    """For an optimizer that has the parameters in reverse."""
-    state = {count - 1 - number: values for number, values in state_dict["state"].items()}
-    return {**state_dict, "state": state}
-
-
-def test_other_ways_to_give_the_state(run_ranks):
-    run_ranks(given_otherwise, 3)
-
-
 # --- options of groups, as torch's load_state_dict leaves them
 
 
@@ -297,7 +265,8 @@ def options_of_groups(optimizer):
     ]
 
 
-def _group_options(rank, size, folder):
+@on_ranks(2)
+def test_options_of_groups_are_what_torch_makes_of_them(rank, size, folder):
     def build():
         return torch.nn.Linear(6, 4)
 
@@ -322,36 +291,27 @@ def _group_options(rank, size, folder):
         to_dcp(f"{path}-dcp", model, own)
         save_checkpoint(path, model, own, step=1)
 
-        def by_dcp(model, optimizer, path=path):
-            from_dcp(f"{path}-dcp", model, optimizer, allow_pickle=True)
-
-        def by_checkpoint(model, optimizer, path=path):
-            load_checkpoint(path, model, optimizer)
-
-        def by_name(model, optimizer, full=full):
-            load_full_optim_state_dict(model, optimizer, full)
-
-        def from_rank_0(model, optimizer, full=full):
-            given = full if rank == 0 else None
-            load_full_optim_state_dict(model, optimizer, given)
-
-        def by_number(model, optimizer, plain=saved):
-            load_full_optim_state_dict(model, optimizer, plain.state_dict())
-
-        for load in (by_name, from_rank_0, by_number, by_dcp, by_checkpoint):
+        given = {
+            "by name": full,
+            "from rank 0": full if rank == 0 else None,
+            "by number": saved.state_dict(),
+        }
+        for how in (*given, "dcp", "checkpoint"):
             model = FSDP(build())
             loaded = grouped(model, kinds, 9.0)
             after(loaded)
-            load(model, loaded)
+            if how in given:
+                load_full_optim_state_dict(model, loaded, given[how])
+            elif how == "dcp":
+                from_dcp(f"{path}-dcp", model, loaded, allow_pickle=True)
+            else:
+                load_checkpoint(path, model, loaded)
             found = options_of_groups(loaded)
-            assert found == options_of_groups(expected), (name, load.__name__, found)
+            assert found == options_of_groups(expected), (name, how, found)
 
 
-def test_options_of_groups_are_what_torch_makes_of_them(run_ranks, tmp_path):
-    run_ranks(_group_options, 2, 2, str(tmp_path))
-
-
-def _other_empty_groups(rank):
+@on_ranks(2)
+def test_groups_without_parameters_must_be_as_many(rank, size, folder):
     model = FSDP(torch.nn.Linear(6, 4))
     one, two = grouped(model, ["all"], 0.5), grouped(model, ["all", "empty"], 9.0)
     state = full_optim_state_dict(model, one, rank0_only=False)
@@ -361,7 +321,3 @@ def _other_empty_groups(rank):
     again = grouped(model, ["all"], 9.0)  # as the message says
     load_full_optim_state_dict(model, again, state)
     assert again.param_groups[0]["lr"] == 0.5
-
-
-def test_groups_without_parameters_must_be_as_many(run_ranks):
-    run_ranks(_other_empty_groups, 2)

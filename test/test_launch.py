@@ -25,17 +25,18 @@ def expected(rank, size, step):
 SLOW = pytest.mark.slow
 
 
-def test_many_consecutive_steps_on_4_ranks(run_ranks):
+@pytest.mark.parametrize("size", [4, 8])
+def test_many_consecutive_steps(run_ranks, size):
     def train(rank):
         losses = []
         for step in range(20):
-            loss = sharded_step(rank, 4, step)
+            loss = sharded_step(rank, size, step)
             torch_xla.sync()
             losses.append(loss.item())
         return losses
 
-    for rank, losses in enumerate(run_ranks(train, 4)):
-        assert losses == [expected(rank, 4, step) for step in range(20)]
+    for rank, losses in enumerate(run_ranks(train, size)):
+        assert losses == [expected(rank, size, step) for step in range(20)]
 
 
 def test_programs_do_not_depend_on_the_garbage_collector(run_ranks, tmp_path):
@@ -252,24 +253,18 @@ def test_reads_without_a_sync_do_not_add_up(run_ranks):
         assert pending == [0] * 5
 
 
-def test_eight_ranks(run_ranks):
-    def train(rank):
-        for step in range(20):
-            loss = sharded_step(rank, 8, step)
-            torch_xla.sync()
-        return loss.item()
-
-    assert run_ranks(train, 8) == [expected(r, 8, 19) for r in range(8)]
-
-
 # -- arguments, and what a process does around a launch ---------------------------------------
 
-# The remaining lines run in processes of their own, and end with what they print.
+# Each line runs in a process of its own.
+HEAD = """
+import os, signal, sys, threading, time, torch, torch_xla
+import torch_xla.core.xla_model as xm
+import xla_fsdp
+from xla_fsdp import RankError, launch
+"""
+
 SCRIPTS = {
     "tensors that outlive the launch": """
-import torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch
 kept = {}
 
 def step(rank):
@@ -281,14 +276,8 @@ for rank, result in enumerate(results):
     assert result["a"][0].device.type == "cpu" and result["a"][1][1] == rank
     assert result["a"][0].tolist() == [1.0, 1.0, 2.0, 2.0]
 assert kept[1].tolist() == [0.0, 0.0, 1.0, 1.0]
-print("done")
 """,
     "wrong arguments": """
-import os
-import xla_fsdp
-from xla_fsdp import launch
-import torch_xla
-
 def raises(error, words, *arguments, **named):
     try:
         launch(*arguments, **named)
@@ -314,12 +303,8 @@ os.environ["CPU_NUM_DEVICES"] = "3"
 assert launch(lambda rank, a: (rank, a), ("x",)) == [(0, "x"), (1, "x"), (2, "x")]
 assert xla_fsdp.launch(lambda rank: rank) == [0, 1, 2]
 raises(RuntimeError, ["already", "num_devices=3", "new process"], print, (), 4)
-print("done")
 """,
     "a launch within a rank, and two at once": """
-import threading
-from xla_fsdp import launch
-
 def raises(words):
     try:
         launch(print, (), 2)
@@ -343,12 +328,9 @@ try:
 finally:
     go_on.set()
 thread.join()
-print("done")
 """,
     "on a TPU": """
-import os, torch_xla
 os.environ["PJRT_DEVICE"] = "TPU"
-from xla_fsdp import launch
 from torch_xla._internal import tpu
 calls = []
 torch_xla.launch = lambda fn, args: calls.append((fn, args))
@@ -365,15 +347,29 @@ launch(print)
 whole, off = calls[:-1], calls[-1]
 assert [(fn.args[1].args[0], args) for fn, args in whole] == [(print, ("a",)), (print, ())], calls
 assert whole[0][0].args[1].args[1].timeout == 600.0 and (off[0].args[1], off[1]) == (print, ())
-print("done")
+""",
+    "Ctrl-C": """
+def step(rank):
+    for number in range(1_000_000):  # for ever
+        xm.all_gather(torch.ones(2).to("xla"))
+        torch_xla.sync()
+        if rank == number == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+try:
+    launch(step, (), 2)
+except KeyboardInterrupt:
+    assert launch(lambda rank: rank, (), 2) == [0, 1]
+else:
+    raise AssertionError
 """,
 }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_in_a_process_of_its_own(run_script, name):
-    result = run_script(SCRIPTS[name])
-    assert result.stdout == "done\n", result.stderr
+    result = run_script(f"{HEAD}{SCRIPTS[name]}\nprint('done')")
+    assert result.stdout == "done\n" and result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -406,9 +402,6 @@ def test_a_process_in_which_ranks_cannot_run(run_script, before, env, words):
 
 
 STUCK = """
-import os, sys, threading, time, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch, RankError
 near = threading.Event()
 
 def step(rank):
@@ -427,61 +420,29 @@ except RankError as error:
     assert "rank 0" in [thread.name for thread in threading.enumerate()], "it was waited for"
 else:
     raise AssertionError("no error")
-try:
-    launch(print, (), 2)
-except RuntimeError as error:
-    assert "Start a new process" in str(error), error
-else:
-    raise AssertionError("launched again")
-print("stopped", flush=True)
+"""
+CLEAN = """
+import sys
+from xla_fsdp import launch
+assert launch(lambda rank: rank) == [0, 1, 2, 3]  # the default
 """
 
 
 @pytest.mark.parametrize(
-    "end, status",
+    "script, end, status",
     [
-        ("sys.exit(3)", 3),
-        pytest.param("", 0, marks=SLOW),
-        pytest.param("raise KeyError('x')", 1, marks=SLOW),
+        (HEAD + STUCK, "sys.exit(3)", 3),
+        pytest.param(HEAD + STUCK, "", 0, marks=SLOW),
+        pytest.param(HEAD + STUCK, "raise KeyError('x')", 1, marks=SLOW),
+        (CLEAN, "1 / 0", 1),
+        (CLEAN, "sys.exit(3)", 3),
+        pytest.param(CLEAN, "", 0, marks=SLOW),
     ],
+    ids=["stuck-exit", "stuck", "stuck-raise", "clean-raise", "clean-exit", "clean"],
 )
-def test_exit_status_with_a_rank_that_is_stuck(run_script, end, status):
-    result = run_script(STUCK + end)
-    assert result.stdout == "stopped\n", result.stderr
+def test_exit_status(run_script, script, end, status):
+    """After a launch with a rank that is stuck, or a clean one."""
+    result = run_script(f"{script}\nprint('launched', flush=True)\n{end}")
+    assert result.stdout == "launched\n", result.stderr
     assert result.returncode == status, result.stderr
     assert "Fatal" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    "end, status", [("1 / 0", 1), ("sys.exit(3)", 3), pytest.param("", 0, marks=SLOW)]
-)
-def test_exit_status_after_a_clean_launch(run_script, end, status):
-    result = run_script(
-        "import sys\nfrom xla_fsdp import launch\n"
-        "assert launch(lambda rank: rank) == [0, 1, 2, 3]  # the default\n" + end
-    )
-    assert result.returncode == status, result.stderr
-
-
-def test_keyboard_interrupt_stops_the_ranks(run_script):
-    result = run_script(
-        """
-import os, signal, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch
-
-def step(rank):
-    for number in range(1_000_000):  # for ever
-        xm.all_gather(torch.ones(2).to("xla"))
-        torch_xla.sync()
-        if rank == number == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-
-try:
-    launch(step, (), 2)
-except KeyboardInterrupt:
-    assert launch(lambda rank: rank, (), 2) == [0, 1]
-    print("interrupted", flush=True)
-"""
-    )
-    assert result.stdout == "interrupted\n" and result.returncode == 0, result.stderr

@@ -288,12 +288,14 @@ def test_stuck_in_c_is_left_behind(run_ranks):
     assert run_ranks(ready, 2) != before, "a new process: the old one has a rank left in it"
 
 
-def test_tensors_that_were_kept_are_usable(run_script):
-    result = run_script(
-        """
-import torch, torch_xla
+# Each runs in a process of its own.
+HEAD = """
+import threading, time, torch, torch_xla
 import torch_xla.core.xla_model as xm
-from xla_fsdp import launch, CollectiveMismatchError
+from xla_fsdp import CollectiveMismatchError, RankError, RankTimeoutError, launch
+"""
+SCRIPTS = {
+    "tensors that were kept are usable": """
 kept = {}
 
 def fail(rank):
@@ -327,18 +329,8 @@ for _ in range(2):
         assert values["gathered"][0] != values["gathered"][0], "lost: NaN"
         assert values["int"] == [0] * 3
     assert kept[0]["ready"].tolist() == [0.0] * 3
-print("usable")
-"""
-    )
-    assert result.stdout == "usable\n", result.stderr
-
-
-def test_a_rank_left_behind_that_ends_after_all(run_script):
-    result = run_script(
-        """
-import threading, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch, RankError
+""",
+    "a rank left behind that ends after all": """
 kept = {}
 waits, go_on = threading.Event(), threading.Event()
 
@@ -370,22 +362,9 @@ go_on.set()
 for thread in left:
     thread.join()
 assert launch(step, (), 2) == [4.0, 4.0]
-print("again")
-raise SystemExit(3)
-"""
-    )
-    assert result.stdout == "again\n", result.stderr
-    assert result.returncode == 3, result.stderr
-
-
-def test_a_rank_that_keeps_others_waiting(run_script):
-    result = run_script(
-        """
-import time, torch
-from xla_fsdp import launch, RankTimeoutError
-
+""",
+    "a rank that keeps others waiting": """
 def step(rank):
-    import torch_xla.core.xla_model as xm
     while rank == 1:
         time.sleep(0.1)
     xm.rendezvous("here")
@@ -395,58 +374,19 @@ try:
 except RankTimeoutError as error:
     assert "rank 0: xm.rendezvous('here')" in str(error), error
     assert "rank 1: running, at" in str(error) and "in step" in str(error), error
-    print("told")
-"""
-    )
-    assert result.stdout == "told\n", result.stderr
-
-
-def test_an_operator_on_the_cpu_that_one_rank_alone_reads_with(run_script):
-    result = run_script(
-        """
-import torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch
-
-def step(rank):
-    gathered = xm.all_gather(torch.ones(2).to("xla"))
-    if rank == 0:
-        torch.frexp(gathered)  # runs on the CPU, alone, inside XLA
-    xm.rendezvous("here")
-
-launch(step, (), 2)
-"""
-    )
-    assert result.returncode == 1, result.stderr
-    report = result.stderr.split("CollectiveMismatchError")[-1]
-    assert "rank 1: torch_xla.sync()" in report, report
-    assert "rank 0: an operator that reads pending collectives, at" in report, report
-    assert "script.py:9 in step" in report
-
-
-# Calls ``before()`` before the program of rank 1 starts.
-LATE = """
-import time, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import RankError, launch
-
+else:
+    raise AssertionError("no error")
+""",
+    # All ranks read inside of XLA. Later, rank 1 starts its program late.
+    "programs after one that no hook has seen": """
 dispatch = torch_xla._XLAC._xla_step_marker
 
 def late(device, *args, **kwargs):
     if device == "xla:1":
-        before()
+        time.sleep(1.5)
     dispatch(device, *args, **kwargs)
 
 torch_xla._XLAC._xla_step_marker = late
-"""
-
-
-def test_programs_after_one_that_no_hook_has_seen(run_script):
-    """All ranks read inside of XLA. Later, rank 1 starts its program late."""
-    result = run_script(
-        LATE
-        + """
-before = lambda: time.sleep(1.5)
 
 def step(rank):
     gathered = xm.all_gather(torch.ones(2).to("xla"))
@@ -457,18 +397,9 @@ def step(rank):
         xm.rendezvous("here")
     return [*found, *gathered.tolist()]
 
-print(launch(step, (), 2))
-"""
-    )
-    assert result.stdout == f"{[[0.5] * 4 + [1.0] * 4] * 2}\n", result.stderr
-
-
-def test_a_rank_that_reads_inside_xla_is_stopped_with_the_others(run_script):
-    result = run_script(
-        """
-import threading, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch, RankError
+assert launch(step, (), 2) == [[0.5] * 4 + [1.0] * 4] * 2
+""",
+    "a rank that reads inside of XLA is stopped with the others": """
 near = threading.Event()
 
 def step(rank):
@@ -486,17 +417,41 @@ except RankError as error:
 def again(rank):
     return xm.all_gather(torch.ones(2).to("xla")).tolist()
 
-print(launch(again, (), 2))
+assert launch(again, (), 2) == [[1.0] * 4] * 2
+""",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_in_a_process_of_its_own(run_script, name):
+    result = run_script(f"{HEAD}{SCRIPTS[name]}\nprint('done')\nraise SystemExit(3)")
+    assert (result.stdout, result.returncode) == ("done\n", 3), result.stderr
+
+
+def test_an_operator_on_the_cpu_that_one_rank_alone_reads_with(run_script):
+    result = run_script(
+        HEAD
+        + """
+def step(rank):
+    gathered = xm.all_gather(torch.ones(2).to("xla"))
+    if rank == 0:
+        torch.frexp(gathered)  # runs on the CPU, alone, inside XLA
+    xm.rendezvous("here")
+
+launch(step, (), 2)
 """
     )
-    assert result.stdout == f"{[[1.0] * 4] * 2}\n", result.stderr
+    assert result.returncode == 1, result.stderr
+    report = result.stderr.split("CollectiveMismatchError")[-1]
+    assert "rank 1: torch_xla.sync()" in report, report
+    assert "rank 0: an operator that reads pending collectives, at" in report, report
+    assert "script.py:9 in step" in report
 
 
 def test_an_error_is_printed_once(run_script):
     done = run_script(
-        """
-from xla_fsdp import launch
-
+        HEAD
+        + """
 def step(rank):
     raise ValueError("no data")
 

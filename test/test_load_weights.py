@@ -55,10 +55,9 @@ def makes(tmp_path):
     """Ways to keep the same weights, by path."""
     state = weights()
     save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "one").mkdir()
-    save_file(state, tmp_path / "one" / "model.safetensors")
-    (tmp_path / "odd").mkdir()
-    save_file(state, tmp_path / "odd" / "zoo.safetensors")
+    for folder, name in (("one", "model"), ("odd", "zoo")):
+        (tmp_path / folder).mkdir()
+        save_file(state, tmp_path / folder / f"{name}.safetensors")
     torch.save(plain_zoo(9).state_dict(), tmp_path / "plain.pth")
     torch.save({"model": state, "epoch": 3}, tmp_path / "inside.pth")
     torch.save({"state_dict": state}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
@@ -148,72 +147,63 @@ def spoilt(tmp_path):
 
         return write
 
+    def torch_file(value):
+        return lambda path: torch.save(value, path)
+
+    def content(data):
+        return lambda path: path.write_bytes(data)
+
     mismatch, foreign, unsafe = "ModelMismatchError", "ForeignFileError", "UnsafeFileError"
+    unreadable, not_found = "UnreadableFileError", "CheckpointNotFoundError"
     case(mismatch, "lacks 'position'", "missing.safetensors", saver(position=None))
     case(mismatch, "has 'more', unknown", "more.safetensors", saver(more=torch.ones(1)))
     case(mismatch, "size mismatch for position", "shape.safetensors", saver(position=torch.ones(5)))
     whole = {"position": torch.ones(5, 12, dtype=torch.int64)}
     case(mismatch, "'position' is torch.int64", "whole.safetensors", saver(**whole))
     twice = {AGAIN: state["blocks.0.up.weight"] + 1}
-    case((mismatch, "OtherRankError"), "different values", "tied.safetensors", saver(**twice))
-    case(
-        "UnreadableFileError", "truncated", "short.safetensors", lambda p: p.write_bytes(good[:-1])
-    )
-    case(
-        "UnreadableFileError",
-        "cannot be read|truncated",
-        "junk.pth",
-        lambda p: p.write_bytes(b"x" * 99),
-    )
-    case(foreign, "expected a state dict", "list.pth", lambda p: torch.save([1], p))
-    case(
-        foreign,
-        "not the name of a dense tensor",
-        "epoch.pth",
-        lambda p: torch.save({"epoch": 1}, p),
-    )
+    case(f"{mismatch}|OtherRankError", "different values", "tied.safetensors", saver(**twice))
+    case(unreadable, "truncated", "short.safetensors", content(good[:-1]))
+    case(unreadable, "cannot be read|truncated", "junk.pth", content(b"x" * 99))
+    case(foreign, "expected a state dict", "list.pth", torch_file([1]))
+    case(foreign, "not the name of a dense tensor", "epoch.pth", torch_file({"epoch": 1}))
     rank_file = {"model": state, "shard_metadata": {}}
-    case(foreign, "one rank", "rank.pth", lambda p: torch.save(rank_file, p))
-    case(unsafe, "nothing was executed", "canary.pth", lambda p: torch.save({"a": Canary()}, p))
+    case(foreign, "one rank", "rank.pth", torch_file(rank_file))
+    case(unsafe, "nothing was executed", "canary.pth", torch_file({"a": Canary()}))
     case("InvalidMetadataError", "weight_map", "noindex", index({"weight_map": [1]}))
     surrogate = {"weight_map": {"position": "\ud800"}}
     case("InvalidMetadataError", "surrogates not allowed", "surrogate", index(surrogate))
     sparse = {**state, "position": torch.ones(5, 12).to_sparse()}
-    case(foreign, "'position' is not the name of", "sparse.pth", lambda p: torch.save(sparse, p))
+    case(foreign, "'position' is not the name of", "sparse.pth", torch_file(sparse))
     outside = {"weight_map": {"position": "../model.safetensors"}}
     case(unsafe, "only plain names", "outside", index(outside))
     lacking = {"weight_map": {"nothing": "a.safetensors"}}
     case(foreign, "lacks 'nothing'", "lacking", index(lacking))
     partial = {"weight_map": {"position": "a.safetensors"}}
     case(foreign, "does not list", "partial", index(partial))
-    case("CheckpointNotFoundError", "has none of", "empty", lambda p: p.mkdir())
+    case(not_found, "has none of", "empty", lambda path: path.mkdir())
     absent = {"weight_map": {"position": "b.safetensors"}}
-    case("UnreadableFileError|CheckpointNotFoundError", "b.safetensors", "absent", index(absent))
-    case("UnreadableFileError|CheckpointNotFoundError", "exist|No such", "no.safetensors", str)
-    case("CheckpointNotFoundError", "does not exist", "no.pth", str)
+    case(f"{unreadable}|{not_found}", "b.safetensors", "absent", index(absent))
+    case(f"{unreadable}|{not_found}", "exist|No such", "no.safetensors", str)
+    case(not_found, "does not exist", "no.pth", str)
     return cases
 
 
-def refuse_all(rank, cases):
+def refuse_all(rank, folder, cases):
     model = zoo("nested")
     for path, kinds, text in cases:
-        kinds = kinds if isinstance(kinds, tuple) else kinds.split("|")
         with pytest.raises(Exception, match=text) as caught:
             load_weights(model, path)
-        assert caught.type.__name__ in kinds, (path, caught.type)
-    good = cases[0][0].replace("missing", "model")
-    kind = "CheckpointNotFoundError" if rank == 1 else "OtherRankError"
+        assert caught.type.__name__ in kinds.split("|"), (path, caught.type)
+    good, empty = folder / "model.safetensors", folder / "empty"
     with pytest.raises(Exception, match="no folder|none of|rank 1 could not") as caught:
-        load_weights(
-            model, cases[0][0].replace("missing.safetensors", "empty") if rank == 1 else good
-        )
-    assert caught.type.__name__ == kind
+        load_weights(model, empty if rank == 1 else good)
+    assert caught.type.__name__ == ("CheckpointNotFoundError" if rank == 1 else "OtherRankError")
     with pytest.raises(Exception, match="no name is left"):
         load_weights(model, good, prefix="backbone.")
     with pytest.raises(Exception, match="two tensors are named 'x'"):
         load_weights(model, good, rename=lambda name: "x")
     with pytest.raises(Exception, match="cast=True converts it"):
-        load_weights(model, cases[0][0].replace("missing", "half"), cast=False)
+        load_weights(model, folder / "half.safetensors", cast=False)
     assert_equal(full_state_dict(model, rank0_only=False), plain_zoo().state_dict())
 
 
@@ -233,6 +223,6 @@ def test_every_kind_of_file_loads_and_what_is_wrong_is_refused(run_ranks, tmp_pa
         load_all(rank, paths)
         fsspec.filesystem("memory").pipe("/weights/zoo/model.safetensors", remote)
         named_otherwise(rank, tmp_path)
-        refuse_all(rank, cases)
+        refuse_all(rank, tmp_path, cases)
 
     run_ranks(run, RANKS)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 POD = ROOT / "examples" / "pod"
 SCRIPTS = sorted(POD.glob("*.sh"))
 PLACE = ("--name=vit", "--zone=us-x1-a")
+RUN = ("start", "wait", "--", "bash", "-c")
 
 
 def run(script, *arguments, env=None, timeout=1500, **kwargs):
@@ -105,8 +106,8 @@ def slice_of_two(tmp_path):
         (tmp_path / host / "xla_fsdp" / "examples").mkdir(parents=True)
         shutil.copytree(POD, tmp_path / host / "xla_fsdp" / "examples" / "pod")
 
-    def run_here(*arguments, more=None, **kwargs):
-        env = {"PATH": f"{bin}:{os.environ['PATH']}", "PJRT_DEVICE": "", **(more or {})}
+    def run_here(*arguments, **kwargs):
+        env = {"PATH": f"{bin}:{os.environ['PATH']}", "PJRT_DEVICE": "", "BACK_OFF": "0"}
         return run("tpu_vm.sh", *PLACE, "--poll=0", *arguments, env=env, **kwargs)
 
     yield run_here
@@ -118,8 +119,8 @@ def calls(folder):
 
 
 def test_a_run_starts_everywhere_and_ends_well(slice_of_two, tmp_path):
-    command = ["bash", "-c", 'echo "$1 on $(hostname) $PJRT_DEVICE"; sleep 1', "sh", "a b'c"]
-    done = slice_of_two("start", "wait", "--", *command)
+    script = 'echo "$1 on $(hostname) $PJRT_DEVICE"; sleep 1'
+    done = slice_of_two(*RUN, script, "sh", "a b'c")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()[:2]) == ["w0 started", "w1 started"]
     assert done.stdout.endswith("run 'train': all workers are done\n")
@@ -133,7 +134,7 @@ def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
     pid = tmp_path / "w0" / "xla_fsdp" / "pid"
     script = 'echo $$ > pid; [ "$(hostname)" = w0 ] && sleep 600; '
     script += f"until [ -s {pid} ]; do sleep 0.1; done; exit 3"
-    done = slice_of_two("--run=r1", "start", "wait", "--", "bash", "-c", script)
+    done = slice_of_two("--run=r1", *RUN, script)
     assert done.returncode == 3
     assert "run 'r1': w1 exited 3; stopping all workers" in done.stderr
     assert ended(pid.read_text())
@@ -158,10 +159,7 @@ def test_a_run_is_started_again_and_a_slice_made_again(slice_of_two, tmp_path):
 echo x >> starts; n=$(wc -l < starts)
 if [ $n = 1 ]; then exit 75; fi
 if [ $n = 2 ] && [ "$(hostname)" = w0 ]; then echo PREEMPTED > {tmp_path}/state; fi"""
-    done = slice_of_two(
-        "--max_restarts=3", "--type=v3-32", "start", "wait", "--", "bash", "-c", script,
-        more={"BACK_OFF": "0"},
-    )  # fmt: skip
+    done = slice_of_two("--max_restarts=3", "--type=v3-32", *RUN, script)
     assert done.returncode == 0, done.stderr
     again = [line for line in done.stderr.splitlines() if "starting again" in line]
     assert again == [
@@ -169,17 +167,13 @@ if [ $n = 2 ] && [ "$(hostname)" = w0 ]; then echo PREEMPTED > {tmp_path}/state;
     ]
     verbs = [call[2:4] for call in calls(tmp_path) if call[3] in ("create", "delete")]
     assert verbs == [["tpu-vm", "delete"], ["tpu-vm", "create"]]
-    done = slice_of_two(
-        "--run=bad", "--max_restarts=2", "start", "wait", "--", "bash", "-c", "exit 9",
-        more={"BACK_OFF": "0"},
-    )  # fmt: skip
+    done = slice_of_two("--run=bad", "--max_restarts=2", *RUN, "exit 9")
     assert done.returncode == 9 and done.stderr.count("starting again") == 2
 
 
 def test_the_pause_before_a_restart_grows_up_to_a_bound():
     def seconds(attempt, **env):
-        done = run("back_off.sh", "--seconds", attempt, env=env)
-        return done.stdout.strip()
+        return run("back_off.sh", "--seconds", attempt, env=env).stdout.strip()
 
     assert [seconds(n) for n in (0, 1, 2, 3, 6, 10**8)] == ["0", "10", "20", "40", "300", "300"]
     assert seconds(4, BACK_OFF="3") == "24"
@@ -211,9 +205,7 @@ def test_setup_copies_what_is_committed(slice_of_two, tmp_path):
     assert done.returncode == 0, done.stderr
     for host in ("w0", "w1"):
         copy = tmp_path / host / "xla_fsdp"
-        assert (copy / "xla_fsdp" / "ranks" / "launch.py").is_file() and not (
-            copy / ".git"
-        ).exists()
+        assert (copy / "xla_fsdp/ranks/launch.py").is_file() and not (copy / ".git").exists()
         installed = (copy / "pip-was-called-with").read_text()
         # plan: --report=x.html needs matplotlib, and attention kernels need jax.
         assert installed == "install -q -e .[tpu,plan,examples] gcsfs\n"
@@ -224,10 +216,8 @@ def test_create_and_delete(slice_of_two, tmp_path):
     slice_of_two("--type=v3-32", "create", "delete")
     slice_of_two("--type=v5p-32", "--spot", "--queued", "create", "delete")
     verbs = [call[2:4] for call in calls(tmp_path)]
-    queue = ["queued-resources"]
-    assert verbs == [["tpu-vm", "create"], ["tpu-vm", "delete"]] + [
-        queue + [verb] for verb in ("create", "describe", "delete")
-    ]
+    assert verbs[:2] == [["tpu-vm", "create"], ["tpu-vm", "delete"]]
+    assert verbs[2:] == [["queued-resources", verb] for verb in ("create", "describe", "delete")]
     assert {"--accelerator-type=v3-32", "--version=tpu-ubuntu2204-base"} <= set(calls(tmp_path)[0])
     queued = {"--node-id=vit", "--spot", "--runtime-version=v2-alpha-tpuv5"}
     assert queued <= set(calls(tmp_path)[2])
@@ -250,7 +240,7 @@ def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
         path = next(tmp_path.glob(f"vit-*/{host}/xla_fsdp/told"))
         return dict(line.split("=") for line in path.read_text().split())
 
-    done = two_slices("start", "wait", "--", "bash", "-c", script)
+    done = two_slices(*RUN, script)
     assert done.returncode == 0, done.stderr
     for number in ("0", "1"):
         assert told(f"w{number}") == {
@@ -260,10 +250,7 @@ def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
             "MEGASCALE_PORT": "8080",
             "XLA_FSDP_SLICES": "2",
         }
-    assert (
-        two_slices("--only=1", "--run=rest", "start", "wait", "--", "bash", "-c", script).returncode
-        == 0
-    )
+    assert two_slices("--only=1", "--run=rest", *RUN, script).returncode == 0
     assert told("w1")["MEGASCALE_NUM_SLICES"] == told("w1")["XLA_FSDP_SLICES"] == "1"
     assert not list(tmp_path.glob("vit-0/w0/xla_fsdp_runs/rest"))
     assert two_slices("--only=1", "status").stdout == "w1 exited 0\n"
@@ -286,10 +273,8 @@ echo x >> starts; [ $(wc -l < starts) = 2 ] && exit 0
 [ "$(hostname)" = w1 ] && echo PREEMPTED > {tmp_path}/vit-1/state && exit 1
 echo $$ > pid; exec sleep 600"""
     began = time.monotonic()
-    done = two_slices(
-        "--max_restarts=1", f"--min_slices={least}", "--type=v5litepod-16", "start", "wait", "--",
-        "bash", "-c", script, more={"BACK_OFF": "0"},
-    )  # fmt: skip
+    options = ("--max_restarts=1", f"--min_slices={least}", "--type=v5litepod-16")
+    done = two_slices(*options, *RUN, script)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 60
     assert "not every worker answers; stopping all workers" in done.stderr
@@ -330,9 +315,8 @@ def test_torchrun_knows_slices(slice, nodes, processes, plain):
 def test_torchrun_knows_several_slices():
     def said(*options, **env):
         env = {"PJRT_DEVICE": "", "PYTHONPATH": str(ROOT), **env}
-        done = run(
-            "torchrun.sh", "--slice=2xv5litepod-16", *options, "--dry_run", "--", "x.py", env=env
-        )
+        options = ("--slice=2xv5litepod-16", *options, "--dry_run", "--", "x.py")
+        done = run("torchrun.sh", *options, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -1,18 +1,19 @@
 """A machine that is taken away: all ranks save at one step, end with code 75, and go on from it."""
 
 import contextlib
+import functools
 import os
 import random
 import signal
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from processes import ended
 from safetensors.torch import load_file
+from web_server import Server, answering
 
 import xla_fsdp
 from xla_fsdp.pods import preemption
@@ -203,40 +204,20 @@ def test_a_rank_that_leaves_alone_is_a_mismatch(run_ranks):
         run_ranks(alone, 2)
 
 
-class Metadata(BaseHTTPRequestHandler):
-    """A metadata server. ``said``: key to value, or to a function of the handler."""
-
-    def do_GET(self):
-        self.server.asked.append((self.path, self.headers["Metadata-Flavor"]))
-        said = self.server.said.get(self.path.rpartition("/")[2])
-        if callable(said):
-            return said(self)
-        self.answer(404 if said is None else 200, (said or "").encode())
-
-    def answer(self, status, body, **headers):
-        self.send_response(status)
-        for name, value in {"Metadata-Flavor": "Google", **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+google = functools.partial(answering, Metadata_Flavor="Google")
 
 
 @pytest.fixture
 def metadata():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    server.said, server.asked = {"maintenance-event": "NONE", "preempted": "FALSE"}, []
-    server.over, server.dripping = threading.Event(), False
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    server.host = f"127.0.0.1:{server.server_port}"
-    yield server
-    server.over.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    """A metadata server. ``said``: key to value, or to a function that answers."""
+
+    def answer(handler, over):
+        said = server.said.get(handler.path.rpartition("/")[2], google(status=404))
+        (google(said.encode()) if isinstance(said, str) else said)(handler, over)
+
+    with Server(answer) as server:
+        server.said = {"maintenance-event": "NONE", "preempted": "FALSE"}
+        yield server
 
 
 def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
@@ -256,8 +237,9 @@ def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
         with pytest.raises(SystemExit) as end:
             preempted.exit()
     assert end.value.code == 75 and end.value.reason == word
+    asked = {(path, headers["Metadata-Flavor"]) for path, headers in metadata.asked}
     keys = ("maintenance-event", "preempted")
-    assert set(metadata.asked) == {(f"/computeMetadata/v1/instance/{k}", "Google") for k in keys}
+    assert asked == {(f"/computeMetadata/v1/instance/{key}", "Google") for key in keys}
 
 
 def notices(host, timeout=3.0):
@@ -272,15 +254,14 @@ def test_what_a_metadata_server_may_say(metadata):
     assert notices(metadata.host) == {"preempted": "TRUE"}
     metadata.said = {"maintenance-event": "SOON", "preempted": "true" + "x" * 100_000}
     assert notices(metadata.host) == {}
-    elsewhere = {"Location": "http://127.0.0.1:1/"}
     for answer in (
-        lambda handler: handler.answer(302, b"TRUE", **elsewhere),
-        lambda handler: handler.answer(503, b"TRUE"),
-        lambda handler: handler.answer(200, b"TRUE", Metadata_Flavor="Other"),
-        lambda handler: handler.answer(200, b"TRUE", Content_Length="9"),
-        lambda handler: handler.answer(200, b"TRUE", Content_Length="4096000000"),
-        lambda handler: handler.wfile.write(b"\0" * 70_000),
-        lambda handler: time.sleep(1.0),
+        google(b"TRUE", 302, Location="http://127.0.0.1:1/"),
+        google(b"TRUE", 503),
+        answering(b"TRUE", Metadata_Flavor="Other"),
+        google(b"TRUE", Content_Length="9"),
+        google(b"TRUE", Content_Length="4096000000"),
+        answering(b"\0" * 70_000, None),
+        lambda handler, over: over.wait(1.0),
     ):
         metadata.said = {"preempted": answer}
         with pytest.raises(OSError):
@@ -289,16 +270,7 @@ def test_what_a_metadata_server_may_say(metadata):
 
 def drip(before, piece):
     """An answer that goes on for ever, a piece at a time, each of them in time."""
-
-    def answer(handler):
-        handler.server.dripping = True
-        with contextlib.suppress(OSError):  # the client has had enough
-            handler.wfile.write(before)
-            while not handler.server.over.wait(0.05):
-                handler.wfile.write(piece)
-                handler.wfile.flush()
-
-    return answer
+    return answering(before, None, piece, 0.05)
 
 
 HEAD = b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n"
@@ -322,7 +294,7 @@ def test_a_server_that_never_ends_is_given_up(metadata, answer):
     began = time.monotonic()
     with contextlib.suppress(OSError):  # of the last, which is large, the beginning is enough
         assert notice(metadata.host, "preempted", timeout=0.3) is None
-    assert time.monotonic() - began < 5.0 and metadata.dripping
+    assert time.monotonic() - began < 5.0 and metadata.asked
 
 
 def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):

@@ -3,14 +3,13 @@
 import gc
 import json
 import socket
-import threading
 import time
 import warnings
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from preflight_command import WHERE, call, lines, refusal
 from tpu_api import TpuApi, discovery, error, node, write_credentials
+from web_server import Server, answering
 
 from xla_fsdp import extras
 from xla_fsdp.preflight import main
@@ -36,9 +35,8 @@ def key(tmp_path_factory):
 
 @pytest.fixture
 def api():
-    api = TpuApi()
-    yield api
-    api.close()
+    with TpuApi() as api:
+        yield api
 
 
 @pytest.fixture
@@ -66,7 +64,8 @@ def test_a_healthy_node(preflight, api):
     assert checks["world size"][1] == "32 (4 workers of 8 devices)"
     assert done.stdout.splitlines()[-1] == "pod: 6 ok"
     assert done.stderr == ""
-    assert api.tokens == [None, "Bearer secret"]  # the description is public
+    tokens = [headers.get("Authorization") for _, headers in api.asked]
+    assert tokens == [None, "Bearer secret"]  # the description is public
 
 
 V1 = {
@@ -131,14 +130,12 @@ def test_nodes(preflight, api, changes, flags, code, part):
     assert part in text
 
 
-def test_errors_of_the_server_pass(preflight, api):
+def test_errors_of_the_server_that_pass_and_that_stay(preflight, api):
     api.answers = [error(503, "try later"), error(503, "try later"), node()]
     lines(preflight(), 0)
     assert api.asked_for_node() == 3
-
-
-def test_errors_of_the_server_that_stay(preflight, api):
     api.answers = [error(503, "try later")]
+    api.asked.clear()
     status, text = lines(preflight("--retries=1"), 1)["TPU API"]
     assert status == "FAILED"
     assert text.startswith("the API answered 503: try later (tried 2 times) | expected: the node")
@@ -214,12 +211,10 @@ def test_answers_that_are_no_node_and_no_description(preflight, api):
 
 
 def test_api_endpoint_is_asked_instead_of_the_described_one(preflight, api):
-    other = TpuApi()
-    try:
+    with TpuApi() as other:
         lines(preflight("--api_endpoint", other.url), 0)
-    finally:
-        other.close()
-    assert api.asked == ["/discovery"] and other.asked_for_node() == 1
+    assert [path.partition("?")[0] for path, _ in api.asked] == ["/discovery"]
+    assert other.asked_for_node() == 1
 
 
 def test_zone_and_project(preflight, api):
@@ -233,7 +228,7 @@ def test_zone_and_project(preflight, api):
         f"{path}/project/project-id": "lab",
         f"{path}/instance/zone": "projects/123/zones/us-central2-b",
     }
-    env = {"GCE_METADATA_HOST": api.url.removeprefix("http://").rstrip("/")}
+    env = {"GCE_METADATA_HOST": api.host}
     lines(preflight(where=(), env=env), 0)
 
 
@@ -291,55 +286,6 @@ def test_wrong_flags(flags, said, capsys, monkeypatch):
     assert code == 2 and said in capsys.readouterr().err.splitlines()[-1]
 
 
-class Raw:
-    """Answers every request by ``answer(handler)``, and keeps what it was sent."""
-
-    def __init__(self, answer):
-        self.headers = []
-        self.over = threading.Event()
-        raw = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                raw.headers.append(dict(self.headers))
-                try:
-                    answer(self, raw.over)
-                except OSError:  # the client had enough
-                    pass
-
-            def log_message(self, *words):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True  # closing does not wait for an answer that nobody reads
-        self.url = f"http://127.0.0.1:{self._server.server_port}/"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,)).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *what):
-        self.over.set()
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def answering(body=b"", status=200, piece=b"", pause=0.0, **headers):
-    """Answers with ``body``, then with a ``piece`` after each ``pause``, without an end."""
-
-    def answer(handler, over):
-        handler.send_response(status)
-        for name, value in headers.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.end_headers()
-        handler.wfile.write(body)
-        while piece and not over.wait(pause):
-            handler.wfile.write(piece)
-            handler.wfile.flush()
-
-    return answer
-
-
 COMPLETE = answering(b"{}")
 ENDLESS = answering(piece=b" " * (1 << 20))
 DRIPPING = answering(piece=b" ", pause=0.1)  # each byte in time
@@ -352,7 +298,7 @@ def redirect(to):
 
 @pytest.mark.parametrize("how", ["rootUrl", "servicePath", "path"])
 def test_a_description_does_not_lead_the_token_elsewhere(preflight, api, how):
-    with Raw(COMPLETE) as elsewhere:
+    with Server(COMPLETE) as elsewhere:
         url = elsewhere.url
         described = discovery(url if how == "rootUrl" else "http://127.0.0.1:9/")
         nodes = described["resources"]["projects"]["resources"]["locations"]["resources"]["nodes"]
@@ -364,28 +310,31 @@ def test_a_description_does_not_lead_the_token_elsewhere(preflight, api, how):
         api.description = 200, described
         said = refusal(preflight("--retries=0"))
         assert "--api_endpoint" in said and "token" in said
-        assert elsewhere.headers == []
+        assert elsewhere.asked == []
         assert "secret" not in said
 
 
 def test_redirects_are_not_followed(preflight, api):
-    with Raw(COMPLETE) as elsewhere, Raw(redirect(elsewhere.url)) as door:
+    with Server(COMPLETE) as elsewhere, Server(redirect(elsewhere.url)) as door:
         api.description = 200, discovery(api.url)
         done = preflight("--retries=0", "--api_endpoint", door.url)
         assert "302" in refusal(done)
         assert "302" in refusal(preflight("--retries=0", "--discovery_url", door.url))
-        assert elsewhere.headers == [] and len(door.headers) == 2
+        assert elsewhere.asked == [] and len(door.asked) == 2
 
 
 def test_a_metadata_server_that_leads_elsewhere_or_never_ends(preflight):
-    with Raw(COMPLETE) as elsewhere, Raw(redirect(elsewhere.url)) as door, Raw(DRIPPING) as slow:
+    with (
+        Server(COMPLETE) as other,
+        Server(redirect(other.url)) as door,
+        Server(DRIPPING) as slow,
+    ):
         for server in (door, slow):
             began = time.monotonic()
-            host = server.url.removeprefix("http://").rstrip("/")
-            done = preflight(where=(), env={"GCE_METADATA_HOST": host})
+            done = preflight(where=(), env={"GCE_METADATA_HOST": server.host})
             assert "give --zone and --project" in refusal(done)
-            assert server.headers and time.monotonic() - began < 15
-        assert elsewhere.headers == []
+            assert server.asked and time.monotonic() - began < 15
+        assert other.asked == []
 
 
 @pytest.mark.parametrize(
@@ -394,7 +343,7 @@ def test_a_metadata_server_that_leads_elsewhere_or_never_ends(preflight):
 )
 @pytest.mark.parametrize("what", ["--discovery_url", "--api_endpoint"])
 def test_answers_that_do_not_end_well(preflight, what, answer, said):
-    with Raw(answer) as server:
+    with Server(answer) as server:
         done = preflight("--retries=0", "--api_timeout=0.3", what, server.url)
         assert said in lines(done, 1)["TPU API"][1]
 

@@ -12,7 +12,6 @@ import pytest
 from preflight_command import CLEAN, ROOT, call, finish, lines, start, wait_until
 from processes import ended
 from tpu_api import TpuApi, node, write_credentials
-from tpu_workers import Workers
 
 from xla_fsdp.pods import commands
 from xla_fsdp.pods.commands import run_all
@@ -20,12 +19,104 @@ from xla_fsdp.pods.findings import Status, by_worker, ok
 from xla_fsdp.pods.worker_checks import GIB, OLDEST_PYTHON, PINS, check_looks
 from xla_fsdp.pods.workers import Answer
 
+# --- stand-ins for the workers of a pod: each a folder, which is the HOME of what runs there
+
+PACKAGES = {"torch": "2.9.0", "torch_xla": "2.9.0", "libtpu": "0.0.21", "xla_fsdp": "0.1.0"}
+
+# What ssh is to a real pod: runs a command line as one of the workers.
+_SSH = """
+import os, subprocess, sys
+folder, command = os.path.join({root!r}, sys.argv[1]), sys.argv[2]
+with open(os.path.join(folder, "behaviour")) as file:
+    behaviour = file.read()
+if behaviour == "dead":
+    sys.exit("ssh: connect to host 10.0.0.1 port 22: No route to host")
+if behaviour == "nonsense":
+    print("{{\\"token\\": 1}}\\nWelcome!")
+    sys.exit(0)
+def sleep():
+    process = subprocess.Popen(["sleep", "600"])
+    with open(os.path.join(folder, "sleeper"), "w") as file:
+        file.write(f"{{process.pid}}\\n")
+    return process
+if behaviour == "hang second":
+    with open(os.path.join(folder, "behaviour"), "w") as file:
+        file.write("hang")
+if behaviour == "hang":
+    sleep().wait()
+if behaviour == "noisy":
+    print("Warning: added to known hosts\\n{{", flush=True)
+    # Outlives the command and keeps its output open, as a shared connection of ssh does.
+    sleep()
+environment = dict(os.environ, HOME=folder, PYTHONPATH=os.path.join(folder, "site"))
+for line in behaviour.splitlines():
+    if "=" in line:
+        environment.update([line.split("=", 1)])
+sys.exit(subprocess.run(["sh", "-c", command], env=environment, cwd=folder).returncode)
+"""
+
+
+class Workers:
+    """``count`` healthy workers with four chips each; ``shared`` is mounted at ~/mount."""
+
+    def __init__(self, root, count=4):
+        self.root = root
+        self.shared = root / "shared"
+        self.shared.mkdir(parents=True)
+        (root / "ssh.py").write_text(_SSH.format(root=str(root)))
+        for number in range(count):
+            folder = self.folder(number)
+            (folder / "dev").mkdir(parents=True)
+            (folder / "mount").symlink_to(self.shared)
+            for chip in range(4):
+                (folder / "dev" / f"accel{chip}").touch()
+            for name, version in PACKAGES.items():
+                self.install(number, name, version)
+            self.behave(number, "")
+
+    def folder(self, number):
+        return self.root / str(number)
+
+    def behave(self, number, how):
+        """``dead``, ``nonsense``, ``hang``, ``hang second`` (when asked again), ``noisy``, or
+        NAME=VALUE lines for the environment."""
+        (self.folder(number) / "behaviour").write_text(how)
+
+    def sleeper(self, number):
+        """The process that a worker which hangs, or is noisy, has started; 0 if it has not."""
+        path = self.folder(number) / "sleeper"
+        text = path.read_text() if path.exists() else ""
+        return int(text) if text.endswith("\n") else 0
+
+    def install(self, number, name, version):
+        """Metadata that is found before what is really installed."""
+        folder = self.folder(number) / "site" / f"{name}-{version}.dist-info"
+        for old in folder.parent.glob(f"{name}-*.dist-info/METADATA"):
+            old.unlink()
+            old.parent.rmdir()
+        folder.mkdir(parents=True)
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        if name == "torch_xla":
+            lines.append('Requires-Dist: libtpu==0.0.21; extra == "tpu"')
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+
+    def flags(self):
+        return [
+            # -S: without the packages of this environment Python starts in less time.
+            f"--worker_command={sys.executable} -IS {self.root}/ssh.py {{worker}} {{command}}",
+            f"--python={sys.executable} -S",
+            "--chip_files=~/dev/accel*",
+            "--cache_dir=~/cache",
+        ]
+
+
+# --- the command
+
 
 @pytest.fixture(scope="module")
 def api():
-    api = TpuApi()
-    yield api
-    api.close()
+    with TpuApi() as api:
+        yield api
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +244,7 @@ def test_a_path_that_one_worker_cannot_write(preflight, workers):
     checks = lines(preflight("--ckpt_dir=~/mount/run"), 1)
     status, text = checks["checkpoints written"]
     assert status == "FAILED" and "worker 2: NotADirectoryError" in text
-    assert checks["checkpoints shared"] == (
-        "ok",
-        "~/mount/run: by 3 of 4 workers",
-    )
+    assert checks["checkpoints shared"] == ("ok", "~/mount/run: by 3 of 4 workers")
     assert list(workers.shared.iterdir()) == []
 
 
@@ -212,17 +300,15 @@ def test_what_is_filled_in(preflight, workers, tmp_path):
     script = tmp_path / "show.py"
     script.write_text("import sys; print(*sys.argv[1:-1]); print(len(sys.argv[-1].split()))")
     fields = "{tpu} {zone} {project} {worker} {address} {external_address}"
-    done = preflight(f"--worker_command={sys.executable} {script} {fields} {{command}}")
-    assert lines(done, 1)["workers"][0] == "FAILED"
+    command = f"--worker_command={sys.executable} {script} {fields} {{command}}"
+    assert lines(preflight(command), 1)["workers"][0] == "FAILED"
     # As gcloud ends: the reason, then what to do.
     script.write_text(
         "import sys; sys.exit('SSH...\\nERROR: ' + ' '.join(sys.argv[1:-1]) + '\\n\\nRun')"
     )
-    checks = lines(preflight(f"--worker_command={sys.executable} {script} {fields} {{command}}"), 1)
-    told = (
-        "worker 3: the command ended with 1: ERROR: pod us-central2-b lab 3 10.0.0.3 192.0.2.3 Run"
-    )
-    assert told in checks["workers"][1]
+    checks = lines(preflight(command), 1)
+    told = "the command ended with 1: ERROR: pod us-central2-b lab 3 10.0.0.3 192.0.2.3 Run"
+    assert f"worker 3: {told}" in checks["workers"][1]
 
 
 @pytest.mark.slow
@@ -315,10 +401,8 @@ def test_commands_run_beside_each_other_but_not_too_many(monkeypatch):
     monkeypatch.setattr(commands.time, "time", itertools.count().__next__)
     outcomes = run_all({n: ["sleep", "0.1"] for n in range(4)}, seconds=300, at_once=2).values()
     assert {outcome.code for outcome in outcomes} == {0} and len(outcomes) == 4
-    beside = [
-        sum(other.started <= one.started < other.ended for other in outcomes) for one in outcomes
-    ]
-    assert max(beside) == 2
+    starts = [outcome.started for outcome in outcomes]
+    assert max(sum(one.started <= at < one.ended for one in outcomes) for at in starts) == 2
 
 
 def test_neither_torch_nor_the_client_is_imported_to_say_no():

@@ -1,4 +1,7 @@
-"""Ranks in processes that hang: which one, and where, in one report; and none without need."""
+"""Ranks in processes that hang: which one, and where, in one report; and none without need.
+
+Also under torchrun and on several hosts, through the store that they have.
+"""
 
 import json
 import re
@@ -32,6 +35,21 @@ def with_pythons_lock(name):
     os.set_blocking(file, True)
     ctypes.PyDLL(None).read(file, ctypes.create_string_buffer(1), 1)
 """
+
+
+@pytest.fixture
+def run(run_script, tmp_path):
+    """``run(script, **environment)``: the script, with a folder for it, has ended well."""
+
+    def run_in_folder(script, **environment):
+        (tmp_path / "there").mkdir()
+        env = {"PJRT_DEVICE": "CPU", **environment}
+        done = run_script(script, tmp_path / "there", env=env, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run_in_folder
+
 
 # Three processes, forked, each a world of its own for XLA.
 PROCESSES = """
@@ -114,13 +132,8 @@ main()
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_no_other(run_script, tmp_path):
-    (tmp_path / "there").mkdir()
-    done = run_script(
-        WAITING + PROCESSES, tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    host, data, lock, left_out, killed = json.loads(done.stdout)
+def test_a_rank_that_hangs_is_named_and_no_other(run):
+    host, data, lock, left_out, killed = json.loads(run(WAITING + PROCESSES).stdout)
 
     assert "s (timeout=3); behind the others: rank 1, running, at " in host
     assert re.search(r"\n  ranks 0, 2: waiting for the device or other ranks, at .*\.py:\d+", host)
@@ -169,10 +182,8 @@ except xla_fsdp.RankTimeoutError as error:
 """
 
 
-def test_ranks_are_ended_if_that_is_asked_for(run_script):
-    env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "XLA_FSDP_WATCHDOG": "1.5,end"}
-    done = run_script(PAIR, env=env, timeout=200)
-    assert done.returncode == 0, done.stderr
+def test_ranks_are_ended_if_that_is_asked_for(run):
+    done = run(PAIR, CPU_NUM_DEVICES="2", XLA_FSDP_WATCHDOG="1.5,end")
     words = r"1 no rank has made progress for \d+ s \(timeout=1.5\); not waiting like the others: "
     assert re.match(
         words + r"rank 1, running, at .* in next_batch, after \d steps. All", done.stdout
@@ -207,14 +218,153 @@ watched(losing_it, 1.0)(0)
 """
 
 
-def test_without_a_store_nobody_watches_and_when_it_is_lost_each_itself(run_script):
-    done = run_script(ALONE, env={"PJRT_DEVICE": "CPU"}, timeout=200)
-    assert done.returncode == 0 and done.stdout == "returned\n", done.stderr
+def test_without_a_store_nobody_watches_and_when_it_is_lost_each_itself(run):
+    done = run(ALONE)
+    assert done.stdout == "returned\n"
     said = done.stderr
     words = "xla_fsdp: no watchdog for rank 0, so a hang is not reported: these 2 ranks have no sto"
     assert words in said
     assert re.search(r"rank 0 has made no progress for \d+ s. The other ranks are unknown", said)
     assert "in losing_it\n    time.sleep(4)\n" in said
+
+
+# torchrun's own agent, which forks the two workers. XLA has no collectives between them on a CPU.
+TORCHRUN = """
+import os, time
+import torch_xla
+import torch_xla.runtime as xr
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import xla_fsdp
+from xla_fsdp.ranks import launch
+
+def train(rank):
+    for number in range(3):
+        torch_xla.sync()
+    if rank == 1:
+        next_batch()
+    while True:
+        time.sleep(0.1)
+
+def next_batch():
+    time.sleep(3600)
+
+def worker():
+    xr.world_size = lambda: int(os.environ["WORLD_SIZE"])
+    xr.global_ordinal = lambda: int(os.environ["RANK"])
+    launch.dist.init_process_group = lambda *given, **more: None  # asks for the TPU
+    xla_fsdp.launch(train)
+
+config = LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="fork", rdzv_backend="c10d",
+    rdzv_endpoint="localhost:0", run_id="watched", max_restarts=0, monitor_interval=0.2,
+)
+try:
+    elastic_launch(config, worker)()
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_workers_of_torchrun_are_watched_through_its_store(run):
+    done = run(TORCHRUN, XLA_FSDP_WATCHDOG="1.5,end")
+    assert done.stdout == "ChildFailedError\n", done.stderr
+    assert "no watchdog for rank" not in done.stderr
+    words = r"xla_fsdp: no rank has made progress for \d+ s \(timeout=1.5\); .*"
+    assert re.search(words, done.stderr), done.stderr
+    assert re.search(r"  rank 1: running, at .* in next_batch, after 3 steps", done.stderr)
+    assert re.search(r"stack of rank 1, process \d+", done.stderr)
+    assert "time.sleep(3600)" in done.stderr
+    assert done.stderr.count("RankTimeoutError: no rank has made progress") == 2  # both are ended
+
+
+# Two hosts: launchers in process groups of their own, which meet at a port of the first, and whose
+# processes cannot signal each other's. Ranks wait for each other in files.
+HOSTS = """
+from xla_fsdp.ranks import channel
+from xla_fsdp.ranks.watchdog import watch
+
+ends = {}
+
+def step(rank, name):
+    torch_xla.sync()
+    (folder / f"{name}.{rank}").touch()
+    all_reduce(folder / name, 4)
+
+def train(rank):
+    for number in range(3):
+        step(rank, f"first{number}")
+    if rank == 3:
+        with_pythons_lock("lock")
+    for number in range(10_000):
+        step(rank, f"then{number}")
+
+def process(host, rank):
+    os.dup2(ends["write"], 2)
+    watch._host = lambda: f"host {host}"
+    xr.world_size, xr.global_ordinal = lambda: 4, lambda: rank
+    watched(train, 3.0)(rank)
+
+def launcher(host):
+    os.setsid()
+    channel._hosts = lambda: (["127.0.0.1", "127.0.0.1"], host)
+    with channel.served():
+        fork = multiprocessing.get_context("fork")
+        ranks = [fork.Process(target=process, args=(host, 2 * host + n)) for n in (0, 1)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+
+def until_told(lines, head):
+    text = ""  # on a busy machine also of starts that took longer than the timeout
+    while not text.endswith("\\n\\n") or head not in text:
+        line = lines.readline()
+        assert line, text
+        text += line
+    return text
+
+def main():
+    read, ends["write"] = os.pipe()
+    os.mkfifo(folder / "lock")
+    keep = os.open(folder / "lock", os.O_RDWR)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ[channel._PORT_VARIABLE] = str(free.getsockname()[1])
+    fork = multiprocessing.get_context("fork")
+    hosts = [fork.Process(target=launcher, args=(host,)) for host in (1, 0)]  # the second first
+    for host in hosts:
+        host.start()
+    os.close(ends["write"])
+    try:
+        lines = os.fdopen(read)
+        told = [until_told(lines, "silent: rank 3")]
+        os.write(keep, b"1")
+        time.sleep(2)
+        os.killpg(hosts[0].pid, signal.SIGKILL)
+        told.append(until_told(lines, "silent: ranks 2-3"))
+    finally:
+        for host in hosts:
+            try:
+                os.killpg(host.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            host.join()
+    print(json.dumps(told))
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_several_hosts_are_watched_together(run):
+    hangs, lost = json.loads(run(WAITING + HOSTS).stdout)
+    # Only its neighbour, rank 2, can get the stack of a rank that holds Python's lock.
+    assert re.search(r"silent: rank 3, no sign of life for at least \d+ s, at .* with_pyth", hangs)
+    assert re.search(r"\n  ranks 0-2: waiting for the device or other ranks, at ", hangs)
+    assert re.search(r"stack of rank 3, process \d+ of .*:\n", hangs) and "in train\n" in hangs
+    assert "ranks make progress again, " in lost
+    assert re.search(r"silent: ranks 2-3, no sign of life for at least \d+ s, after", lost)
+    assert re.search(r"\n  ranks 0-1: waiting for the device or other ranks, at ", lost)
+    assert not re.search(r"stack of ranks? [23]", lost)  # there is nobody who could ask them
 
 
 def test_what_is_compiled_is_work(monkeypatch):

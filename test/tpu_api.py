@@ -1,10 +1,9 @@
 """A stand-in for the TPU API on this machine, with a token server and credentials for it."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import rsa
+from web_server import Server, answering
 
 NODE = "/v2/projects/lab/locations/us-central2-b/nodes/pod"
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
@@ -81,12 +80,11 @@ def discovery(root):
     }
 
 
-class TpuApi:
+class TpuApi(Server):
     """Answers each GET of the node with the next of ``answers``, and the last one ever after.
 
     An answer is a node, ``(status, JSON)`` or ``(status, bytes)``. ``names`` are of the nodes in
-    the zone, ``machine`` what the metadata server of a machine of that project says. ``asked`` are
-    the paths that were, in order; ``tokens`` what came with them.
+    the zone, ``machine`` what the metadata server of a machine of that project says.
     """
 
     def __init__(self):
@@ -95,45 +93,26 @@ class TpuApi:
         self.machine = {}
         self.description = None
         self.token = (200, {"access_token": "secret", "expires_in": 3600})
-        self.asked = []
-        self.tokens = []
-        api = self
+        super().__init__(self._respond)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                api.asked.append(self.path.partition("?")[0])
-                api.tokens.append(self.headers.get("Authorization"))
-                self.send(*api.answer(self.path))
+    def _respond(self, handler, over):
+        status, body = self._answer_get(handler.path.partition("?")[0])
+        if handler.command == "POST":
+            handler.rfile.read(int(handler.headers["Content-Length"]))
+            status, body = self.token
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content_Type": "application/json", "Content_Length": str(len(data))}
+        if handler.path.startswith("/computeMetadata"):
+            headers["Metadata_Flavor"] = "Google"
+        answering(data, status, **headers)(handler, over)
 
-            def do_POST(self):
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self.send(*api.token)
-
-            def send(self, status, body):
-                data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                if self.path.startswith("/computeMetadata"):
-                    self.send_header("Metadata-Flavor", "Google")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *words):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
-
-    def answer(self, path):
+    def _answer_get(self, path):
         if path.startswith("/discovery"):
             return self.description or (200, discovery(self.url))
-        if path.partition("?")[0] == NODE:
+        if path == NODE:
             answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
             return answer if isinstance(answer, tuple) else (200, answer)
-        if path.partition("?")[0] == NODE.rpartition("/")[0]:
+        if path == NODE.rpartition("/")[0]:
             parent = NODE.removeprefix("/v2/").rpartition("/")[0]
             if self.names is None:
                 return error(403, "not for you")
@@ -143,12 +122,7 @@ class TpuApi:
         return error(404, "no such path")
 
     def asked_for_node(self):
-        return self.asked.count(NODE)
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        return sum(path.partition("?")[0] == NODE for path, _ in self.asked)
 
 
 def write_credentials(path, token_url):
