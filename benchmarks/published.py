@@ -140,6 +140,7 @@ def markdown(rows: dict[str, dict]) -> str:
                 cells += [f"{statistics.mean(map(abs, errors)):.1f} %"]
                 cells += [f"{max(errors, key=abs):+.0f} %", f"{near} of {len(names)}"]
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lines += _corrected(good, held)
     lines += ["", NOTE]
     if any(row.get("options", {}) != RUNS[name].options for name, row in good.items()):
         lines += ["", "(1) Planned without the compiler options of the run."]
@@ -150,6 +151,51 @@ def markdown(rows: dict[str, dict]) -> str:
         if "step" not in row:
             lines.append(f"\nDid not fit, so no time: {name}: {row.get('refusal', '')}")
     return "\n".join(lines)
+
+
+def correction(good: dict[str, dict], chip: str) -> tuple[float, int]:
+    """Published seconds of a step on ``chip`` over modelled ones, and of how many runs.
+
+    The median of the runs that may be used for corrections (:func:`halves`), without those whose
+    seconds are an upper bound. (1.0, 0) if there are none. ``Chip.published`` has this figure.
+    """
+    fit, _ = halves(list(good))
+    found = [
+        1 / ratio(RUNS[name], good[name])
+        for name in sorted(fit)
+        if RUNS[name].chip == chip and not RUNS[name].bound
+    ]
+    return (statistics.median(found), len(found)) if found else (1.0, 0)
+
+
+def _corrected(good: dict[str, dict], held: set[str]) -> list[str]:
+    """A table of the held-out runs with the corrections of the other half."""
+    lines = [
+        "",
+        "| chip | published / modelled, median | of runs | held-out runs | mean absolute error "
+        "| corrected | worst, corrected | within 15 %, corrected |",
+        "|---|" + "---:|" * 7,
+    ]
+    every: list[tuple[float, float]] = []
+
+    def row(label: str, factor: str, runs: str, pairs: list[tuple[float, float]]) -> str:
+        plain, corrected = ([100 * (one[i] - 1) for one in pairs] for i in (0, 1))
+        near = sum(abs(error) <= 15 for error in corrected)
+        cells = ["-"] * 4
+        if pairs:
+            cells = [f"{statistics.mean(map(abs, each)):.1f} %" for each in (plain, corrected)]
+            cells += [f"{max(corrected, key=abs):+.0f} %", f"{near} of {len(pairs)}"]
+        return f"| {label} | {factor} | {runs} | {len(pairs)} | {' | '.join(cells)} |"
+
+    for chip in _chips():
+        factor, runs = correction(good, chip)
+        names = [name for name in sorted(held) if RUNS[name].chip == chip]
+        ratios = [ratio(RUNS[name], good[name]) for name in names]
+        pairs = [(one, one * factor) for one in ratios]
+        every += pairs
+        if runs:
+            lines.append(row(chip, f"{factor:.2f}", f"{runs}", pairs))
+    return [*lines, row("all", "", "", every)]
 
 
 def orders(good: dict[str, dict]) -> list[str]:

@@ -93,7 +93,7 @@ def test_a_bit_flipped_anywhere_in_a_rank_file(saved, tmp_path):
 def test_a_manifest_that_no_reader_accepts_is_not_written(monkeypatch):
     monkeypatch.setattr(manifest, "MAX_BYTES", 100)
     with pytest.raises(UnsupportedValueError, match="but can have at most 100"):
-        manifest.dump_manifest(files.contents(0, 1, 1, 1.0).manifest)
+        manifest.dump_manifest(files.contents(0, 1, 1, 1.0, save_id="1" * 16).manifest)
 
 
 def test_a_bit_flipped_anywhere_in_the_manifest(saved, tmp_path):

@@ -152,7 +152,7 @@ def test_optimizer_that_cannot_be_matched(tmp_path, capsys, what):
     options = ("--ckpt_prefix", prefix, "--optimizer", "--save_path", tmp_path / "out")
     code, out, err = run_cli(capsys, *options)
     assert (code, out) == (2, [])
-    assert err[-1].startswith(f"errors.UnmatchedOptimizerError: {path_of(tmp_path, 1, 2)}: ")
+    assert err[-1].startswith(f"UnmatchedOptimizerError: {path_of(tmp_path, 1, 2)}: ")
     assert sorted(tmp_path.iterdir()) == before
     with pytest.raises(errors.UnmatchedOptimizerError):
         consolidate_checkpoint(prefix, tmp_path / "out", optimizer=True)
@@ -196,7 +196,7 @@ def test_verify(tmp_path, capsys):
     path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     code, out, err = run_cli(capsys, "--ckpt_prefix", prefix, "--verify")
     assert (code, out, len(err)) == (2, [], 1)
-    assert err[0].startswith(f"errors.UnreadableFileError: {path}: the bytes of ")
+    assert err[0].startswith(f"UnreadableFileError: {path}: the bytes of ")
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -62,6 +62,8 @@ def a_report(cache):
     assert slower.timing.compute == pytest.approx(2 * report.timing.compute)
     assert report.timing.collective < slower.timing.collective < 2 * report.timing.collective
     assert any("41 GB/s a link (published: 82)" in note for note in slower.notes)
+    ours = f"would be {1.01e3 * report.timing.step:,.1f} ms here"
+    assert [ours in note for note in (report.notes[-1], slower.notes[-1])] == [True, False]
     with pytest.raises(CalibrationError, match="measured.json is of v3; the plan is for v5e"):
         plan(step, V5E, cache=cache, progress=False, calibration=path)
     assert report.fits and report.executables == 1 and report.ranks_traced == (0, 1, 7)

@@ -174,6 +174,16 @@ def test_order_of_settings_is_by_time_of_a_token():
     assert published.orders({names[0]: rows["equal"][names[0]]}) == []
 
 
+def test_chips_have_the_corrections_of_the_stored_rows():
+    rows = json.loads(published.RESULTS.read_text())
+    for name in published._chips():
+        factor, runs = published.correction(rows, name)
+        assert CHIPS[name].published == (round(factor, 2), runs)
+    slower = {name: {**row, "step": 2 * row["step"], "again": 0} for name, row in rows.items()}
+    assert published.correction(slower, "v3")[0] < 0.6
+    assert published.correction(rows, "v2") == (1.0, 0)
+
+
 def test_a_plan_that_does_not_fit_is_made_again_with_inputs_on_the_host(monkeypatch):
     """Only of a decoder that does not offload already."""
     asked = []

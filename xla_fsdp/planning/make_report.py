@@ -98,6 +98,13 @@ def make_report(
         )
     if measured is not None:
         notes.append(measured.note(published))
+    elif beside is None and not compiled.refusal and timing.compute and chip.published:
+        times, runs = chip.published
+        notes.append(
+            f"Published runs on {chip.family} took {times:.2f} times the modelled step (median of "
+            f"{runs}, docs/design/published-runs.md), which would be "
+            f"{1e3 * times * timing.step:,.1f} ms here."
+        )
     needs = None
     if step.host is not None:
         needs = replace(

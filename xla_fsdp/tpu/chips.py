@@ -71,7 +71,9 @@ class Chip:
     ``clock_hz``. ``matrix_cycles``: the share of ``flops`` that libtpu's ``estimated_cycles`` at
     ``clock_hz`` give a matmul of bfloat16 matrices of 8192 x 8192, with libtpu's default options
     (docs/design/time-model.md). ``matrix_unit``: rows of a matrix unit (Cloud, "TPU v6e" and
-    "System architecture").
+    "System architecture"). ``published``: published seconds of a step over modelled ones, the
+    median of the runs that may be used for corrections, and their number; None without such runs
+    (docs/design/published-runs.md).
 
     Memory:
 
@@ -153,6 +155,7 @@ class Chip:
     clock_hz: float
     matrix_cycles: float
     matrix_unit: int = 128
+    published: tuple[float, int] | None = None
 
     hbm_bytes: int
     usable_hbm_bytes: int
@@ -320,6 +323,7 @@ V3 = Chip(
     devices=2,
     clock_hz=940e6,
     matrix_cycles=0.97,
+    published=(1.01, 1),
     hbm_bytes=32 * GIB,
     usable_hbm_bytes=2 * int(15.48 * GIB),
     hbm_bandwidth=900e9,
@@ -357,6 +361,7 @@ V4 = Chip(
     devices=1,
     clock_hz=1050e6,
     matrix_cycles=0.93,
+    published=(1.2, 3),
     hbm_bytes=32 * GIB,
     usable_hbm_bytes=int(30.75 * GIB),
     hbm_bandwidth=1200e9,
@@ -400,6 +405,7 @@ V5E = Chip(
     devices=1,
     clock_hz=1500e6,
     matrix_cycles=0.88,
+    published=(0.91, 3),
     hbm_bytes=16 * GIB,
     usable_hbm_bytes=int(15.75 * GIB),
     hbm_bandwidth=819e9,
@@ -444,6 +450,7 @@ V5P = Chip(
     devices=1,
     clock_hz=1750e6,
     matrix_cycles=0.9,
+    published=(1.01, 1),
     hbm_bytes=96 * GIB,
     usable_hbm_bytes=int(95.74 * GIB),
     hbm_bandwidth=2765e9,
@@ -484,6 +491,7 @@ V6E = Chip(
     devices=1,
     clock_hz=1750e6,
     matrix_cycles=0.7,
+    published=(1.07, 6),
     matrix_unit=256,
     hbm_bytes=32 * GIB,
     usable_hbm_bytes=int(31.25 * GIB),
@@ -533,6 +541,7 @@ TPU7X = Chip(
     devices=2,
     clock_hz=2200e6,
     matrix_cycles=0.81,
+    published=(1.12, 1),
     matrix_unit=256,
     hbm_bytes=192 * GIB,
     usable_hbm_bytes=2 * int(94.74 * GIB),
