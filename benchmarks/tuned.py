@@ -56,8 +56,9 @@ def gpt_step(name: str) -> Callable[[ShardingSettings], None]:
 
 
 def llama_step(name: str) -> Callable[[ShardingSettings], None]:
-    """A step of a model of ``benchmarks.llama``, with the same length of sequences."""
-    sizes = replace(llama.MODELS[name], **llama.WAYS["kernel, fused cross entropy"])
+    """A step of a model of ``benchmarks.llama``, with the same length of sequences, and with heads
+    computed in the matmuls, as in models of transformers."""
+    sizes = replace(llama.MODELS[name], **llama.WAYS["kernel, fused cross entropy"], by_heads=True)
 
     def step(settings: ShardingSettings) -> None:
         _train(Model(sizes, lambda blocks: settings.join(blocks, **NARROW)), settings, sizes.length)
