@@ -288,6 +288,22 @@ def test_stuck_in_c_is_left_behind(run_ranks):
     assert run_ranks(ready, 2) != before, "a new process: the old one has a rank left in it"
 
 
+# Calls ``before()`` before the program of rank 1 starts.
+LATE = """
+import time, torch, torch_xla
+import torch_xla.core.xla_model as xm
+from xla_fsdp import RankError, launch
+
+dispatch = torch_xla._XLAC._xla_step_marker
+
+def late(device, *args, **kwargs):
+    if device == "xla:1":
+        before()
+    dispatch(device, *args, **kwargs)
+
+torch_xla._XLAC._xla_step_marker = late
+"""
+
 # Each runs in a process of its own.
 HEAD = """
 import threading, time, torch, torch_xla
@@ -378,15 +394,8 @@ else:
     raise AssertionError("no error")
 """,
     # All ranks read inside of XLA. Later, rank 1 starts its program late.
-    "programs after one that no hook has seen": """
-dispatch = torch_xla._XLAC._xla_step_marker
-
-def late(device, *args, **kwargs):
-    if device == "xla:1":
-        time.sleep(1.5)
-    dispatch(device, *args, **kwargs)
-
-torch_xla._XLAC._xla_step_marker = late
+    "programs after one that no hook has seen": f"""{LATE}
+before = lambda: time.sleep(1.5)
 
 def step(rank):
     gathered = xm.all_gather(torch.ones(2).to("xla"))

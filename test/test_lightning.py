@@ -201,7 +201,6 @@ def in_bfloat16(folder):
     return found["losses"]
 
 
-@pytest.mark.slow
 def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference, folder):
     saved = folder / "2"
     from_plain = folder / "norm" / "epoch=0.ckpt"

@@ -95,6 +95,13 @@ def what_a_block_would_lose(rank):
 
     refused(scanned(in_attribute), rank, ValueError, "Block stores a computed tensor in 'kept'")
 
+    def a_view_in_attribute(block, x, y):
+        block.kept = y.detach()
+
+    refused(
+        scanned(a_view_in_attribute), rank, ValueError, "Block stores a computed tensor in 'kept'"
+    )
+
     def constant(block, x, y):
         if not hasattr(block, "mask"):
             block.mask = torch.full((WIDTH,), 0.5, device=x.device)

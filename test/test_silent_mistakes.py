@@ -263,7 +263,7 @@ def scaled_steps(rank):
         (xla_fsdp.ShardedGradScaler, 1), (functools.partial(torch.amp.GradScaler, "xla"), None),
         (functools.partial(torch.amp.GradScaler, "xla"), 1),
     ]:  # fmt: skip
-        model, plain = wrapped(mlp()), mlp()
+        model, plain = wrapped(mlp(), shard_param_on_dim_0=True), mlp()  # no rank has padding alone
         mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
         scaler = kind(init_scale=8.0, growth_interval=1)
         before = values(model)

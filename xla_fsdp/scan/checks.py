@@ -20,7 +20,7 @@ from .. import xlac
 from ..checkpoint.readable_tensor import same_bits
 from ..consolidate.format.dtypes import is_dense
 from ..names import dotted
-from ..sharding.freeing import fill_, free_, stamps
+from ..sharding.freeing import fill_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward
 from ..sharding.mixed_precision import is_float32_hook
 from ..sharding.sharded_tensor import raise_replaced, sharded_tensor_of
@@ -312,7 +312,7 @@ def forbid_lost_changes(
     same = len(found) == len(items) and all(map(operator.is_, found, items))
     if not same or stamps(passed) != values:
         traced = [tensor for tensor in tensors_in(found) if inputs_of([tensor]) & set(given)]
-        free_(traced, unit.placeholder)  # otherwise torch_xla would try to compute them
+        _free(traced, unit)
         raise ValueError(
             f"the forward of {type(unit.module).__name__} changes one of its arguments, a tensor "
             "or a container such as a list. Scanned blocks are traced once for all, so the next "
@@ -327,13 +327,20 @@ def forbid_lost_changes(
         new = [tensor for tensor in tensors if id(tensor) not in known]
         if inputs_of(new) & set(given):
             path, name = key
-            free_(new, unit.placeholder)  # otherwise torch_xla would try to compute it
+            _free(new, unit)
             raise ValueError(
                 f"the forward of {type(unit.module).__name__} stores a computed tensor in "
                 f"{dotted(path, name)!r}. Scanned blocks are traced once for all, so it would have "
                 "no value there: add it to the tensor that the block returns, register a buffer "
                 "for numbers that need no gradient, or wrap each block separately"
             )
+
+
+def _free(tensors: Sequence[torch.Tensor], unit: ScanUnit) -> None:
+    """Drops the values of traced tensors that something still refers to. Otherwise torch_xla would
+    try to compute them, and what they are views of (``detach()`` is a view)."""
+    for tensor in tensors:
+        tensor.data = unit.placeholder.clone()
 
 
 def _items(value: Any) -> list[Any]:
