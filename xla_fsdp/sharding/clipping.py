@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,10 +120,11 @@ def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor
     """Sum of ``|g|**p`` over this rank's gradients, 0-d. For ``inf``: the largest ``|g|``, and 1 if
     any is NaN."""
     parts = []
+    masks: dict[Any, Any] = {}
     for gradient in grads:
         grad, spec = local(gradient), spec_of(gradient)
         if grad.numel():
-            grad = grad if spec is None else without_padding(grad, spec)
+            grad = grad if spec is None else without_padding(grad, spec, masks=masks)
             if grad.is_complex():  # |x + iy| is the norm of (x, y)
                 grad = grad.abs() if norm_type != 2 else torch.cat([grad.real, grad.imag])
             grad = grad if grad.dtype is torch.float64 else grad.float()

@@ -130,14 +130,21 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.float() if value.is_floating_point() else value.long()
 
 
-def without_padding(value: torch.Tensor, spec: ShardSpec, fill: Any = 0) -> torch.Tensor:
+def without_padding(
+    value: torch.Tensor, spec: ShardSpec, fill: Any = 0, masks: dict[Any, Any] | None = None
+) -> torch.Tensor:
     """``value``, the local part of ``spec``, with ``fill`` in the padding.
 
-    An elementwise operation such as ``grad.add_(1)`` changes the padding too.
+    An elementwise operation such as ``grad.add_(1)`` changes the padding too. ``masks``: keeps
+    masks for further tensors of the same shapes, which saves most of the tracing time.
     """
     if not spec.padded:
         return value
-    return torch.where(spec.inside(value), value, torch.full_like(value, fill))
+    masks = {} if masks is None else masks
+    key = spec.layout.numel, spec.layout.shard_shape, spec.depth, spec.world, value.device
+    if key not in masks:
+        masks[key] = spec.inside(value)
+    return torch.where(masks[key], value, torch.full_like(value, fill))
 
 
 def _total(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
