@@ -4,8 +4,9 @@
 No TPU is needed: it prints the compiler's memory and the modelled step. MFU counts only the scores
 that causal attention uses, about half; a second MFU counts all, as MaxText's step logs do. Blocks
 are scanned, so each is recomputed in the backward. Copies are operations that only move values to
-another place or layout. Widths are those of Llama 3.2 1B and Llama 3.1 8B and 70B (``config.json``
-of the published weights), embeddings not tied; 16B is MaxText's (``published_runs.py``).
+another place or layout. Widths are those of Llama 3.2 1B, Llama 2 7B and Llama 3.1 8B and 70B
+(``config.json`` of the published weights), embeddings not tied; 16B is MaxText's
+(``published_runs.py``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ GIB = 2**30
 _SIZES = {"groups": 8, "vocabulary": 128256, "theta": 500000.0}
 MODELS = {
     "1B": Decoder(16, 2048, 32, 64, 8192, length=2048, batch=4, **_SIZES),
+    "7B": Decoder(32, 4096, 32, 128, 11008, 32000, length=4096, batch=2),
     "8B": Decoder(32, 4096, 32, 128, 14336, length=8192, batch=2, **_SIZES),
     "70B": Decoder(80, 8192, 64, 128, 28672, length=8192, batch=1, **_SIZES),
     "16B": MAXTEXT_16B,

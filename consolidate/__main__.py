@@ -45,18 +45,18 @@ def _run(arguments: argparse.Namespace) -> str:
         "allow_unsafe_pickle": arguments.allow_unsafe_pickle,
         "progress": _bar if arguments.progress or sys.stderr.isatty() else silent,
     }
+    converts = "format", "max_shard_size", "dtype"
     if arguments.verify:
+        _require_unused(arguments, "--verify writes nothing", "save_path", "reshard",
+                        "optimizer", "tied", *converts)  # fmt: skip
         return verify_checkpoint(prefix, **common)
     common |= {"tied": dict(arguments.tied), "say": partial(print, file=sys.stderr)}
-    options = {name: getattr(arguments, name) for name in ("format", "max_shard_size", "dtype")}
+    options = {name: getattr(arguments, name) for name in converts}
     if arguments.reshard is None:
         result = run(prefix, save_path, optimizer=arguments.optimizer, **options, **common)
-    elif any(value is not None for value in options.values()):
-        raise OptionsError(
-            "--reshard does not convert a checkpoint, so it cannot be used with --format, "
-            "--max_shard_size or --dtype. Remove these options."
-        )
     else:
+        why = "--reshard does not convert a checkpoint, and decides itself what is in it"
+        _require_unused(arguments, why, "optimizer", *converts)
         result = reshard_checkpoint(prefix, arguments.reshard, save_path, **common)
     if result.up_to_date:
         return f"up to date: {result.path}"
@@ -65,6 +65,12 @@ def _run(arguments: argparse.Namespace) -> str:
         f"wrote {result.path}: {result.parameters} parameters"
         f" ({result.elements} elements), {result.bytes} bytes{kept}"
     )
+
+
+def _require_unused(arguments: argparse.Namespace, why: str, *names: str) -> None:
+    """Raises OptionsError if one of the options ``names`` was given, which ``why`` rules out."""
+    if used := [f"--{name}" for name in names if getattr(arguments, name)]:
+        raise OptionsError(f"{why}, so it cannot be used with {', '.join(used)}. Remove that.")
 
 
 @contextlib.contextmanager

@@ -117,13 +117,21 @@ def test_command(tmp_path, capsys):
     assert verify_checkpoint(tmp_path / "run_of_4").startswith(f"verified {tmp_path}/run_of_4: ")
 
 
+_CONVERTS = [("--dtype", "float16"), ("--format", "pth"), ("--max_shard_size", "5GB")]
+_WRITES = [*_CONVERTS, ("--optimizer",), ("--reshard", 3), ("--tied", "a=b"), ("--save_path", "x")]
+
+
 @pytest.mark.parametrize(
-    "option", [("--dtype", "float16"), ("--format", "pth"), ("--max_shard_size", "5GB")]
+    "done, option",
+    [("--reshard", option) for option in [*_CONVERTS, ("--optimizer",)]]
+    + [("--verify", option) for option in _WRITES],
 )
-def test_options_that_do_not_fit(tmp_path, capsys, option):
+def test_options_that_do_not_fit(tmp_path, capsys, done, option):
     small_checkpoint(tmp_path / "ckpt")
-    code, _, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", "--reshard", 2, *option)
-    assert code == 2 and err[-1].startswith("OptionsError: --reshard does not convert a checkpoint")
+    first = (done, 2) if done == "--reshard" else (done,)
+    code, _, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", *first, *option)
+    assert code == 2 and err[-1].startswith(f"OptionsError: {done} ")
+    assert err[-1].endswith(f"cannot be used with {option[0]}. Remove that.")
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 100_000, True, "2"])

@@ -187,6 +187,8 @@ def wrong_arguments(cache):
             plan(_step(), V3, ranks=ranks)
     with pytest.raises(TypeError, match="compiler_options must have values by name.*got '--a=1'"):
         plan(_step(), V3, compiler_options="--a=1")
+    with pytest.raises(TypeError, match="cache must be True, False or a folder, got 3"):
+        plan(_step(), V3, cache=3)
     plain, compiler.importlib.util.find_spec = importlib.util.find_spec, lambda name: None
     try:
         with pytest.raises(MissingExtraError, match=r"pip install 'xla_fsdp\[plan\]'"):

@@ -319,6 +319,9 @@ def test_wrong_use_is_told():
     for grace in (0, -1, True, "25", float("inf")):
         with pytest.raises(ValueError, match="grace must be a positive number of seconds, got"):
             xla_fsdp.Preemption(grace)
+    for signals in (15, (999,), "TERM", (signal.SIGTERM, signal.SIGKILL)):
+        with pytest.raises(ValueError, match="signals must be signals that a process can handle"):
+            xla_fsdp.Preemption(signals=signals)
     with xla_fsdp.Preemption() as preempted, pytest.raises(RuntimeError, match="without a notice"):
         preempted.exit()
 

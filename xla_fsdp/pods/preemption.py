@@ -58,7 +58,8 @@ class Preemption:
         reason: the notice, and its rank; ``None`` before there is one.
 
     Raises:
-        ValueError: ``grace`` is not a positive number.
+        ValueError: ``grace`` is not a positive number, or ``signals`` are not signals that a
+            process can handle.
         RuntimeError: the ranks have no store that they share; see the message.
     """
 
@@ -72,6 +73,15 @@ class Preemption:
         number = isinstance(grace, (int, float)) and not isinstance(grace, bool)
         if not number or not 0 < grace < math.inf:
             raise ValueError(f"grace must be a positive number of seconds, got {grace!r}")
+        try:
+            notices = [signal.Signals(each) for each in signals]
+        except (TypeError, ValueError):
+            notices = [signal.SIGKILL]
+        if {signal.SIGKILL, signal.SIGSTOP} & {*notices}:
+            raise ValueError(
+                "signals must be signals that a process can handle, such as (signal.SIGTERM,), got "
+                f"{signals!r}"
+            )
         self.reason: str | None = None
         self._grace = float(grace)
         self._over = threading.Event()
@@ -80,7 +90,7 @@ class Preemption:
         self._rank = channel.rank
         self._agreement = _Agreement(channel, self._on_notice)
         request = self._agreement.request_stop
-        self._end_listening = [_signals.listen(signal.Signals(each), request) for each in signals]
+        self._end_listening = [_signals.listen(each, request) for each in notices]
         host = metadata_host() if metadata_server is None else metadata_server
         if host:
             self._start_thread("metadata", poll_metadata_server, host, request, self._over)

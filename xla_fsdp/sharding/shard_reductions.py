@@ -143,8 +143,8 @@ def without_padding(
     masks = {} if masks is None else masks
     key = spec.layout.numel, spec.layout.shard_shape, spec.depth, spec.world, value.device
     if key not in masks:
-        masks[key] = spec.inside(value)
-    return torch.where(masks[key], value, torch.full_like(value, fill))
+        masks[key] = ~spec.inside(value)
+    return value.masked_fill(masks[key], fill)
 
 
 def _total(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

@@ -66,9 +66,15 @@ class PlanCache:
     @classmethod
     def at(cls, where: str | os.PathLike[str] | bool) -> PlanCache:
         """``True``: ``$XDG_CACHE_HOME/xla_fsdp/plans``, by default in ``~/.cache``; ``False``: no
-        cache; else a folder."""
+        cache; else a folder.
+
+        Raises:
+            TypeError: ``where`` is none of these.
+        """
         if where is True:
             return cls(default_cache_folder("plans"))
+        if where and not isinstance(where, (str, os.PathLike)):
+            raise TypeError(f"cache must be True, False or a folder, got {where!r}")
         return cls(Path(where) if where else None)
 
     def read(self, key: str) -> CompiledStep | None:
