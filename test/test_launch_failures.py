@@ -311,6 +311,21 @@ import torch_xla.core.xla_model as xm
 from xla_fsdp import CollectiveMismatchError, RankError, RankTimeoutError, launch
 """
 SCRIPTS = {
+    "places in a script without a file": """
+source = '''
+def step(rank):
+    xm.all_gather(torch.ones(3 + rank).to("xla"))
+    torch_xla.sync()
+'''
+exec(compile(source, "<stdin>", "exec"))
+try:
+    launch(step, (), 2)
+except CollectiveMismatchError as error:
+    for line in (3, 4):
+        assert str(error).count(f"<stdin>:{line} in step") == 2, error
+else:
+    raise AssertionError("no error")
+""",
     "tensors that were kept are usable": """
 kept = {}
 

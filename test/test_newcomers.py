@@ -1,6 +1,7 @@
 """Mistakes of a first script: errors that say what to do, and warnings of what would be slow."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -77,6 +78,53 @@ def inputs_on_the_cpu(rank):
 
 def test_inputs_on_the_cpu(run_ranks):
     run_ranks(inputs_on_the_cpu, 2)
+
+
+CONVOLUTIONS = {
+    "one pixel": (lambda: nn.Conv2d(1, 1, 1), torch.ones(1, 1, 2, 2)),
+    "float64": (lambda: nn.Conv2d(3, 4, 3).double(), torch.ones(2, 3, 8, 8, dtype=torch.float64)),
+    "dilated": (lambda: nn.Conv2d(1, 2, 3, dilation=2), torch.ones(1, 1, 16, 16)),
+    "transposed": (lambda: nn.ConvTranspose2d(1, 1, 2), torch.ones(1, 1, 4, 4)),
+    "3d": (lambda: nn.Conv3d(1, 1, 1), torch.ones(1, 1, 2, 2, 2)),
+}
+
+
+def convolutions_on_the_cpu(rank):
+    for build, images in CONVOLUTIONS.values():
+        for wrap in (xla_fsdp.XlaFullyShardedDataParallel, xla_fsdp.fully_shard):
+            model, shape = wrap(build()), re.escape(str(tuple(images.shape)))
+            with every_rank_warns(rank, f"tensor of shape {shape} on cpu and returned its result"):
+                loss = model(images).sum()
+            with pytest.raises(RuntimeError):
+                loss.backward()
+            with every_rank_warns(rank, None):  # the remedy
+                model(images.to(f"xla:{rank}")).sum().backward()
+    with every_rank_warns(rank, None), torch.no_grad():
+        xla_fsdp.fully_shard(nn.Conv2d(1, 1, 1))(torch.ones(1, 1, 2, 2))
+
+
+def test_convolutions_that_compute_on_the_cpu(run_ranks):
+    run_ranks(convolutions_on_the_cpu, 2)
+
+
+def without_sync(rank):
+    import torch_xla
+
+    for wrap in (xla_fsdp.XlaFullyShardedDataParallel, xla_fsdp.fully_shard):
+        for every, warning in ((12, "the last 8 steps of SGD were traced, but none"), (4, None)):
+            model = wrap(nn.Linear(4, 4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with every_rank_warns(rank, warning):
+                for step in range(12):
+                    model(torch.ones(2, 4).to("xla")).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if step % every == every - 1:
+                        torch_xla.sync()
+
+
+def test_steps_without_sync(run_ranks):
+    run_ranks(without_sync, 2)
 
 
 def policies(rank):

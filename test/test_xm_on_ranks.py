@@ -1,5 +1,7 @@
 """``torch_xla.core.xla_model`` on CPU ranks gives what it gives on TPU."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -300,3 +302,25 @@ def test_autograd_thread_knows_its_rank(run_ranks):
 
     for rank, seen in enumerate(run_ranks(step, 3)):
         assert seen == [(rank, rank, f"xla:{rank}")]
+
+
+def test_scans_are_captured_by_one_rank_at_a_time(run_ranks):
+    inside = []
+
+    def add(carry, x):
+        inside.append(xr.global_ordinal())
+        time.sleep(0.2)
+        assert len({*inside}) == 1
+        inside.clear()
+        return carry + x, carry * x
+
+    def step(rank):
+        from torch_xla.experimental.scan import scan
+
+        start = torch.full((2,), float(rank), device="xla", requires_grad=True)
+        carry, y = scan(add, start, torch.ones(3, 2, device="xla"))
+        (carry.sum() + y.sum()).backward()
+        return carry.tolist(), start.grad.tolist()
+
+    for rank, found in enumerate(run_ranks(step, 3)):
+        assert found == ([rank + 3.0] * 2, [4.0] * 2)

@@ -305,6 +305,11 @@ def sync_tensors(
     """Compiles and starts the pending graph of some tensors alone."""
 
 
+@_replaceable("experimental.scan.value_and_grad_partitioned")
+def capture_scan(*arguments: Any, **keywords: Any) -> Any:
+    """Captures the graphs of the function that ``scan`` repeats, by AOTAutograd."""
+
+
 @_replaceable("core.xla_model._fetch_gradients")
 def gradients_to_average(optimizer: torch.optim.Optimizer) -> Tensors:
     """The gradients that ``xm.reduce_gradients`` and Accelerate average over the ranks."""

@@ -297,10 +297,10 @@ def load_checkpoint(
     """Loads a checkpoint that :func:`save_checkpoint` saved. Call it on every rank.
 
     The number of ranks and the wrapping of the model may differ from those of the save. If both are
-    the same, resumed training is bit-exact (random states included); otherwise it is equal up to
-    rounding. Every byte that is used is compared with its digest. Nothing is changed before all
-    ranks have read and checked everything they need. Host memory: a copy of this rank's shards and
-    buffers.
+    the same, resumed training is bit-exact, with the random states of torch and XLA (not those of
+    numpy and Python, which the ranks of a process share); otherwise it is equal up to rounding.
+    Every byte that is used is compared with its digest. Nothing is changed before all ranks have
+    read and checked everything they need. Host memory: a copy of this rank's shards and buffers.
 
     Args:
         path: the folder of a checkpoint, or a folder with several, of which the newest is loaded.

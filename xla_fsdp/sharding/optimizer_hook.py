@@ -10,6 +10,7 @@ The import of this module registers the hook.
 | a step before a load has given values | ``deferred_values.py`` | raises |
 | gradients that ``no_sync`` stores | a counter in the sharded tensor | raises |
 | gradients of this rank only | parameters outside of every FSDP unit | warns once |
+| steps without ``torch_xla.sync()`` | a shard whose value is not computed yet | warns once |
 | plain local tensors in loaded state | they have the shape of the shard | get the shard's type |
 | a loop over parameters where lists give the same | ``foreach`` is None | set for this step |
 | ``fused=True`` with parameters on XLA | the groups | unset, with a warning |
@@ -51,6 +52,10 @@ _BY_NAME = "_xla_fsdp_by_name"
 # Set on an optimizer: for each current step (the steps of a plan are nested) the groups that use
 # ``foreach`` until it ends. A step that raised leaves it set, which changes no value.
 _CHOSEN = "_xla_fsdp_foreach"
+# Set on an optimizer: how many of its last steps have not run; None after the warning.
+_PENDING = "_xla_fsdp_pending_steps"
+# More than a script traces into one program on purpose.
+_MANY = 8
 # Optimizers of torch whose ``foreach`` results are bit-identical and take half the host time
 # (benchmarks/LOG.md). Those of Adagrad, NAdam, RAdam, ASGD and Rprop are not identical.
 _SAME = (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, optim.Adamax)
@@ -69,6 +74,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _import_local_state(optimizer)
         optimizer.__dict__[_CHECKED] = len(every)
     require_reduced(every, f"{type(optimizer).__name__}.step()")
+    _warn_without_sync(optimizer, every)
     _unset_fused(optimizer)
     if type(optimizer) in _SAME:  # subclasses may override step
         chosen = [group for group in optimizer.param_groups if _supports_foreach(group)]
@@ -187,6 +193,25 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
                     stacklevel=2,
                 )
                 return
+
+
+def _warn_without_sync(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
+    """Warns once if the values of several steps were only traced and not computed."""
+    pending = optimizer.__dict__.get(_PENDING, 0)
+    trained = (p for p in every if p.grad is not None and p.device.type == "xla")
+    shard = next((p for p in trained if sharded_tensor_of(p) is not None), None)
+    if pending is None or shard is None or is_simulated_rank():
+        return
+    pending = pending + 1 if xlac.are_pending([shard])[0] else 0
+    optimizer.__dict__[_PENDING] = pending if pending < _MANY else None
+    if pending == _MANY:
+        warnings.warn(
+            f"the last {_MANY} steps of {type(optimizer).__name__} were traced, but none of them "
+            "has run: XLA runs what was traced at torch_xla.sync(), and a program of many steps "
+            "takes ever longer to trace and to compile. Call torch_xla.sync() after every "
+            "optimizer.step()",
+            stacklevel=2,
+        )
 
 
 def has_shards(optimizer: Optimizer) -> bool:

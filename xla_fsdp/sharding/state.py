@@ -31,6 +31,7 @@ from .user_checks import (
     require_plain_call,
     require_uncompiled,
     require_values,
+    warn_if_elsewhere,
 )
 
 
@@ -107,6 +108,7 @@ class FSDPState(Unit):
             with parameters_saved_as_recipes(), computing((one,)):
                 outputs = self._finish(one, forward(*args, **kwargs))
             self._require_unchanged(one)
+            warn_if_elsewhere(called, (args, kwargs), tensors_in(outputs), self.world.device)
             keep = stays
         except RuntimeError as error:
             raise_if_on_other_device(called, (args, kwargs), self.world.device, error)

@@ -4,6 +4,7 @@ and transformations that would bypass a forward."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -167,6 +168,27 @@ def raise_if_on_other_device(
             f"{device}. If it does not move its inputs itself, move inputs there with "
             f".to({str(device)!r})"
         ) from error
+
+
+def warn_if_elsewhere(
+    module: str, inputs: Any, outputs: Sequence[torch.Tensor], device: torch.device
+) -> None:
+    """Warns if ``outputs`` of a ``module`` with parameters on ``device`` are where its inputs are.
+
+    Given a tensor on the CPU, torch_xla computes most convolutions there without an error, and
+    torch raises in the backward. A module that moves inputs and outputs itself is right.
+    """
+    places = {tensor.device for tensor in outputs if tensor.requires_grad} - {device}
+    given = [tensor for tensor in tensors_in(inputs) if tensor.device in places]
+    if given:
+        warnings.warn(
+            f"the forward of {module} got a tensor of shape {tuple(given[0].shape)} on "
+            f"{given[0].device} and returned its result there, while its parameters are on "
+            f"{device}. Convolutions compute like that, and then fail in the backward. Move inputs "
+            f"there with .to({str(device)!r}); ignore this warning if the module moves its inputs "
+            "and outputs itself",
+            stacklevel=2,
+        )
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -46,9 +46,18 @@ def of_thread(ident: int | None) -> str:
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and is_library(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame):
         frame = frame.f_back
     return frame
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether ``frame`` runs user code: of a file, or a function of a script that has none
+    (``python -``, ``python -c``, IPython)."""
+    code = frame.f_code
+    if code.co_filename.startswith("<"):
+        return frame.f_globals.get("__name__") == "__main__" and code.co_name != "<module>"
+    return not is_library(code.co_filename)
 
 
 def is_library(filename: str) -> bool:

@@ -137,6 +137,14 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
     patches.replace(xlac.WORLD_SIZE, None)
     patches.replace(xlac.ORDINAL, None)
     _replace_sync_points(session, patches)
+    # AOTAutograd fills tables of the process, and asserts that nobody fills them at the same time.
+    one_rank, capture = threading.RLock(), xlac.capture_scan.value
+
+    def capture_alone(*args: Any, **kwargs: Any) -> Any:
+        with one_rank:
+            return capture(*args, **kwargs)
+
+    patches.replace(xlac.capture_scan, capture_alone)
     patches.set_everywhere(Collectives(session).replacements())
     patches.set(
         torch.random,

@@ -107,7 +107,7 @@ def _calls(thread: int) -> list[tuple[FrameType, int]]:
 
 
 def _where(calls: list[tuple[FrameType, int]]) -> str:
-    users = (frame for frame, _ in calls if not call_site.is_library(frame.f_code.co_filename))
+    users = (frame for frame, _ in calls if call_site.is_users(frame))
     return call_site.text(next(users, calls[0][0]))
 
 
@@ -120,7 +120,7 @@ def _what(calls: list[tuple[FrameType, int]]) -> str:
             return DEVICE
         if os.path.basename(file) == "queue.py" or f"{os.sep}multiprocessing{os.sep}" in file:
             return "waiting at a queue"
-        if not call_site.is_library(file):
+        if call_site.is_users(frame):
             reads = number == 0 and _READS_A_VALUE.search(linecache.getline(file, line))
             return DEVICE if reads else "running"
     return "running"
