@@ -124,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=4, help="largest number of compilations")
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE",
                         help="fix a setting to a value, as Python writes it")  # fmt: skip
+    parser.add_argument("--compiler", help="as in xla_fsdp.plan: a version of libtpu, ...")
     parser.add_argument("--save", type=Path, help="file for all figures, JSON")
     flags = parser.parse_args(arguments)
     name, baseline = flags.model, None
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     found = xla_fsdp.tune(
         step, flags.slice, batch=flags.batch, baseline=baseline, budget=flags.budget,
-        search=search, title=name,
+        search=search, title=name, compiler=flags.compiler,
     )  # fmt: skip
     print(found)
     if flags.save:
