@@ -275,16 +275,17 @@ class Tables(nn.Module):
         return self.layer(x)
 
 
-def shared_buffers(rank, device_type):
+def shared_buffers(rank, sharding):
     import torch_xla
 
-    device = torch_xla.device() if device_type == "xla" else torch.device("cpu")
+    from xla_fsdp import fully_shard
+
+    device = torch.device("cpu") if sharding == "none" else torch_xla.device()
+    shard = {"none": lambda model: model, "class": wrapped, "in place": fully_shard}[sharding]
     for kind in KINDS:
         found = []
         for recomputed in (False, True):
-            model = Tables(kind, recomputed).to(device)
-            if device_type == "xla":
-                model = wrapped(model)
+            model = shard(Tables(kind, recomputed).to(device))
             for step in range(2):
                 model(inputs(rank, step).to(device)).square().mean().backward()
             torch_xla.sync()
@@ -300,9 +301,9 @@ def shared_buffers(rank, device_type):
         model(inputs(rank).to(device)).sum().backward()
 
 
-@pytest.mark.parametrize("device_type", ["xla", "cpu"])
-def test_buffers_that_others_use(run_ranks, device_type):
-    run(run_ranks, shared_buffers, device_type)
+@pytest.mark.parametrize("sharding", ["class", "in place", "none"])
+def test_buffers_that_others_use(run_ranks, sharding):
+    run(run_ranks, shared_buffers, sharding)
 
 
 class Changing(nn.Module):

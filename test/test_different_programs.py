@@ -1,6 +1,9 @@
 """Ranks whose programs differ run together, if they trace the same collectives."""
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,13 +50,16 @@ except RankError as error:
     assert result.stdout == f"{[[1.5, 1.5, 2.5, 2.5]] * 2}\n", result.stderr
 
 
+WIDTH = 16  # of each weight both ranks have a half
+
+
 class Experts(nn.Module):
     """Ranks route to other experts, and compute different operators."""
 
     def __init__(self, rank):
         super().__init__()
         self.rank = rank
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x):
         first, second = (expert(x) for expert in self.experts)
@@ -62,21 +68,43 @@ class Experts(nn.Module):
         return torch.sort(torch.tanh(first), -1).values + second * 0.5
 
 
+class NovoGrad(torch.optim.Optimizer):
+    """Branches on a value, as timm's NovoGrad does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state, norm = self.state[parameter], parameter.grad.square().sum()
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros([]).to(state["exp_avg"].device)
+            if state["exp_avg_sq"] == 0:
+                state["exp_avg_sq"].copy_(norm)
+            else:
+                state["exp_avg_sq"].mul_(0.98).add_(norm, alpha=0.02)
+            update = parameter.grad / state["exp_avg_sq"].sqrt().add_(1e-8)
+            state["exp_avg"].mul_(0.95).add_(update)
+            parameter.add_(state["exp_avg"], alpha=-0.05)
+
+
 def batch(rank, step, rows=8):
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(rows, 6, generator=generator)
+    return torch.randn(rows, WIDTH, generator=generator)
 
 
-def longer_batches(rank):
-    return lambda step: batch(rank, step, 4 + 3 * rank)
+def longer(rank, step):
+    return batch(rank, step, 4 + 3 * rank)
 
 
 def layers(rank):
-    return [nn.Linear(6, 6) for _ in range(3)]
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
 
 
 def experts(rank):
-    return [Experts(rank), nn.Linear(6, 6)]
+    return [Experts(rank), nn.Linear(WIDTH, WIDTH)]
 
 
 def forwards(parameters, rank):
@@ -87,18 +115,39 @@ def by_rank(parameters, rank):
     return parameters[::-1] if rank else parameters
 
 
-def plain_losses(build, data, size, steps):
+def fewer(parameters, rank):
+    """Rank 1 does not update its half of the weights."""
+    return [p for p in parameters if p.dim() == 1] if rank else parameters
+
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    build: Callable = layers
+    data: Callable = batch
+    held: Callable = forwards
+    optimizer: Callable = sgd
+
+
+def plain_losses(case, size, steps):
     """The losses of each rank, and the weights, of one process that computes for all of them."""
     torch.manual_seed(0)
-    model = nn.Sequential(*build(0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    model = nn.Sequential(*case.build(0))
+    if case.held is fewer:
+        first_half = (torch.arange(WIDTH) < WIDTH // 2).float()[:, None]
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.register_hook(lambda grad: grad * first_half)
+    optimizer = case.optimizer(model.parameters())
     losses = [[] for _ in range(size)]
     for step in range(steps):
         for rank in range(size):
             for module in model.modules():
                 if isinstance(module, Experts):
                     module.rank = rank
-            loss = model(data(rank)(step)).square().mean()
+            loss = model(case.data(rank, step)).square().mean()
             (loss / size).backward()
             losses[rank].append(loss.item())
         optimizer.step()
@@ -106,39 +155,41 @@ def plain_losses(build, data, size, steps):
     return losses
 
 
-ALIKE = (layers, lambda rank: functools.partial(batch, rank), by_rank)
-LONGER = (layers, longer_batches, forwards)
-ROUTED = (experts, lambda rank: functools.partial(batch, rank), forwards)
+CASES = {
+    "optimizers in another order": Case(held=by_rank),
+    "optimizers of fewer parameters": Case(held=fewer),
+    "batches of another length": Case(data=longer),
+    "NovoGrad": Case(optimizer=NovoGrad),
+    "routing": Case(build=experts),
+}
+
+
+SCANNED = ("optimizers in another order", "batches of another length")
 
 
 @pytest.mark.parametrize(
-    "case, scanned",
-    [
-        pytest.param(ALIKE, False, id="optimizers in another order"),
-        pytest.param(ALIKE, True, id="the same of scanned blocks"),
-        pytest.param(LONGER, True, id="batches of another length"),
-        pytest.param(LONGER, False, id="the same of wrapped ones", marks=pytest.mark.slow),
-        pytest.param(ROUTED, False, id="routing by rank"),
-    ],
+    "name, sharding",
+    [*itertools.product(CASES, ["class", "in place"]), *((name, "scanned") for name in SCANNED)],
 )
-def test_losses_are_those_of_one_process(run_ranks, case, scanned):
-    build, data, order = case
+def test_losses_are_those_of_one_process(run_ranks, name, sharding):
+    case = CASES[name]
 
     def train(rank):
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-        from xla_fsdp import scan_blocks
+        from xla_fsdp import fully_shard, scan_blocks
 
         torch.manual_seed(0)
-        units = build(rank)
-        if scanned:
+        units = case.build(rank)
+        if sharding == "scanned":
             model = scan_blocks(units)
+        elif sharding == "in place":
+            model = fully_shard(nn.Sequential(*map(fully_shard, units)))
         else:
-            model = FSDP(nn.Sequential(*[FSDP(unit) for unit in units]))
-        parameters = order(list(model.parameters()), rank)
-        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+            model = FSDP(nn.Sequential(*map(FSDP, units)))
+        optimizer = case.optimizer(case.held(list(model.parameters()), rank))
         losses = []
         for step in range(3):
-            loss = model(data(rank)(step).to(torch_xla.device())).square().mean()
+            loss = model(case.data(rank, step).to(torch_xla.device())).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -146,7 +197,7 @@ def test_losses_are_those_of_one_process(run_ranks, case, scanned):
             losses.append(loss.item())
         return losses
 
-    want = plain_losses(build, data, 2, 3)
+    want = plain_losses(case, 2, 3)
     assert run_ranks(train, 2) == [pytest.approx(one, rel=1e-5) for one in want]
 
 
@@ -228,7 +279,7 @@ def test_an_optimizer_that_branches_on_a_value(run_ranks):
     def train(rank):
         from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
-        model = FSDP(nn.Linear(6, 3))
+        model = FSDP(nn.Linear(WIDTH, 3))
         for parameter in model.parameters():
             parameter.data.fill_(-1.0 if rank else 1.0)
         optimizer = Branching(model.parameters())

@@ -13,6 +13,7 @@ from xla_fsdp import (
     from_dcp,
     full_optim_state_dict,
     full_state_dict,
+    fully_shard,
     load_checkpoint,
     load_full_optim_state_dict,
     load_full_state_dict,
@@ -265,8 +266,12 @@ def options_of_groups(optimizer):
     ]
 
 
-@on_ranks(2)
-def test_options_of_groups_are_what_torch_makes_of_them(rank, size, folder):
+@pytest.mark.parametrize("shard", [FSDP, fully_shard])
+def test_options_of_groups_are_what_torch_makes_of_them(run_ranks, tmp_path, shard):
+    run_ranks(options_are_torchs, 2, shard, str(tmp_path))
+
+
+def options_are_torchs(rank, shard, folder):
     def build():
         return torch.nn.Linear(6, 4)
 
@@ -282,7 +287,7 @@ def test_options_of_groups_are_what_torch_makes_of_them(rank, size, folder):
         after(expected)
         expected.load_state_dict(saved.state_dict())
 
-        model = FSDP(build())
+        model = shard(build())
         own = grouped(model, kinds, 0.5)
         before(own)
         stepped(model, own, torch.ones(2, 6).to("xla"))
@@ -297,7 +302,7 @@ def test_options_of_groups_are_what_torch_makes_of_them(rank, size, folder):
             "by number": saved.state_dict(),
         }
         for how in (*given, "dcp", "checkpoint"):
-            model = FSDP(build())
+            model = shard(build())
             loaded = grouped(model, kinds, 9.0)
             after(loaded)
             if how in given:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lazy_modules import torch_xla, xm
 
+import xla_fsdp
 from xla_fsdp.testing import CollectiveMismatchError, RankError
 
 # What waits for ever ends by this, with a RankTimeoutError: no slow machine comes near it.
@@ -128,10 +129,9 @@ def backward(rank, reads):
     sync()
 
 
-def route(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-    FSDP(Experts(rank))(torch.ones(2, 4).to("xla")).sum().backward()
+def route(rank, name="XlaFullyShardedDataParallel"):
+    shard = getattr(xla_fsdp, name)
+    shard(Experts(rank))(torch.ones(2, 4).to("xla")).sum().backward()
     sync()
 
 
@@ -161,6 +161,7 @@ DOES = {
     "backward": lambda rank: backward(rank, False),
     "backward that reads": lambda rank: backward(rank, True),
     "route": route,
+    "route in place": lambda rank: route(rank, "fully_shard"),
 }
 
 
@@ -208,8 +209,9 @@ HERE = f"at {__file__}:"
         (3, ["gather, gather, sync", "gather, sync, gather, sync"], []),
         (2, ["reduce, gather, sync", "gather, reduce, sync"],
          ["differs is number 1", "all_reduce(sum)"]),
-        (2, ["route"], ["rank 0: reduce_scatter", "'experts.0.weight'", HERE,
-                        "rank 1: reduce_scatter", "'experts.1.weight'"]),
+        *((2, [route], ["rank 0: reduce_scatter", "'experts.0.weight'", HERE,
+                        "rank 1: reduce_scatter", "'experts.1.weight'"])
+          for route in ("route", "route in place")),
         (2, ["read another shape"], ["(item)"]),
         (2, ["gather, sync", "gather of bfloat16, sync"], ["bfloat16"]),
         (3, ["gather, sync", "gather, sync, gather, sync"], ["rank 0: its function returned"]),

@@ -81,6 +81,22 @@ def cached(scale):
     return call
 
 
+class Number(float):
+    """A number with an attribute."""
+
+
+def number(scale):
+    found = Number(1.0)
+    found.scale = scale
+    return found
+
+
+def noted(scale):
+    found = torch.ones(2)
+    found.scale = scale
+    return found
+
+
 def negative_zero(scale):
     return 0.0 if scale == 2.0 else -0.0
 
@@ -96,6 +112,9 @@ class Block(nn.Module):
 DECIDED = {
     "a number": (float, "inner.value: 2.0 in block 0, 3.0 in block 1"),
     "signs of zero": (negative_zero, "inner.value: 0.0 in block 0, -0.0 in block 1"),
+    "a number of a class": (Number, "inner.value[1]: 2.0 in block 0, 3.0 in block 1"),
+    "a number with an attribute": (number, "inner.value.scale: 2.0 in block 0, 3.0 in block 1"),
+    "a scalar of NumPy": (np.float64, "inner.value"),
     "an object": (Settings, "inner.value.scale: 2.0 in block 0, 3.0 in block 1"),
     "an object with slots": (Slots, "scale: 2.0 in block 0, 3.0 in block 1"),
     "an object that __eq__ leaves something out of": (Half, "inner.value.scale: 2.0"),
@@ -117,6 +136,7 @@ DECIDED = {
     "a partial function": (lambda scale: functools.partial(scaled, scale=scale), "2.0 in block 0"),
     "a method": (lambda scale: AlwaysEqual(scale).__eq__, "inner.value.scale: 2.0"),
     "a tensor": (lambda scale: torch.tensor([1.0, scale]), "inner.value: a tensor of shape (2,)"),
+    "a tensor with an attribute": (noted, "inner.value.scale: 2.0 in block 0"),
     "a NumPy array": (array, "inner.value"),
     "a module that is not registered": (lambda scale: [nn.Dropout(scale / 10)], ".p: 0.2 in"),
 }

@@ -217,6 +217,53 @@ def test_recomputation_is_kept_apart_from_the_forward(run_ranks):
     run_ranks(barriers, 1)
 
 
+def unchanged(model):
+    pass
+
+
+def by_torch(model):
+    model.call = CALLS["not reentrant"]
+
+
+def by_torchs_wrapper(model):
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Sequential))
+
+
+def by_checkpoint_module(model):
+    from xla_fsdp import checkpoint_module
+
+    for layer in model.layers:
+        checkpoint_module(layer)
+
+
+def temporaries(cache, recompute):
+    """MiB of temporaries of four blocks of width 512 in one unit."""
+    from xla_fsdp import plan
+
+    def block():
+        return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+
+    def step():
+        model = Net()
+        model.first, model.layers = nn.Identity(), nn.ModuleList(block() for _ in range(4))
+        recompute(model)
+        model = wrapped(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(8192, 512).to("xla")).backward()
+        optimizer.step()
+
+    return plan(step, "v3-8", ranks=[0], cache=cache, progress=False).memory.temporaries / 2**20
+
+
+@pytest.mark.slow
+def test_temporaries_are_those_of_checkpoint_module(elsewhere, tmp_path):
+    """The figures are in docs/how-to/activation-checkpointing.md."""
+    ways = (unchanged, by_checkpoint_module, by_torch, by_torchs_wrapper)
+    without, own, *others = (elsewhere(temporaries, str(tmp_path), way) for way in ways)
+    assert own < 0.6 * without
+    assert others == [pytest.approx(own, rel=0.03)] * 2, (without, own, others)
+
+
 def in_composition(rank):
     """The composable checkpoint has torch's function by a name of its own."""
     import torch_xla

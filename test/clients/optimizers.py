@@ -17,6 +17,8 @@ NEED_MATRICES = r"c?adafactor(bvc?)?|c?(adam|sgd)p|n?(ada)?muon"
 COMPILED = r"kron[cw]?|AdamW.*"
 # These need CUDA or second derivatives.
 NOT_HERE = r"bnb.*|fused.*|adahessian"
+# These branch on a value, and run in both forms.
+BRANCHING = r"novograd[cw]?"
 
 
 def build() -> nn.Module:
@@ -44,14 +46,14 @@ def train(model: nn.Module, optimizer, device: str, rank: int = 0, ranks: int = 
         optimizer.zero_grad()
 
 
-def main(rank: int, names) -> dict:
+def main(rank: int, names, shard=xla_fsdp.fully_shard) -> dict:
     """By name: the weights after training, or the error."""
     found = {}
     for name in names:
         try:
             model = build()
-            xla_fsdp.fully_shard(model[0])
-            xla_fsdp.fully_shard(model)
+            model[0] = shard(model[0])
+            model = shard(model)
             train(model, optimizers()[name](model), "xla", rank, RANKS)
             found[name] = xla_fsdp.full_state_dict(model, rank0_only=False)
         except (xla_fsdp.ShardedParameterError, torch._dynamo.exc.Unsupported) as error:
@@ -63,6 +65,10 @@ if __name__ == "__main__":
     names = list(optimizers())
     (found, _) = xla_fsdp.launch(main, (names,), num_devices=RANKS)
     assert sum(isinstance(one, dict) for one in found.values()) > 65
+    branching = [name for name in names if re.fullmatch(BRANCHING, name)]
+    assert len(branching) == 3
+    by_class = (branching, xla_fsdp.XlaFullyShardedDataParallel)
+    (of_class, _) = xla_fsdp.launch(main, by_class, num_devices=RANKS)
     for name in names:
         if re.fullmatch(NEED_MATRICES, name):
             assert "is sharded here" in found[name], (name, found[name])
@@ -73,7 +79,8 @@ if __name__ == "__main__":
         assert isinstance(found[name], dict), (name, found[name])
         plain = build()
         train(plain, optimizers()[name](plain), "cpu")
-        torch.testing.assert_close(
-            found[name], dict(plain.state_dict()), rtol=1e-3, atol=2e-5,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+        for states in (found, of_class) if name in of_class else (found,):
+            torch.testing.assert_close(
+                states[name], dict(plain.state_dict()), rtol=1e-3, atol=2e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )  # fmt: skip

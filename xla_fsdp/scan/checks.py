@@ -151,7 +151,7 @@ class _Comparison:
                 self._raise_different(name, a, b)
         elif type(a) is not type(b) or isinstance(a, type):
             self._raise_different(name, a, b)
-        elif isinstance(a, (float, complex)):
+        elif type(a) in (float, complex):
             if repr(a) != repr(b):  # the sign of zero counts, NaN is equal to itself
                 self._raise_different(name, a, b)
         elif type(a) in _BY_VALUE:
@@ -162,6 +162,7 @@ class _Comparison:
                 self._cannot_compare(name, a)
             if a.requires_grad is not b.requires_grad or not same_bits(a, b):
                 self._raise_different(name, a, b)
+            self.require_equal(name, vars(a), vars(b))
         elif (id(a), id(b)) not in self._begun:
             self._begun[id(a), id(b)] = a, b
             mine, its = (self._contents(name, value) for value in (a, b))
