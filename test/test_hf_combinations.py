@@ -3,6 +3,7 @@ plain torch in one process on the global batch: docs/reference/tested-combinatio
 
 import functools
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hf_models import BATCH, Trained, assert_alike, batch_of, build, items_in, o
 from hf_trainers import InOrder, accelerator_for, by_class, trainer_for
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 TIMEOUT = 400
@@ -516,6 +517,19 @@ def test_the_number_of_ranks_that_saved(tmp_path):
     assert _ranks_that_saved(str(tmp_path)) == 1
     (tmp_path / "xla_fsdp_ranks.json").write_text('{"world_size": 4}')
     assert _ranks_that_saved(str(tmp_path)) == 4
+
+
+def test_an_attribute_that_the_installed_transformers_ignores(monkeypatch):
+    """Transformers 4 does not divide the loss of a class with ``loss_is_scaled_for_ga = False``."""
+    from xla_fsdp.integrations.transformers import _MICRO_BATCHES, _accumulating
+
+    trainer = SimpleNamespace(loss_is_scaled_for_ga=False, current_gradient_accumulation_steps=2)
+    monkeypatch.setattr(Trainer, "loss_is_scaled_for_ga", None, raising=False)
+    with _accumulating(trainer):
+        assert getattr(trainer, _MICRO_BATCHES) == (2, True)
+    monkeypatch.delattr(Trainer, "loss_is_scaled_for_ga")
+    with _accumulating(trainer):
+        assert getattr(trainer, _MICRO_BATCHES) == (2, False)
 
 
 class NotesDtype(IgnoresItems):
