@@ -67,7 +67,8 @@ def trainer_for(
         "disable_tqdm": True,
     }
     noted = Noted()
-    arguments = hf.Seq2SeqTrainingArguments if cls is not InOrder else TrainingArguments
+    seq2seq = issubclass(cls, hf.Seq2SeqTrainer)
+    arguments = hf.Seq2SeqTrainingArguments if seq2seq else TrainingArguments
     given_to_it = {
         "model": model or build(name),
         "args": arguments(str(folder), **(options | given)),

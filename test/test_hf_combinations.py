@@ -3,6 +3,7 @@ plain torch in one process on the global batch: docs/reference/tested-combinatio
 
 import functools
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hf_models import BATCH, Trained, assert_alike, batch_of, build, items_in, o
 from hf_trainers import InOrder, accelerator_for, by_class, trainer_for
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 TIMEOUT = 400
@@ -47,9 +48,35 @@ def uses_items_in_part(outputs, labels, num_items_in_batch):
     return uses_items(outputs, labels, num_items_in_batch) + 0.1 * penalty
 
 
+class OwnMean(InOrder):
+    """Overrides ``compute_loss`` as most tutorials do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = cross_entropy(outputs["logits"], labels, "mean")
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnMeanDivided(OwnMean):
+    """Has the Trainer divide the loss by the number of micro-batches."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+class SuperAndPenalty(InOrder):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 0.1 * outputs["logits"].square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 FUNCTIONS = {f.__name__: f for f in (uses_items, ignores_items, uses_items_in_part)}
+OVERRIDDEN = {cls.__name__: cls for cls in (OwnMean, OwnMeanDivided, SuperAndPenalty)}
 # Means over a rank's labels are the global mean only if ranks have equally many.
-RAGGED = ("model", "uses_items", "uses_items_in_part")
+RAGGED = ("model", "uses_items", "uses_items_in_part", "SuperAndPenalty")
 
 ADAPTERS = {
     "lora": {},
@@ -88,9 +115,17 @@ def data_for(loss):
     return found
 
 
-def loss_of(model, loss, batch):
-    """In plain torch, on the global batch."""
+def loss_of(model, loss, batch, micro=1):
+    """In plain torch, on the global batch. ``micro``: of as many micro-batches the Trainer adds
+    what an overridden ``compute_loss`` returns."""
     items = items_in(batch["labels"])
+    if loss == "SuperAndPenalty":
+        outputs = model(**batch, num_items_in_batch=items)
+        return outputs.loss + micro * 0.1 * outputs.logits.square().mean()
+    if loss in OVERRIDDEN:
+        times = micro if loss == "OwnMean" else 1
+        logits = model(input_ids=batch["input_ids"]).logits
+        return times * cross_entropy(logits, batch["labels"], "mean")
     if loss == "model":
         return model(**batch, num_items_in_batch=items).loss
     if loss == "model ignores items":
@@ -103,16 +138,17 @@ def loss_of(model, loss, batch):
 
 
 @functools.cache
-def reference(adapter, loss, fresh_at=None):
+def reference(adapter, loss, fresh_at=None, micro=1):
     """Losses and norms of the steps, and the weights after each. ``fresh_at``: the step that makes
-    a new optimizer, as after a checkpoint without optimizer state."""
+    a new optimizer, as after a checkpoint without optimizer state. ``micro``: see ``loss_of``."""
     model, data = model_for(adapter, loss).train(), data_for(loss)
     trained, weights = Trained(), []
     for step in range(STEPS):
         if step in (0, fresh_at):
             optimizer = optimizer_for([p for p in model.parameters() if p.requires_grad])
             optimizer.param_groups[0]["weight_decay"] = 0.0
-        value = loss_of(model, loss, batch_of(data[step * BATCH : (step + 1) * BATCH]))
+        batch = batch_of(data[step * BATCH : (step + 1) * BATCH])
+        value = loss_of(model, loss, batch, micro)
         value.backward()
         trained.losses.append(value.item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -124,9 +160,9 @@ def reference(adapter, loss, fresh_at=None):
 
 
 def expected(cell, first=0, last=STEPS):
-    _, adapter, loss, _, save = cell
+    _, adapter, loss, micro, save = cell
     fresh_at = first if save == "save_only_model" and first else None
-    trained, weights = reference(adapter, loss, fresh_at)
+    trained, weights = reference(adapter, loss, fresh_at, micro if loss in OVERRIDDEN else 1)
     losses, norms = trained.losses[first:last], trained.norms[first:last]
     if save == "best":
         model, last = model_for(adapter, loss), 1
@@ -168,6 +204,7 @@ def with_trainer(cell, folder, checkpoint=None):
         "llama",
         folder,
         micro,
+        cls=OVERRIDDEN.get(loss, InOrder),
         model=model_for(adapter, loss),
         more={"compute_loss_func": FUNCTIONS.get(loss), "train_dataset": data_for(loss)},
         **arguments_for(cell),
@@ -266,6 +303,9 @@ NAMES = {
     "`compute_loss_func`": "uses_items",
     "`compute_loss_func`, ignores `num_items_in_batch`": "ignores_items",
     "`compute_loss_func`, in part by `num_items_in_batch`": "uses_items_in_part",
+    "overridden `compute_loss`: its own mean": "OwnMean",
+    "overridden `compute_loss`: its own mean, `model_accepts_loss_kwargs=False`": "OwnMeanDivided",
+    "overridden `compute_loss`: `super()` and a penalty": "SuperAndPenalty",
     "`save_model`, checkpoint": "save_model",
     "`save_only_model`": "save_only_model",
     "best model at the end": "best",
@@ -334,11 +374,26 @@ def check_files(cell, folder, weights):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
+# From 2 ranks on 4 takes as long as all other launches. Of these rows, CI runs two.
+IN_CI = [
+    ("Trainer", "none", "model", 2, "save_model"),
+    ("Trainer", "lora", "smoothing", 2, "save_model"),
+]
+
+
 def launches():
-    """The largest key takes as long as all others."""
+    slow, full = pytest.mark.slow, pytest.mark.full
     for (ranks, again), cells in TABLE.items():
-        mark = pytest.mark.full if (ranks, again) == (2, 4) else pytest.mark.slow
-        yield pytest.param(ranks, again, cells, marks=mark, id=f"{ranks}-{again}")
+        few = (ranks, again) != (2, 4)
+        first = cells if few else [cell for cell in cells if cell in IN_CI]
+        yield pytest.param(ranks, again, first, marks=slow, id=f"{ranks}-{again}")
+        if not few:
+            others = [cell for cell in cells if cell not in IN_CI]
+            yield pytest.param(ranks, again, others, marks=full, id=f"{ranks}-{again}-others")
+
+
+def test_the_rows_that_ci_runs_are_in_the_table():
+    assert set(IN_CI) <= set(TABLE[2, 4])
 
 
 @pytest.mark.parametrize("ranks, again, cells", list(launches()))
@@ -356,19 +411,38 @@ def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again, cells):
 LORA = ("Trainer", "lora", "model", 1, "save_model")
 
 
-def in_one_process(folder):
+def in_one_process(folder, cell=LORA):
     """Runs in a process that cannot import torch_xla, as on a machine without it."""
+    _, adapter, loss, micro, _ = cell
     arguments = TrainingArguments(
-        folder, per_device_train_batch_size=BATCH, adam_epsilon=1e-3, **arguments_for(LORA)
+        folder,
+        per_device_train_batch_size=BATCH // micro,
+        gradient_accumulation_steps=micro,
+        adam_epsilon=1e-3,
+        **arguments_for(cell),
     )
-    trainer = InOrder(
-        model_for("lora", "model"),
+    trainer = OVERRIDDEN.get(loss, InOrder)(
+        model_for(adapter, loss),
         arguments,
-        train_dataset=data_for("model"),
+        train_dataset=data_for(loss),
         data_collator=batch_of,
     )
     trainer.train()
     trainer.save_model(os.path.join(folder, "model"))
+    return trainer
+
+
+def compare_in_one_process(folder):
+    """What the Trainer does by itself with an overridden ``compute_loss``."""
+    for loss in OVERRIDDEN:
+        for micro in (1, 2):
+            cell = ("Trainer", "none", loss, micro, "save_only_model")
+            trainer = in_one_process(folder, cell)
+            logs, right = trainer.state.log_history, expected(cell)
+            found = {key: [log[key] for log in logs if key in log] for key in ("loss", "grad_norm")}
+            assert found["loss"] == pytest.approx(right.losses, abs=1e-4)  # four digits
+            weights = trainer.model.state_dict()
+            assert_alike(Trained(right.losses, found["grad_norm"], weights), right)
 
 
 def from_one_process(rank, folder, checkpoint):
@@ -381,16 +455,25 @@ def from_one_process(rank, folder, checkpoint):
     return [found]
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_path):
+def without_torch_xla(run_script, call):
     done = run_script(
         "import sys\n"
         "sys.modules['torch_xla'] = None\n"
         f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
         "import test_hf_combinations\n"
-        f"test_hf_combinations.in_one_process({str(tmp_path)!r})\n"
+        f"test_hf_combinations.{call}\n"
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_an_overridden_compute_loss_in_one_process(run_script, tmp_path):
+    without_torch_xla(run_script, f"compare_in_one_process({str(tmp_path)!r})")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_path):
+    without_torch_xla(run_script, f"in_one_process({str(tmp_path)!r})")
     check_files(LORA, tmp_path / "model", expected(LORA).weights)
     checkpoint = tmp_path / f"checkpoint-{SAVED}"
     assert "xla" not in torch.load(checkpoint / "rng_state.pth", weights_only=False)
@@ -434,6 +517,19 @@ def test_the_number_of_ranks_that_saved(tmp_path):
     assert _ranks_that_saved(str(tmp_path)) == 1
     (tmp_path / "xla_fsdp_ranks.json").write_text('{"world_size": 4}')
     assert _ranks_that_saved(str(tmp_path)) == 4
+
+
+def test_an_attribute_that_the_installed_transformers_ignores(monkeypatch):
+    """Transformers 4 does not divide the loss of a class with ``loss_is_scaled_for_ga = False``."""
+    from xla_fsdp.integrations.transformers import _MICRO_BATCHES, _accumulating
+
+    trainer = SimpleNamespace(loss_is_scaled_for_ga=False, current_gradient_accumulation_steps=2)
+    monkeypatch.setattr(Trainer, "loss_is_scaled_for_ga", None, raising=False)
+    with _accumulating(trainer):
+        assert getattr(trainer, _MICRO_BATCHES) == (2, True)
+    monkeypatch.delattr(Trainer, "loss_is_scaled_for_ga")
+    with _accumulating(trainer):
+        assert getattr(trainer, _MICRO_BATCHES) == (2, False)
 
 
 class NotesDtype(IgnoresItems):

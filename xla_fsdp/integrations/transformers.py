@@ -225,7 +225,9 @@ _MICRO_BATCHES = "_xla_fsdp_micro_batches"
 def _accumulating(trainer: Trainer) -> Iterator[None]:
     """Inside, ``compute_loss`` is part of a training step; outside, of an evaluation."""
     number = getattr(trainer, "current_gradient_accumulation_steps", 1)  # set by train()
-    divides = getattr(trainer, "loss_is_scaled_for_ga", None) is False  # since Transformers 5
+    # Earlier releases of Transformers do not have this attribute, and ignore a subclass's.
+    known = hasattr(Trainer, "loss_is_scaled_for_ga")
+    divides = known and trainer.loss_is_scaled_for_ga is False
     setattr(trainer, _MICRO_BATCHES, (number, divides))
     try:
         yield
