@@ -115,7 +115,10 @@ class Tuning:
             return (
                 f"BEST: your own step as it is: {step}; no settings that were compiled are faster"
             )
-        step = f"{1e3 * best.measured.seconds:,.2f} ms a step (model)"
+        model = "model"
+        if best.measured.extrapolated:
+            model += ", extrapolated: it was NOT compiled with all blocks"
+        step = f"{1e3 * best.measured.seconds:,.2f} ms a step ({model})"
         if self.samples:
             step += f", {1e6 * best.per_sample:,.1f} us a sample of a device's batch"
         return f"BEST: {best.settings}: {step}{self._against_own(best)}"
