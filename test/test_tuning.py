@@ -16,6 +16,7 @@ from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
 from xla_fsdp.plan_compiler import find_compiler
+from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.compiling.compiler import CompileError, Target
 from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.api import _extrapolated, _SearchProgress, _Steps
@@ -307,8 +308,12 @@ def made_up_search(seed):
     draw = random.Random(seed)
     step, own_batch = facts(), draw.choice((1, 2))
     estimates = Estimates({"blocks": step}, V3)
-    values = {"shard_group_size": [None], "offload": [False], "reshard_after_forward": [True, False]}
-    space = Space.of(step, V3, (1, 2), draw.random() < 0.3, checked_search(values))
+    fixed = {
+        "shard_group_size": [None],
+        "offload": [False],
+        "reshard_after_forward": [True, False],
+    }
+    space = Space.of(step, V3, (1, 2), draw.random() < 0.3, checked_search(fixed))
     deep, failing, true = draw.random() < 0.9, draw.choice((0.1, 0.9)), {}
 
     def measure(settings, full):
@@ -672,6 +677,33 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
         slower = tune(small_step(), "v3-8", calibration=slow, **{**how, "budget": 1})
         before = next(one for one in tried if one.settings == slower.best.settings)
         assert slower.best.measured.compute > 5 * before.measured.compute
+
+
+def tuned_with_warnings(cache):
+    """Without compiling: for the compiler no program fits."""
+    compiled = CompiledStep("", "", "", "", None, "out of memory", 1.0, False, 0.0)
+
+    def step(settings):
+        model = settings.wrap(Network())
+        optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
+        loss = small_loss(model, settings)
+        for _ in range(2):
+            loss.item()
+        loss.backward()
+        optimizer.step()
+
+    how = {"batch": ROWS, "budget": 1, "cache": cache, "progress": False, "search": PLAIN}
+    with mock.patch.object(Target, "compile", lambda *given: compiled):
+        own = tune(step, "v3-8", baseline=lambda: step(ShardingSettings(batch=ROWS)), **how)
+        return own.notes, tune(step, "v3-8", **how).notes
+
+
+def test_warnings_of_an_own_step_are_notes(elsewhere, tmp_path):
+    found = elsewhere(tuned_with_warnings, str(tmp_path))
+    for notes, whose in zip(found, ("your own step", "the first compiled row"), strict=True):
+        read, untrained = notes  # each once
+        assert read.startswith(f"Warning of {whose}: a value is read on the host during the step")
+        assert "1 of 11 parameters that the optimizer trains got no gradient" in untrained
 
 
 @pytest.mark.slow
