@@ -48,7 +48,7 @@ class Tuning:
         from_cache: how many of them were cached results.
         samples: whether the batch is known, so that times per sample are compared.
         advice: if nothing fits, what would fit.
-        notes: remarks on the search.
+        notes: remarks on the search, and warnings of the plan of your own step.
     """
 
     settings: ShardingSettings | None
