@@ -29,8 +29,13 @@ NOTE = (
     "Seconds of a step; in brackets the same operations at the chip's peaks, the longer of "
     "matmuls and bytes. An error above 0: the model takes longer than the run did. `less kept`: "
     "without the matmuls that the run did not recompute; errors are of this time. `if overlapped`: "
-    "the error if the vector unit overlaps with the matrix unit within an operation. `host`: waits "
-    "for copies between HBM and host memory."
+    "the error if the vector unit overlaps with the matrix unit within an operation. `MFU`: of the "
+    "modelled step, with half of causal attention where a kernel computes it. `host`: waits for "
+    "copies between HBM and host memory."
+)
+TOO_MUCH = (
+    "(too much): more than the chip has. These rows are older than the rule that a plan that does "
+    "not fit is made again with inputs in host memory. Errors and corrections count them."
 )
 
 
@@ -130,6 +135,7 @@ def markdown(rows: dict[str, dict]) -> str:
     groups |= {"corrected on": sorted(fit), "held out": sorted(held)}
     newer = {"v5e", "v5p", "v6e", "tpu7x"}
     groups["held out, v5e and later"] = [n for n in sorted(held) if RUNS[n].chip in newer]
+    groups["held out, plans that fit"] = [n for n in sorted(held) if good[n]["fits"]]
     for label, names in groups.items():
         if names:
             cells = [f"{len(names)}"]
@@ -146,6 +152,8 @@ def markdown(rows: dict[str, dict]) -> str:
         lines += ["", "(1) Planned without the compiler options of the run."]
     if any(row.get("offloaded") for row in good.values()):
         lines += ["", "(2) Planned with the inputs of blocks in host memory, to fit."]
+    if not all(row["fits"] for row in good.values()):
+        lines += ["", TOO_MUCH]
     lines += orders(good)
     for name, row in rows.items():
         if "step" not in row:
@@ -229,7 +237,6 @@ def _chips() -> list[str]:
 
 def _row(run: Run, row: dict, fit: bool) -> list[str]:
     kinds = row["kinds"]
-    step = row["step"] - row["again"]
     marks = " (1)" * (row.get("options", {}) != run.options) + " (2)" * bool(row.get("offloaded"))
     name = run.name + marks
     return [
@@ -238,10 +245,10 @@ def _row(run: Run, row: dict, fit: bool) -> list[str]:
         run.published,
         f"{'at most ' if run.bound else ''}{run.seconds:.3f}",
         f"{row['step']:.3f}",
-        f"{step:.3f}" if row["again"] else "-",
+        f"{row['step'] - row['again']:.3f}" if row["again"] else "-",
         f"{100 * (ratio(run, row) - 1):+.0f} %",
         f"{100 * (ratio(run, row, True) - 1):+.0f} %",
-        f"{100 * row['model_flops'] / (step * row['peak']):.1f}",
+        f"{100 * row['model_flops'] / (row['step'] * row['peak']):.1f}",
         *(_beside(kinds[kind]) for kind in KINDS),
         f"{row['exposed']:.3f}",
         f"{row['host']:.3f}" if row.get("host") else "-",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from benchmarks import published
 from benchmarks.decoder import Decoder, Model
@@ -209,6 +210,15 @@ def test_a_full_name_means_only_that_run():
     assert len([n for n in RUNS if published._means("8B, v6e-4", n)]) > 2
 
 
+def test_page_and_stored_table_have_the_stored_rows():
+    table = published.markdown(json.loads(published.RESULTS.read_text()))
+    assert published.RESULTS.with_suffix(".md").read_text() == f"{table}\n"
+    page = (ROOT / "docs/design/published-runs.md").read_text(encoding="utf-8")
+    for line in table.splitlines():
+        if line.startswith(("|", "By published time")):
+            assert line in page
+
+
 def test_table_of_rows(tmp_path, capsys):
     kinds = {kind: {"estimated": 1.0, "floor": 0.5} for kind in KINDS}
     row = {"step": 4.0, "compute": 3.0, "collective": 2.0, "exposed": 1.0, "again": 0.557,
@@ -220,10 +230,13 @@ def test_table_of_rows(tmp_path, capsys):
     published.main(["--known", "--out", str(out)])
     table = capsys.readouterr().out
     expected = "8B, v6e-8 (1) | corrected on | 3.443 s | 3.443 | 4.000 | 3.443 | +0 % | -10 % |"
-    assert expected in table
+    assert f"{expected} 38.1 | " in table, "MFU of all that is planned"
+    assert "too much" not in table
     assert "| v6e | 1 | +0 % | 0.0 % | +0 % | 1 of 1 | -10 % | 10.0 % | -10 % | 1 of 1 |" in table
     assert "Did not fit, so no time: 22B, v4-128: no" in table
     assert out.with_suffix(".md").read_text() == table
+    table = published.markdown({"Llama 3.1 8B, v6e-8": {**row, "fits": False}})
+    assert "16.0 (too much) |" in table and published.TOO_MUCH in table
     with pytest.raises(SystemExit):
         published.main(["no such run"])
     assert "--list" in capsys.readouterr().err

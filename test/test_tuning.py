@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import random
 import time
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
 from xla_fsdp.plan_compiler import find_compiler
+from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.compiling.compiler import CompileError, Target
 from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.api import _extrapolated, _SearchProgress, _Steps
@@ -297,6 +300,88 @@ def test_an_extrapolated_best_that_cannot_be_compiled_is_not_the_answer(error):
     assert not trials[0].measured.extrapolated
     (trial,) = (one for one in trials if one.settings == failed[0])
     assert trial.measured is None and str(error) in trial.rejected
+
+
+def made_up_search(seed):
+    """A search in which each program takes a random time, fails, or does not fit; what it found,
+    and the time and batch of the caller's own step."""
+    draw = random.Random(seed)
+    step, own_batch = facts(), draw.choice((1, 2))
+    estimates = Estimates({"blocks": step}, V3)
+    fixed = {
+        "shard_group_size": [None],
+        "offload": [False],
+        "reshard_after_forward": [True, False],
+    }
+    space = Space.of(step, V3, (1, 2), draw.random() < 0.3, checked_search(fixed))
+    deep, failing, true = draw.random() < 0.9, draw.choice((0.1, 0.9)), {}
+
+    def measure(settings, full):
+        few = deep and not full and not settings.scan
+        if draw.random() < (failing if full else 0.1):
+            errors = ImpossibleError("no such block"), CompileError("out of memory")
+            raise draw.choice(errors[full:])
+        fits = draw.random() < 0.9
+        # What is extrapolated is too short or too long.
+        true.setdefault(settings, estimates.of(settings).seconds * draw.uniform(0.5, 2))
+        seconds = true[settings] * (draw.uniform(0.5, 3) if few else 1) if fits else 0.0
+        return Measured(seconds, seconds, 0.0, 12 * GIB - 4 * GIB * fits, fits, 0.5, 1.0,
+                        extrapolated=few, compilations=1 + few)  # fmt: skip
+
+    seconds = estimates.of(ShardingSettings(batch=1)).seconds * draw.uniform(0.3, 8)
+    fits, budget = draw.random() < 0.7, draw.choice((1, 2, 4, 6, 7, 8, 8))
+    own = Measured(seconds * fits, seconds * fits, 0.0, GIB, fits, 0.5, 1.0)
+    own = draw.choice((own, own, own, None))
+    search = Search(space, estimates, measure, 10 * GIB, budget, own=own, own_batch=own_batch,
+                    compilations=int(own is not None))  # fmt: skip
+    trials = search.run()
+    found = Tuning(search.answer(), tuple(trials), "v3-8", 8, 10 * GIB, budget,
+                   search.compilations, 0, True, own=own, own_batch=own_batch)  # fmt: skip
+    return found, true
+
+
+def test_the_answer_is_never_slower_than_the_own_step():
+    """Whatever fits, fails or is extrapolated."""
+    counts = Counter()
+    for seed in range(100):
+        found, true = made_up_search(seed)
+        assert found.compilations <= found.budget, seed
+        best, own_fits = found.best, found.own is not None and found.own.fits
+        first, *_ = str(found).splitlines()
+        if best is None:
+            said = "BEST: your own step" if own_fits else "NOTHING FITS"
+            assert first.startswith(said), seed
+        else:
+            extrapolated = best.measured.extrapolated
+            assert best.measured.fits and (not extrapolated or not own_fits), seed
+            assert ("NOT compiled with all blocks" in first) == extrapolated, seed
+            said = "extrapolated" if extrapolated else "checked"
+        if best is not None and own_fits:
+            a_sample = true[best.settings] / best.settings.batch
+            assert a_sample < found.own.seconds / found.own_batch, seed
+        counts[said, own_fits] += 1
+    assert len(counts) == 5, counts
+
+
+def test_where_the_check_fails_and_the_budget_is_spent_the_own_step_is_the_answer():
+    """Other candidates are faster, but only by extrapolation."""
+    step = facts()
+    estimates = Estimates({"blocks": step}, V3)
+    compiler = Compiler(estimates, deep=0.5)
+
+    def measure(settings, full):
+        if full:
+            raise CompileError("out of memory")
+        return compiler(settings, full)
+
+    space = Space.of(step, V3, (None,), False, {})
+    for own, answered in ((Measured(1e3, 1e3, 0.0, GIB, True, 0.5, 1.0), False), (None, True)):
+        search = Search(space, estimates, measure, 10 * GIB, 5, own=own, compilations=0)
+        trials = search.run()
+        assert search.compilations == 5 and any(trial.measured for trial in trials)
+        assert (search.answer() is not None) == answered
+        found = Tuning(search.answer(), tuple(trials), "v3-8", 8, 10 * GIB, 5, 5, 0, False, own=own)
+        assert ("extrapolated: it was NOT compiled" in str(found)) == answered
 
 
 def test_figures_of_two_depths_are_extrapolated():
@@ -592,6 +677,33 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
         slower = tune(small_step(), "v3-8", calibration=slow, **{**how, "budget": 1})
         before = next(one for one in tried if one.settings == slower.best.settings)
         assert slower.best.measured.compute > 5 * before.measured.compute
+
+
+def tuned_with_warnings(cache):
+    """Without compiling: for the compiler no program fits."""
+    compiled = CompiledStep("", "", "", "", None, "out of memory", 1.0, False, 0.0)
+
+    def step(settings):
+        model = settings.wrap(Network())
+        optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
+        loss = small_loss(model, settings)
+        for _ in range(2):
+            loss.item()
+        loss.backward()
+        optimizer.step()
+
+    how = {"batch": ROWS, "budget": 1, "cache": cache, "progress": False, "search": PLAIN}
+    with mock.patch.object(Target, "compile", lambda *given: compiled):
+        own = tune(step, "v3-8", baseline=lambda: step(ShardingSettings(batch=ROWS)), **how)
+        return own.notes, tune(step, "v3-8", **how).notes
+
+
+def test_warnings_of_an_own_step_are_notes(elsewhere, tmp_path):
+    found = elsewhere(tuned_with_warnings, str(tmp_path))
+    for notes, whose in zip(found, ("your own step", "the first compiled row"), strict=True):
+        read, untrained = notes  # each once
+        assert read.startswith(f"Warning of {whose}: a value is read on the host during the step")
+        assert "1 of 11 parameters that the optimizer trains got no gradient" in untrained
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from xla_fsdp import ShardingSettings
 from xla_fsdp.planning.tuning.settings import ShallowSettings
+from xla_fsdp.planning.tuning.tuning import Tuning
 
 
 class Block(nn.Module):
@@ -96,6 +98,41 @@ def each_way_trains_alike(rank, ways):
 @pytest.mark.parametrize("ways", [WAYS, MORE_WAYS])
 def test_whatever_they_say_it_trains_like_plain_torch(run_ranks, ways):
     run_ranks(each_way_trains_alike, 4, ways)
+
+
+# Settings of every kind that tune prints as code.
+PASTED = {
+    "scan, on the host": ShardingSettings(
+        scan=True, recompute="all", keep=("up",), offload=True, scoped_vmem_kib=49152
+    ),
+    "one unit": ShardingSettings(batch=5, units="model", backward_prefetch="post"),
+    "by size": ShardingSettings(units=100, kept_blocks=("blocks.1.up",), recompute="all"),
+    "groups": ShardingSettings(shard_group_size=1, kept_blocks=(0, 2), recompute=2, offload=True),
+}
+
+
+def code_to_paste_trains_alike(rank):
+    import torch_xla
+
+    from xla_fsdp import full_state_dict
+
+    wanted = trained(Network(), [torch.cat([inputs(r, 0) for r in range(2)])]).state_dict()
+    for name, settings in PASTED.items():
+        found = Tuning(settings, (), "v3-8", 8, 2**34, 1, 1, 0, samples=False)
+        script = {"model": Network()}
+        exec(found.code, script)
+        assert script["settings"] == settings, name
+        if settings.scoped_vmem_kib:
+            assert "xla_tpu_scoped_vmem_limit_kib=49152" in os.environ["LIBTPU_INIT_ARGS"]
+        model = trained(script["model"], [inputs(rank, 0).to("xla")])
+        torch_xla.sync()
+        for key, value in full_state_dict(model, rank0_only=False).items():
+            torch.testing.assert_close(value, wanted[key], msg=f"{name}: {key}")
+    os.environ.pop("LIBTPU_INIT_ARGS", None)
+
+
+def test_code_to_paste_trains_like_plain_torch(run_ranks):
+    run_ranks(code_to_paste_trains_alike, 2)
 
 
 def numbered(join=lambda blocks: nn.Sequential(*blocks)):

@@ -145,6 +145,9 @@ def tune(
     if best is None and not (own and own.fits):
         first = trials[0].settings if trials else ShardingSettings(batch=batches[0])
         advice = what_would_fit(first, estimates, where, capacity)
+    measured = own or next((trial.measured for trial in trials if trial.measured), None)
+    whose = "your own step" if own else "the first compiled row"
+    warnings = dict.fromkeys(measured.warnings if measured else ())
     return Tuning(
         settings=best,
         own=own,
@@ -158,7 +161,10 @@ def tune(
         from_cache=steps.from_cache,
         samples=batches[0] is not None,
         advice=tuple(advice),
-        notes=tuple(filter(None, (why_no_own, why_not, how_deep))),
+        notes=(
+            *filter(None, (why_no_own, why_not, how_deep)),
+            *(f"Warning of {whose}: {one}" for one in warnings),
+        ),
         title=title,
     )
 
@@ -233,6 +239,7 @@ class _Steps:
             mfu=timing.mfu if fits else 0.0,
             compile_seconds=report.compile_seconds,
             from_cache=report.from_cache,
+            warnings=report.warnings,
         )
 
     def _traced(self, step: Callable[[], Any], host: HostOptions) -> TracedStep:
@@ -277,7 +284,7 @@ def _extrapolated(
         return 0, f"Every program had all blocks, since none can be left out: {error}"
     return blocks, (
         f"Without scan, figures of {blocks} blocks are first extrapolated from {DEPTHS[0]} and "
-        f"{DEPTHS[1]} of them; the best was then compiled with all."
+        f"{DEPTHS[1]} of them; the best was then compiled with all, or it is marked (extrapolated)."
     )
 
 

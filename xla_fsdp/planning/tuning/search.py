@@ -47,7 +47,7 @@ class Measured:
     ``seconds`` = ``compute`` + ``exposed``, 0 if it does not fit; ``hbm``: bytes that must be free,
     0 if the compiler stopped before it knew them; ``mfu``: model FLOPs utilisation.
     ``extrapolated``: whether the programs that were compiled had few of the blocks;
-    ``compilations``: how many these were.
+    ``compilations``: how many these were. ``warnings``: those of the plan.
     """
 
     seconds: float
@@ -60,6 +60,7 @@ class Measured:
     from_cache: bool = False
     extrapolated: bool = False
     compilations: int = 1
+    warnings: tuple[str, ...] = ()
 
 
 def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -> Measured:
@@ -83,6 +84,7 @@ def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -
         from_cache=first.from_cache and second.from_cache,
         extrapolated=True,
         compilations=2,
+        warnings=second.warnings,
     )
 
 
@@ -163,8 +165,11 @@ class Search:
         return self.own.seconds / self.own_batch if self.own is not None and fits else math.inf
 
     def answer(self) -> ShardingSettings | None:
-        """:meth:`best`; ``None`` if that is not faster than the caller's own step."""
-        best = self.best(checked=True) or self.best()
+        """The fastest candidate that was compiled with all blocks; ``None`` if that is not faster
+        than the caller's own step. Without an own step that fits it may be extrapolated."""
+        best = self.best(checked=True)
+        if best is None and math.isinf(self._own_per_sample):
+            best = self.best()
         if best is None:
             return None
         faster = self._trial(best).per_sample < (1 - _EQUAL) * self._own_per_sample

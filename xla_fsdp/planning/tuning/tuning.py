@@ -48,7 +48,7 @@ class Tuning:
         from_cache: how many of them were cached results.
         samples: whether the batch is known, so that times per sample are compared.
         advice: if nothing fits, what would fit.
-        notes: remarks on the search.
+        notes: remarks on the search, and warnings of the plan of your own step.
     """
 
     settings: ShardingSettings | None
@@ -115,7 +115,10 @@ class Tuning:
             return (
                 f"BEST: your own step as it is: {step}; no settings that were compiled are faster"
             )
-        step = f"{1e3 * best.measured.seconds:,.2f} ms a step (model)"
+        model = "model"
+        if best.measured.extrapolated:
+            model += ", extrapolated: it was NOT compiled with all blocks"
+        step = f"{1e3 * best.measured.seconds:,.2f} ms a step ({model})"
         if self.samples:
             step += f", {1e6 * best.per_sample:,.1f} us a sample of a device's batch"
         return f"BEST: {best.settings}: {step}{self._against_own(best)}"
