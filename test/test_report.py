@@ -12,8 +12,12 @@ import numpy
 import pytest
 from reports import GIB, given_up, make, refused
 
+from xla_fsdp.planning.compiling.cache import CompiledStep
+from xla_fsdp.planning.make_report import report_on_parts
 from xla_fsdp.planning.records import Buffer, CompilerMemory
 from xla_fsdp.planning.reporting.report import Report
+from xla_fsdp.planning.tracing.step import TracedPart, TracedStep
+from xla_fsdp.planning.tracing.traced import TracedProgram
 
 
 def test_text_says_whether_it_fits_and_names_units():
@@ -62,6 +66,19 @@ def test_where_the_time_goes():
     report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
     assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
     assert not refused().time_by_kind and not given_up().time_by_kind
+
+
+def test_a_step_of_several_programs_says_why_nothing_is_suggested():
+    program = TracedProgram(b"", {}, ())
+    step = TracedStep(program, None, (), 0, True, parts=(TracedPart(program, False, 0, 0, 0),))
+    one = CompiledStep("key", "", "", "", None, "", 1.0, False, 1e12)
+    report = report_on_parts(step, [one], lambda *_: make(suggestions=("zero-2",)), 1e15)
+    assert not report.suggestions
+    assert "The plan of a step of several programs has no suggestions: " in " ".join(report.notes)
+
+
+def test_where_one_rank_was_traced():
+    assert re.search(r"executables +1 of 1 +rank 0, no other", str(make(ranks_traced=(0,))))
 
 
 def test_hbm_at_the_peak_by_kind():

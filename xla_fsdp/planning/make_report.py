@@ -38,6 +38,10 @@ _NOTE = (
     "execution, sending the shards for the next program, and fetching the gradients of the "
     "previous one. The optimizer's step on the host is NOT included."
 )
+_NO_SUGGESTIONS = (
+    "The plan of a step of several programs has no suggestions: each would be about one program, "
+    "and whether the step becomes shorter depends on the transfers of the others."
+)
 _STOPPED = (
     "The compiler assigned the buffers, found that the program does not fit, and stopped. It "
     "reported no cycle estimates and no code size. The size in its message counts only temporaries "
@@ -235,8 +239,8 @@ def report_on_parts(
         from_cache=all(report.from_cache for report in found.values()),
         program_bytes=sum(codes.values()),
         warnings=tuple(dict.fromkeys(w for report in found.values() for w in report.warnings)),
-        suggestions=(),  # each would be about one of several programs
-        notes=(_NOTE.format(runs=len(compiled), kinds=len(found)), *worst.notes),
+        suggestions=(),
+        notes=(_NOTE.format(runs=len(compiled), kinds=len(found)), _NO_SUGGESTIONS, *worst.notes),
     )
 
 

@@ -240,6 +240,7 @@ def _without_result(
     remedies = []
     if status == -signal.SIGKILL:
         how = " (killed, perhaps by a system out of memory)"
+        remedies.append("use scan_blocks, plan fewer blocks, or use a machine with more memory")
     elif status < 0:
         how = " (a crash)"
         others = [one for one in TESTED if one != version and one not in where.chip.refused_by]

@@ -20,6 +20,7 @@ UNKNOWN = "unknown"
 TINY = 64 * 1024  # bytes: the time of a smaller collective is its latency
 _COUNTED = ("count", "sync", "async", "< 64 KiB", "MB sent")
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
+NO_MODULE, NO_PHASE = "outside of modules", "no phase"
 _RECOMPUTATION, _OPTIMIZER = "recomputation", "optimizer"
 _KIND_OF_WORK = {
     "matmul": "matmuls and what is fused with them",
@@ -393,7 +394,7 @@ def _grouped(
     found: dict[str, list[T]] = {}
     members: dict[str, set[str]] = {}
     for one in items:
-        name = _NUMBER.sub(".N", unit[one.module]) or "(no module)"
+        name = _NUMBER.sub(".N", unit[one.module]) or NO_MODULE
         found.setdefault(name, []).append(one)
         members.setdefault(name, set()).add(unit[one.module])
     ranked = sorted(found.items(), key=lambda item: -sum(map(size, item[1])))
@@ -402,7 +403,8 @@ def _grouped(
         alike = len(members[name])
         groups.append((f"{short(name, 36)} ({alike})" if alike > 1 else short(name, 40), some))
     if rest := [one for _, some in ranked[most:] for one in some]:
-        groups.append((f"{len(ranked) - most} smaller", rest))
+        number = len(ranked) - most
+        groups.append((f"{number} smaller module{'s' if number > 1 else ''}", rest))
     return groups
 
 
@@ -489,7 +491,7 @@ def _time_by_kind(report: Report) -> Section:
 
 def _time_by_module(report: Report) -> Section:
     """Compute by top-level unit and phase."""
-    columns = ("forward", "recomputed", "backward", "optimizer", "other")
+    columns = ("forward", "recomputed", "backward", "optimizer", NO_PHASE)
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
         return Section("", (), ())
     seconds = timed_ops(report.schedule, report.timing)
@@ -497,7 +499,7 @@ def _time_by_module(report: Report) -> Section:
     for name, ops in _grouped(list(seconds), seconds.__getitem__, 8):
         times = dict.fromkeys(columns, 0.0)
         for op in ops:
-            times["recomputed" if op.recomputed else op.phase or "other"] += seconds[op]
+            times["recomputed" if op.recomputed else op.phase or NO_PHASE] += seconds[op]
         rows.append((name, *(figure(1e3 * times[one], 2) for one in columns)))
     return Section("Compute by module, ms: MODEL", columns, tuple(rows))
 
@@ -514,7 +516,8 @@ def _program(report: Report) -> Section:
         rows.append(("instructions", f"{report.schedule.length:,}", "places in the schedule"))
     listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     same = "all run one program" if report.executables == 1 else "RANKS DIFFER"
-    rows.append(("executables", f"{report.executables} of {len(ranks)}", f"ranks {listed}: {same}"))
+    which = f"ranks {listed}: {same}" if len(ranks) > 1 else f"rank {listed}, no other was traced"
+    rows.append(("executables", f"{report.executables} of {len(ranks)}", which))
     if report.versions:
         rows.append(("versions", "", ", ".join(f"{n} {v}" for n, v in report.versions.items())))
     if options:
