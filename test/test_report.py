@@ -15,6 +15,7 @@ from reports import GIB, given_up, make, refused
 from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.make_report import report_on_parts
 from xla_fsdp.planning.records import Buffer, CompilerMemory
+from xla_fsdp.planning.reporting.page import page
 from xla_fsdp.planning.reporting.report import Report
 from xla_fsdp.planning.tracing.step import TracedPart, TracedStep
 from xla_fsdp.planning.tracing.traced import TracedProgram
@@ -66,6 +67,36 @@ def test_where_the_time_goes():
     report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
     assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
     assert not refused().time_by_kind and not given_up().time_by_kind
+
+
+@pytest.mark.parametrize("form", ["text", "page"])
+def test_text_page_and_json_agree(form):
+    """Times by kind and module, and HBM by kind: the same names and figures."""
+    report = make()
+    data = json.loads(report.to_json())
+    written = str(report)
+    if form == "page":
+        cells = re.sub(r"</td><td[^>]*>", "  ", re.sub("<img[^>]*>", "", page(report)))
+        written = re.sub("<[^>]+>", "\n", cells.replace("</tr>", "\n\n"))
+    expected = {
+        "Where the time goes: MODEL": [
+            f"{kind}  {1e3 * seconds:.2f} ms  {100 * seconds / report.timing.step:.1f} %"
+            for kind, seconds in data["time_by_kind"].items()
+        ],
+        "Compute by module, ms: MODEL": [
+            "  ".join([name, *(f"{1e3 * seconds:.2f}" for seconds in times.values())])
+            for name, times in data["time_by_module"].items()
+        ],
+        "HBM at the peak, by kind": [
+            f"{kind}  {size / GIB:.3f}  {100 * size / report.hbm_capacity:.1f} %"
+            for kind, size in data["hbm_by_kind"].items()
+        ],
+    }
+    assert list(data["time_by_module"]["blocks.N (2)"])[1:3] == ["recomputed", "backward"]
+    lines = [re.sub(" {2,}", "  ", line.strip()) for line in written.splitlines()]
+    for title, rows in expected.items():
+        (start,) = [n for n, line in enumerate(lines) if line.startswith(title)]
+        assert rows and set(rows) <= set(lines[start:]), (title, rows)
 
 
 def test_a_step_of_several_programs_says_why_nothing_is_suggested():

@@ -164,8 +164,10 @@ class Report:
 
     def to_json(self) -> str:
         """The complete report as JSON; ``from_json`` reads it."""
-        data = {"format": _FORMAT, "version": _VERSION, "report": self}
-        data["time_by_kind"] = self.time_by_kind  # for readers of the file; not read back
+        data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "report": self}
+        # For readers of the file, in seconds and bytes; not read back.
+        for name in ("time_by_kind", "time_by_module", "hbm_by_kind"):
+            data[name] = getattr(tables, name)(self)
         return json.dumps(data, default=_plain)
 
     @classmethod

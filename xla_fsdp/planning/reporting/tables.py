@@ -22,6 +22,7 @@ _COUNTED = ("count", "sync", "async", "< 64 KiB", "MB sent")
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
 NO_MODULE, NO_PHASE = "outside of modules", "no phase"
 _RECOMPUTATION, _OPTIMIZER = "recomputation", "optimizer"
+_BY_MODULE = ("forward", "recomputed", "backward", "optimizer", NO_PHASE)
 _KIND_OF_WORK = {
     "matmul": "matmuls and what is fused with them",
     "kernel": "attention and other Pallas kernels",
@@ -335,12 +336,18 @@ def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
     return found
 
 
-def _hbm_by_kind(report: Report) -> Section:
+def hbm_by_kind(report: Report) -> dict[str, int]:
+    """Bytes of HBM at the peak by what they hold."""
     at = report.schedule.peak_index
     sizes = {
         kind: sum(b.bytes for b in buffers if b.born <= at <= b.dies)
         for kind, buffers in buffers_by_kind(report.schedule).items()
     }
+    return {kind: size for kind, size in sizes.items() if size}
+
+
+def _hbm_by_kind(report: Report) -> Section:
+    sizes = hbm_by_kind(report)
     small = sum(sizes.values()) < GIB
     scale, digits, unit = (MIB, 1, "MiB") if small else (GIB, 3, "GiB")
     rows = [
@@ -489,19 +496,25 @@ def _time_by_kind(report: Report) -> Section:
     return Section("Where the time goes: MODEL", ("", "of a step"), tuple(rows))
 
 
-def _time_by_module(report: Report) -> Section:
-    """Compute by top-level unit and phase."""
-    columns = ("forward", "recomputed", "backward", "optimizer", NO_PHASE)
+def time_by_module(report: Report) -> dict[str, dict[str, float]]:
+    """The modelled seconds of compute by top-level unit and phase, those that take most first."""
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
-        return Section("", (), ())
+        return {}
     seconds = timed_ops(report.schedule, report.timing)
-    rows: list[tuple[str, ...]] = []
+    found = {}
     for name, ops in _grouped(list(seconds), seconds.__getitem__, 8):
-        times = dict.fromkeys(columns, 0.0)
+        times = found[name] = dict.fromkeys(_BY_MODULE, 0.0)
         for op in ops:
             times["recomputed" if op.recomputed else op.phase or NO_PHASE] += seconds[op]
-        rows.append((name, *(figure(1e3 * times[one], 2) for one in columns)))
-    return Section("Compute by module, ms: MODEL", columns, tuple(rows))
+    return found
+
+
+def _time_by_module(report: Report) -> Section:
+    rows = [
+        (name, *(figure(1e3 * seconds, 2) for seconds in times.values()))
+        for name, times in time_by_module(report).items()
+    ]
+    return Section("Compute by module, ms: MODEL", _BY_MODULE, tuple(rows))
 
 
 def _program(report: Report) -> Section:
