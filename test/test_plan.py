@@ -88,6 +88,12 @@ def a_report(cache):
     assert report.timing.step == report.timing.compute + report.timing.exposed > 0
     # 6 N per row, both blocks being units of their own.
     assert report.timing.model_flops == pytest.approx(6 * 4 * 512 * 1024 * 64, rel=0.01)
+    # The compiler's is of the time when it ran, also if its result is from the cache.
+    assert report.planner_host_memory > 2**28
+    assert again.compiler_host_memory == report.compiler_host_memory > 2**28
+    # Most of HBM is free. Blocks that gather in bfloat16 already send no fewer bytes with it.
+    suggested = " ".join(report.suggestions)
+    assert "times the batch of a device" in suggested and "compute_dtype" not in suggested
     text = str(report)
     assert text.startswith("FITS") and "two blocks" in text and "0.0.weight" not in report.warnings
     report.save(os.path.join(cache, "plan.json"))

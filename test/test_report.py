@@ -108,6 +108,15 @@ def test_a_step_of_several_programs_says_why_nothing_is_suggested():
     assert "The plan of a step of several programs has no suggestions: " in " ".join(report.notes)
 
 
+def test_host_memory_of_planning():
+    report = make(planner_host_memory=GIB, compiler_host_memory=3 * GIB)
+    assert re.search(r"memory, planning +1\.00 GiB +peak of host memory", str(report))
+    assert re.search(r"memory, compiler +3\.00 GiB", str(report)) and "memory, pl" in page(report)
+    data = json.loads(report.to_json())["report"]
+    assert (data["planner_host_memory"], data["compiler_host_memory"]) == (GIB, 3 * GIB)
+    assert "memory, " not in str(make())  # a report of an older version
+
+
 def test_where_one_rank_was_traced():
     assert re.search(r"executables +1 of 1 +rank 0, no other", str(make(ranks_traced=(0,))))
 

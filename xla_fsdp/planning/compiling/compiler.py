@@ -200,6 +200,7 @@ def _compile(
             from_cache=False,
             model_flops=request.get("model_flops"),
             options=_values(_dumped(folder, "flagfile"), host.whose),
+            host_memory=result["host_memory"],
         )
 
 

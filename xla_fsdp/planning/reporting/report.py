@@ -64,6 +64,10 @@ class Report:
     refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
     host: HostNeeds | None = None  # if the optimizer steps on the host
     parts: tuple[Part, ...] = ()  # if the step consists of several programs
+    # Most bytes of host memory that planning took: of the planning process until then, and of the
+    # compiler's. 0 in reports and cached results of older versions.
+    planner_host_memory: int = 0
+    compiler_host_memory: int = 0
 
     def __post_init__(self) -> None:
         for name in ("devices", "hbm_capacity"):

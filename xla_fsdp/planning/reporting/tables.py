@@ -525,6 +525,13 @@ def _program(report: Report) -> Section:
         ("compile time", figure(report.compile_seconds, 1, "s"), cached),
         ("code", figure(size, 1, "MiB"), "size of the generated code"),
     ]
+    for who, most in (
+        ("planning", report.planner_host_memory),
+        ("compiler", report.compiler_host_memory),
+    ):
+        if most:
+            how = f"peak of host memory of the {who} process on this machine"
+            rows.append((f"memory, {who}", figure(most / GIB, 2, "GiB"), how))
     if report.placed:
         rows.append(("instructions", f"{report.schedule.length:,}", "places in the schedule"))
     listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
