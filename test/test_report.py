@@ -12,8 +12,13 @@ import numpy
 import pytest
 from reports import GIB, given_up, make, refused
 
+from xla_fsdp.planning.compiling.cache import CompiledStep
+from xla_fsdp.planning.make_report import report_on_parts
 from xla_fsdp.planning.records import Buffer, CompilerMemory
+from xla_fsdp.planning.reporting.page import page
 from xla_fsdp.planning.reporting.report import Report
+from xla_fsdp.planning.tracing.step import TracedPart, TracedStep
+from xla_fsdp.planning.tracing.traced import TracedProgram
 
 
 def test_text_says_whether_it_fits_and_names_units():
@@ -62,6 +67,58 @@ def test_where_the_time_goes():
     report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
     assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
     assert not refused().time_by_kind and not given_up().time_by_kind
+
+
+@pytest.mark.parametrize("form", ["text", "page"])
+def test_text_page_and_json_agree(form):
+    """Times by kind and module, and HBM by kind: the same names and figures."""
+    report = make()
+    data = json.loads(report.to_json())
+    written = str(report)
+    if form == "page":
+        cells = re.sub(r"</td><td[^>]*>", "  ", re.sub("<img[^>]*>", "", page(report)))
+        written = re.sub("<[^>]+>", "\n", cells.replace("</tr>", "\n\n"))
+    expected = {
+        "Where the time goes: MODEL": [
+            f"{kind}  {1e3 * seconds:.2f} ms  {100 * seconds / report.timing.step:.1f} %"
+            for kind, seconds in data["time_by_kind"].items()
+        ],
+        "Compute by module, ms: MODEL": [
+            "  ".join([name, *(f"{1e3 * seconds:.2f}" for seconds in times.values())])
+            for name, times in data["time_by_module"].items()
+        ],
+        "HBM at the peak, by kind": [
+            f"{kind}  {size / GIB:.3f}  {100 * size / report.hbm_capacity:.1f} %"
+            for kind, size in data["hbm_by_kind"].items()
+        ],
+    }
+    assert list(data["time_by_module"]["blocks.N (2)"])[1:3] == ["recomputed", "backward"]
+    lines = [re.sub(" {2,}", "  ", line.strip()) for line in written.splitlines()]
+    for title, rows in expected.items():
+        (start,) = [n for n, line in enumerate(lines) if line.startswith(title)]
+        assert rows and set(rows) <= set(lines[start:]), (title, rows)
+
+
+def test_a_step_of_several_programs_says_why_nothing_is_suggested():
+    program = TracedProgram(b"", {}, ())
+    step = TracedStep(program, None, (), 0, True, parts=(TracedPart(program, False, 0, 0, 0),))
+    one = CompiledStep("key", "", "", "", None, "", 1.0, False, 1e12)
+    report = report_on_parts(step, [one], lambda *_: make(suggestions=("zero-2",)), 1e15)
+    assert not report.suggestions
+    assert "The plan of a step of several programs has no suggestions: " in " ".join(report.notes)
+
+
+def test_host_memory_of_planning():
+    report = make(planner_host_memory=GIB, compiler_host_memory=3 * GIB)
+    assert re.search(r"memory, planning +1\.00 GiB +peak of host memory", str(report))
+    assert re.search(r"memory, compiler +3\.00 GiB", str(report)) and "memory, pl" in page(report)
+    data = json.loads(report.to_json())["report"]
+    assert (data["planner_host_memory"], data["compiler_host_memory"]) == (GIB, 3 * GIB)
+    assert "memory, " not in str(make())  # a report of an older version
+
+
+def test_where_one_rank_was_traced():
+    assert re.search(r"executables +1 of 1 +rank 0, no other", str(make(ranks_traced=(0,))))
 
 
 def test_hbm_at_the_peak_by_kind():

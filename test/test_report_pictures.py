@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
@@ -9,11 +10,21 @@ from html.parser import HTMLParser
 import pytest
 from reports import GIB, HOSTILE, NOTHING, given_up, make, refused
 
-from xla_fsdp.planning.records import Schedule
+from xla_fsdp.planning.records import HostCopy, Op, Schedule
 from xla_fsdp.planning.reporting.page import page as report_html
-from xla_fsdp.planning.reporting.pictures import COLORS, hbm, picture, trace
+from xla_fsdp.planning.reporting.pictures import (
+    COLORS,
+    canvas,
+    draw_lanes,
+    hbm,
+    picture,
+    png,
+    trace,
+)
 from xla_fsdp.planning.reporting.report import Report
 from xla_fsdp.planning.reporting.tables import units
+from xla_fsdp.planning.timing import time_step
+from xla_fsdp.tpu.topology import resolve
 
 
 class Page(HTMLParser):
@@ -145,6 +156,41 @@ def test_curve_of_many_operations_has_the_peak_and_all_purposes():
     assert list(stack) == ["other arguments", "gathered weights"]
 
 
+def test_timeline_of_a_scanned_step_shows_recomputation():
+    """Of 50 iterations two are simulated; the others have the colours of their shares, too."""
+    ops = (
+        Op(0, "f", "fusion", 1000, 50, "blocks.0.mlp", "forward"),
+        Op(1, "r", "fusion", 1000, 50, "blocks.0.mlp", "backward", recomputed=True),
+        Op(2, "b", "fusion", 3000, 50, "blocks.0.mlp", "backward"),
+    )
+    slice_ = resolve("v3-8")
+    timing = time_step(Schedule(3, ops, (), (), (), 0), slice_, 0.0)
+    figure = canvas(8, 3)
+    draw_lanes(figure.add_subplot(), timing.slots, timing.step)
+    pixels = image(png(figure))
+    recomputed, backward = near(pixels, "recomputation"), near(pixels, "backward")
+    assert 0.25 < recomputed / backward < 0.42
+    share = sum(s.end - s.begin for s in timing.slots if s.recomputed) / timing.step
+    assert share == pytest.approx(1 / 5)
+    assert {s.module for s in timing.slots} == {"blocks.0.mlp"}
+
+
+def test_trace_has_copies_between_hbm_and_the_host_as_lanes():
+    copies = HostCopy(0, 2, 10**8, True, 5), HostCopy(3, 3, 10**8, False)
+    schedule = Schedule(4, (Op(1, "f", "fusion", 1000, 5),), (), (), (), 0, host_copies=copies)
+    timing = time_step(schedule, resolve("v3-8"), 0.0)
+    events = json.loads(trace(make(schedule=schedule, timing=timing)))["traceEvents"]
+    rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    for lane, names in (
+        ("copies to the host", ["copies to the host"] * 2 + ["3 more iterations"]),
+        ("copies from the host", ["copies from the host"]),
+    ):
+        found = [e for e in events if e["ph"] == "X" and e["tid"] == rows[lane]]
+        assert [e["name"] for e in found] == names
+        for one, after in itertools.pairwise(found):
+            assert one["ts"] + one["dur"] <= after["ts"] * (1 + 1e-9)
+
+
 def test_trace_has_every_operation_and_the_memory(tmp_path):
     make().plot(tmp_path / "plan.trace.json")
     written = (tmp_path / "plan.trace.json").read_text()
@@ -156,7 +202,9 @@ def test_trace_has_every_operation_and_the_memory(tmp_path):
     }  # fmt: skip
     (one,) = [e for e in by_kind["X"] if e["name"] == "fusion.1"]
     assert (one["ts"], one["dur"]) == pytest.approx((1000, 3000))
-    assert one["args"] == {"module": "blocks.0.mlp", "phase": "forward", "place": 1}
+    args = {"module": "blocks.0.mlp", "phase": "forward", "place": 1, "recomputed": False}
+    assert one["args"] == args
+    assert sum(e["args"]["recomputed"] for e in by_kind["X"]) == 2
     assert max(sum(e["args"].values()) for e in by_kind["C"]) == pytest.approx(
         max(make().schedule.curve) / GIB
     )

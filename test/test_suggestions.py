@@ -21,8 +21,10 @@ from xla_fsdp.planning.records import (
     Op,
     Schedule,
 )
-from xla_fsdp.planning.reporting.advice import Situation, suggestions
+from xla_fsdp.planning.reporting.advice import Situation, suggestions, warnings
 from xla_fsdp.planning.timing import time_step
+from xla_fsdp.planning.tracing.step import TracedStep
+from xla_fsdp.planning.tracing.traced import TracedProgram
 from xla_fsdp.planning.tracing.units import OnWire, TracedUnit
 from xla_fsdp.tpu.topology import resolve
 
@@ -108,17 +110,28 @@ def test_zero_2_where_the_backward_waits_for_gathers():
 def test_a_larger_batch_where_part_of_a_step_does_not_grow():
     step = [op(1, 10), op(2, 20, "backward"), op(3, 30, "optimizer")]
     (one,) = advice(*step, temporaries=GIB, flops=1e12)
-    assert one.startswith("twice the batch of a device (at most 1.0 GiB more HBM")
+    # 0.9 * 14 GiB are free, twelve times the temporaries. Per sample: 30 + 30 / 13 of 60 ms.
+    assert one.startswith("13 times the batch of a device (at most 12.0 GiB more HBM")
+    assert "27.69 ms less of a step, 46 % (model)" in one
+    (one,) = advice(*step, temporaries=GIB, flops=1e12, required=14 * GIB)
+    assert one.startswith("2 times the batch of a device (at most 1.0 GiB more HBM")
     assert "15.00 ms less of a step, 25 % (model)" in one
     assert not advice(*step, temporaries=GIB, flops=1e12, required=15 * GIB)
+    assert not advice(*step, flops=1e12)  # it is not known what grows
     assert not advice(*step[:2], temporaries=GIB, flops=1e12)  # all of it grows
 
 
-def test_bfloat16_where_all_is_sent_in_float32():
+def test_bfloat16_for_units_that_send_in_float32():
     wide = tuple(unit(name, itemsize=4) for name in ("", "blocks.0"))
-    (one,) = advice(op(1, 1), gather(0, 10**9, dtype="f32"), units=wide)
+    sent = gather(0, 10**9, dtype="f32"), gather(2, 10**9, dtype="f32", module="blocks.0.weight")
+    (one,) = advice(op(1, 1), *sent, units=wide)
     assert one.startswith("compute_dtype=torch.bfloat16 (counted: bytes sent")
+    assert one.endswith(" 48 % (model)")  # half of what is not compute
     assert not advice(op(1, 1), gather(0, 10**9), units=UNITS)
+    # One of two units: half of its bytes only, and its name.
+    (one,) = advice(op(1, 1), *sent, units=(unit(""), unit("blocks.0", itemsize=4)))
+    assert one.startswith("compute_dtype=torch.bfloat16 for blocks.0 (counted: bytes sent")
+    assert one.endswith(" 24 % (model)")
 
 
 def test_larger_units_where_small_collectives_add_up():
@@ -152,9 +165,18 @@ def test_vmem_where_compute_is_most_of_a_step_and_nobody_has_set_it():
 
 def test_one_loop_for_many_equal_blocks_that_compile_slowly():
     many = (unit(""), *(unit(f"blocks.{n}") for n in range(8)))
-    (one,) = advice(op(1, 10), units=many, compile_seconds=300)
-    assert one.startswith("scan_blocks: 8 equal blocks in one loop, which recomputes them.")
-    assert one.endswith("the gain is not modelled, plan it")
+    step = [op(1, 10, module="blocks.1.mlp"), op(2, 3, module="head"), op(3, 20, "backward")]
+    (one,) = advice(*step, units=many, compile_seconds=300)
+    assert one == (
+        "scan_blocks: 8 equal blocks in one loop; compiles faster (this program took 300 s, and "
+        "its code has 0 MiB), but a step takes about 10.00 ms more (model), since the backward "
+        "recomputes the blocks"
+    )
+    again = op(4, 10, "backward", module="blocks.1.mlp", recomputed=True)
+    *_, last = advice(*step, again, units=many, compile_seconds=300)
+    assert "a step takes about 0.00 ms more" in last  # recomputed already
+    first, last = advice(*step, op(4, 5, work="attention"), units=many, compile_seconds=300)
+    assert "attention takes" in first and last.startswith("scan_blocks")  # no gain: it is last
     assert not advice(op(1, 10), units=many, compile_seconds=30)
     assert not advice(op(1, 10), units=many[:-1], compile_seconds=300)
     unequal = (*many[:-1], unit("blocks.7", 10**5))
@@ -294,8 +316,27 @@ def test_at_most_five_the_one_that_saves_most_first():
     ]  # fmt: skip
     every = advice(*step, units=wide, flops=1e12, on_host=GIB, scoped_vmem_kib=98304)
     assert len(every) == 5
-    saved = [float(one.rsplit(": ", 1)[1].split(" ms")[0].replace(",", "")) for one in every]
+    # The one without a modelled gain is among the five, at the end.
+    assert every[-1].startswith("compiler_options=limit_scoped_vmem(98304)")
+    saved = [float(one.rsplit(": ", 1)[1].split(" ms")[0].replace(",", "")) for one in every[:-1]]
     assert saved == sorted(saved, reverse=True)
+
+
+def test_without_modelled_gains_the_one_that_concerns_most_is_first():
+    given = {"flops": 1e12, "scoped_vmem_kib": 98304}
+    for matmul, attention in ((1, 30), (30, 1)):
+        ops = op(1, matmul, work="matmul"), op(2, attention, work="attention")
+        first, second = advice(*ops, **given)
+        assert ("attention takes" in first) == (attention > matmul)
+        assert ("limit_scoped_vmem" in second) == (attention > matmul)
+
+
+@pytest.mark.parametrize("phase, updated", [("backward", False), ("backward", True), ("", False)])
+def test_a_backward_without_an_update_gives_a_warning(phase, updated):
+    step = TracedStep(TracedProgram(b"", {}, ()), None, (), 0, has_optimizer=updated)
+    schedule = Schedule(1, (), (gather(0, 10**6, phase),), (), (1,), 0)
+    found = [w for w in warnings(schedule, step, 1, (0,), 0.5) if "nothing updates" in w]
+    assert len(found) == (phase == "backward" and not updated)
 
 
 def test_nothing_is_suggested_where_no_time_is_known():

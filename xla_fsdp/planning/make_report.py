@@ -19,6 +19,7 @@ from ..tpu.chips import Chip
 from ..tpu.links import describe
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
+from .compiling.compile_child import peak_memory
 from .program.assignment import read_assignment
 from .program.attention import why_no_kernel
 from .program.schedule import read_schedule
@@ -37,6 +38,10 @@ _NOTE = (
     "bytes sent and MFU are those of all programs. The time of a program is the longest of: its "
     "execution, sending the shards for the next program, and fetching the gradients of the "
     "previous one. The optimizer's step on the host is NOT included."
+)
+_NO_SUGGESTIONS = (
+    "The plan of a step of several programs has no suggestions: each would be about one program, "
+    "and whether the step becomes shorter depends on the transfers of the others."
 )
 _STOPPED = (
     "The compiler assigned the buffers, found that the program does not fit, and stopped. It "
@@ -160,6 +165,8 @@ def make_report(
         suggestions=tuple(suggestions(situation)),
         refusal=compiled.refusal,
         host=needs,
+        planner_host_memory=peak_memory(),
+        compiler_host_memory=compiled.host_memory,
     )
 
 
@@ -234,9 +241,10 @@ def report_on_parts(
         compile_seconds=sum(report.compile_seconds for report in found.values()),
         from_cache=all(report.from_cache for report in found.values()),
         program_bytes=sum(codes.values()),
+        compiler_host_memory=max(one.host_memory for one in compiled),
         warnings=tuple(dict.fromkeys(w for report in found.values() for w in report.warnings)),
-        suggestions=(),  # each would be about one of several programs
-        notes=(_NOTE.format(runs=len(compiled), kinds=len(found)), *worst.notes),
+        suggestions=(),
+        notes=(_NOTE.format(runs=len(compiled), kinds=len(found)), _NO_SUGGESTIONS, *worst.notes),
     )
 
 

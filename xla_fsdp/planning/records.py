@@ -189,7 +189,7 @@ class HostNeeds:
 class Slot:
     """An interval of modelled time in one lane of the timeline, in seconds from the start."""
 
-    lane: str  # "compute" or "collective"
+    lane: str  # "compute", "collective", or copies to or from the host
     begin: float
     end: float
     index: int  # place in the schedule

@@ -13,6 +13,7 @@ docs/design/time-model.md holds the figures against published ones.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from .records import Collective, HostCopy, Op, Schedule, Slot, Timing
 
 # The kinds of events at one place of the schedule, in the order in which they happen.
 _WAIT, _START, _BLOCK, _COMPUTE = range(4)
+# The lanes of copies, by whether they are to the host.
+_COPY = {True: "copies to the host", False: "copies from the host"}
 # Simulated iterations of a loop; all others take as long as the last of them.
 _PLAYED = 2
 
@@ -42,7 +45,8 @@ def time_step(
     arXiv 2204.02311, appendix B). The peak is that of bfloat16, ``Chip.device_flops``.
 
     A loop body is a sequence of places that execute equally often. Its first iterations are
-    simulated; in ``Timing.slots`` the others are one slot in each lane.
+    simulated; in ``Timing.slots`` the others are one slot in each lane, and in the compute lane one
+    for each phase, and for recomputation, by their shares of the body's cycles.
 
     ``host_link``: bytes a second from a device to the host and back; default: the published figure.
     ``links``: those of ``slice``, if the caller has them already: they cache what they were asked.
@@ -139,13 +143,26 @@ class _Lanes:
         old = dict(self.now)
         for key, value in old.items():
             self.now[key] += count * (value - before.get(key, value))
-        phases = {event.what.phase for event in body if not isinstance(event.what, HostCopy)}
+        place = body[0].index, f"{count} more iterations"
+        phases = {event.what.phase for event in body if isinstance(event.what, Collective)}
         phase = phases.pop() if len(phases) == 1 else ""
-        label = f"{count} more iterations"
-        for lane, key in (("compute", _COMPUTE_LANE), ("collective", _ANYWHERE)):
+        for key, lane in ((_ANYWHERE, "collective"), *_COPY.items()):
             begin, end = old.get(key, 0.0), self.now[key]
-            if lane == "compute" or end > begin:
-                self.slots.append(Slot(lane, begin, end, body[0].index, label, phase=phase))
+            if end > begin:
+                self.slots.append(Slot(lane, begin, end, *place, phase=phase))
+        kinds: dict[tuple[str, bool], list[Op]] = defaultdict(list)
+        for event in body:
+            if isinstance(event.what, Op) and event.what.cycles:
+                kinds[event.what.phase, event.what.recomputed].append(event.what)
+        cycles = {kind: sum(op.cycles for op in ops) for kind, ops in kinds.items()}
+        begin = old.get(_COMPUTE_LANE, 0.0)
+        length = self.now[_COMPUTE_LANE] - begin
+        for (phase, again), ops in kinds.items():
+            end = begin + length * cycles[phase, again] / sum(cycles.values())
+            module = ".".join(os.path.commonprefix([op.module.split(".") for op in ops]))
+            slot = Slot("compute", begin, end, *place, module, phase, recomputed=again)
+            self.slots.append(slot)
+            begin = end
 
     def _happen(self, event: _Event) -> None:
         what, now = event.what, self.now
@@ -177,7 +194,11 @@ class _Lanes:
         begin = max(now[_COMPUTE_LANE], *(now[lane] for lane in waits))
         end = now[id(what)] = begin + self.seconds[id(what)]
         now.update(dict.fromkeys(takes, end))
-        if isinstance(what, Collective):
+        if isinstance(what, HostCopy):
+            lane = _COPY[what.to_host]
+            later = what.done > what.index
+            self.slots.append(Slot(lane, begin, end, what.index, lane, asynchronous=later))
+        else:
             now[_AT_ONCE] += max(0.0, min(end, now[_ANYWHERE]) - begin)
             now[_ANYWHERE] = max(now[_ANYWHERE], end)
             if not what.across_slices:

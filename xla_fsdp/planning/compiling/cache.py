@@ -32,6 +32,7 @@ class CompiledStep:
         model_flops: of one step on one device, counted in ``traced``; ``None`` until then.
         options: values that the flags of libtpu had which somebody set, as it states them.
         versions: of torch_xla, jax, jaxlib, libtpu, and the compiler's Python.
+        host_memory: the largest number of bytes of the compiler's process; 0 if unknown.
     """
 
     key: str
@@ -45,6 +46,7 @@ class CompiledStep:
     model_flops: float | None
     options: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    host_memory: int = 0
 
     @property
     def flops(self) -> float:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import shutil
 import sys
 import threading
@@ -86,6 +85,16 @@ def program_file(request: dict) -> str:
     return "step.stablehlo" if request.get("partitioned") else "step.hlo"
 
 
+def peak_memory() -> int:
+    """The most bytes of memory that this process took; 0 if the system does not report it.
+
+    Not ``ru_maxrss``: Linux counts in it what the parent process had taken before.
+    """
+    with open("/proc/self/status") as status:
+        peaks = (int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+        return 1024 * next(peaks, 0)
+
+
 def main(folder: Path, parent: int) -> None:
     watch = threading.Thread(target=_end_with_parent, args=(folder, parent), daemon=True)
     watch.start()
@@ -106,7 +115,7 @@ def main(folder: Path, parent: int) -> None:
         kind = _KINDS.get(type(error), type(error).__name__)
         kind = "memory" if "RESOURCE_EXHAUSTED" in str(error) else kind
         result = {"error": str(error), "kind": kind, "seconds": time.monotonic() - began}
-    result["host_memory"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result["host_memory"] = peak_memory()
     (folder / "result.json").write_text(json.dumps(result))
 
 

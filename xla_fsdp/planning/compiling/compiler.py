@@ -200,6 +200,7 @@ def _compile(
             from_cache=False,
             model_flops=request.get("model_flops"),
             options=_values(_dumped(folder, "flagfile"), host.whose),
+            host_memory=result["host_memory"],
         )
 
 
@@ -240,6 +241,7 @@ def _without_result(
     remedies = []
     if status == -signal.SIGKILL:
         how = " (killed, perhaps by a system out of memory)"
+        remedies.append("use scan_blocks, plan fewer blocks, or use a machine with more memory")
     elif status < 0:
         how = " (a crash)"
         others = [one for one in TESTED if one != version and one not in where.chip.refused_by]

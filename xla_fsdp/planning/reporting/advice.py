@@ -16,7 +16,7 @@ from typing import Any
 from ..records import Collective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
 from ..tracing.units import TracedUnit
-from .tables import GIB, MIB, TINY, count, timed_ops, units, wire
+from .tables import GIB, MIB, NO_MODULE, TINY, count, timed_ops, units, wire
 
 _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
@@ -176,24 +176,40 @@ class Situation:
         return self.saved(collectives=some)
 
 
-Suggestion = tuple[float | None, str]  # seconds of a step that it saves, None if unknown; the text
+@dataclass(frozen=True)
+class Suggestion:
+    """An option to set. ``seconds`` of a step that it saves; if that is not ``modelled``, those
+    that it concerns."""
+
+    seconds: float
+    text: str
+    modelled: bool = True
+
+    def line(self, step: float) -> str:
+        """The suggestion for a step of that many seconds."""
+        if not self.modelled:
+            return f"{self.text}; the gain is not modelled, plan it"
+        saved = f"{1e3 * self.seconds:,.2f} ms less of a step, {100 * self.seconds / step:.0f} %"
+        return f"{self.text}: {saved} (model)"
 
 
 def suggestions(found: Situation) -> list[str]:
-    """At most five things to change, those that save most first."""
+    """At most five things to change, those that save most first.
+
+    Those without a modelled gain are after them, by the time that they concern; the first of these
+    is always among the five. What only shortens the compilation is last.
+    """
     if found.refused or found.memory.required > found.capacity:
         return _to_fit(found)[:_MOST]
     step = found.timing.step
     if not step:
         return []  # nothing is known of its time
     several = [one for rule in _RULES for one in rule(found)]
-    worth = [one for one in several if one[0] is None or one[0] >= _LEAST_SHARE * step]
-    worth.sort(key=lambda one: one[0] or 0.0, reverse=True)  # unknown gains last
-    return [
-        f"{text}; the gain is not modelled, plan it" if seconds is None else
-        f"{text}: {1e3 * seconds:,.2f} ms less of a step, {100 * seconds / step:.0f} % (model)"
-        for seconds, text in worth[:_MOST]
-    ]  # fmt: skip
+    several.sort(key=lambda one: one.seconds, reverse=True)
+    known = [one for one in several if one.modelled and one.seconds >= _LEAST_SHARE * step]
+    others = [one for one in several if not one.modelled]
+    listed = [*known[: _MOST - bool(others)], *others]
+    return [*(one.line(step) for one in listed), *_one_loop(found)][:_MOST]
 
 
 # Rules for steps that fit.
@@ -218,7 +234,7 @@ def _without_recomputation(found: Situation) -> Iterator[Suggestion]:
         how = "scan_blocks(keep=...) with more values"
     else:
         how = f"checkpoint_module on {100 * (1 - share):.0f} % of the modules that have it now"
-    yield share * saved, f"{how} (at most {share * needed / GIB:.1f} GiB more HBM)"
+    yield Suggestion(share * saved, f"{how} (at most {share * needed / GIB:.1f} GiB more HBM)")
 
 
 def _zero_2(found: Situation) -> Iterator[Suggestion]:
@@ -226,8 +242,8 @@ def _zero_2(found: Situation) -> Iterator[Suggestion]:
     gathers = [one for one in _gathers_of_backward(found.schedule) if one.times == 1]
     needed = _full_bytes(found)
     if gathers and any(unit.name for unit in found.units) and needed <= found.free:
-        how = "reshard_after_forward=False (ZeRO-2)"
-        yield found.saved_without(gathers), f"{how} ({needed / GIB:.1f} GiB more HBM)"
+        how = f"reshard_after_forward=False (ZeRO-2) ({needed / GIB:.1f} GiB more HBM)"
+        yield Suggestion(found.saved_without(gathers), how)
 
 
 def _gathers_of_backward(schedule: Schedule) -> list[Collective]:
@@ -240,45 +256,58 @@ def _full_bytes(found: Situation) -> int:
 
 
 def _larger_batch(found: Situation) -> Iterator[Suggestion]:
-    """Twice the samples, by what of the step does not grow with them."""
-    more = found.memory.temporaries
-    if not found.timing.model_flops or more > found.free:
+    """As many samples as fit, by what of the step does not grow with them."""
+    each = found.memory.temporaries
+    times = 1 + int(found.free // each) if each else 1
+    if not found.timing.model_flops or times < 2:
         return
     ops = tuple(
-        op if op.phase == "optimizer" else replace(op, cycles=2 * op.cycles)
+        op if op.phase == "optimizer" else replace(op, cycles=times * op.cycles)
         for op in found.schedule.ops
     )
-    copies = tuple(replace(one, bytes=2 * one.bytes) for one in found.schedule.host_copies)
-    saved = (found.timing.step + found.saved(ops=ops, host_copies=copies)) / 2
-    size = f"at most {more / GIB:.1f} GiB more HBM; compared by the sample"
-    yield saved, f"twice the batch of a device ({size})"
+    copies = tuple(replace(one, bytes=times * one.bytes) for one in found.schedule.host_copies)
+    # The step now, less the share of one in ``times`` of the larger step.
+    saved = ((times - 1) * found.timing.step + found.saved(ops=ops, host_copies=copies)) / times
+    more = f"at most {(times - 1) * each / GIB:.1f} GiB more HBM; compared by the sample"
+    yield Suggestion(saved, f"{times} times the batch of a device ({more})")
 
 
 def _bfloat16(found: Situation) -> Iterator[Suggestion]:
-    """Half the bytes on the links."""
-    if found.units and all(unit.itemsize >= 4 for unit in found.units):
-        halved = tuple(
-            replace(one, bytes=one.bytes // 2, wire_bytes=one.wire_bytes // 2)
-            if one.dtype == "f32" else one
-            for one in found.schedule.collectives
-        )  # fmt: skip
-        how = "compute_dtype=torch.bfloat16 (counted: bytes sent; not: HBM traffic)"
-        yield found.saved(collectives=halved), how
+    """Half the bytes on the links, for the units that gather in float32."""
+    wide = [unit.name for unit in found.units if unit.itemsize >= 4]
+    halved = tuple(
+        replace(one, bytes=one.bytes // 2, wire_bytes=one.wire_bytes // 2)
+        if one.dtype == "f32" and _unit_of(one.module, found.units) in wide else one
+        for one in found.schedule.collectives
+    )  # fmt: skip
+    if wide:
+        which = f" for {_first([name or 'the outermost unit' for name in wide], 3)}"
+        of = which if len(wide) < len(found.units) else ""
+        how = f"compute_dtype=torch.bfloat16{of} (counted: bytes sent; not: HBM traffic)"
+        yield Suggestion(found.saved(collectives=halved), how)
+
+
+def _unit_of(module: str, units: Sequence[TracedUnit]) -> str:
+    """The name of the innermost unit of a module; "" is the outermost unit."""
+    inside = [one.name for one in units if one.name and f"{module}.".startswith(f"{one.name}.")]
+    return max(inside, key=len, default="")
 
 
 def _larger_units(found: Situation) -> Iterator[Suggestion]:
     """Small synchronous collectives cost their latency."""
     small = [c for c in found.schedule.collectives if c.bytes < TINY and not c.asynchronous]
     if len(found.units) > 2 and small:
-        what = f"larger units, such as auto_wrap_policy with more parameters ({count(small)} small"
-        yield found.saved_without(small) / 2, f"{what} collectives, half of them left out)"
+        how = "larger units, such as auto_wrap_policy with more parameters"
+        left_out = f"{count(small)} small collectives, half of them left out"
+        yield Suggestion(found.saved_without(small) / 2, f"{how} ({left_out})")
 
 
 def _without_offload(found: Situation) -> Iterator[Suggestion]:
     """Inputs of modules in HBM, if they fit."""
     needed = found.memory.host_temporaries
     if found.schedule.host_copies and needed and needed <= found.free:
-        yield found.saved(host_copies=()), f"offload=False ({needed / GIB:.1f} GiB more HBM)"
+        how = f"offload=False ({needed / GIB:.1f} GiB more HBM)"
+        yield Suggestion(found.saved(host_copies=()), how)
 
 
 def _scoped_vmem(found: Situation) -> Iterator[Suggestion]:
@@ -286,26 +315,39 @@ def _scoped_vmem(found: Situation) -> Iterator[Suggestion]:
     limit = found.scoped_vmem_kib
     is_set = any("scoped_vmem_limit" in name for name in found.options)
     if limit and not is_set and found.timing.mfu and found.timing.compute > found.timing.step / 2:
-        yield None, f"compiler_options=limit_scoped_vmem({limit}), for large matmuls"
+        timed = timed_ops(found.schedule, found.timing)
+        seconds = sum(taken for op, taken in timed.items() if op.work == "matmul")
+        how = f"compiler_options=limit_scoped_vmem({limit}), for large matmuls"
+        yield Suggestion(seconds, how, modelled=False)
 
 
-def _one_loop(found: Situation) -> Iterator[Suggestion]:
-    """One loop in place of many equal blocks, where compiling takes long."""
-    blocks = Counter(
-        (_NUMBER.sub("", unit.name), unit.elements)
-        for unit in found.units if _NUMBER.search(unit.name)
+def _one_loop(found: Situation) -> Iterator[str]:
+    """One loop in place of many equal blocks, where compiling takes long.
+
+    It makes the step no shorter: the backward recomputes the blocks' forward.
+    """
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for unit in found.units:
+        if _NUMBER.search(unit.name):
+            kinds.setdefault((_NUMBER.sub("", unit.name), unit.elements), []).append(unit.name)
+    blocks = max(kinds.values(), key=len, default=[])
+    ops = found.schedule.ops
+    looped = any(op.times > 1 for op in ops)
+    if len(blocks) < _BLOCKS or looped or found.compile_seconds < _SLOW_COMPILATION:
+        return
+    again = {op.module for op in ops if op.recomputed}  # already
+    inside = tuple(f"{name}." for name in blocks)
+    twice = tuple(
+        replace(op, cycles=2 * op.cycles)
+        if op.phase == "forward" and f"{op.module}.".startswith(inside) and op.module not in again
+        else op for op in ops
     )  # fmt: skip
-    most = max(blocks.values(), default=0)
-    looped = any(op.times > 1 for op in found.schedule.ops)
-    if most >= _BLOCKS and not looped and found.compile_seconds >= _SLOW_COMPILATION:
-        yield (
-            None,
-            (
-                f"scan_blocks: {most} equal blocks in one loop, which recomputes them. This "
-                f"program was compiled in {found.compile_seconds:.0f} s and its code has "
-                f"{found.memory.code / MIB:.0f} MiB"
-            ),
-        )
+    yield (
+        f"scan_blocks: {len(blocks)} equal blocks in one loop; compiles faster (this program took "
+        f"{found.compile_seconds:.0f} s, and its code has {found.memory.code / MIB:.0f} MiB), but "
+        f"a step takes about {1e3 * abs(found.saved(ops=twice)):,.2f} ms more (model), since the "
+        "backward recomputes the blocks"
+    )
 
 
 def _gathers_of_loops(found: Situation) -> Iterator[Suggestion]:
@@ -316,7 +358,7 @@ def _gathers_of_loops(found: Situation) -> Iterator[Suggestion]:
     ]  # fmt: skip
     if waited and found.overlaps_gathers and _full_bytes(found) / len(waited) <= found.free:
         how = "scan_blocks(prefetch=True), or no scan_blocks (at most, if all gathers overlap)"
-        yield found.saved_without(waited), how
+        yield Suggestion(found.saved_without(waited), how)
 
 
 def _attention_kernel(found: Situation) -> Iterator[Suggestion]:
@@ -327,9 +369,10 @@ def _attention_kernel(found: Situation) -> Iterator[Suggestion]:
         return
     what = f"attention takes {1e3 * seconds:,.2f} ms of a step without a kernel"
     if found.no_kernel:
-        yield None, f"{what}, which cannot be used here: {found.no_kernel}"
+        how = f"{what}, which cannot be used here: {found.no_kernel}"
     else:
-        yield None, f"xla_fsdp.layers.scaled_dot_product_attention without attn_mask: {what}"
+        how = f"xla_fsdp.layers.scaled_dot_product_attention without attn_mask: {what}"
+    yield Suggestion(seconds, how, modelled=False)
 
 
 def _padding(found: Situation) -> Iterator[Suggestion]:
@@ -341,9 +384,9 @@ def _padding(found: Situation) -> Iterator[Suggestion]:
     lost = Counter[str]()
     for op in ops:
         lost[_NUMBER.sub(".N", op.module)] += round(op.padding * op.cycles * op.times)
-    most = ", ".join(name or "(no module)" for name, cycles in lost.most_common(2) if cycles)
+    most = ", ".join(name or NO_MODULE for name, cycles in lost.most_common(2) if cycles)
     how = "dimensions that are multiples of 128, the tiles of matmuls: fewer padded elements"
-    yield found.saved(ops=without), f"{how} (at most; mostly in {most})"
+    yield Suggestion(found.saved(ops=without), f"{how} (at most; mostly in {most})")
 
 
 def _smaller_units(found: Situation) -> Iterator[Suggestion]:
@@ -360,14 +403,14 @@ def _smaller_units(found: Situation) -> Iterator[Suggestion]:
     if largest.elements >= _LARGE_SHARE * elements and size >= _LARGE_UNIT and waited:
         name = largest.name or "the model"
         part = f"{100 * largest.elements / elements:.0f} %"
-        how = f"smaller units: {name} has {part} of the parameters"
-        seconds = found.saved_without(waited) if found.overlaps_gathers else None
-        yield seconds, f"{how}, wrap its blocks one by one (at most, if all gathers overlap)"
+        how = f"smaller units: {name} has {part} of the parameters, wrap its blocks one by one"
+        text = f"{how} (at most, if all gathers overlap)"
+        yield Suggestion(found.saved_without(waited), text, modelled=found.overlaps_gathers)
 
 
 _RULES = (
     _without_recomputation, _zero_2, _larger_batch, _bfloat16, _larger_units, _smaller_units,
-    _without_offload, _scoped_vmem, _one_loop, _gathers_of_loops, _attention_kernel, _padding,
+    _without_offload, _scoped_vmem, _gathers_of_loops, _attention_kernel, _padding,
 )  # fmt: skip
 
 

@@ -16,7 +16,17 @@ from ..compiling.cache import write_whole
 from ..recorded import RecordedStep, Share
 from ..records import KINDS, PHASES
 from .page import document, tables, target_of_plot
-from .tables import Section, figure, milliseconds, percent, share, short, units
+from .tables import (
+    NO_MODULE,
+    NO_PHASE,
+    Section,
+    figure,
+    milliseconds,
+    percent,
+    share,
+    short,
+    units,
+)
 
 if TYPE_CHECKING:
     from .report import Report
@@ -134,7 +144,7 @@ class Beside:
 
         def name(one: Share) -> str:
             what = "compute" if one.kind == "compute" else "collectives"
-            return f"{unit[one.module] or '(no module)'}: {what}"
+            return f"{unit[one.module] or NO_MODULE}: {what}"
 
         found = self._totals(name)
         order = list(dict.fromkeys(row.rpartition(": ")[0] for row, _ in found))
@@ -144,7 +154,7 @@ class Beside:
     def _collectives(self) -> Section:
         """Those that both have first, then by their share of the step."""
         found = self._totals(
-            lambda s: f"{s.kind}, {s.phase or 'other'}: {s.module or '(no module)'}",
+            lambda s: f"{s.kind}, {s.phase or NO_PHASE}: {s.module or NO_MODULE}",
             lambda s: s.kind != "compute",
         )
         found.sort(key=lambda one: (None in one[1], -max(self._parts(one[1]))))

@@ -261,7 +261,7 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
     bars = [(s, e, phase) for s, e, (_, phase) in _busiest(phases, end, bridge=False)]
     rows = [(2, bars)]
     for row, kind in enumerate((_ASYNCHRONOUS, _SYNCHRONOUS)):
-        some = [s for s in slots if s.lane != "compute" and s.asynchronous == (row == 0)]
+        some = [s for s in slots if s.lane == "collective" and s.asynchronous == (row == 0)]
         rows.append((row, [(s.begin, s.end, kind) for s in some]))
     for row, bars in rows:
         where = [(1e3 * s, 1e3 * (e - s)) for s, e, _ in bars]
@@ -356,14 +356,17 @@ def trace_of(timelines: Mapping[str, Sequence[Slot]], report: Report) -> str:
 
     for pid, (name, slots) in enumerate(timelines.items()):
         name_row("process_name", name, pid=pid)
-        rows = {lane: tid for tid, lane in enumerate(("compute", "collective"))}
+        lanes = dict.fromkeys(("compute", "collective", *(slot.lane for slot in slots)))
+        rows = {lane: tid for tid, lane in enumerate(lanes)}
         for lane, tid in rows.items():
             name_row("thread_name", lane, pid=pid, tid=tid)
         for number, slot in enumerate(slots):
             begin, end = 1e6 * slot.begin, 1e6 * slot.end  # microseconds
-            args = {"module": slot.module, "phase": slot.phase, "place": slot.index}
+            args: dict[str, Any] = {"module": slot.module, "phase": slot.phase}
+            args |= {"place": slot.index, "recomputed": slot.recomputed}
             where = {"pid": pid, "tid": rows[slot.lane], "cat": slot.lane, "name": slot.label}
-            if slot.asynchronous:  # these may overlap, so each has its own row
+            # Asynchronous collectives may overlap, so each has its own row.
+            if slot.asynchronous and slot.lane == "collective":
                 events.append({**where, "ph": "b", "id": number, "ts": begin, "args": args})
                 events.append({**where, "ph": "e", "id": number, "ts": end})
             else:

@@ -64,6 +64,10 @@ class Report:
     refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
     host: HostNeeds | None = None  # if the optimizer steps on the host
     parts: tuple[Part, ...] = ()  # if the step consists of several programs
+    # Most bytes of host memory that planning took: of the planning process until then, and of the
+    # compiler's. 0 in reports and cached results of older versions.
+    planner_host_memory: int = 0
+    compiler_host_memory: int = 0
 
     def __post_init__(self) -> None:
         for name in ("devices", "hbm_capacity"):
@@ -164,8 +168,10 @@ class Report:
 
     def to_json(self) -> str:
         """The complete report as JSON; ``from_json`` reads it."""
-        data = {"format": _FORMAT, "version": _VERSION, "report": self}
-        data["time_by_kind"] = self.time_by_kind  # for readers of the file; not read back
+        data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "report": self}
+        # For readers of the file, in seconds and bytes; not read back.
+        for name in ("time_by_kind", "time_by_module", "hbm_by_kind"):
+            data[name] = getattr(tables, name)(self)
         return json.dumps(data, default=_plain)
 
     @classmethod

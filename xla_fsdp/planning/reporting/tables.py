@@ -20,7 +20,9 @@ UNKNOWN = "unknown"
 TINY = 64 * 1024  # bytes: the time of a smaller collective is its latency
 _COUNTED = ("count", "sync", "async", "< 64 KiB", "MB sent")
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
+NO_MODULE, NO_PHASE = "outside of modules", "no phase"
 _RECOMPUTATION, _OPTIMIZER = "recomputation", "optimizer"
+_BY_MODULE = ("forward", "recomputed", "backward", "optimizer", NO_PHASE)
 _KIND_OF_WORK = {
     "matmul": "matmuls and what is fused with them",
     "kernel": "attention and other Pallas kernels",
@@ -334,12 +336,18 @@ def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
     return found
 
 
-def _hbm_by_kind(report: Report) -> Section:
+def hbm_by_kind(report: Report) -> dict[str, int]:
+    """Bytes of HBM at the peak by what they hold."""
     at = report.schedule.peak_index
     sizes = {
         kind: sum(b.bytes for b in buffers if b.born <= at <= b.dies)
         for kind, buffers in buffers_by_kind(report.schedule).items()
     }
+    return {kind: size for kind, size in sizes.items() if size}
+
+
+def _hbm_by_kind(report: Report) -> Section:
+    sizes = hbm_by_kind(report)
     small = sum(sizes.values()) < GIB
     scale, digits, unit = (MIB, 1, "MiB") if small else (GIB, 3, "GiB")
     rows = [
@@ -393,7 +401,7 @@ def _grouped(
     found: dict[str, list[T]] = {}
     members: dict[str, set[str]] = {}
     for one in items:
-        name = _NUMBER.sub(".N", unit[one.module]) or "(no module)"
+        name = _NUMBER.sub(".N", unit[one.module]) or NO_MODULE
         found.setdefault(name, []).append(one)
         members.setdefault(name, set()).add(unit[one.module])
     ranked = sorted(found.items(), key=lambda item: -sum(map(size, item[1])))
@@ -402,7 +410,8 @@ def _grouped(
         alike = len(members[name])
         groups.append((f"{short(name, 36)} ({alike})" if alike > 1 else short(name, 40), some))
     if rest := [one for _, some in ranked[most:] for one in some]:
-        groups.append((f"{len(ranked) - most} smaller", rest))
+        number = len(ranked) - most
+        groups.append((f"{number} smaller module{'s' if number > 1 else ''}", rest))
     return groups
 
 
@@ -487,19 +496,25 @@ def _time_by_kind(report: Report) -> Section:
     return Section("Where the time goes: MODEL", ("", "of a step"), tuple(rows))
 
 
-def _time_by_module(report: Report) -> Section:
-    """Compute by top-level unit and phase."""
-    columns = ("forward", "recomputed", "backward", "optimizer", "other")
+def time_by_module(report: Report) -> dict[str, dict[str, float]]:
+    """The modelled seconds of compute by top-level unit and phase, those that take most first."""
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
-        return Section("", (), ())
+        return {}
     seconds = timed_ops(report.schedule, report.timing)
-    rows: list[tuple[str, ...]] = []
+    found = {}
     for name, ops in _grouped(list(seconds), seconds.__getitem__, 8):
-        times = dict.fromkeys(columns, 0.0)
+        times = found[name] = dict.fromkeys(_BY_MODULE, 0.0)
         for op in ops:
-            times["recomputed" if op.recomputed else op.phase or "other"] += seconds[op]
-        rows.append((name, *(figure(1e3 * times[one], 2) for one in columns)))
-    return Section("Compute by module, ms: MODEL", columns, tuple(rows))
+            times["recomputed" if op.recomputed else op.phase or NO_PHASE] += seconds[op]
+    return found
+
+
+def _time_by_module(report: Report) -> Section:
+    rows = [
+        (name, *(figure(1e3 * seconds, 2) for seconds in times.values()))
+        for name, times in time_by_module(report).items()
+    ]
+    return Section("Compute by module, ms: MODEL", _BY_MODULE, tuple(rows))
 
 
 def _program(report: Report) -> Section:
@@ -510,11 +525,19 @@ def _program(report: Report) -> Section:
         ("compile time", figure(report.compile_seconds, 1, "s"), cached),
         ("code", figure(size, 1, "MiB"), "size of the generated code"),
     ]
+    for who, most in (
+        ("planning", report.planner_host_memory),
+        ("compiler", report.compiler_host_memory),
+    ):
+        if most:
+            how = f"peak of host memory of the {who} process on this machine"
+            rows.append((f"memory, {who}", figure(most / GIB, 2, "GiB"), how))
     if report.placed:
         rows.append(("instructions", f"{report.schedule.length:,}", "places in the schedule"))
     listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     same = "all run one program" if report.executables == 1 else "RANKS DIFFER"
-    rows.append(("executables", f"{report.executables} of {len(ranks)}", f"ranks {listed}: {same}"))
+    which = f"ranks {listed}: {same}" if len(ranks) > 1 else f"rank {listed}, no other was traced"
+    rows.append(("executables", f"{report.executables} of {len(ranks)}", which))
     if report.versions:
         rows.append(("versions", "", ", ".join(f"{n} {v}" for n, v in report.versions.items())))
     if options:
