@@ -73,3 +73,66 @@ def test_missing_names_are_listed_and_nothing_is_changed(library):
     assert f"has no {where}.lost, {where}.gone, which" in text
     assert text.startswith("torch ") and "pip install 'xla_fsdp[hf]'" in text
     assert values() == ORIGINAL
+
+
+def named(parameter):
+    return parameter
+
+
+class Used:
+    """A class whose names are used."""
+
+    field: int
+
+    def __init__(self):
+        self.assigned = 1
+
+        def later():
+            self.assigned_inside = 1
+
+        self.later = later
+
+    @property
+    def read(self):
+        return self.only_read
+
+    @classmethod
+    def make(cls, option=None):
+        made = cls()
+        made.assigned_outside = option
+        return made
+
+
+@pytest.mark.parametrize(
+    "name", ["field", "assigned", "assigned_inside", "assigned_outside", "read", "make(option)"]
+)
+def test_used_names_that_are_there(library, name):
+    _, values, changes = library
+    changes.require(type("Derived", (Used,), {}), name)
+    changes.apply()
+    assert values() == CHANGED
+
+
+@pytest.mark.parametrize("name", ["only_read", "gone", "make(choice)", "gone(option)"])
+def test_used_names_that_are_missing(library, name):
+    _, values, changes = library
+    changes.require(Used, "field", name)
+    with pytest.raises(MissingNamesError) as failed:
+        changes.check()
+    assert f"has no test_changes.Used.{name}, which" in str(failed.value)
+    with pytest.raises(MissingNamesError):
+        changes.apply()
+    assert values() == ORIGINAL
+
+
+def test_one_of_several_names_must_be_there(library):
+    _, values, changes = library
+    this_file = types.SimpleNamespace(named=named, __name__="file")
+    changes.require_one((Used, "gone"), (this_file, "named(parameter)"))
+    changes.check()
+    changes.require_one((Used, "gone"), (this_file, "lost"))
+    with pytest.raises(
+        MissingNamesError, match=r"no test_changes\.Used\.gone or file\.lost, which"
+    ):
+        changes.apply()
+    assert values() == ORIGINAL

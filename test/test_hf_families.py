@@ -7,8 +7,7 @@ from hf_models import LLAMA, WIDE, WORDS
 from test_hf_loading import SPREAD, trained
 from test_hf_models import WAYS, generate_on_ranks, generated
 
-pytestmark = pytest.mark.full
-
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 HEADS = LLAMA | dict(head_dim=8)
 SLIDING = HEADS | dict(sliding_window=8)
 NEOX = WORDS | dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0)
@@ -49,7 +48,9 @@ def on_ranks(rank, name, folder):
     return tokens, losses, full_state_dict(model, rank0_only=False)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if name == "gemma2" else FULL) for name in FAMILIES]
+)
 def test_a_family_is_as_in_plain_torch(run_ranks, tmp_path, name):
     results = run_ranks(on_ranks, 2, name, str(tmp_path), timeout=1500)
     plain = hf_models.build(name, WIDE)

@@ -218,6 +218,24 @@ def test_other_versions_everywhere(preflight, workers):
     assert checks["torch"] == ("ok", "2.9.0+cpu everywhere")
 
 
+@pytest.mark.parametrize(
+    "libtpu, status, part",
+    [
+        ("0.0.21", "FAILED", "expected: 0.0.51, because 0.0.21 does not support tpu7x"),
+        ("0.0.51", "ok", "0.0.51 everywhere"),
+    ],
+)
+def test_tpu7x_needs_a_later_libtpu_than_torch_xla_requires(
+    api, preflight, workers, libtpu, status, part
+):
+    api.answers = [node(acceleratorType="tpu7x-32")]
+    for number in range(4):
+        workers.install(number, "libtpu", libtpu)
+    checks = lines(preflight(), 1 if status == "FAILED" else 0)
+    assert checks["libtpu"][0] == status and part in checks["libtpu"][1]
+    assert ("pip install 'libtpu==0.0.51'" in checks["libtpu"][1]) == (status == "FAILED")
+
+
 def test_interrupted(api, key, workers, tmp_path):
     api.answers = [node()]
     # All of them: it is past starting commands then, and waits.

@@ -250,16 +250,21 @@ _PARTS = {
 
 
 def adapt(module: nn.Module) -> None:
-    """Adapts models of other libraries, and ``module`` if it is one, so that they work sharded."""
+    """Adapts models of other libraries, and ``module`` if it is one, so that they work sharded.
+
+    Warns if the installed release of a library lacks names that are used. Then the methods raise.
+    """
     for library, source in _PARTS.items():
         if library not in sys.modules:
             continue
         try:
             part: Any = import_module(f".{source}", __package__)
         except ImportError as error:  # a release that was not tested
+            unadapted: Any = import_module(".integrations.unadapted", __package__)
+            unadapted.raise_in_methods(library, error)
             warnings.warn(
-                f"{error}. Until then save_pretrained writes shards of wrapped models, and "
-                "generate does not work with them: use full_state_dict",
+                f"{unadapted.remedy_of(error)}. Until then save_pretrained and generate of sharded "
+                "models raise; full_state_dict returns the weights",
                 stacklevel=2,
             )
             continue

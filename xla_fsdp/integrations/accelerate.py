@@ -25,7 +25,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from accelerate import Accelerator, DistributedType
-from accelerate.data_loader import MpDeviceLoaderWrapper
+from accelerate.data_loader import DataLoaderShard, MpDeviceLoaderWrapper
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import (
@@ -67,6 +67,39 @@ __all__ = ["Accelerator", "install", "uninstall"]
 changes = Changes("accelerate")
 install = changes.apply
 uninstall = changes.undo
+
+# The names that are used here and in sharding.py. Names of environment variables (``FSDP_...``)
+# cannot be checked, because Accelerate reads them inside of functions.
+changes.require(
+    Accelerator,
+    *("state", "step", "save_iteration", "native_amp", "wait_for_everyone", "num_processes"),
+    *("_models", "_optimizers", "_schedulers", "_dataloaders", "register_load_state_pre_hook"),
+    *("_save_model_state_pre_hook", "_load_model_state_pre_hook"),
+)
+changes.require(PartialState, "distributed_type", "local_process_index")
+changes.require(
+    AcceleratorState,
+    *("_reset_state", "mixed_precision", "dynamo_plugin", "__init__(fsdp_plugin)"),
+    "__init__(parallelism_config)",
+)
+changes.require(
+    GradientState,
+    *("_add_dataloader", "_remove_dataloader", "sync_gradients", "is_xla_gradients_synced"),
+)
+changes.require(AcceleratedOptimizer, "optimizer", "accelerator_state", "gradient_state")
+changes.require(MpDeviceLoaderWrapper, "dataloader")
+changes.require(
+    DataLoaderShard, "gradient_state", "remainder", "end_of_dataloader", "use_stateful_dataloader"
+)
+changes.require(KwargsHandler, "to_dict")
+changes.require(
+    FullyShardedDataParallelPlugin,
+    *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch"),
+    *("mixed_precision_policy", "auto_wrap_policy", "transformer_cls_names_to_wrap"),
+    *("min_num_params", "cpu_offload", "ignored_modules", "state_dict_type", "param_init_fn"),
+    *("sync_module_states", "cpu_ram_efficient_loading", "limit_all_gathers"),
+    "activation_checkpointing",
+)
 
 # On an AcceleratedOptimizer: whether its gradients are averaged over all ranks.
 _AVERAGED = "_xla_fsdp_averaged"

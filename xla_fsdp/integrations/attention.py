@@ -32,10 +32,13 @@ def install() -> None:
 
     Raises:
         ImportError: the installed torch or transformers lacks a name that is used. The message has
-            the name.
+            the name, and nothing is changed.
     """
+    with_transformers = "transformers" in sys.modules
+    if with_transformers:
+        _check_transformers()
     changes.apply()
-    if "transformers" in sys.modules:
+    if with_transformers:
         _register()
 
 
@@ -65,6 +68,25 @@ def _attend(
         )
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                     enable_gqa=enable_gqa)  # fmt: skip
+
+
+def _check_transformers() -> None:
+    """Raises MissingNamesError if the installed transformers lacks a name that is used below."""
+    from transformers import masking_utils, modeling_utils
+    from transformers.integrations import flash_attention, sdpa_attention
+
+    used = Changes("transformers")
+    used.require(modeling_utils, "AttentionInterface")
+    used.require(
+        masking_utils,
+        *("AttentionMaskInterface", "causal_mask_function", "sdpa_mask"),
+        *("and_masks(mask_functions)", "packed_sequence_mask_function(packed_sequence_mask)"),
+    )
+    used.require(sdpa_attention, "sdpa_attention_forward")
+    # A variant of attention that _refuse_more knows by this name. The others ("s_aux", "head_mask")
+    # are parameters of some models only, so they cannot be checked.
+    used.require(flash_attention, "flash_attention_forward(softcap)")
+    used.check()
 
 
 def _register() -> None:

@@ -1,22 +1,28 @@
-"""Changes of functions in another library. They can be undone."""
+"""Changes of functions in another library, and the names of it that are used.
+
+All names are checked before anything is changed. Changes can be undone.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from types import CodeType
 from typing import Any
 
 from ..ranks.cpu.patches import Patches
 
 
 class MissingNamesError(ImportError):
-    """The installed release of a library lacks names that an integration changes."""
+    """The installed release of a library lacks names that an integration changes or uses."""
 
 
 class Changes:
-    """Replacements for functions of ``library``.
+    """Replacements for functions of ``library``, and the other names of it that are used.
 
     Args:
         library: the name of the distribution.
@@ -29,6 +35,7 @@ class Changes:
         # Owner, name, and a function that makes the replacement from the original.
         self._around: list[tuple[Any, str, Callable[[Any], Any]]] = []
         self._set: list[tuple[Any, str, Any]] = []
+        self._used: list[tuple[tuple[Any, str], ...]] = []  # alternatives of each name
         self._made = Patches()
         self._lock = threading.Lock()  # ranks may be threads
 
@@ -54,27 +61,56 @@ class Changes:
         """Sets ``owner.name``, which need not exist, to ``value``."""
         self._set.append((owner, name, value))
 
+    def require(self, owner: Any, *names: str) -> None:
+        """Notes ``names`` of ``owner`` that are used and not changed.
+
+        A name is that of a function, a field or another attribute. An attribute of instances counts
+        if a method of the class assigns it. ``function(parameter)`` is a parameter of a function.
+        """
+        for name in names:
+            self.require_one((owner, name))
+
+    def require_one(self, *alternatives: tuple[Any, str]) -> None:
+        """Notes an owner and a name, of which the installed release must have at least one: names
+        of which each exists in only some of the allowed releases."""
+        self._used.append(alternatives)
+
+    def check(self) -> None:
+        """Checks all names that are changed or used. Changes nothing.
+
+        Raises:
+            MissingNamesError: the installed release lacks some. The message lists them.
+        """
+        if not self._made:
+            self._check()
+
+    def _check(self) -> None:
+        missing = [
+            _full_name(owner, name) for owner, name, _ in self._around if name not in vars(owner)
+        ]
+        missing += [
+            " or ".join(_full_name(owner, name) for owner, name in alternatives)
+            for alternatives in self._used
+            if not any(_has(owner, name) for owner, name in alternatives)
+        ]
+        if missing:
+            raise MissingNamesError(
+                f"{self._library} {version(self._library)} has no {', '.join(missing)}, which "
+                f"xla_fsdp.integrations uses: pip install 'xla_fsdp[{self._extra}]' installs "
+                "a release that has these names"
+            )
+
     def apply(self) -> None:
         """Makes all changes, unless they are already made. If one of them fails, none is made.
 
         Raises:
-            MissingNamesError: the installed release lacks functions that the integration changes.
-                The message lists them, and nothing is changed.
+            MissingNamesError: the installed release lacks names that the integration changes or
+                uses. The message lists them, and nothing is changed.
         """
         with self._lock:
             if self._made:
                 return
-            missing = [
-                f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-                for owner, name, _ in self._around
-                if name not in vars(owner)
-            ]
-            if missing:
-                raise MissingNamesError(
-                    f"{self._library} {version(self._library)} has no {', '.join(missing)}, which "
-                    f"xla_fsdp.integrations uses: pip install 'xla_fsdp[{self._extra}]' installs "
-                    "a release that has these names"
-                )
+            self._check()
             try:
                 for owner, name, make in self._around:
                     self._made.set(owner, name, make(vars(owner)[name]))
@@ -88,6 +124,52 @@ class Changes:
         """Restores everything that :meth:`apply` changed."""
         with self._lock:
             self._made.undo()
+
+
+def _full_name(owner: Any, name: str) -> str:
+    return f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether ``owner`` has ``name``, as :meth:`Changes.require` describes it."""
+    function, _, parameter = name.removesuffix(")").partition("(")
+    if parameter:
+        found = getattr(owner, function, None)
+        return found is not None and parameter in inspect.signature(found).parameters
+    if hasattr(owner, name):
+        return True
+    return isinstance(owner, type) and any(
+        name in vars(base).get("__annotations__", {}) or _assigns(base, name)
+        for base in owner.__mro__
+    )
+
+
+def _assigns(cls: type, name: str) -> bool:
+    """Whether a method of ``cls`` assigns an attribute ``name``.
+
+    It reads the bytecode, because attributes that ``__init__`` assigns exist only on instances, and
+    making an instance of a Trainer needs a model.
+    """
+    return any(
+        name in code.co_names
+        and any(
+            step.opname == "STORE_ATTR" and step.argval == name
+            for step in dis.get_instructions(code)
+        )
+        for member in vars(cls).values()
+        for code in _codes_of(member)
+    )
+
+
+def _codes_of(member: Any) -> Iterator[CodeType]:
+    """Yields the code of a function, method or property, and of the functions inside it."""
+    member = inspect.unwrap(getattr(member, "fget", getattr(member, "__func__", member)))
+    codes = [getattr(member, "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            yield code
+            codes += code.co_consts
 
 
 def _call_with_original(

@@ -14,12 +14,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from .changes import Changes, MissingNamesError
 
 NAME = "xla_fsdp"
 
@@ -62,15 +65,58 @@ def use_static_experts(model: nn.Module) -> list[str]:
 
 def register() -> None:
     """Registers ``experts_implementation="xla_fsdp"`` in transformers. The default implementation
-    uses it for XLA tensors. Has no effect before Transformers 5."""
-    if find_spec("transformers.integrations.moe") is None:
+    uses it for XLA tensors. Has no effect before Transformers 5.
+
+    Raises:
+        MissingNamesError: the installed release lacks names that are used. Nothing is registered.
+    """
+    if not _has_functions():
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     if NAME not in ALL_EXPERTS_FUNCTIONS:
-        ExpertsInterface.register(NAME, _by_function)
         default = ALL_EXPERTS_FUNCTIONS[_DEFAULT]
+        ExpertsInterface.register(NAME, _by_function)
         ExpertsInterface.register(_DEFAULT, functools.partial(_on_xla, default))
+
+
+def _has_functions() -> bool:
+    """Whether experts call functions, as since Transformers 5.
+
+    Raises:
+        MissingNamesError: the installed release lacks names of these functions.
+    """
+    from transformers import configuration_utils
+
+    if find_spec("transformers.integrations.moe") is None:
+        # Configurations of releases before 5 do not name a function either.
+        config = getattr(configuration_utils, "PretrainedConfig", object)
+        if hasattr(config, "_experts_implementation"):
+            raise MissingNamesError(
+                f"transformers {version('transformers')} has no transformers.integrations.moe, "
+                "which xla_fsdp.integrations uses: pip install 'xla_fsdp[hf]' installs a release "
+                "that has it"
+            )
+        return False
+    from transformers.integrations import moe
+
+    used = Changes("transformers")
+    used.require(moe, "ExpertsInterface", "ALL_EXPERTS_FUNCTIONS", "use_experts_implementation")
+    used.require(configuration_utils.PretrainedConfig, "_experts_implementation")
+    used.check()
+    used = Changes("transformers")
+    used.require(moe.ExpertsInterface, "register")
+    # The decorator of experts classes: _has_interface reads what it sets.
+    names = "has_gate", "has_bias", "is_transposed"
+    used.require(moe, *(f"use_experts_implementation({name})" for name in names))
+    used.check()
+    if _DEFAULT not in moe.ALL_EXPERTS_FUNCTIONS:
+        raise MissingNamesError(
+            f"transformers {version('transformers')} has no experts implementation {_DEFAULT!r}, "
+            "which xla_fsdp.integrations replaces on XLA: pip install 'xla_fsdp[hf]' installs a "
+            "release that has it"
+        )
+    return True
 
 
 def warn_of_dynamic_experts(model: nn.Module) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 # Not from transformers itself: it imports names lazily, which is unsafe with several threads.
@@ -22,6 +24,40 @@ from .generation import generate_sharded
 from .saving import count_full_parameters, save_whole
 
 changes = Changes("transformers")
+
+# The names that are used here, in saving.py and in generation.py, which overrides some of them:
+# an override under an old name would have no effect.
+changes.require(
+    PreTrainedModel,
+    *("config", "device", "dtype", "base_model_prefix", "_no_split_modules"),
+    *("save_pretrained(save_directory)", "save_pretrained(state_dict)"),
+    *("save_pretrained(is_main_process)", "gradient_checkpointing"),
+)
+changes.require(
+    GenerationMixin,
+    *("_has_unfinished_sequences", "_validate_generation_mode", "_prepare_cache_for_generation"),
+    *("_supports_default_dynamic_cache", "_supports_logits_to_keep"),
+)
+changes.require_one(  # before 5, only models with an encoder have the first
+    (PreTrainedModel, "get_encoder"),
+    (GenerationMixin, "prepare_inputs_for_generation(cache_position)"),
+)
+changes.require_one(  # renamed in 5.24
+    (GenerationMixin, "prepare_inputs_for_generation(cache)"),
+    (GenerationMixin, "prepare_inputs_for_generation(past_key_values)"),
+)
+changes.require(
+    GenerationConfig,
+    *("prefill_chunk_size", "output_attentions", "output_hidden_states", "token_healing"),
+    *("guidance_scale", "num_beams", "num_return_sequences", "use_cache"),
+)
+changes.require(
+    Cache,
+    *("update", "get_seq_length", "get_mask_sizes", "reorder_cache", "is_compileable"),
+    *("is_sliding", "layers"),
+)
+changes.require_one((Cache, "get_max_length"), (Cache, "get_max_cache_shape"))
+changes.require(EncoderDecoderCache, "self_attention_cache")
 
 
 def adapt(module: nn.Module) -> None:
@@ -59,5 +95,6 @@ def _push(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
     )
 
 
-changes.apply()
+changes.check()
 register()
+changes.apply()

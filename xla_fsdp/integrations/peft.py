@@ -11,9 +11,12 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from peft.config import PeftConfig
 from peft.peft_model import PeftModel
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 from torch import nn
@@ -29,6 +32,17 @@ from .saving import outermost, owned, save_whole
 __all__ = ["adapt", "save_merged"]
 
 changes = Changes("peft")
+
+changes.require(
+    PeftModel,
+    *("peft_config", "get_base_model", "prompt_encoder", "save_pretrained(selected_adapters)"),
+    *("save_pretrained(save_directory)", "load_adapter(adapter_name)"),
+)
+changes.require(PeftConfig, "is_prompt_learning")
+changes.require(BaseTunerLayer, "merge", "merged_adapters", "active_adapters")
+changes.require(LoraLayer, "base_layer")
+changes.require(AuxiliaryTrainingWrapper, "active_adapters")
+changes.require(ModulesToSaveWrapper, "modules_to_save")
 
 
 def adapt(module: nn.Module) -> None:
@@ -59,7 +73,7 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 
 def _require_tensors(folder: str, adapter: str) -> None:
     """Raises RuntimeError if the file of an adapter in ``folder`` has no tensors."""
-    path = os.path.join(folder, "adapter_model.safetensors")
+    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
     if not os.path.exists(path):  # the adapter is in a torch file
         return
     with safe_open(path, framework="pt") as file:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import importlib
 import json
 import os
 import random
@@ -29,7 +30,8 @@ import transformers.trainer
 from accelerate.utils import clean_state_dict_for_safetensors
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers.generation.utils import GenerationMixin
 from transformers.trainer import TRAINING_ARGS_NAME, _is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, FSDPOption
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -46,7 +48,6 @@ from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from ..sharding.state import is_sharded
 from ..tree import keep_dtype
-from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
 from .changes import Changes
 from .sharding import Sharding, downcasting, meant_by_name, restore, sharding_of, use_sharding
 
@@ -56,14 +57,46 @@ changes = Changes("transformers")
 
 
 def install() -> None:
-    """Makes the changes in transformers and Accelerate, unless they are already made."""
-    _accelerate.install()
+    """Makes the changes in transformers and Accelerate, unless they are already made.
+
+    Raises:
+        MissingNamesError: a release lacks names that are changed or used. Nothing is changed.
+    """
+    changes.check()
+    # Every Trainer uses an Accelerator. The import makes its changes, so it comes after the check.
+    importlib.import_module(f"{__package__}.accelerate").install()
     changes.apply()
 
 
 def uninstall() -> None:
     """Undoes the changes in transformers. Accelerate's have a separate ``uninstall``."""
     changes.undo()
+
+
+# The names that are used here and in sharding.py. What a release before 5 lacks or has in addition
+# (``save_safetensors``) is read with a default.
+changes.require(
+    Trainer,
+    *("args", "model", "model_wrapped", "optimizer", "lr_scheduler", "state", "accelerator"),
+    *("processing_class", "data_collator", "is_fsdp_xla_v1_enabled", "model_accepts_loss_kwargs"),
+    *("compute_loss_func", "current_gradient_accumulation_steps", "push_to_hub"),
+    *("_get_output_dir", "_inner_training_loop(resume_from_checkpoint)"),
+)
+# Releases from 5.15 to 5.19 added the first. The second was renamed in 5.24, so a later release
+# without the first has renamed it.
+changes.require_one(
+    (Trainer, "loss_is_scaled_for_ga"),
+    (GenerationMixin, "prepare_inputs_for_generation(past_key_values)"),
+)
+changes.require(
+    TrainingArguments,
+    *("fsdp", "fsdp_config", "xla_fsdp_config", "bf16", "fp16", "torch_compile", "output_dir"),
+    *("average_tokens_across_devices", "push_to_hub", "hub_revision", "save_only_model"),
+    *("should_save", "world_size", "process_index", "train_batch_size", "auto_find_batch_size"),
+)
+changes.require(TrainerState, "global_step", "best_model_checkpoint")
+changes.require(FSDPOption, "OFFLOAD", "AUTO_WRAP")
+changes.require(PreTrainedModel, "_no_split_modules")
 
 
 # -- reading the arguments ----------------------------------------------------------------------

@@ -42,7 +42,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class UnsupportedJaxVersionError(ImportError):
-    """Raised for a release of jax whose kernels are not tested with this libtpu."""
+    """Raised for a release of jax whose kernels are not tested with libtpu 0.0.21 and 0.0.51."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,15 @@ def call(
 
 
 def require_jax() -> None:
-    """Raises unless a jax is installed that is known to work with this libtpu."""
+    """Raises unless a jax is installed whose kernels are tested."""
     extras.require_extra("plan", "a kernel written in JAX", ("jax", "jaxlib"))
     found = version("jax")
     if found not in KNOWN_JAX:
         raise UnsupportedJaxVersionError(
-            f"jax {found} is installed, but libtpu 0.0.21 can read only kernels that are exported "
-            f"by jax {', '.join(KNOWN_JAX)}. Run pip install 'jax=={KNOWN_JAX[-1]}' 'jaxlib=="
-            f"{KNOWN_JAX[-1]}', or pass implementation='math'"
+            f"jax {found} is installed, but kernels are tested only as exported by jax "
+            f"{', '.join(KNOWN_JAX)}, in a format that libtpu 0.0.21 and 0.0.51 read. Run "
+            f"pip install 'jax=={KNOWN_JAX[-1]}' 'jaxlib=={KNOWN_JAX[-1]}', or pass "
+            "implementation='math'"
         )
 
 

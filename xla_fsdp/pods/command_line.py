@@ -279,8 +279,9 @@ def _check_workers(
     answered = {number: answer for number, answer in answers.items() if not answer.problem}
     if not answered:
         return
-    yield from check_versions({number: answer.data for number, answer in answered.items()})
-    yield from check_looks(answered, slice_of_type(node.accelerator))
+    wanted = slice_of_type(node.accelerator)
+    yield from check_versions({number: answer.data for number, answer in answered.items()}, wanted)
+    yield from check_looks(answered, wanted)
     if options.ckpt_dir is not None:
         yield from check_shared_path(workers, answered, options.ckpt_dir)
 

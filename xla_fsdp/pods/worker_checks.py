@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .. import __version__
+from ..plan_compiler import TESTED
+from ..tpu.chips import Chip
 from ..tpu.topology import Slice
 from ..wording import runs
 from .findings import Finding, by_worker, failed, ok, skipped, warning
@@ -134,8 +136,9 @@ def _clocks(answers: Mapping[int, Answer]) -> Finding:
     return ok("clocks", f"within {_CLOCK_SECONDS:g} s and the time of an answer")
 
 
-def check_versions(looks: _Looks) -> Iterator[Finding]:
-    """A check for Python and each package; ``looks``: the answer of each worker."""
+def check_versions(looks: _Looks, wanted: Slice | None) -> Iterator[Finding]:
+    """A check for Python and each package; ``looks``: the answer of each worker; ``wanted``: the
+    slice of the node."""
     yield _python({number: str(look["python"]) for number, look in looks.items()})
     for name in ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib"):
         found = {number: look["packages"][name] or _NOT_INSTALLED for number, look in looks.items()}
@@ -146,7 +149,8 @@ def check_versions(looks: _Looks) -> Iterator[Finding]:
         elif name in PINS:
             yield _pinned(name, version)
         elif name == "libtpu":
-            yield _libtpu(version, {look["required_libtpu_version"] for look in looks.values()})
+            required = {look["required_libtpu_version"] for look in looks.values()}
+            yield _libtpu(version, required, wanted.chip if wanted is not None else None)
         elif name == "xla_fsdp":
             yield _own(version)
         elif version != _NOT_INSTALLED:  # these are only needed for planning and kernels
@@ -172,11 +176,23 @@ def _pinned(name: str, found: str) -> Finding:
     return failed(name, f"{found} everywhere", f"{PINS[name]} everywhere", remedy)
 
 
-def _libtpu(found: str, required: set[str | None]) -> Finding:
+def _libtpu(found: str, required: set[str | None], chip: Chip | None) -> Finding:
+    """Whether libtpu is installed, supports ``chip``, and is what torch_xla requires.
+
+    The last is not checked if the chip does not work with what torch_xla requires.
+    """
+    refused = () if chip is None else chip.refused_by
+    supported = next(version for version in TESTED if version not in refused)
     if found == _NOT_INSTALLED:
         remedy = f"pip install 'torch_xla[tpu]=={PINS['torch_xla']}'"
+        if chip is not None and required & set(refused):
+            remedy += f", then pip install 'libtpu=={supported}' for {chip.family}"
         return failed("libtpu", "not installed anywhere", "libtpu on every worker", remedy)
-    if required in ({None}, {found}):
+    if chip is not None and found in refused:
+        remedy = f"pip install 'libtpu=={supported}'"
+        expected = f"{supported}, because {found} does not support {chip.family}"
+        return failed("libtpu", f"{found} everywhere", expected, remedy)
+    if required in ({None}, {found}) or required & set(refused):
         return ok("libtpu", f"{found} everywhere")
     needs = ", ".join(sorted(map(str, required)))
     remedy = f"pip install 'libtpu=={needs}'; jax[tpu] may have replaced it"

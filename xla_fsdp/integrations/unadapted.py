@@ -1,0 +1,70 @@
+"""Methods of models of a library that could not be adapted: they raise on sharded models.
+
+The integration of a library changes methods that read parameters outside of a forward. Where the
+installed release lacks a name that the integration uses, it changes nothing, and these methods
+would use the shards of one rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from typing import Any, NoReturn
+
+from ..sharding.state import is_sharded
+from .changes import Changes, MissingNamesError
+
+# A module that is imported whenever a model of the library exists: the methods, and the modules
+# that define them. The classes are not named, because a name may be what is missing.
+_METHODS = {
+    "transformers.modeling_utils": (
+        ("transformers.modeling_utils", "transformers.generation.utils"),
+        "save_pretrained push_to_hub generate num_parameters resize_token_embeddings".split(),
+    ),
+    "peft.peft_model": (
+        ("peft.peft_model", "peft.tuners.tuners_utils"),
+        "save_pretrained load_adapter merge_adapter merge_and_unload unload inject_adapter".split(),
+    ),
+}
+_refused: set[str] = set()
+_lock = threading.Lock()  # ranks may be threads
+
+
+def raise_in_methods(library: str, error: ImportError) -> None:
+    """Makes the methods of ``library`` raise RuntimeError for sharded models.
+
+    Args:
+        library: a key of ``_METHODS``.
+        error: why the models could not be adapted.
+    """
+    modules, names = _METHODS[library]
+    with _lock:
+        if library in _refused:
+            return
+        changes = Changes(library.partition(".")[0])
+        for module in filter(None, map(sys.modules.get, modules)):
+            for owner in vars(module).values():
+                if isinstance(owner, type) and owner.__module__ == module.__name__:
+                    for name in vars(owner).keys() & names:
+                        refuse = functools.partial(_raise, name, remedy_of(error))
+                        changes.around(owner, name, is_sharded)(refuse)
+        changes.apply()
+        _refused.add(library)
+
+
+def remedy_of(error: ImportError) -> str:
+    """Returns what is missing and what to do."""
+    if isinstance(error, MissingNamesError):
+        return str(error)
+    return f"{error}: pip install 'xla_fsdp[hf]' installs a release that works"
+
+
+def _raise(
+    name: str, reason: str, original: Any, model: Any, *args: Any, **kwargs: Any
+) -> NoReturn:
+    raise RuntimeError(
+        f"{name} of {type(model).__name__} would use the shards of this rank, because models of "
+        f"this library could not be adapted. {reason}. Until then, "
+        "xla_fsdp.full_state_dict(model) returns the weights"
+    )
