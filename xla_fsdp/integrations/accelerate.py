@@ -72,25 +72,19 @@ uninstall = changes.undo
 # cannot be checked, because Accelerate reads them inside of functions.
 changes.require(
     Accelerator,
-    *("state", "step", "save_iteration", "native_amp", "wait_for_everyone", "num_processes"),
-    *("_models", "_optimizers", "_schedulers", "_dataloaders", "register_load_state_pre_hook"),
-    *("_save_model_state_pre_hook", "_load_model_state_pre_hook"),
+    *("save_iteration", "wait_for_everyone", "num_processes"),
+    "register_load_state_pre_hook",
 )
-changes.require(PartialState, "distributed_type", "local_process_index")
 changes.require(
     AcceleratorState,
-    *("_reset_state", "mixed_precision", "dynamo_plugin", "__init__(fsdp_plugin)"),
+    *("_reset_state", "mixed_precision", "__init__(fsdp_plugin)"),
     "__init__(parallelism_config)",
 )
 changes.require(
-    GradientState,
-    *("_add_dataloader", "_remove_dataloader", "sync_gradients", "is_xla_gradients_synced"),
+    GradientState, *("_add_dataloader", "_remove_dataloader", "is_xla_gradients_synced")
 )
-changes.require(AcceleratedOptimizer, "optimizer", "accelerator_state", "gradient_state")
 changes.require(MpDeviceLoaderWrapper, "dataloader")
-changes.require(
-    DataLoaderShard, "gradient_state", "remainder", "end_of_dataloader", "use_stateful_dataloader"
-)
+changes.require(DataLoaderShard, "remainder", "end_of_dataloader")
 changes.require(KwargsHandler, "to_dict")
 changes.require(
     FullyShardedDataParallelPlugin,

@@ -5,13 +5,11 @@ All names are checked before anything is changed. Changes can be undone.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
-from types import CodeType
 from typing import Any
 
 from ..ranks.cpu.patches import Patches
@@ -64,8 +62,8 @@ class Changes:
     def require(self, owner: Any, *names: str) -> None:
         """Notes ``names`` of ``owner`` that are used and not changed.
 
-        A name is that of a function, a field or another attribute. An attribute of instances counts
-        if a method of the class assigns it. ``function(parameter)`` is a parameter of a function.
+        A name is that of a function, a field or another attribute of the class, not of instances:
+        those raise AttributeError where they are used. ``function(parameter)`` is a parameter.
         """
         for name in names:
             self.require_one((owner, name))
@@ -138,38 +136,8 @@ def _has(owner: Any, name: str) -> bool:
         return found is not None and parameter in inspect.signature(found).parameters
     if hasattr(owner, name):
         return True
-    return isinstance(owner, type) and any(
-        name in vars(base).get("__annotations__", {}) or _assigns(base, name)
-        for base in owner.__mro__
-    )
-
-
-def _assigns(cls: type, name: str) -> bool:
-    """Whether a method of ``cls`` assigns an attribute ``name``.
-
-    It reads the bytecode, because attributes that ``__init__`` assigns exist only on instances, and
-    making an instance of a Trainer needs a model.
-    """
-    return any(
-        name in code.co_names
-        and any(
-            step.opname == "STORE_ATTR" and step.argval == name
-            for step in dis.get_instructions(code)
-        )
-        for member in vars(cls).values()
-        for code in _codes_of(member)
-    )
-
-
-def _codes_of(member: Any) -> Iterator[CodeType]:
-    """Yields the code of a function, method or property, and of the functions inside it."""
-    member = inspect.unwrap(getattr(member, "fget", getattr(member, "__func__", member)))
-    codes = [getattr(member, "__code__", None)]
-    while codes:
-        code = codes.pop()
-        if isinstance(code, CodeType):
-            yield code
-            codes += code.co_consts
+    bases = owner.__mro__ if isinstance(owner, type) else ()
+    return any(name in vars(base).get("__annotations__", {}) for base in bases)
 
 
 def _call_with_original(

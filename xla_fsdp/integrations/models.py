@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.generation.configuration_utils import GenerationConfig
+from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerationMixin
 
 # Not from transformers itself: it imports names lazily, which is unsafe with several threads.
@@ -29,9 +28,9 @@ changes = Changes("transformers")
 # an override under an old name would have no effect.
 changes.require(
     PreTrainedModel,
-    *("config", "device", "dtype", "base_model_prefix", "_no_split_modules"),
+    *("device", "dtype", "base_model_prefix", "_no_split_modules"),
     *("save_pretrained(save_directory)", "save_pretrained(state_dict)"),
-    *("save_pretrained(is_main_process)", "gradient_checkpointing"),
+    "save_pretrained(is_main_process)",
 )
 changes.require(
     GenerationMixin,
@@ -47,17 +46,11 @@ changes.require_one(  # renamed in 5.24
     (GenerationMixin, "prepare_inputs_for_generation(past_key_values)"),
 )
 changes.require(
-    GenerationConfig,
-    *("prefill_chunk_size", "output_attentions", "output_hidden_states", "token_healing"),
-    *("guidance_scale", "num_beams", "num_return_sequences", "use_cache"),
-)
-changes.require(
     Cache,
     *("update", "get_seq_length", "get_mask_sizes", "reorder_cache", "is_compileable"),
-    *("is_sliding", "layers"),
+    "is_sliding",
 )
 changes.require_one((Cache, "get_max_length"), (Cache, "get_max_cache_shape"))
-changes.require(EncoderDecoderCache, "self_attention_cache")
 
 
 def adapt(module: nn.Module) -> None:

@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 
 from peft.config import PeftConfig
 from peft.peft_model import PeftModel
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 from torch import nn
@@ -35,14 +34,12 @@ changes = Changes("peft")
 
 changes.require(
     PeftModel,
-    *("peft_config", "get_base_model", "prompt_encoder", "save_pretrained(selected_adapters)"),
+    *("peft_config", "get_base_model", "save_pretrained(selected_adapters)"),
     *("save_pretrained(save_directory)", "load_adapter(adapter_name)"),
 )
 changes.require(PeftConfig, "is_prompt_learning")
 changes.require(BaseTunerLayer, "merge", "merged_adapters", "active_adapters")
-changes.require(LoraLayer, "base_layer")
 changes.require(AuxiliaryTrainingWrapper, "active_adapters")
-changes.require(ModulesToSaveWrapper, "modules_to_save")
 
 
 def adapt(module: nn.Module) -> None:

@@ -76,11 +76,7 @@ def uninstall() -> None:
 # The names that are used here and in sharding.py. What a release before 5 lacks or has in addition
 # (``save_safetensors``) is read with a default.
 changes.require(
-    Trainer,
-    *("args", "model", "model_wrapped", "optimizer", "lr_scheduler", "state", "accelerator"),
-    *("processing_class", "data_collator", "is_fsdp_xla_v1_enabled", "model_accepts_loss_kwargs"),
-    *("compute_loss_func", "current_gradient_accumulation_steps", "push_to_hub"),
-    *("_get_output_dir", "_inner_training_loop(resume_from_checkpoint)"),
+    Trainer, "push_to_hub", *("_get_output_dir", "_inner_training_loop(resume_from_checkpoint)")
 )
 # Releases from 5.15 to 5.19 added the first. The second was renamed in 5.24, so a later release
 # without the first has renamed it.
@@ -90,7 +86,7 @@ changes.require_one(
 )
 changes.require(
     TrainingArguments,
-    *("fsdp", "fsdp_config", "xla_fsdp_config", "bf16", "fp16", "torch_compile", "output_dir"),
+    *("fsdp", "fsdp_config", "bf16", "fp16", "torch_compile", "output_dir"),
     *("average_tokens_across_devices", "push_to_hub", "hub_revision", "save_only_model"),
     *("should_save", "world_size", "process_index", "train_batch_size", "auto_find_batch_size"),
 )
@@ -257,7 +253,7 @@ _MICRO_BATCHES = "_xla_fsdp_micro_batches"
 @contextlib.contextmanager
 def _accumulating(trainer: Trainer) -> Iterator[None]:
     """Inside, ``compute_loss`` is part of a training step; outside, of an evaluation."""
-    number = getattr(trainer, "current_gradient_accumulation_steps", 1)  # set by train()
+    number = trainer.current_gradient_accumulation_steps  # set by train()
     # Earlier releases of Transformers do not have this attribute, and ignore a subclass's.
     known = hasattr(Trainer, "loss_is_scaled_for_ga")
     divides = known and trainer.loss_is_scaled_for_ga is False

@@ -255,10 +255,14 @@ def _full_bytes(found: Situation) -> int:
     return sum(one.bytes for unit in found.units if unit.name for one in unit.gathered)
 
 
+# The largest suggested batch, in batches of the step: small models have memory for far more.
+_MOST_TIMES = 16
+
+
 def _larger_batch(found: Situation) -> Iterator[Suggestion]:
     """As many samples as fit, by what of the step does not grow with them."""
     each = found.memory.temporaries
-    times = 1 + int(found.free // each) if each else 1
+    times = min(1 + int(found.free // each), _MOST_TIMES) if each else 1
     if not found.timing.model_flops or times < 2:
         return
     ops = tuple(
