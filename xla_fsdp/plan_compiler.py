@@ -85,6 +85,11 @@ class Compiler:
             raise UnusableCompilerError(refusal_of(self.versions["libtpu"], chip.family))
 
 
+def tested_for(chip: Chip) -> list[str]:
+    """The tested releases of libtpu that compile for ``chip``, newest first."""
+    return [version for version in TESTED if version not in chip.refused_by]
+
+
 def refusal_of(libtpu: str, slice: str, message: str = "") -> str:
     """What to say when libtpu refuses a chip or a slice."""
     newest = next(iter(TESTED))

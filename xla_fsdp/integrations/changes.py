@@ -19,6 +19,14 @@ class MissingNamesError(ImportError):
     """The installed release of a library lacks names that an integration changes or uses."""
 
 
+def missing_names(library: str, names: str, extra: str = "hf") -> MissingNamesError:
+    """The error of an installed release of ``library`` that lacks ``names``."""
+    return MissingNamesError(
+        f"{library} {version(library)} has no {names}, which xla_fsdp.integrations uses: "
+        f"pip install 'xla_fsdp[{extra}]' installs a release that has these names"
+    )
+
+
 class Changes:
     """Replacements for functions of ``library``, and the other names of it that are used.
 
@@ -92,11 +100,7 @@ class Changes:
             if not any(_has(owner, name) for owner, name in alternatives)
         ]
         if missing:
-            raise MissingNamesError(
-                f"{self._library} {version(self._library)} has no {', '.join(missing)}, which "
-                f"xla_fsdp.integrations uses: pip install 'xla_fsdp[{self._extra}]' installs "
-                "a release that has these names"
-            )
+            raise missing_names(self._library, ", ".join(missing), self._extra)
 
     def apply(self) -> None:
         """Makes all changes, unless they are already made. If one of them fails, none is made.

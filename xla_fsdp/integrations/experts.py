@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .changes import Changes, MissingNamesError
+from .changes import Changes, missing_names
 
 NAME = "xla_fsdp"
 
@@ -92,11 +91,7 @@ def _has_functions() -> bool:
         # Configurations of releases before 5 do not name a function either.
         config = getattr(configuration_utils, "PretrainedConfig", object)
         if hasattr(config, "_experts_implementation"):
-            raise MissingNamesError(
-                f"transformers {version('transformers')} has no transformers.integrations.moe, "
-                "which xla_fsdp.integrations uses: pip install 'xla_fsdp[hf]' installs a release "
-                "that has it"
-            )
+            raise missing_names("transformers", "transformers.integrations.moe")
         return False
     from transformers.integrations import moe
 
@@ -111,11 +106,7 @@ def _has_functions() -> bool:
     used.require(moe, *(f"use_experts_implementation({name})" for name in names))
     used.check()
     if _DEFAULT not in moe.ALL_EXPERTS_FUNCTIONS:
-        raise MissingNamesError(
-            f"transformers {version('transformers')} has no experts implementation {_DEFAULT!r}, "
-            "which xla_fsdp.integrations replaces on XLA: pip install 'xla_fsdp[hf]' installs a "
-            "release that has it"
-        )
+        raise missing_names("transformers", f"experts implementation {_DEFAULT!r}")
     return True
 
 

@@ -76,8 +76,8 @@ class Preemption:
         try:
             notices = [signal.Signals(each) for each in signals]
         except (TypeError, ValueError):
-            notices = [signal.SIGKILL]
-        if {signal.SIGKILL, signal.SIGSTOP} & {*notices}:
+            notices = None
+        if notices is None or {signal.SIGKILL, signal.SIGSTOP} & {*notices}:
             raise ValueError(
                 "signals must be signals that a process can handle, such as (signal.SIGTERM,), got "
                 f"{signals!r}"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .. import __version__
-from ..plan_compiler import TESTED
+from ..plan_compiler import tested_for
 from ..tpu.chips import Chip
 from ..tpu.topology import Slice
 from ..wording import runs
@@ -182,13 +182,13 @@ def _libtpu(found: str, required: set[str | None], chip: Chip | None) -> Finding
     The last is not checked if the chip does not work with what torch_xla requires.
     """
     refused = () if chip is None else chip.refused_by
-    supported = next(version for version in TESTED if version not in refused)
     if found == _NOT_INSTALLED:
         remedy = f"pip install 'torch_xla[tpu]=={PINS['torch_xla']}'"
         if chip is not None and required & set(refused):
-            remedy += f", then pip install 'libtpu=={supported}' for {chip.family}"
+            remedy += f", then pip install 'libtpu=={tested_for(chip)[0]}' for {chip.family}"
         return failed("libtpu", "not installed anywhere", "libtpu on every worker", remedy)
     if chip is not None and found in refused:
+        supported = tested_for(chip)[0]
         remedy = f"pip install 'libtpu=={supported}'"
         expected = f"{supported}, because {found} does not support {chip.family}"
         return failed("libtpu", f"{found} everywhere", expected, remedy)

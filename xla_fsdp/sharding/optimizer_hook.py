@@ -198,9 +198,11 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
 def _warn_without_sync(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
     """Warns once if the values of several steps were only traced and not computed."""
     pending = optimizer.__dict__.get(_PENDING, 0)
+    if pending is None or is_simulated_rank():
+        return
     trained = (p for p in every if p.grad is not None and p.device.type == "xla")
     shard = next((p for p in trained if sharded_tensor_of(p) is not None), None)
-    if pending is None or shard is None or is_simulated_rank():
+    if shard is None:
         return
     pending = pending + 1 if xlac.are_pending([shard])[0] else 0
     optimizer.__dict__[_PENDING] = pending if pending < _MANY else None

@@ -106,9 +106,10 @@ class FSDPState(Unit):
         keep = False
         try:
             with parameters_saved_as_recipes(), computing((one,)):
-                outputs = self._finish(one, forward(*args, **kwargs))
+                outputs, elsewhere = self._finish(one, forward(*args, **kwargs))
             self._require_unchanged(one)
-            warn_if_elsewhere(called, (args, kwargs), tensors_in(outputs), self.world.device)
+            if elsewhere:
+                warn_if_elsewhere(called, (args, kwargs), elsewhere, self.world.device)
             keep = stays
         except RuntimeError as error:
             raise_if_on_other_device(called, (args, kwargs), self.world.device, error)
@@ -212,10 +213,12 @@ class FSDPState(Unit):
         if not computing_passes() and not _in_backward():
             self.order.end_forward()
 
-    def _finish(self, one: Pass, outputs: Any) -> Any:
-        """``outputs``, in which parameters that would be freed are replaced by copies. The first
-        gradient that reaches them starts the backward of pass ``one``."""
+    def _finish(self, one: Pass, outputs: Any) -> tuple[Any, set[torch.device]]:
+        """``outputs``, in which parameters that would be freed are replaced by copies, and other
+        devices than the unit's of those that require a gradient. The first gradient that reaches
+        them starts the backward of pass ``one``."""
         own = set(map(id, one.full))
+        elsewhere: set[torch.device] = set()
 
         def finish(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in own:
@@ -223,9 +226,11 @@ class FSDPState(Unit):
             # A leaf is no result of this unit, and would get one more hook at every step.
             if torch.is_grad_enabled() and tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: self.enter_backward(one, grad))
+            if tensor.requires_grad and tensor.device != self.world.device:
+                elsewhere.add(tensor.device)
             return tensor
 
-        return map_tensors(finish, outputs)
+        return map_tensors(finish, outputs), elsewhere
 
     def _install(self, one: Pass) -> None:
         """Puts the pass's full parameters into the module attributes."""

@@ -4,7 +4,6 @@ and transformations that would bypass a forward."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -171,15 +170,15 @@ def raise_if_on_other_device(
 
 
 def warn_if_elsewhere(
-    module: str, inputs: Any, outputs: Sequence[torch.Tensor], device: torch.device
+    module: str, inputs: Any, elsewhere: set[torch.device], device: torch.device
 ) -> None:
-    """Warns if ``outputs`` of a ``module`` with parameters on ``device`` are where its inputs are.
+    """Warns if outputs of a ``module`` with parameters on ``device`` are where its inputs are, on
+    one of the devices ``elsewhere``.
 
     Given a tensor on the CPU, torch_xla computes most convolutions there without an error, and
     torch raises in the backward. A module that moves inputs and outputs itself is right.
     """
-    places = {tensor.device for tensor in outputs if tensor.requires_grad} - {device}
-    given = [tensor for tensor in tensors_in(inputs) if tensor.device in places]
+    given = [tensor for tensor in tensors_in(inputs) if tensor.device in elsewhere]
     if given:
         warnings.warn(
             f"the forward of {module} got a tensor of shape {tuple(given[0].shape)} on "

@@ -23,12 +23,12 @@ from ... import extras
 from ...compiled.host_options import HostOptions, host_options
 from ...plan_compiler import (
     COMMAND,
-    TESTED,
     Compiler,
     UnusableCompilerError,
     changed_environment,
     find_compiler,
     refusal_of,
+    tested_for,
 )
 from ...tpu.calibration import Calibration, read
 from ...tpu.topology import Slice, resolve
@@ -244,7 +244,7 @@ def _without_result(
         remedies.append("use scan_blocks, plan fewer blocks, or use a machine with more memory")
     elif status < 0:
         how = " (a crash)"
-        others = [one for one in TESTED if one != version and one not in where.chip.refused_by]
+        others = [one for one in tested_for(where.chip) if one != version]
         if others:
             remedies.append(f"plan with compiler={others[0]!r}")
         if arguments:

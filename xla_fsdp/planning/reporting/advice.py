@@ -21,6 +21,7 @@ from .tables import GIB, MIB, NO_MODULE, TINY, count, timed_ops, units, wire
 _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
 _MOST = 5  # suggestions
+_MOST_TIMES = 16  # the batch of the step; small models have memory for far more
 _LEAST_SHARE = 0.01  # of the step
 # Of free HBM that a suggestion may use, since its need is an estimate.
 _USABLE = 0.9
@@ -253,10 +254,6 @@ def _gathers_of_backward(schedule: Schedule) -> list[Collective]:
 def _full_bytes(found: Situation) -> int:
     """Bytes of the full parameters of all units but the outermost."""
     return sum(one.bytes for unit in found.units if unit.name for one in unit.gathered)
-
-
-# The largest suggested batch, in batches of the step: small models have memory for far more.
-_MOST_TIMES = 16
 
 
 def _larger_batch(found: Situation) -> Iterator[Suggestion]:
