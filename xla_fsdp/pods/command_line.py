@@ -63,7 +63,7 @@ def _check_pod(argv: Sequence[str]) -> int:
 
 def _measure(argv: Sequence[str]) -> int:
     # These import torch and torch_xla, which the other checks do not need.
-    from ..planning.reporting.page import target, target_of_plot
+    from ..planning.reporting.page import target
     from .verify import verify
 
     flags = vars(_measure_parser().parse_args(argv))
@@ -72,10 +72,8 @@ def _measure(argv: Sequence[str]) -> int:
         if not path.endswith((".json", ".html")):
             raise ValueError(f"--report={path} must end in .json or .html")
     # Files that cannot be written raise here, before minutes of measurement.
-    for path in reports:
-        (target if path.endswith(".json") else target_of_plot)(path)
-    if calibration:
-        target(calibration)
+    for path in (*reports, *([calibration] if calibration else [])):
+        target(path)
     found = verify(**flags, say=lambda text: _say(f"preflight: {text}"))
     print(found)
     for path in reports:

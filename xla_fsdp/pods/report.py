@@ -1,7 +1,4 @@
-"""The report of a verification: as text, as JSON, and as one HTML page.
-
-Only the page needs matplotlib. It is a single file that needs no network.
-"""
+"""The report of a verification: as text, as JSON, and as one HTML page that needs no network."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import Any
 
 from ..planning.compiling.cache import write_whole
-from ..planning.reporting.page import document, tables, target, target_of_plot
+from ..planning.reporting.page import document, tables, target
 from ..planning.reporting.tables import (
     UNKNOWN,
     Section,
@@ -32,13 +28,6 @@ _FORMAT, _VERSION = "xla_fsdp verification", 1
 _CPU_NOTE = (
     "The ranks are threads of one CPU: tests are valid, but times do not predict those of a TPU."
 )
-_STYLE = """
-.ok { color: #00694f } .different { color: #8a6100 } .failed { color: #b03a00; font-weight: 600 }
-.skipped { color: #777 }
-"""
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_BARS = {"xla_fsdp": "#0072B2", "in-tree": "#8A8A8A", "planned": "#E69F00"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,14 +102,15 @@ class Verification:
         write_whole(target(path), self.to_json().encode())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Writes one self-contained HTML page with findings, curves and tables.
+        """Writes one self-contained HTML page with findings and tables.
 
         Raises:
             ValueError: the path does not end in .html.
             FileNotFoundError: the folder does not exist.
-            MissingExtraError: (an ImportError) matplotlib is not installed.
         """
-        write_whole(target_of_plot(path), _page(self).encode())
+        if not os.fspath(path).endswith(".html"):
+            raise ValueError(f"cannot plot to {str(path)!r}: allowed is .html; rename the file")
+        write_whole(target(path), _page(self).encode())
 
     def failures(self) -> list[str]:
         """The names of the tests that failed."""
@@ -177,88 +167,11 @@ def _sections(found: Verification) -> list[Section]:
     return [Section(title, columns, tuple(rows)) for title, columns, rows in tables if rows]
 
 
-def _draw_collectives(found: Verification) -> str:
-    """Plots a rank's bytes sent for each second by size; the dashed lines are the model.
-
-    Each kind of collective has a panel, and each axis a line.
-    """
-    from ..planning.reporting.pictures import canvas, clean, embed  # imports matplotlib
-
-    kinds = list(dict.fromkeys(time.kind for time in found.collectives))
-    colors = dict(zip(dict.fromkeys(t.axis for t in found.collectives), _COLORS, strict=False))
-    figure = canvas(12.5, 3.4)
-    for number, kind in enumerate(kinds):
-        axes = figure.add_subplot(1, len(kinds), number + 1)
-        clean(axes)
-        for axis, color in colors.items():
-            some = sorted(
-                (t for t in found.collectives if (t.kind, t.axis) == (kind, axis)),
-                key=lambda time: time.bytes,
-            )
-            if some:
-                _line(axes, some, color, axis)
-        axes.set_title(kind, loc="left", fontsize=11, weight="bold")
-        axes.set_xlabel("bytes")
-        if number == 0:
-            axes.set_ylabel("GB/s sent by a rank")
-            axes.legend(frameon=False, fontsize=8.5, loc="upper left")
-    return embed(figure)
-
-
-def _line(axes: Any, some: list[CollectiveTime], color: str, label: str) -> None:
-    sizes = [time.bytes for time in some]
-    speeds = [time.sent / time.seconds / 1e9 for time in some]
-    axes.loglog(sizes, speeds, color=color, marker="o", markersize=4, label=label)
-    modelled = [time.sent / time.modelled / 1e9 for time in some if time.modelled]
-    if len(modelled) == len(sizes):
-        axes.loglog(sizes, modelled, color=color, linestyle="--", linewidth=1)
-
-
-def _draw_steps(found: Verification) -> str:
-    """Plots the milliseconds of each step: xla_fsdp, in-tree, planned."""
-    from ..planning.reporting.pictures import canvas, clean, embed
-
-    names = list(dict.fromkeys(run.name for run in found.steps))
-    figure = canvas(12.5, 0.6 + 0.9 * len(names))
-    axes = figure.add_subplot()
-    clean(axes)
-    axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
-    for row, name in enumerate(names):
-        runs = [run for run in found.steps if run.name == name]
-        times: dict[str, float | None] = {run.lane: run.seconds for run in runs}
-        if found.where.family != "cpu":
-            times["planned"] = next((run.planned for run in runs if run.planned), None)
-        for place, (label, color) in enumerate(_BARS.items()):
-            if seconds := times.get(label):
-                y = row + 0.27 * (place - 1)
-                axes.barh(y, 1e3 * seconds, 0.24, color=color, label=label if row == 0 else None)
-                axes.text(1e3 * seconds, y, f" {1e3 * seconds:.2f}", va="center", fontsize=8.5)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds for each step")
-    axes.margins(x=0.1)
-    axes.legend(frameon=False, fontsize=8.5, loc="lower right")
-    return embed(figure)
-
-
 def _page(found: Verification) -> str:
     """The HTML of the page, with every text escaped."""
-    heading = f'<h1 class="{"fits" if found.ok else "not"}">{escape(found.verdict)}</h1>'
-    parts = [heading]
+    parts = [f'<h1 class="{"fits" if found.ok else "not"}">{escape(found.verdict)}</h1>']
     parts += [f"<p>{escape(_CPU_NOTE)}</p>"] * (found.where.family == "cpu")
-    parts.append("<h2>Findings</h2>")
-    rows = "".join(
-        f'<tr><td class="{f.status.name.lower()}">{escape(f.status.value)}</td>'
-        + "".join(f"<td>{escape(text)}</td>" for text in (f.name, f.found, f.expected, f.remedy))
-        + "</tr>"
-        for f in found.findings
-    )
-    head = "<tr><th></th><th></th><th>found</th><th>expected</th><th>remedy</th></tr>"
-    parts.append(f'<div class="scroll"><table>{head}{rows}</table></div>')
-    if found.collectives:
-        note = "Lines: measured; dashed: modelled from published figures."
-        parts += ["<h2>Collectives by size</h2>", f"<p>{note}</p>", _draw_collectives(found)]
-    if found.steps:
-        parts += ["<h2>Steps</h2>", _draw_steps(found)]
-    parts.append(tables(_sections(found)))
-    return document("xla_fsdp verification", parts, _STYLE)
+    rows = tuple((f.status.value, f.name, f.found, f.expected, f.remedy) for f in found.findings)
+    findings = Section("Findings", ("", "found", "expected", "remedy"), rows)
+    parts.append(tables([findings, *_sections(found)]))
+    return document("xla_fsdp verification", parts)
