@@ -148,22 +148,17 @@ class Axis:
 
 
 def axes(ranks: int, slice: Slice | None) -> list[Axis]:
-    """Groups of all ranks, and along each axis of the slice, or of two rows if it is unknown."""
+    """Groups of all ranks, and along each axis of the slice, if it is known."""
     found = [Axis("all", (tuple(range(ranks)),))]
-    if slice is not None:
-        places = [*slice.coordinates()]
-        names = [f"{'xyz'[n]}, {length}" for n, length in enumerate(slice.device_shape[:3])]
-        names.append(f"cores, {slice.chip.devices}")
-    else:
-        half = ranks // 2 if ranks > 2 and ranks % 2 == 0 else 0
-        places = [(rank % half, rank // half, 0, 0) for rank in range(ranks)] if half else []
-        names = [f"rows, {half}", "columns, 2", "", ""]
-    for axis, name in enumerate(names):
+    if slice is None:
+        return found
+    names = [f"{'xyz'[n]}, {length}" for n, length in enumerate(slice.device_shape[:3])]
+    for axis, name in enumerate([*names, f"cores, {slice.chip.devices}"]):
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(places):
+        for rank, place in enumerate(slice.coordinates()):
             groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)
         together = tuple(tuple(group) for group in groups.values())
-        if together and 1 < len(together[0]) < ranks:
+        if 1 < len(together[0]) < ranks:
             found.append(Axis(name, together))
     return found
 

@@ -65,7 +65,7 @@ def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
         return Channel(0, 1, dist.HashStore(), False)
     context = current_rank()
     if context is not None:
-        own = dist.PrefixStore(f"{use}/{context.number_of(use)}", context.board.store)
+        own = dist.PrefixStore(f"{use}/{context.number_of(use)}", context.store)
         return Channel(context.rank, context.size, own, False)
     rank, size = place or (xr.global_ordinal(), xr.world_size())
     own = dist.PrefixStore(f"{use}/{next(_numbers[f'{rank}/{use}'])}", _connect(size))

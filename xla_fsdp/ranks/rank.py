@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -130,33 +131,6 @@ class Collective(NamedTuple):
         return text
 
 
-class Board:
-    """Exchanges values between the ranks of one launch, without waiting.
-
-    Attributes:
-        store: a key-value store, for values that ranks query repeatedly (ranks/channel.py).
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lock = threading.Lock()
-        self._posted: dict[tuple[str, int], dict[int, Any]] = {}
-        self.store = dist.HashStore()
-
-    def post(self, key: tuple[str, int], rank: int, value: Any) -> list[Any] | None:
-        """Posts ``value`` of ``rank``.
-
-        The last rank that posts for ``key`` gets the values of all ranks, by rank; the others get
-        ``None``.
-        """
-        with self._lock:
-            posted = self._posted.setdefault(key, {})
-            posted[rank] = value
-            if len(posted) < self._size:
-                return None
-            return [value for _, value in sorted(self._posted.pop(key).items())]
-
-
 class RankContext:
     """One rank of a CPU launch, and the collectives that it has traced.
 
@@ -164,7 +138,7 @@ class RankContext:
         rank: this rank's number, ``0 <= rank < size``.
         size: the number of ranks of the launch.
         device: the rank's XLA device.
-        board: exchanges values with the other ranks.
+        store: a key-value store that all ranks of the launch share.
         thread: the identifier of the thread that runs its function; ``None`` until that begins.
         pending: collectives traced since the last full sync, in order.
         active: whether the launch is still running. Threads of autograd or the user outlive it.
@@ -180,7 +154,7 @@ class RankContext:
         rank: int,
         size: int,
         device: torch.device,
-        board: Board,
+        store: dist.Store,
         slices: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.rank = rank
@@ -193,7 +167,7 @@ class RankContext:
         self.slices = slices
         self.as_on_tpu = False
         self._order: CollectiveOrder | None = None
-        self.board = board
+        self.store = store
         self._numbers = defaultdict[str, Iterator[int]](itertools.count)
         self._issued = 0
         self._lock = threading.Lock()
@@ -271,8 +245,16 @@ class RankContext:
                 self.pending, self._issued = before
 
     def post(self, tag: str, value: Any) -> list[Any] | None:
-        """See :meth:`Board.post`; the n-th post of a rank belongs to the n-th of every other."""
-        return self.board.post((tag, self.number_of("post")), self.rank, value)
+        """Posts a picklable ``value`` for all ranks, without waiting.
+
+        The last rank that posts gets the values of all ranks, by rank; the others get ``None``. The
+        n-th post of a rank belongs to the n-th of every other.
+        """
+        key = f"post/{self.number_of('post')}/{tag}"
+        self.store.set(f"{key}/{self.rank}", pickle.dumps(value))
+        if self.store.add(key, 1) < self.size:
+            return None
+        return [pickle.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)]
 
     def number_of(self, use: str) -> int:
         """How often this rank has called this for ``use`` before.

@@ -18,13 +18,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch_xla.core.xla_model as xm
 
 from ... import xlac
 from ...tpu.slices import equal_parts
 from ...tree import has_own_operators
 from ..errors import Preempted
-from ..rank import Board, Collective, RankContext, _set_current_rank, current_rank
+from ..rank import Collective, RankContext, _set_current_rank, current_rank
 from . import call_site
 from .barrier import Arrival, Barrier
 from .rng import RankGenerators
@@ -53,9 +54,9 @@ class Session:
     def __init__(self, size: int, timeout: float, gate: StartGate, slices: int = 1) -> None:
         self.size = size
         self.gate = gate
-        board, parts = Board(size), equal_parts(size, slices)
+        store, parts = dist.HashStore(), equal_parts(size, slices)
         self.contexts = contexts = [
-            RankContext(r, size, torch.device("xla", r), board, parts) for r in range(size)
+            RankContext(r, size, torch.device("xla", r), store, parts) for r in range(size)
         ]
         # It must not refer to this object, which would then stay until a garbage collection.
         self.barrier = Barrier(
