@@ -1,25 +1,25 @@
-"""Compiled programs kept on disk, so that the next start of a job need not compile.
+"""Stores compiled programs on disk, so that the next start of a job need not compile.
 
-torch_xla has such a cache, which in version 2.9 writes programs and cannot load them
-(``repair_client`` says why and mends it), and which trusts its files blindly: a process that is
-killed while it writes, or a flipped bit, would have the next one load a damaged program, and one
-flipped byte silently changed losses. So torch_xla never sees the kept files themselves::
+torch_xla 2.9 has such a cache. It writes programs and cannot load them (see ``repair_client``), and
+it does not check its files: a process that is killed while it writes, or a flipped bit, makes the
+next one load a damaged program. One flipped byte silently changed losses. So torch_xla never gets
+the files of the store, but checked hard links to them::
 
     compiled/                            the store
-      cpu-1f0c92ab44d0e871/              programs of one kind, that may run in each other's place
-        about.json                         what the kind is
+      cpu-1f0c92ab44d0e871/              programs of one kind: of the same versions, flags, ...
+        about.json                         the properties of the kind
         8675...-582808-9be3...             a program: torch_xla's name, size and digest
-        run-HOST-PID-XXXX/                 what torch_xla of one process sees
-          8675...                            the same file (a hard link), checked before
+        run-HOST-PID-XXXX/                 the folder that torch_xla of one process uses
+          8675...                            a hard link to a program, which was checked
         loading-HOST-PID                   that process has not loaded its first program yet
 
-A process that ends before that may have died of it. The next one loads nothing, once.
+If a process ends before that, the program may have crashed it: the next process loads nothing.
 
-A new program gets its digest and its name in the store once torch_xla has closed its file. Names in
-the store appear in one step, so that any number of processes and hosts may use it at the same time.
+A new program gets its digest and its name in the store after torch_xla has closed its file. Files
+get their names in one step, so any number of processes and hosts may use a store at the same time.
 
-torch_xla's own key has the program in it, the devices and their number, the flags of XLA, and
-whether arguments are overwritten. The name of a kind stands for what is missing from it.
+torch_xla's key contains the program, the devices and their number, the flags of XLA, and whether
+arguments are overwritten. The name of a kind stands for all else that a program depends on.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ from ..cache_folders import default_cache_folder
 from ..tpu.compiler_options import libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS
 
-# "PID:FOLDER", where the process PID keeps programs.
+# "PID:FOLDER": the store of the process PID.
 _STORE = "XLA_FSDP_COMPILATION_CACHE"
-# What torch_xla's cache reads once, when it is made.
+# The variables that torch_xla's cache reads when it is created.
 _TORCH_XLA = ("XLA_PERSISTENT_CACHE_PATH", "XLA_PERSISTENT_CACHE_READ_ONLY")
 _REMOVED = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
 _LIMIT = 8 << 30
-# Raised when what is kept changes.
+# To be increased when the format of the store changes.
 _FORMAT = "1"
 _KEPT = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
 _RUN = re.compile(r"run-(.+)-(\d+)-[^-]+")
 _LOADING = re.compile(r"loading-(.+)-(\d+)")
 _SECONDS_BETWEEN_LOOKS = 1.0
-# Below this, a file that is shorter than it should be is likely.
+# With less free space, torch_xla may write incomplete files.
 _LEAST_FREE_BYTES = 64 << 20
 _DAY = 24 * 3600.0  # seconds
 _FORGET_RUNS_AFTER = 30 * _DAY
@@ -80,11 +80,11 @@ _opening = threading.Lock()
 
 
 class CompilationCounts(NamedTuple):
-    """Programs that this process got so far.
+    """The numbers of programs that this process has compiled and loaded so far.
 
     Attributes:
-        compiled: by compiling them.
-        cached: by loading them from the compilation cache.
+        compiled: the programs that it compiled.
+        cached: the programs that it loaded from the compilation cache.
     """
 
     compiled: int
@@ -92,18 +92,18 @@ class CompilationCounts(NamedTuple):
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
-    """Keeps compiled programs in a folder; those that are there are loaded, not compiled.
+    """Stores compiled programs in a folder, and loads those that are there instead of compiling.
 
-    Call it in the main program before :func:`launch`, and before anything touches an XLA device.
-    Processes that ``launch`` starts, on TPU, use the folder too; under ``torchrun`` each calls it.
-    Programs are only used again with the same versions, flags and kind of processor, and if the
-    file has the digest that it was written with: what is damaged or cut off is compiled again.
-    Any number of processes may use a folder at the same time. It holds up to 8 GiB; the oldest
-    programs are removed at a start. On a pod give every host a folder on its own disk.
+    Call it in the main program before :func:`launch`, and before anything uses an XLA device. On a
+    TPU, the processes that ``launch`` starts use the folder too; under ``torchrun`` each calls it.
+    A program is only loaded with the same versions, flags and kind of processor, and if its file
+    has the digest with which it was written: damaged and incomplete programs are compiled again.
+    Any number of processes may use a folder at the same time. It grows to at most 8 GiB; a start
+    removes the oldest programs. On a pod give every host a folder on its local disk.
 
     Args:
-        path: the folder, created if need be; ``None``: ``$XDG_CACHE_HOME/xla_fsdp/compiled``, by
-            default in ``~/.cache``.
+        path: the folder, created if it does not exist; ``None``: ``xla_fsdp/compiled`` in
+            ``$XDG_CACHE_HOME``, or in ``~/.cache``.
 
     Returns:
         The folder.
@@ -111,9 +111,9 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     Raises:
         ValueError: ``path`` is empty.
         RuntimeError: XLA's runtime was started before, or another folder is in use.
-        NotImplementedError: impossible with this torch_xla or on this machine. Nothing was changed.
-        OSError: the folder cannot be created or written, or anybody can write there: the programs
-            in it are run.
+        NotImplementedError: this torch_xla or machine cannot do it. Nothing was changed.
+        OSError: the folder cannot be created or written; or any user can write there, which is
+            unsafe, because the programs in it are run.
     """
     if isinstance(path, str) and not path.strip():
         raise ValueError(f"path must name a folder, or be None for the default one; got {path!r}")
@@ -137,11 +137,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
 
 
 def require_folder_is_chosen() -> None:
-    """Raises ValueError if the environment names a folder, as it could before.
-
-    Kept for one release: programs are machine code, and whoever wants them kept calls
-    :func:`enable_compilation_cache`.
-    """
+    """Raises ValueError if the environment names a folder, an option that was removed."""
     folder = os.environ.get(_REMOVED, "").strip()
     if folder not in ("", "none") and _folder_in_use() is None:
         raise ValueError(
@@ -151,14 +147,14 @@ def require_folder_is_chosen() -> None:
 
 
 def compilation_counts() -> CompilationCounts:
-    """How many programs this process has compiled, and how many it has loaded."""
+    """The numbers of programs that this process has compiled and loaded."""
     return CompilationCounts(
         met.counter_value("UncachedCompile") or 0, met.counter_value("PersistentCacheHit") or 0
     )
 
 
 def in_spawned_processes(fn: Callable) -> Callable:
-    """``fn``, to be run in processes that use the cache like this one, each for itself."""
+    """``fn`` for new processes, which then use the same folder as this process."""
     folder = _folder_in_use()
     return fn if folder is None else partial(_with_store, folder, fn)
 
@@ -174,7 +170,7 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
             try:
                 _open(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
             except (OSError, NotImplementedError) as error:
-                # What this process can do without is no reason to stop the others.
+                # Training also works without a cache.
                 warnings.warn(f"no compilation cache in this process: {error}", stacklevel=2)
     return fn(*args)
 
@@ -198,12 +194,11 @@ def _open(folder: Path, part: str) -> None:
             f"compiled programs cannot be kept in {folder} ({error.strerror}); name a folder of "
             "your own, with space left",
         ) from error
-    # Overrides what the user may have set: without checks that is not used.
+    # This overrides a folder of the user for torch_xla, whose files are not checked.
     xr.initialize_cache(str(run.folder), readonly=False)
-    xr.get_num_cached_compilation_graph()  # makes the cache; it does not start the runtime
+    xr.get_num_cached_compilation_graph()  # creates the cache; it does not start the runtime
     for name in _TORCH_XLA:
-        # Not for processes that this one starts: the folder is of this one only.
-        os.environ.pop(name, None)
+        os.environ.pop(name, None)  # no process that this one starts may use its folder
 
 
 def _platform() -> str:
@@ -216,23 +211,23 @@ def _platform() -> str:
     return name
 
 
-# -- which programs may run in each other's place --------------------------------------------------
+# -- kinds of programs -----------------------------------------------------------------------------
 
 
 def describe_kind(on: str, part: str) -> dict[str, str]:
-    """What programs that may run in each other's place have in common, by names for people.
+    """The properties of a kind: programs with equal properties can replace each other.
 
-    Seen to be missing from torch_xla's key on CPU: versions and processor.
+    Tests on a CPU showed that torch_xla's key does not contain versions and processor.
 
     Args:
         on: CPU or TPU.
-        part: which of the processes that run one program.
+        part: the number of this process among those that run one program.
     """
     about = {
         "format": _FORMAT,
         "platform": on,
         "machine": platform.machine(),
-        # Processes on TPU compile for other devices each.
+        # On a TPU each process compiles for its own devices.
         "process": part if on == "TPU" else "any",
         ARGUMENTS: libtpu_init_args(os.environ.get(ARGUMENTS, "")),
         "TPU_LIBRARY_PATH": os.environ.get("TPU_LIBRARY_PATH", ""),
@@ -252,7 +247,7 @@ def describe_kind(on: str, part: str) -> dict[str, str]:
 
 
 def _processor() -> str:
-    # XLA compiles for the instructions that the processor at hand has.
+    # XLA compiles for the instructions of this processor.
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         first = file.read().partition("\n\n")[0]
     fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
@@ -267,7 +262,7 @@ def _processor() -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """A file of the store, as its name says it is."""
+    """A file of the store, and what its name states."""
 
     path: Path
     name: str  # torch_xla's
@@ -286,7 +281,7 @@ class Program:
 
 
 def _entries_of(folder: Path) -> list[os.DirEntry]:
-    """What is in ``folder``; nothing if it is gone."""
+    """The entries of ``folder``; none if it does not exist any more."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -295,13 +290,13 @@ def _entries_of(folder: Path) -> list[os.DirEntry]:
 
 
 def _programs_in(kind: Path) -> list[Program]:
-    """The programs in a folder of the store, not looked at yet."""
+    """The programs in a folder of the store, without checking them."""
     found = (Program.at(Path(entry.path)) for entry in _entries_of(kind))
     return [program for program in found if program is not None]
 
 
 def _digest_of(path: Path) -> str:
-    """For damage, not for malice: who writes to the store can write digests too."""
+    """Detects damage, but no attacks: who can write to the store can write digests too."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while data := file.read(1 << 20):
@@ -313,7 +308,7 @@ def _link(source: Path, target: Path) -> None:
     """Gives a file a second name, in one step.
 
     Raises:
-        OSError: ``target`` is there already, or ``source`` no more.
+        OSError: ``target`` exists already, or ``source`` does not exist any more.
     """
     try:
         os.link(source, target)
@@ -345,10 +340,10 @@ def _open_files() -> set[str]:
 
 
 class Run:
-    """What one process sees of the store, and adds to it, until the process ends.
+    """The programs that one process gets from the store and adds to it, until the process ends.
 
     Attributes:
-        folder: for torch_xla.
+        folder: the folder that torch_xla uses.
     """
 
     def __init__(self, kind: Path, began: Callable[[], bool]) -> None:
@@ -374,8 +369,7 @@ class Run:
         ]
         if not new:
             return
-        # Looked up after the files: one that is not open now has been closed, and it is not opened
-        # again.
+        # After listing the files: torch_xla opens a file once, so one that is not open is complete.
         unfinished = _open_files()
         for path in map(Path, new):
             if str(path) not in unfinished:
@@ -383,19 +377,19 @@ class Run:
                 self._keep(path)
 
     def end(self) -> None:
-        """Keeps what is new, and takes the folder away."""
+        """Adds the new programs to the store, and removes the folder."""
         if os.getpid() != self._process:
             return  # a fork of the process
         self._ending.set()
         self._thread.join()
         atexit.unregister(self.end)
         self._loading.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what is not kept is compiled again
+        with contextlib.suppress(OSError):  # programs that are not stored are compiled again
             self.keep_new()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        # A process that is killed does not come to its end: keeps every program soon.
+        # A process that is killed does not call ``end``, so this stores every program soon.
         while not self._ending.wait(_SECONDS_BETWEEN_LOOKS):
             with contextlib.suppress(OSError):
                 if self._began():
@@ -403,7 +397,7 @@ class Run:
                 self.keep_new()
 
     def _take(self, program: Program) -> tuple[str, int] | None:
-        # Read completely at every start: nothing else would notice a change since then.
+        # Checked at every start, because it may have been damaged since the last one.
         if not program.is_whole():
             program.path.unlink(missing_ok=True)
             return None
@@ -425,7 +419,7 @@ class Run:
         except FileExistsError:
             return
         for other in self._kind.glob(f"{path.name}-*"):
-            # torch_xla could not load that one, or another process was quicker.
+            # torch_xla could not load that one, or another process has stored it meanwhile.
             if other != kept:
                 other.unlink(missing_ok=True)
 
@@ -437,12 +431,12 @@ def open_run(
     limit: int = _LIMIT,
     began: Callable[[], bool] = lambda: any(compilation_counts()),
 ) -> Run:
-    """Starts a run on the programs of one kind.
+    """Starts a run with the programs of one kind.
 
     Args:
-        store: created if need be.
-        name: of the kind; ``about`` describes it completely.
-        limit: bytes that the store may take up. The oldest programs of all kinds are removed.
+        store: the folder of the store, created if it does not exist.
+        name: the name of the kind; ``about`` has its properties.
+        limit: the most bytes of all kinds together. The oldest programs are removed.
         began: whether this process has loaded, or compiled, a program.
 
     Raises:
@@ -460,11 +454,11 @@ def open_run(
 
 
 def _died_while_loading(kind: Path) -> bool:
-    """Whether a process of this host ended before it had its first program. Forgets it."""
+    """Whether a process of this host ended before it had its first program; removes its mark."""
     found = False
     for entry in _entries_of(kind):
         match = _LOADING.fullmatch(entry.name)
-        # A container starts again with the same numbers: this process has no mark yet.
+        # In a restarted container this process may have the same number as the one that ended.
         if match and (_is_gone(match) or match.groups() == (_host(), str(os.getpid()))):
             Path(entry.path).unlink(missing_ok=True)
             found = True
@@ -478,7 +472,7 @@ def _died_while_loading(kind: Path) -> bool:
 
 
 def _is_gone(match: re.Match[str]) -> bool:
-    """Whether ``match``, of a host and a process, names a process of this host that has ended."""
+    """Whether ``match``, a host and a process, is a process of this host that has ended."""
     return match[1] == _host() and not Path("/proc", match[2]).exists()
 
 
@@ -504,7 +498,7 @@ def _remove_dead_runs(store: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process was here
             age = time.time() - path.stat().st_mtime
             run = _RUN.fullmatch(path.name)
-            # Of other hosts nothing is known. A run that loses its folder only stops keeping.
+            # Processes of other hosts are unknown. One that loses its folder only stores no more.
             if run and (_is_gone(run) or age > _FORGET_RUNS_AFTER):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.suffix == ".tmp" and age > _DAY:
@@ -513,26 +507,26 @@ def _remove_dead_runs(store: Path) -> None:
 
 # -- how torch_xla loads programs ------------------------------------------------------------------
 
-# To read one back torch_xla calls ``DeserializeExecutable`` of XLA's client, then ``Load``.
-# Neither the CPU's client nor that of a TPU has these: both answer "UNIMPLEMENTED: Deserializing
-# serialized executable not supported", and the program is compiled again, at every start
-# (github.com/pytorch/xla/issues/9094, open). What they have is ``LoadSerializedExecutable``,
-# which does both steps in one.
+# To load a program, torch_xla calls ``DeserializeExecutable`` of XLA's client, then ``Load``.
+# The clients of CPU and TPU have neither: both return "UNIMPLEMENTED: Deserializing serialized
+# executable not supported", and the program is compiled again at every start
+# (github.com/pytorch/xla/issues/9094, open). They have ``LoadSerializedExecutable``, which does
+# both steps in one.
 #
-# So two entries of the client's table of virtual functions get other values: the first step
-# becomes ``LoadSerializedExecutable``, the second hands on what the first returned. Symbols that
-# the library brings tell where the table and the functions are and, by their mangled names, what
-# arguments they take. An entry is only replaced if it is the function that answers
-# "UNIMPLEMENTED". Anything that is not as expected leaves the library as it was.
+# So two entries of the client's table of virtual functions are replaced: the first step becomes
+# ``LoadSerializedExecutable``, the second returns the result of the first. The library's symbols
+# have the addresses of the table and of the functions and, in their mangled names, the types of
+# their arguments. An entry is only replaced if it is the function that returns "UNIMPLEMENTED". If
+# anything is not as expected, nothing is changed.
 
 
 def repair_client(platform_name: str) -> None:
     """Makes the client of ``platform_name``, CPU or TPU, able to load programs.
 
-    To be called before XLA's runtime starts. Doing it again changes nothing.
+    Call it before XLA's runtime starts. A second call changes nothing.
 
     Raises:
-        NotImplementedError: not possible with this torch_xla, processor or operating system.
+        NotImplementedError: this torch_xla, processor or operating system does not support it.
     """
     found = version("torch_xla")
     if not found.startswith("2.9."):
@@ -565,13 +559,13 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _functions(both_steps: int) -> tuple[int, int]:
-    """Addresses of two new functions, which stay until the process ends.
+    """Creates two functions, which stay until the process ends, and returns their addresses.
 
-    Not Python functions: they are called under a lock of torch_xla's and would wait there for the
-    GIL, which a thread may hold that waits for that lock.
+    Python functions would deadlock: torch_xla calls them with a lock, and they would wait for the
+    GIL of a thread that waits for this lock.
 
-    Arguments come in registers. rdi: where the result goes, a status (1: OK) and a pointer;
-    rsi: the client; rdx ...: what the function is called with; rax: where the result went.
+    Arguments are in registers. rdi: the address for the result, a status (1: OK) and a pointer;
+    rsi: the client; rdx ...: the arguments of the call; rax: returned, the address of the result.
     """
     enter = bytes.fromhex("f30f1efa")  # endbr64: processors may demand it where calls arrive
     libc = _libc()
