@@ -72,7 +72,7 @@ def _measure(argv: Sequence[str]) -> int:
         if not path.endswith((".json", ".html")):
             raise ValueError(f"--report={path} must end in .json or .html")
     # Files that cannot be written raise here, before minutes of measurement.
-    for path in (*reports, *([calibration] if calibration else [])):
+    for path in filter(None, [*reports, calibration]):
         target(path)
     found = verify(**flags, say=lambda text: _say(f"preflight: {text}"))
     print(found)
