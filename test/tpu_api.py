@@ -1,4 +1,4 @@
-"""A stand-in for the TPU API on this machine, with a token server and credentials for it."""
+"""A fake TPU API on this machine, with a token server and credentials for it."""
 
 import json
 
@@ -81,10 +81,10 @@ def discovery(root):
 
 
 class TpuApi(Server):
-    """Answers each GET of the node with the next of ``answers``, and the last one ever after.
+    """Answers each GET of the node with the next of ``answers``; repeats the last one.
 
-    An answer is a node, ``(status, JSON)`` or ``(status, bytes)``. ``names`` are of the nodes in
-    the zone, ``machine`` what the metadata server of a machine of that project says.
+    An answer is a node, ``(status, JSON)`` or ``(status, bytes)``. ``names``: the nodes in the
+    zone; ``machine``: the answers of the metadata server, by path.
     """
 
     def __init__(self):
@@ -127,7 +127,7 @@ class TpuApi(Server):
 
 def write_credentials(path, token_url):
     """The key file of a service account whose tokens come from ``token_url``."""
-    # LazyState anew: a key in a repository, even a useless one, alarms whoever searches for keys.
+    # A new key: one in the repository, even if it is useless, would alarm tools that find secrets.
     _, key = rsa.newkeys(1024)
     path.write_text(
         json.dumps(

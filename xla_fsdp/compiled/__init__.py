@@ -1,4 +1,4 @@
-"""What a host tells the compiler, and compiled programs on disk.
+"""The compiler's options on a host, and compiled programs on disk.
 
-``cache`` keeps programs in files that are checked before use, and lets torch_xla read them.
+``cache`` stores programs in files that are checked before use, and lets torch_xla load them.
 """
