@@ -397,14 +397,14 @@ def in_pieces(rank):
     import copy
 
     model, other = offloaded("root", mlp()), mlp()
-    model._unit.gradients.host.most = 64
+    model._unit.host_gradients.most = 64
     for tensor in model._unit.tensors:
         tensor.copy.uploads.most = 64
     size = 4 * sum(p.to_local().numel() for p in model.parameters())
     for one in (model, copy.deepcopy(model)):
         other.zero_grad()
         uploads = one._unit.tensors[0].copy.uploads
-        sent, received = uploads.sent, one._unit.gradients.host.received
+        sent, received = uploads.sent, one._unit.host_gradients.received
         for _ in range(2):
             one(inputs(rank).to("xla")).square().sum().backward()
         for number in range(2):
@@ -416,7 +416,7 @@ def in_pieces(rank):
         one.zero_grad()
         # Shards once, as they did not change; gradients of both backwards.
         assert uploads.sent - sent == size
-        assert one._unit.gradients.host.received - received == 2 * size
+        assert one._unit.host_gradients.received - received == 2 * size
     assert all(p.grad is None for p in model.parameters())
 
 

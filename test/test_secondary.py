@@ -110,7 +110,7 @@ def recomputed(rank):
     model[1] = checkpoint_module(nn.Sequential(FSDP(model[1], **options)))
     model = FSDP(model, **options)
     loss = model(inputs(rank).to("xla")).square().mean()
-    secondaries = [ref() for unit in _units(model) for ref in unit.secondaries._known]
+    secondaries = [ref() for unit in _units(model) for ref in unit._secondaries]
     assert all(one.pieces for one in secondaries)
     loss.backward()
     assert not any(one.pieces for one in secondaries)  # whoever holds the loss

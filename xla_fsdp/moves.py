@@ -16,7 +16,7 @@ from torch import nn
 # Set on the function that replaces ``nn.Module.to``.
 _WATCHES = "_xla_fsdp_watches"
 # Set on a parameter that was replaced by another.
-_REPLACED = "_xla_fsdp_left"
+REPLACED = "_xla_fsdp_left"
 
 
 def watch_moves() -> None:
@@ -49,12 +49,7 @@ def _copy_attributes(parameter: nn.Parameter, now: nn.Parameter) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(parameter, hooks):
             setattr(now, hooks, getattr(parameter, hooks))
-    setattr(parameter, _REPLACED, True)
-
-
-def was_replaced(parameter: object) -> bool:
-    """Whether this parameter was replaced when its model was moved."""
-    return hasattr(parameter, _REPLACED)
+    setattr(parameter, REPLACED, True)
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

@@ -56,7 +56,7 @@ def attach(unit: FSDPState) -> None:
     if how is None:
         return
     uploads = Uploads(unit.world.device)
-    gradients = unit.gradients.host = HostGradients(unit.world.device)
+    gradients = unit.host_gradients = HostGradients(unit.world.device)
     if how.stream:
         unit.stream = Stream(unit, gradients)
     for tensor in unit.stored:
@@ -338,10 +338,6 @@ class Stream:
         self.traffic.cut()
         self._drop()
         self._gradients.depart(self.traffic.fetch)
-
-    def arrive(self) -> None:
-        """Called when the backward through the model is done."""
-        self.traffic.wait()
 
     def forget(self) -> None:
         """Called after a backward failed."""

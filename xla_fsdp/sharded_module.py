@@ -20,6 +20,7 @@ from .offload import attach
 from .sharding import metadata, optimizer_hook  # noqa: F401  # registers the hook
 from .sharding.building import UnitBuilder
 from .sharding.clipping import clip_grad_norm_
+from .sharding.comm_plan import Divisors
 from .sharding.cpu_offload import stay_on_host
 from .sharding.deferred_values import remaining_uninitialized
 from .sharding.gathering import UnshardedParameter
@@ -27,7 +28,7 @@ from .sharding.ignored import ignored_mark_of, is_ignored, mark_ignored
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params
-from .sharding.user_checks import require_forward, require_values
+from .sharding.user_checks import has_forward, require_values
 from .wrap import recursive_wrap, require_unwrapped, warn_if_none_chosen
 
 
@@ -49,7 +50,11 @@ def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPSt
             "this module is already wrapped. To nest wrappers, wrap the inner modules first and "
             "then the module around them"
         )
-    require_forward(module)
+    if not has_forward(module):
+        raise RuntimeError(
+            f"{type(module).__name__} has no forward, so a wrapper cannot know when its "
+            "parameters are needed. Wrap its elements, or the module that calls them"
+        )
     given = given.resolved()
     options = given.inherited()
     if given.ignored_modules or given.ignored_parameters:
@@ -76,10 +81,11 @@ def finish_unit(unit: FSDPState, on_device: bool) -> None:
     """Finishes the construction; ``on_device``: parameters were on the device before."""
     narrow, offloads = False, unit.options.cpu_offload is not None
     for tensor in unit.stored:
-        narrow |= tensor.shard.dtype is torch.float16
+        computed = tensor.spec.compute_dtype(unit.options.compute_dtype)
+        narrow |= computed is torch.float16 and not unit.options.fp32_reduce_scatter
         offloads |= tensor.copy is not None  # shared with a unit that offloads
-    if unit.options.compute_dtype is None and narrow:
-        unit.comms.divide_in_float16()
+    if narrow:
+        unit.comms.divisors = Divisors.of(unit.world, in_float16=True)
     if offloads:
         attach(unit)
     if unit.options.execute_sharding_on_init and on_device:
@@ -168,7 +174,7 @@ class ShardedModule(nn.Module):
         """
         units = unique_units(self)
         for unit in units:
-            unit.gradients.forget()
+            unit.forget_gradients()
         # After unshard() the shards are not in the modules, and full parameters have no gradient.
         shards = [shard for unit in units for shard in unit.shards]
         for parameter in dict.fromkeys([*self.parameters(), *shards]):
@@ -217,7 +223,7 @@ class ShardedModule(nn.Module):
         memo[id(self)] = clone
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         clone._unit.mark_shards()  # marks on parameters are not copied with them
-        clone._unit.gradients.forget()  # copies of parameters have no gradients
+        clone._unit.forget_gradients()  # copies of parameters have no gradients
         return clone
 
     def __getstate__(self) -> NoReturn:

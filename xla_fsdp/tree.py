@@ -57,11 +57,7 @@ def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor)
 def tensors_in(value: Any, leaf: type = torch.Tensor) -> list[Any]:
     """The distinct tensors that :func:`map_tensors` would visit, in order."""
     found: dict[int, Any] = {}
-
-    def collect(tensor: Any) -> Any:
-        return found.setdefault(id(tensor), tensor)
-
-    map_tensors(collect, value, leaf)
+    map_tensors(lambda tensor: found.setdefault(id(tensor), tensor), value, leaf)
     return list(found.values())
 
 

@@ -244,14 +244,14 @@ class XlaFullyShardedDataParallel(ShardedModule):
         Saves the reductions of all but the last micro-batch, but full gradients stay in memory.
         """
         units = unique_units(self)
-        before = [unit.gradients.require_sync for unit in units]
+        before = [unit.require_sync for unit in units]
         for unit in units:
-            unit.gradients.require_sync = False
+            unit.require_sync = False
         try:
             yield
         finally:
             for unit, value in zip(units, before, strict=True):
-                unit.gradients.require_sync = value
+                unit.require_sync = value
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides gradients by ``pre`` before and by ``post`` after the reduction.

@@ -325,7 +325,7 @@ def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]
     shape = [1 + max(place[axis] for place in places.values()) for axis in range(3)]
     name = "x".join(map(str, shape[: chip.torus_dimension]))
     try:
-        routes = _routes_of(f"{chip.family}:{name}")
+        routes = Routes(resolve(f"{chip.family}:{name}"))
     except UnknownTopologyError:
         return None
     return routes if dict(enumerate(routes.slice.coordinates())) == places else None
@@ -339,11 +339,6 @@ def attributes_of(slice: Slice) -> list[dict[str, object]]:
             product(range(slice.count), slice.coordinates())
         )
     ]
-
-
-@lru_cache(maxsize=4)
-def _routes_of(name: str) -> Routes:
-    return Routes(resolve(name))
 
 
 def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, ...], _Stages]]:

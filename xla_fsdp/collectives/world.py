@@ -11,7 +11,7 @@ a padded tensor, which sends twice the bytes and differs from rank to rank.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -85,9 +85,16 @@ class World:
             rank, size = xr.global_ordinal(), total
             groups: Groups = (tuple(range(total)),)
         else:
-            rank, size = _require_group_arguments(sharding_rank, sharding_world_size)
+            rank, size = _place_in_groups(sharding_rank, sharding_world_size)
             groups = checked_groups("sharding_groups", sharding_groups, size)
-            _require_place(groups, rank, total)
+            ordinal = xr.global_ordinal()
+            # A process that simulates one of many ranks may have any index.
+            if total > 1 and all(group[rank] != ordinal for group in groups):
+                raise ValueError(
+                    f"sharding_rank={rank}, but no group of sharding_groups has this rank, "
+                    f"{ordinal}, at that index: {lists(groups)}. Pass this rank's index in its "
+                    "group"
+                )
         replicas: Groups = ()
         if replication_groups:
             replicas = checked_groups("replication_groups", replication_groups, None)
@@ -343,7 +350,7 @@ def lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     return list(map(list, groups))
 
 
-def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, int]:
+def _place_in_groups(rank: int | None, size: int | None) -> tuple[int, int]:
     """The rank and size for ``sharding_groups``; raises ValueError if one is missing."""
     if rank is None or size is None:
         raise ValueError(
@@ -357,17 +364,6 @@ def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, i
             "Pass this rank's index in its group"
         )
     return rank, size
-
-
-def _require_place(groups: Groups, rank: int, total: int) -> None:
-    """Raises ValueError unless this rank is at index ``rank`` of one of ``groups``."""
-    # A process that simulates one of many ranks may have any index.
-    ordinal = xr.global_ordinal()
-    if total > 1 and all(group[rank] != ordinal for group in groups):
-        raise ValueError(
-            f"sharding_rank={rank}, but no group of sharding_groups has this rank, {ordinal}, at "
-            f"that index: {lists(groups)}. Pass this rank's index in its group"
-        )
 
 
 def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:
@@ -437,21 +433,13 @@ def broadcast_from_first(world: World, value: torch.Tensor) -> torch.Tensor:
     firsts = [(world.all_reduce_sum, world.rank == 0)]
     if world.replica_groups:
         firsts.append((world.sum_over_replicas, first_replica))
-    with _separate_program(world):
+    # On CPU ranks: torch_xla's token would include earlier collectives in the program, which would
+    # then be a different one every time.
+    alone = contextlib.nullcontext() if world.context is None else world.context.separate_channels()
+    with alone:
         for add, first in firsts:
             mine = as_data(torch.tensor(first), world.device)  # 0-d, as the value may be
             result = add(torch.where(mine, result, torch.zeros_like(result)), "from the first")
         result = result.to(value.dtype)
         xlac.start_tensors([result])
     return result
-
-
-@contextlib.contextmanager
-def _separate_program(world: World) -> Iterator[None]:
-    """On CPU ranks: separates a program from earlier collectives. torch_xla's token would include
-    these in the program, which would then be a different one every time."""
-    if world.context is None:
-        yield
-        return
-    with world.context.separate_channels():
-        yield

@@ -467,7 +467,7 @@ class _Run:
             widens = self.unit.stored[number].widens
             by_stack[number] = share if widens else share.to(stacks[number].dtype)
         # Autograd may have saved other tensor objects with the same values.
-        by_stack = self.unit.gradients.given(self.unit.shards, by_stack)
+        by_stack = self.unit.given_gradients(self.unit.shards, by_stack)
         return of_x, [by_constant.get(number) for number in range(len(constants))], by_stack
 
     @property

@@ -66,14 +66,14 @@ def loop(
     """
     with _fresh_trace(device, seed):
         try:
-            body_of_loop = _Body(body, carry, stacked, constants, traced)
+            made = _Loop(body, carry, stacked, constants, traced, reverse, ahead, unroll)
         except Exception as error:
             # Tensors in the frames have no value. An exception that is stored would keep them, and
             # torch_xla ends the process when it computes them.
             traceback.clear_frames(error.__traceback__)
             raise
-    operands = [*carry, *stacked, *constants, *body_of_loop.traced.hoisted.values()]
-    computation = _While(body_of_loop, stacked[0].shape[0], reverse, ahead, unroll).build(operands)
+    operands = [*carry, *stacked, *constants, *made.traced.hoisted.values()]
+    computation = made.build(operands)
     rank = current_rank()
     order = rank.order if rank is not None and rank.pending else None
     if order is not None:
@@ -84,13 +84,16 @@ def loop(
     return outputs[: len(carry)], outputs[len(carry) :]
 
 
-class _Body:
-    """A body, traced on arguments of these shapes.
+class _Loop:
+    """A body, traced on arguments of these shapes, and the loop around it.
 
     Attributes:
-        carried: how many arguments it returns for the next iteration.
+        depth: the number of iterations.
+        carried: how many arguments the body returns for the next iteration.
         sliced: arguments that are slices of operands.
         results: shapes and types of what it returns after the carried ones.
+
+    Further attributes: see :func:`loop`.
     """
 
     def __init__(
@@ -100,6 +103,9 @@ class _Body:
         stacked: Sequence[torch.Tensor],
         constants: Sequence[torch.Tensor],
         traced: Callable[[Tensors], None] | None,
+        reverse: bool,
+        ahead: Collection[int],
+        unroll: int,
     ) -> None:
         arguments = [placeholder(t.shape, t.dtype) for t in carry]
         arguments += [placeholder(t.shape[1:], t.dtype) for t in stacked]
@@ -108,32 +114,16 @@ class _Body:
         first, second = len(carry), len(carry) + len(stacked)
         new_carry, results = body(given[:first], given[first:second], given[second:])
         self.traced = Traced("scan_body", arguments, [*new_carry, *results])
+        self.depth = stacked[0].shape[0]
         self.carried = first
         self.sliced = range(first, second)
+        self.reverse = reverse
+        self.ahead = {first + number for number in ahead}
+        self.unroll = min(unroll, self.depth)
         self.results = [(tuple(t.shape), xb.Op.from_torch_type(t.dtype)) for t in results]
         del given, new_carry, results
         if traced is not None:
             traced(arguments)
-
-
-class _While:
-    """The loop around a traced body.
-
-    Args:
-        depth: the number of iterations.
-        reverse: from the last iteration's slices to the first's.
-        ahead: numbers of the slices that belong to the next iteration.
-        unroll: how many times one iteration of the compiled loop runs the body.
-    """
-
-    def __init__(
-        self, body: _Body, depth: int, reverse: bool, ahead: Collection[int], unroll: int
-    ) -> None:
-        self.body = body
-        self.depth = depth
-        self.reverse = reverse
-        self.unroll = min(unroll, depth)
-        self.ahead = {body.carried + number for number in ahead}
 
     def build(self, operands: Sequence[torch.Tensor]) -> object:
         """The loop as a computation of carry, stacked, constants and hoisted tensors."""
@@ -142,7 +132,7 @@ class _While:
         given = [xb.mkparam(builder, number, shape) for number, shape in enumerate(shapes)]
         stacks = [
             xb.Op.scalar(builder, 0, dtype=dtype).broadcast((self.depth, *shape))
-            for shape, dtype in self.body.results
+            for shape, dtype in self.results
         ]
         # The state of the loop: counter, results, operands.
         state = [_integer(builder, 0), *stacks, *given]
@@ -151,7 +141,7 @@ class _While:
         for _ in range(self.depth % self.unroll):
             state = self._step(*state)
         first = 1 + len(stacks)
-        kept = [*range(first, first + self.body.carried), *range(1, first)]
+        kept = [*range(first, first + self.carried), *range(1, first)]
         return xb.Op.tuple([state[n] for n in kept]).build("scan_blocks")
 
     def _more(self, counter: xb.Op, *rest: xb.Op) -> xb.Op:
@@ -164,13 +154,11 @@ class _While:
         return stepped
 
     def _step(self, counter: xb.Op, *rest: xb.Op) -> list[xb.Op]:
-        builder, carried = counter.builder(), self.body.carried
-        number = len(self.body.results)
+        builder, carried = counter.builder(), self.carried
+        number = len(self.results)
         index = _integer(builder, self.depth - 1) - counter if self.reverse else counter
         stacks, operands = rest[:number], rest[number:]
-        made = xb.Op.call(
-            self.body.traced.computation, self._inputs(operands, index), builder=builder
-        )
+        made = xb.Op.call(self.traced.computation, self._inputs(operands, index), builder=builder)
         carry = [made.get_tuple_element(n) for n in range(carried)]
         rows = [made.get_tuple_element(carried + n).broadcast([1]) for n in range(len(stacks))]
         filled = [
@@ -181,14 +169,14 @@ class _While:
 
     def _inputs(self, operands: Sequence[xb.Op], index: xb.Op) -> list[xb.Op]:
         """The parameters of the body, in order of their numbers."""
-        traced = self.body.traced
+        traced = self.traced
         inputs: dict[int, xb.Op] = {}
         for parameter, argument in traced.argument_of.items():
             value, at = operands[argument], index
             if argument in self.ahead:  # past the end, use the last slice
                 step = _integer(index.builder(), 1)
                 at = index - step if self.reverse else index + step
-            if argument in self.body.sliced:
+            if argument in self.sliced:
                 sizes = list(value.shape().sizes)[1:]
                 value = value.dynamic_slice(_start(value, at), [1, *sizes]).reshape(sizes)
             inputs[parameter] = value

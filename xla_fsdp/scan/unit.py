@@ -20,6 +20,7 @@ from ..layers.saved_activations import ATTENTION
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
 from ..sharding.building import Builder, own_shard
+from ..sharding.comm_plan import scales_in_collective
 from ..sharding.comms import SecondaryShards
 from ..sharding.deferred_values import Key, UninitializedTensor, is_deferred, materialize
 from ..sharding.gathering import Origin, make_unsharded
@@ -173,9 +174,9 @@ class ScanUnit(FSDPState):
 
         ``None`` if the backward gathers from the shards.
         """
-        if self.secondaries is None:
+        if self.secondary_world is None:
             return None
-        return SecondaryShards(self.secondaries.world, pieces=dict(pieces or {}))
+        return SecondaryShards(self.secondary_world, pieces=dict(pieces or {}))
 
     def reduce_block(
         self, shards: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -187,7 +188,7 @@ class ScanUnit(FSDPState):
         """
         present = {number: [grad] for number, grad in enumerate(grads) if grad is not None}
         fulls = self.comms.join_gradients(self._block(shards), present, {})
-        exact = self.comms.keeps_communication_dtype
+        exact = self.comms.hook is None and scales_in_collective(self.comms.divisors, self.world)
         tensors = self._block(
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)
@@ -316,7 +317,7 @@ class ScanBuilder(Builder):
 
     def _take(self, block: nn.Module, number: int) -> None:
         self.on_device |= any(p.device.type == "xla" for p in block.parameters())
-        for _ in materialize(block, lambda module: False, self.options.param_init_fn):
+        for _ in materialize(block, self.options.param_init_fn):
             pass
         assert self._template is not None  # at least one block has been checked
         require_same_attributes(self._template, block, number, self.ignore)

@@ -37,8 +37,6 @@ from .user_checks import require_shardable_parameters
 # Number of elements of a parameter that its checksum covers.
 SAMPLE = 1 << 16
 
-ParameterUse = tuple[nn.Module, str, nn.Parameter]
-
 
 class Builder:
     """The common part of building a unit of one module and a unit of scanned blocks.
@@ -122,7 +120,7 @@ class UnitBuilder(Builder):
         if on_meta:
             # In place, a module without reset_parameters does not raise, as in torch.
             waits = self.unit.in_place
-            ready = materialize(self.module, _is_excluded, self.options.param_init_fn, waits)
+            ready = materialize(self.module, self.options.param_init_fn, waits)
         if self.options.flatten_parameters:
             for _ in ready:
                 pass
@@ -130,7 +128,12 @@ class UnitBuilder(Builder):
         else:
             # Shard a submodule as soon as it has values: only one is full at any time.
             for module in ready:
-                self._shard_each(module)
+                for name, parameter in self._own_parameters(module):
+                    if sharded_tensor_of(parameter) is None:
+                        key = dotted(self.paths[module][0], name)
+                        layout = self.layout_of(parameter)
+                        self._shard([parameter], layout, key, module in self.wide)
+                    self._put(module, name, parameter)
         if on_meta:
             # Parameters were registered in the order of initialization; restore the module's order.
             order = {module: number for number, module in enumerate(self.paths)}
@@ -166,21 +169,16 @@ class UnitBuilder(Builder):
                 if child is not None:
                     stack.append((dotted(path, key), child))
 
-    def _uses(self, module: nn.Module) -> Iterator[ParameterUse]:
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and ignored_mark_of(parameter) is None:
-                yield module, name, parameter
-
-    def _shard_each(self, module: nn.Module) -> None:
-        for use in self._uses(module):
-            _, name, parameter = use
-            if sharded_tensor_of(parameter) is None:
-                key = dotted(self.paths[module][0], name)
-                self._shard([parameter], self.layout_of(parameter), key, module in self.wide)
-            self._put(use)
+    def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of ``module`` itself that are not ignored."""
+        return [
+            (name, parameter)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and ignored_mark_of(parameter) is None
+        ]
 
     def _flatten(self) -> None:
-        uses = [use for module in self.paths for use in self._uses(module)]
+        uses = [(one, *named) for one in self.paths for named in self._own_parameters(one)]
         # Trainable first, then frozen. A vector has one dtype. Each parameter counts once.
         groups: dict[tuple[bool, torch.dtype, bool], dict[nn.Parameter, None]] = {}
         taken: set[nn.Parameter] = set()
@@ -195,7 +193,7 @@ class UnitBuilder(Builder):
             self.owner.register_parameter(tensor.key, tensor.shard)
             self.unit.flattened.append(tensor)
         for use in uses:
-            self._put(use)
+            self._put(*use)
 
     def _shard(
         self, parameters: Sequence[nn.Parameter], layout: Layout, key: str, wide: bool
@@ -221,8 +219,7 @@ class UnitBuilder(Builder):
             self.late[tensor] = late
         return tensor
 
-    def _put(self, use: ParameterUse) -> None:
-        module, name, parameter = use
+    def _put(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         tensor, number = sharded_tensor_of(parameter), member_number_of(parameter)
         assert tensor is not None, "a parameter must be sharded before it is added to its unit"
         first = self.unit.add_tensor(tensor)
@@ -257,10 +254,6 @@ def own_shard(layout: Layout, values: Sequence[torch.Tensor], world: World) -> t
     if is_simulated_rank() and math.prod(layout.shard_shape) >= LARGE:
         return fake_cpu_tensor(layout.shard_shape, values[0].dtype)
     return layout.cut(values, world.rank)
-
-
-def _is_excluded(module: nn.Module) -> bool:
-    return is_wrapper(module) or is_ignored(module)
 
 
 def checksum(values: torch.Tensor) -> int:

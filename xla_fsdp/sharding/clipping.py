@@ -18,10 +18,6 @@ from .sharded_parameter import local
 from .sharded_tensor import require_reduced
 from .unit import Unit
 
-# The shape of what is reduced. For a maximum (True), a second element records whether there was a
-# NaN, because XLA's maximum does not always return NaN.
-_SHAPE: dict[bool, tuple[int, ...]] = {False: (), True: (2,)}
-
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -78,7 +74,9 @@ def clip_grad_norm_(
 
     everyone = World.to_reduce_over(None, device)
     is_max = math.isinf(norm_type)
-    zero = torch.zeros(_SHAPE[is_max], device=device)
+    # A maximum has a second element, which records whether there was a NaN: XLA's maximum does not
+    # always return NaN.
+    zero = torch.zeros((2,) if is_max else (), device=device)
     total = zero
     for world, grads in by_world.items():
         part = _local_power([g for g in grads if g.device == device], norm_type, zero)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from .comm_plan import Collective, Divisors, plan_reduction
-from .comms import Communicator, pack_gradients, split_shards, to_float32
+from .comms import Communicator, pack_gradients, split_shards
+from .mixed_precision import to_float32
 from .sharded_tensor import ShardedTensor
 from .unit import Unit
 

@@ -151,10 +151,10 @@ def plan_gathers(
     planned = []
     for numbers, dtype in parts:
         own = [specs[number] for number in numbers]
-        rows, *rest = _joined_shape(own)
+        name, (rows, *rest) = _joined(label, own)
         shape = (rows * world.size // among.size, *rest)
         size = math.prod(shape) * among.size * dtype.itemsize
-        name, route = _name(label, own), among.gather_route(size)
+        route = among.gather_route(size)
         planned.append(
             Collective("all-gather", name, tuple(numbers), shape, dtype, among.size, route, waits)
         )
@@ -180,7 +180,7 @@ def plan_reductions(
     planned = []
     for part, dtype in _parts(own, list(dtypes.values()), world):
         together = [own[number] for number in part]
-        name, shape = _name(label, together), _joined_shape(together)
+        name, shape = _joined(label, together)
         which = tuple(numbers[number] for number in part)
         planned.append(plan_reduction(world, which, name, shape, dtype, divisors))
     return planned
@@ -220,20 +220,13 @@ def scales_in_collective(divisors: Divisors, world: World) -> bool:
     return math.frexp(divisors.after)[0] == 0.5 and world.replicas == 1
 
 
-def lanes(length: int) -> tuple[int, int]:
-    """The shape in which ``length`` elements a rank, joined from several tensors, are sent."""
-    return (length // LANES, LANES) if length % LANES == 0 else (1, length)
-
-
-def _name(label: str, specs: Sequence[TensorSpec]) -> str:
-    return label + (specs[0].key if len(specs) == 1 else "small_parameters")
-
-
-def _joined_shape(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """The shape in which a rank's parts of ``specs`` are sent."""
+def _joined(label: str, specs: Sequence[TensorSpec]) -> tuple[str, tuple[int, ...]]:
+    """The name of a collective of ``specs``, and the shape in which a rank's parts are sent."""
     if len(specs) == 1:
-        return specs[0].layout.comm_shape
-    return lanes(sum(math.prod(spec.layout.shard_shape) for spec in specs))
+        return label + specs[0].key, specs[0].layout.comm_shape
+    length = sum(math.prod(spec.layout.shard_shape) for spec in specs)
+    shape = (length // LANES, LANES) if length % LANES == 0 else (1, length)
+    return f"{label}small_parameters", shape
 
 
 def _along_with_wide(

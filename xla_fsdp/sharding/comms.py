@@ -4,7 +4,6 @@ gradients to gradient shards."""
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,11 +18,10 @@ from .comm_plan import (
     plan_gathers,
     plan_reductions,
     reduced_in,
-    scales_in_collective,
 )
-from .freeing import Stamp, stamps
+from .freeing import Stamp
 from .layout import Layout
-from .mixed_precision import NARROW
+from .mixed_precision import to_float32
 from .options import FSDPOptions
 from .sharded_tensor import ShardedTensor
 from .trace_cache import Tensors, TraceCache
@@ -47,17 +45,10 @@ class Communicator:
         self.label = ""
         self.hook: Reduction | None = None
         self.divisors = Divisors.of(world, False)
-        if options.compute_dtype is torch.float16:
-            self.divide_in_float16()
 
     @cached_property
     def _traced(self) -> TraceCache:
         return TraceCache(self.world)
-
-    def divide_in_float16(self) -> None:
-        """Sets the divisors for sums in float16, unless ``fp32_reduce_scatter`` is set."""
-        if not self.options.fp32_reduce_scatter:
-            self.divisors = Divisors.of(self.world, True)
 
     # -- gathering ------------------------------------------------------------------------------
 
@@ -91,19 +82,6 @@ class Communicator:
         order.last = next(iter(found[number:]), None)
         return found[:number]
 
-    def plan_gathers(
-        self, tensors: Sequence[ShardedTensor], backward: bool, stored_among: World | None = None
-    ) -> list[Collective]:
-        """See :func:`~xla_fsdp.sharding.comm_plan.plan_gathers`."""
-        return plan_gathers(
-            [tensor.spec for tensor in tensors],
-            self.options,
-            self.world,
-            label=self.label,
-            backward=backward,
-            stored_among=stored_among,
-        )
-
     def trace_gathers(
         self,
         tensors: Sequence[ShardedTensor],
@@ -118,12 +96,24 @@ class Communicator:
         """
         stored = {} if secondary is None else dict(secondary.pieces)
         among = secondary.world if secondary is not None and stored else self.world
-        plan = self.plan_gathers(tensors, backward, among if stored else None)
+        plan = plan_gathers(
+            [tensor.spec for tensor in tensors],
+            self.options,
+            self.world,
+            label=self.label,
+            backward=backward,
+            stored_among=among if stored else None,
+        )
         parts = [[tensors[number] for number in one.tensors] for one in plan]
-        shards = [
-            stored[one.tensors[0]] if stored else _joined_sources(part)
-            for one, part in zip(plan, parts, strict=True)
-        ]
+        shards = []
+        for one, part in zip(plan, parts, strict=True):
+            if stored:
+                shards.append(stored[one.tensors[0]])
+            elif len(part) == 1:
+                shards.append(part[0].source)
+            else:
+                sources = [tensor.source for tensor in part]
+                shards.append(torch.cat([s if s.dim() == 1 else s.reshape(-1) for s in sources]))
         # On CPUs a chain of collectives already gives the order, and barriers are dropped.
         in_turn = self.world.as_on_tpu
         if in_turn:
@@ -156,7 +146,7 @@ class Communicator:
 
     def last_gathered(self, tensors: Sequence[ShardedTensor]) -> int:
         """The number of the tensor that a forward gathers last."""
-        plan = self.plan_gathers(tensors, False)
+        plan = plan_gathers([tensor.spec for tensor in tensors], self.options, self.world)
         return plan[-1].tensors[-1] if plan else 0  # nothing is sent: any number will do
 
     # -- reducing -------------------------------------------------------------------------------
@@ -247,11 +237,6 @@ class Communicator:
         shard = self.world.sum_over_replicas(shard if narrow else to_float32(shard), one.name)
         return to_float32(shard) / one.divide_after
 
-    @property
-    def keeps_communication_dtype(self) -> bool:
-        """Whether gradient shards keep the communication dtype after a reduction."""
-        return self.hook is None and scales_in_collective(self.divisors, self.world)
-
 
 def pack_gradients(fulls: Sequence[torch.Tensor], one: Collective) -> torch.Tensor:
     """Full gradients that are reduced in one collective, joined rank by rank."""
@@ -273,19 +258,6 @@ def split_shards(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Ten
         found.append(share.reshape(tensor.layout.shard_shape))
         first += length
     return found
-
-
-def to_float32(shard: torch.Tensor) -> torch.Tensor:
-    """``shard`` in float32 if its dtype is narrower."""
-    return shard.float() if shard.dtype in NARROW else shard
-
-
-def _joined_sources(tensors: Sequence[ShardedTensor]) -> torch.Tensor:
-    """The parts that this rank sends for ``tensors``."""
-    if len(tensors) == 1:
-        return tensors[0].source
-    sources = [tensor.source for tensor in tensors]
-    return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in sources])
 
 
 def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
@@ -352,39 +324,6 @@ class SecondaryShards:
             gathered, piece = after([gathered, piece], [piece])
         self.pieces[number] = piece
         return gathered
-
-
-class SecondaryShardCache:
-    """The second shards of one unit.
-
-    Args:
-        world: the ranks that share the unit's shards.
-        size: the size of the smaller groups, a divisor of the world's size.
-
-    Attributes:
-        world: the smaller group.
-    """
-
-    def __init__(self, world: World, size: int):
-        self.world = subgroup(world, size)
-        self._known: list[weakref.ref[SecondaryShards]] = []
-
-    def fresh(self, shards: Sequence[torch.Tensor]) -> SecondaryShards:
-        """An empty :class:`SecondaryShards` for a forward that gathers ``shards``."""
-        made = SecondaryShards(self.world, stamps(shards))
-        self._known = [one for one in self._known if one() is not None]
-        self._known.append(weakref.ref(made))
-        return made
-
-    def of(self, shards: Sequence[torch.Tensor]) -> SecondaryShards | None:
-        """The :class:`SecondaryShards` of ``shards`` with their current values, for a forward that
-        the backward recomputes; ``None`` if none exists any more."""
-        now = stamps(shards)
-        for known in reversed(self._known):
-            found = known()
-            if found is not None and found.pieces and found.shard_stamps == now:
-                return found
-        return None
 
 
 def subgroup(world: World, size: int) -> World:

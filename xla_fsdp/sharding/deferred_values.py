@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from ..collectives.host_data import LARGE
-from ..names import dotted
+from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
 from ..wording import join_some
 from .freeing import Stamp, stamps
+from .ignored import is_ignored
 
 # Set on a tensor that defer_init made: True. Set on a shard or a buffer: its UninitializedTensor.
 _MARK = "_xla_fsdp_awaited"
@@ -139,14 +140,14 @@ def require_all_initialized(
     """Raises RuntimeError if a parameter or buffer of a model has no values yet.
 
     Args:
-        labelled: for every FSDP unit the prefix of its names, and what waits for values.
+        labelled: for every FSDP unit the name of its module, and what waits for values.
         doing: the operation that needs the values, for the message.
     """
     if is_simulated_rank():
         return
     names = [
-        label + name
-        for label, uninitialized in labelled
+        dotted(path, name)
+        for path, uninitialized in labelled
         for one in remaining_uninitialized(uninitialized)
         for name in one.names.values()
     ]
@@ -174,19 +175,16 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def materialize(
-    module: nn.Module,
-    skip: Callable[[nn.Module], bool],
-    init_fn: Callable[[nn.Module], None] | None,
-    waits: bool = False,
+    module: nn.Module, init_fn: Callable[[nn.Module], None] | None, waits: bool = False
 ) -> Iterator[nn.Module]:
     """Initializes the submodules that are on the meta device, and yields each when it is ready.
 
     The caller may shard a submodule before it takes the next, so that the full model never exists.
     Yields every submodule, also those that had values before, children first.
 
-    Submodules for which ``skip`` is true are not touched, nor is anything inside them. With
-    ``init_fn``, each submodule whose own tensors are on meta is passed to it, and must have no meta
-    tensors afterwards. Without, its tensors are allocated on the CPU and its
+    Wrappers, ignored submodules and all modules inside them are not changed. With ``init_fn``, each
+    submodule whose own tensors are on meta is passed to it, and must have no meta tensors
+    afterwards. Without, its tensors are allocated on the CPU and its
     ``reset_parameters()`` is called. A submodule without that method raises; with ``waits`` it gets
     its values later. Parameters shared between submodules stay shared.
 
@@ -194,7 +192,7 @@ def materialize(
         RuntimeError: a submodule has no ``reset_parameters``, or has one that does not initialize a
             parameter or a buffer, or ``init_fn`` left tensors on meta.
     """
-    for name, group in _groups(module, "", skip, set()):
+    for name, group in _groups(module, "", set()):
         allocated: list[_Allocated] = []
         for submodule in group:
             if is_on_meta(submodule):
@@ -207,7 +205,7 @@ def materialize(
 
 
 def _groups(
-    module: nn.Module, name: str, skip: Callable[[nn.Module], bool], seen: set[nn.Module]
+    module: nn.Module, name: str, seen: set[nn.Module]
 ) -> Iterator[tuple[str, list[nn.Module]]]:
     """Submodules that must have their values at the same time, children before parents.
 
@@ -215,18 +213,19 @@ def _groups(
     (attention zeroes the bias of its output projection). So children without children stay in one
     group with their parent.
     """
-    if module in seen or skip(module):
+    if module in seen or is_wrapper(module) or is_ignored(module):
         return
     seen.add(module)
     together = []
     for key, child in list(module._modules.items()):
         if child is None:
             continue
-        if is_on_meta(module) and not child._modules and child not in seen and not skip(child):
+        excluded = child in seen or is_wrapper(child) or is_ignored(child)
+        if is_on_meta(module) and not child._modules and not excluded:
             seen.add(child)
             together.append(child)
         else:
-            yield from _groups(child, dotted(name, key), skip, seen)
+            yield from _groups(child, dotted(name, key), seen)
     yield name, [*together, module]
 
 

@@ -15,6 +15,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -331,27 +332,22 @@ class Pass:
         return self.full[index].detach()
 
 
-class _Computing(threading.local):
-    passes: tuple[Pass, ...] = ()
-
-
-_this_thread = _Computing()
+_passes: ContextVar[tuple[Pass, ...]] = ContextVar("xla_fsdp_passes", default=())
 
 
 def computing_passes() -> tuple[Pass, ...]:
     """The passes whose forward this thread is executing, outermost first."""
-    return _this_thread.passes
+    return _passes.get()
 
 
 @contextlib.contextmanager
 def computing(passes: tuple[Pass, ...]) -> Iterator[None]:
     """Within, this thread also executes the forward of ``passes``."""
-    before = _this_thread.passes
-    _this_thread.passes = before + passes
+    token = _passes.set(_passes.get() + passes)
     try:
         yield
     finally:
-        _this_thread.passes = before
+        _passes.reset(token)
 
 
 class Gather(torch.autograd.Function):
@@ -370,7 +366,11 @@ class Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.source = weakref.ref(source)
         ctx.unit = unit = source.unit
-        full = [_no_view(one) for one in unit.gather(events, False, source.secondary)]
+        # A view or a parameter would not be the base of its views: see Recipe.
+        full = [
+            one.detach() if one._base is not None or isinstance(one, nn.Parameter) else one
+            for one in unit.gather(events, False, source.secondary)
+        ]
         members = zip(full, unit.members, strict=True)
         frozen = [one for one, (tensor, _) in members if not tensor.shard.requires_grad]
         ctx.mark_non_differentiable(*frozen)
@@ -427,12 +427,6 @@ def without_second_derivative(
         return list(gradients)
     marked = iter(_NoSecondDerivative.apply(message, len(given), *given, *sources))
     return [None if gradient is None else next(marked) for gradient in gradients]
-
-
-def _no_view(value: torch.Tensor) -> torch.Tensor:
-    """``value`` as a tensor that is no view, so its views refer to it: see :class:`Recipe`."""
-    is_view = value._base is not None or isinstance(value, nn.Parameter)
-    return value.detach() if is_view else value
 
 
 # The class of the nodes that Gather creates in the graph.

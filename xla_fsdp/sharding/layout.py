@@ -106,15 +106,12 @@ class Layout:
             missing = rows - kept.shape[0]
             return torch.cat([kept, kept.new_zeros(missing, *kept.shape[1:])])
         (length,) = self.shard_shape
-        begin, end = rank * length, (rank + 1) * length
         pieces, filled = [], 0
-        for member, value in zip(self.members, values, strict=True):
-            low, high = max(begin - member.offset, 0), min(end - member.offset, member.numel)
-            if low < high:
-                pieces.append(value.reshape(-1)[low:high])
-                filled += high - low
-        pieces.append(values[0].new_zeros(length - filled))
-        return torch.cat(pieces)
+        for value, (begin, end, _) in zip(values, self.pieces(rank), strict=True):
+            if begin < end:
+                pieces.append(value.reshape(-1)[begin:end])
+                filled += end - begin
+        return torch.cat([*pieces, values[0].new_zeros(length - filled)])
 
     def pieces(self, rank: int) -> list[tuple[int, int, int]]:
         """The part of each member that a rank's shard contains: elements ``begin .. end`` of the

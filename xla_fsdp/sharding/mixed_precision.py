@@ -16,6 +16,11 @@ COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NARROW = (torch.float16, torch.bfloat16)
 
 
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in float32 if its dtype is a narrower floating-point dtype."""
+    return tensor.float() if tensor.dtype in NARROW else tensor
+
+
 @dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes in which a wrapper computes and communicates, with torch FSDP's names and defaults.
@@ -84,16 +89,6 @@ def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence
         )
 
 
-def precision_options(policy: MixedPrecision) -> dict[str, Any]:
-    """The options that ``mixed_precision`` sets, by name."""
-    widened = policy.reduce_dtype is torch.float32 and policy.param_dtype is not torch.float32
-    return {
-        "compute_dtype": policy.param_dtype,
-        "buffer_dtype": policy.buffer_dtype,
-        "fp32_reduce_scatter": widened,
-    }
-
-
 # -- modules that compute in float32 within a unit that computes in a narrower dtype ---------------
 #
 # torch FSDP makes each module of ``_module_classes_to_ignore`` a unit with separate collectives.
@@ -145,14 +140,10 @@ class _Float32Hooks:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         narrow = [t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW]
         self.given = narrow[0] if narrow else None
-        return map_tensors(_widened, (args, kwargs))
+        return map_tensors(to_float32, (args, kwargs))
 
     def restore(self, module: nn.Module, args: tuple, output: Any) -> Any:
         given, self.given = self.given, None
         if given is None:
             return output
         return map_tensors(lambda t: t.to(given) if t.dtype is torch.float32 else t, output)
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in NARROW else tensor

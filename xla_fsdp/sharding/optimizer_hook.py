@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ from torch.optim.optimizer import (
 )
 
 from .. import xlac
-from ..moves import was_replaced
+from ..moves import REPLACED
 from ..ranks.rank import is_simulated_rank
+from ..tree import map_tensors, tensors_in
 from .deferred_values import require_initialized
 from .gathering import UnshardedParameter
 from .ignored import ignored_mark_of
@@ -64,10 +65,8 @@ _SAME = (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, opti
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     every = [p for group in optimizer.param_groups for p in group["params"]]
     if optimizer.__dict__.get(_CHECKED) != len(every):
-        _require_not_replaced(optimizer, every)
-        _require_shards(optimizer)
+        _require_current_parameters(optimizer, every)
         if _CHECKED not in optimizer.__dict__:
-            _require_order(optimizer)
             _export_local_state(optimizer)
         require_initialized(every, f"{type(optimizer).__name__}.step() was called")
         _warn_of_unreduced(optimizer)
@@ -106,56 +105,46 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 # -- checks ------------------------------------------------------------------------------------
 
 
-def _require_not_replaced(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if all parameters of the optimizer are without gradients and one of them
-    was replaced when the model was moved."""
-    left = next(filter(was_replaced, every), None)
+def state_is_by_name(optimizer: Optimizer) -> None:
+    """Records that the optimizer state was loaded by parameter name, so its order is right."""
+    optimizer.__dict__[_BY_NAME] = True
+
+
+def _require_current_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
+    """Raises RuntimeError if the optimizer has parameters from before the move or the wrapping of
+    the model, or if state was loaded by position before the first step, together with weights of
+    torch_xla's class, whose optimizers number parameters in another order."""
+    kind = type(optimizer).__name__
+    left = next((parameter for parameter in every if hasattr(parameter, REPLACED)), None)
     # If other code still uses the old parameters, they have gradients.
     if left is not None and all(parameter.grad is None for parameter in every):
         raise RuntimeError(
-            f"this {type(optimizer).__name__} was made before module.to(device), which replaced "
+            f"this {kind} was made before module.to(device), which replaced "
             f"its parameters (one of shape {list(left.shape)} on {left.device}) by new ones on the "
             "device, so it would train nothing. Make the optimizer after moving and wrapping"
         )
-
-
-def _require_shards(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if the optimizer has parameters from before the wrapping."""
+    by_position = not {_CHECKED, _BY_NAME} & optimizer.__dict__.keys()
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if isinstance(parameter, UnshardedParameter):
                 raise RuntimeError(
-                    f"parameter {place} of group {number} of this {type(optimizer).__name__} is "
+                    f"parameter {place} of group {number} of this {kind} is "
                     "a full parameter of a forward or of unshard(), which is freed afterwards. "
                     "Make the optimizer from model.parameters() outside of both"
                 )
             sharded = sharded_tensor_of(parameter)
             if sharded is not None and sharded.shard is not parameter:
                 raise RuntimeError(
-                    f"parameter {place} of group {number} of this {type(optimizer).__name__} "
+                    f"parameter {place} of group {number} of this {kind} "
                     f"({sharded.key!r} in its wrapper) was sharded after the optimizer was made, "
                     "so the optimizer refers to an empty tensor and would train nothing. Make the "
                     "optimizer after wrapping; parameters have the same names then"
                 )
-
-
-def state_is_by_name(optimizer: Optimizer) -> None:
-    """Records that the optimizer state was loaded by parameter name, so its order is right."""
-    optimizer.__dict__[_BY_NAME] = True
-
-
-def _require_order(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if state was loaded by position before the first step, together with
-    weights of torch_xla's class, whose optimizers number parameters in another order."""
-    if _BY_NAME in optimizer.__dict__:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            sharded = sharded_tensor_of(parameter)
-            if sharded is not None and sharded.reordered and optimizer.state.get(parameter):
+            has_state = by_position and optimizer.state.get(parameter)
+            if sharded is not None and sharded.reordered and has_state:
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} has state of parameter {sharded.key!r} "
-                    "before its first step, and the weights came from torch_xla's class, which "
+                    f"this {kind} has state of parameter {sharded.key!r} before its "
+                    "first step, and the weights came from torch_xla's class, which "
                     "lists parameters in another order: load_state_dict, which goes by position, "
                     "gave parameters the state of others. Join the files by python -m "
                     "xla_fsdp.consolidate --optimizer, and load the result with "
@@ -232,17 +221,10 @@ def _export_local_state(optimizer: Optimizer) -> None:
         return
 
     def plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state = {key: _localized(value) for key, value in state_dict["state"].items()}
-        return {**state_dict, "state": state}
+        return {**state_dict, "state": map_tensors(local, state_dict["state"])}
 
     optimizer.register_state_dict_post_hook(plain)
     optimizer.register_load_state_dict_post_hook(_import_local_state)
-
-
-def _localized(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _localized(one) for key, one in value.items()}
-    return local(value) if isinstance(value, Tensor) else value
 
 
 def _import_local_state(optimizer: Optimizer) -> None:
@@ -250,17 +232,9 @@ def _import_local_state(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         spec = spec_of(parameter)
         if spec is not None:
-            for value in _tensors_in(state):
+            for value in tensors_in(state):
                 if tuple(value.shape) == tuple(spec.local_shape):
                     as_sharded(value, spec)
-
-
-def _tensors_in(state: Any) -> Iterable[Tensor]:
-    if type(state) is Tensor:
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors_in(value)
 
 
 # -- lists -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ..collectives.world import World
 from ..ranks.slices import slices_of_ranks
 from .cpu_offload import CPUOffload
 from .ignored import as_list
-from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, precision_options
+from .mixed_precision import COMPUTE_DTYPES, MixedPrecision
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing since Python 3.11
@@ -470,8 +470,13 @@ class FSDPOptions:
             self._set("ignored_states", ())
         precision = self.mixed_precision
         if precision is not None:
-            meant = self._agreed(f"mixed_precision={precision}", precision_options(precision))
-            for name, value in meant.items():
+            used, reduced = precision.param_dtype, precision.reduce_dtype
+            meant = {
+                "compute_dtype": used,
+                "buffer_dtype": precision.buffer_dtype,
+                "fp32_reduce_scatter": reduced is torch.float32 and used is not torch.float32,
+            }
+            for name, value in self._agreed(f"mixed_precision={precision}", meant).items():
                 self._set(name, value)
         offload = self.cpu_offload
         if offload is not None and not offload.parameters:

@@ -29,32 +29,22 @@ _LABEL = "reduction over shards"
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks that share a tensor."""
+    """The sum over the ranks that share a tensor; with ``mean`` the mean over all ranks of the
+    model, replicas included. The gradient of both is the mean."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
-        ctx.world = world
-        return collective(world.all_reduce_sum, value, world)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Mean.apply(grad, ctx.world), None
-
-
-class _Mean(torch.autograd.Function):
-    """The mean over all ranks of the model, replicas included; its gradient is the mean too."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, world: World, mean: bool) -> torch.Tensor:
         ctx.world = world
         total = collective(world.all_reduce_sum, value, world)
+        if not mean:
+            return total
         if world.replicas > 1:
             total = collective(world.sum_over_replicas, total, world)
         return total / (world.size * world.replicas)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Mean.apply(grad, ctx.world), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Sum.apply(grad, ctx.world, True), None, None
 
 
 class _Shared(torch.autograd.Function):
@@ -94,7 +84,7 @@ class _Largest(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mine,) = ctx.saved_tensors
-        grad = _Mean.apply(grad, ctx.world)
+        grad = _Sum.apply(grad, ctx.world, True)
         return grad * mine / collective(ctx.world.all_reduce_sum, mine, ctx.world), None
 
 
@@ -117,7 +107,7 @@ def sums(world: World, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for n, part in enumerate(parts):
         by_kind.setdefault((part.dtype, part.device), []).append(n)
     for own in by_kind.values():
-        together = _Sum.apply(torch.stack([parts[n] for n in own]), world)
+        together = _Sum.apply(torch.stack([parts[n] for n in own]), world, False)
         for n, total in zip(own, together.unbind(), strict=True):
             totals[n] = total
     return totals
@@ -317,8 +307,7 @@ def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     kept = value.dtype
     if not value.is_floating_point():  # exact beyond 2**24
         low = torch.iinfo(kept).min
-        own = without_padding(value, spec, low).max() if value.numel() else None
-        assert own is not None  # all shards have the same shape
+        own = without_padding(value, spec, low).max()
         return collective(spec.world.all_reduce_max, own, spec.world)
     largest: torch.Tensor = _Largest.apply(_own_largest(_wide(value), spec), spec.world)
     return largest.to(kept)

@@ -40,7 +40,10 @@ class _Sharded:
                 divided = any(spec.world.size > 1 for spec in _specs((args, kwargs)))
                 if divided or getattr(func, "__name__", "") == "__set__":
                     raise
-                return _on_full_tensors(func, args, kwargs or {})
+                # On one rank the local parts are the full tensors; a full view shares memory.
+                mine = map_tensors(_full, args)
+                found = func(*mine, **map_tensors(_full, kwargs or {}))
+                return args[0] if args and found is mine[0] else found
 
     def to_local(self) -> torch.Tensor:
         """This rank's part, a plain tensor without a graph that shares memory with this one."""
@@ -239,7 +242,14 @@ def _answer_of(func: Any) -> Answer:
     if name in ("__get__", "__set__", "__delete__"):
         descriptor = func.__self__
         read = getattr(descriptor, "fget", None)
-        return _attribute(getattr(read or descriptor, "__name__", ""), name)
+        attribute = getattr(read or descriptor, "__name__", "")
+        if attribute in _VALUES or (attribute in _PARTS and name != "__get__"):
+            return _unsupported
+        if attribute in _METADATA:
+            return functools.partial(_metadata, _METADATA[attribute])
+        if attribute in _PARTS or (attribute in _SHARDED_VALUES and name == "__get__"):
+            return _same_elements
+        return _copy if attribute in _SHARDED_VALUES and name == "__set__" else _plain
     if func is torch.autograd.grad:
         return _autograd_grad
     if name in _ANSWERS:
@@ -257,18 +267,6 @@ def _answer_of(func: Any) -> Answer:
     if is_pointwise(name):
         return _pointwise
     return _unsupported
-
-
-def _attribute(attribute: str, access: str) -> Answer:
-    if attribute in _VALUES:
-        return _unsupported
-    if attribute in _METADATA:
-        return functools.partial(_metadata, _METADATA[attribute])
-    if access == "__get__":
-        return _same_elements if attribute in _SHARDED_VALUES | _PARTS else _plain
-    if attribute in _PARTS:
-        return _unsupported
-    return _set_values if attribute in _SHARDED_VALUES and access == "__set__" else _plain
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -323,16 +321,9 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
 
 
-def _on_full_tensors(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """On one rank the local parts are the full tensors; a full view shares memory with them."""
-
-    def full(value: torch.Tensor) -> torch.Tensor:
-        spec = spec_of(value)
-        return value if spec is None else spec.gather(value)
-
-    mine = map_tensors(full, args)
-    found = func(*mine, **map_tensors(full, kwargs))
-    return args[0] if args and found is mine[0] else found
+def _full(value: torch.Tensor) -> torch.Tensor:
+    spec = spec_of(value)
+    return value if spec is None else spec.gather(value)
 
 
 def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -341,12 +332,6 @@ def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if spec is not None and type(found) is torch.Tensor:
         return as_sharded(found, spec)
     return found
-
-
-def _set_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Handles ``parameter.data = value`` and ``parameter.grad = value``."""
-    own, value = args
-    return func(own, _part(_name(func), spec_of(own), value))
 
 
 def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
@@ -380,8 +365,9 @@ def _result_of_hook(found: Any, spec: ShardSpec) -> Any:
 
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Handles ``copy_``, ``parameter.data = value`` and ``parameter.grad = value``."""
     own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
-    return func(own, _part("copy_", spec_of(own), value), *rest, **kwargs)
+    return func(own, _part(_name(func), spec_of(own), value), *rest, **kwargs)
 
 
 def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None:
@@ -438,16 +424,10 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = _name(func)
     if name in ("_foreach_norm", "_foreach_max"):
-        one = functools.partial(_answer_of(torch.norm if name == "_foreach_norm" else torch.max))
         of = torch.norm if name == "_foreach_norm" else torch.max
         order = args[1:] or ([kwargs["ord"]] if "ord" in kwargs else [])
         dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
-        return [
-            one(of, (each, *order), dtype)
-            if spec_of(each) is not None
-            else of(each, *order, **dtype)
-            for each in args[0]
-        ]
+        return [_reduction(of, (each, *order), dtype) for each in args[0]]
     given = (*args, *kwargs.values())
     lists = [one for one in given if isinstance(one, (list, tuple)) and one]
     lists = [one for one in lists if isinstance(one[0], torch.Tensor)]

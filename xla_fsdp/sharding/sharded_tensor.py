@@ -62,7 +62,7 @@ class FlattenedParameter(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func in _OF_THE_VALUE or func in _OF_THE_VECTOR:
+        if func in _OF_THE_VECTOR:
             _raise_flattened(args[0], getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -86,7 +86,6 @@ def _accessors(*names: str) -> Iterator[Any]:
         yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
 
 
-_OF_THE_VALUE = frozenset(_accessors("data"))
 # Operations on a parameter that users do, and that only the vector supports.
 _OF_THE_VECTOR = frozenset(
     [
@@ -94,7 +93,7 @@ _OF_THE_VECTOR = frozenset(
         torch.Tensor.register_hook,
         torch.Tensor.register_post_accumulate_grad_hook,
         torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
-        *_accessors("grad"),
+        *_accessors("data", "grad"),
     ]
 )
 

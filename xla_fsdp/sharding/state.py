@@ -69,6 +69,7 @@ class FSDPState(Unit):
         self.unsharded: Pass | None = None
         self.caches_after_backward = False
         self._caches_by_hand = False
+        self._secondaries: list[weakref.ref[SecondaryShards]] = []
         # The full parameters gathered last, and the stamps of their shards.
         self._cached: list[torch.Tensor] | None = None
         self._cached_of: list[Stamp] = []
@@ -107,7 +108,14 @@ class FSDPState(Unit):
         try:
             with parameters_saved_as_recipes(), computing((one,)):
                 outputs, elsewhere = self._finish(one, forward(*args, **kwargs))
-            self._require_unchanged(one)
+            one.require_full_unchanged()
+            for slot in self.slots:
+                if slot.module._parameters.get(slot.name) is not one.full[slot.index]:
+                    raise RuntimeError(
+                        f"the forward replaced its parameter {self.name_of(slot.index)!r} by "
+                        "another tensor, but a sharded parameter cannot be replaced. Replace it "
+                        "before wrapping"
+                    )
             if elsewhere:
                 warn_if_elsewhere(called, (args, kwargs), elsewhere, self.world.device)
             keep = stays
@@ -155,13 +163,7 @@ class FSDPState(Unit):
         if self.active is None:
             self.require_shards_installed()
         recomputes = _in_backward()
-        secondary: SecondaryShards | None = None
-        if self.secondaries is not None and torch.is_grad_enabled():
-            if recomputes:
-                secondary = self.secondaries.of(self.shards)
-            elif not keep:
-                secondary = self.secondaries.fresh(self.shards)
-        one = Pass(self, secondary)
+        one = Pass(self, self._second_shards(recomputes, keep))
         if self.is_root or not (computing_passes() or recomputes):
             one.on_backward_end = self._end_backward_of_model
         if self.tensors:
@@ -177,6 +179,20 @@ class FSDPState(Unit):
         self._install(one)
         return one
 
+    def _second_shards(self, recomputes: bool, keep: bool) -> SecondaryShards | None:
+        """What a forward fills; in a recomputation what the forward filled, if that still exists
+        and the shards have the same values; ``None`` if no second shards are stored."""
+        world = self.secondary_world
+        if world is None or not torch.is_grad_enabled() or (keep and not recomputes):
+            return None
+        now, known = stamps(self.shards), [one for ref in self._secondaries if (one := ref())]
+        if recomputes:
+            alike = (one for one in reversed(known) if one.pieces and one.shard_stamps == now)
+            return next(alike, None)
+        known.append(SecondaryShards(world, now))
+        self._secondaries = [weakref.ref(one) for one in known]
+        return known[-1]
+
     def require_shards_installed(self) -> None:
         """Raises RuntimeError if a module attribute is not the shard that was put there."""
         self.require_not_summoned()
@@ -191,16 +207,6 @@ class FSDPState(Unit):
                 f"the forward of {self.title!r} was called within summon_full_params or apply. "
                 "Leave that context first: a forward gathers its parameters itself"
             )
-
-    def _require_unchanged(self, one: Pass) -> None:
-        """After the forward: raises RuntimeError if it changed or replaced its parameters."""
-        one.require_full_unchanged()
-        for slot in self.slots:
-            if slot.module._parameters.get(slot.name) is not one.full[slot.index]:
-                raise RuntimeError(
-                    f"the forward replaced its parameter {self.name_of(slot.index)!r} by another "
-                    "tensor, but a sharded parameter cannot be replaced. Replace it before wrapping"
-                )
 
     def _end(self, one: Pass, keep: bool) -> None:
         """Ends the forward, also after an exception in it."""
@@ -262,8 +268,8 @@ class FSDPState(Unit):
                 self._leave_backward(task)
             if self.stream is not None:
                 self.stream.forget()
-            if self.gradients.host is not None:
-                self.gradients.host.forget()
+            if self.host_gradients is not None:
+                self.host_gradients.forget()
             self._restore()
 
     # -- backward -------------------------------------------------------------------------------
@@ -313,9 +319,9 @@ class FSDPState(Unit):
         units = list(dict.fromkeys([self, *unique_units(self.module)]))
         with torch.no_grad():
             for unit in units:
-                unit.gradients.flush()
+                unit.flush_gradients()
                 unit._narrow_gradients()
-        hosts = [unit.gradients.host for unit in units if unit.gradients.host is not None]
+        hosts = [unit.host_gradients for unit in units if unit.host_gradients is not None]
         starts = self.options.sync_on_finalization
         if starts or hosts:
             for unit in units:  # parameters that are still full would be outputs of the program
@@ -324,7 +330,7 @@ class FSDPState(Unit):
             host.arrive()
         for unit in units:
             if unit.stream is not None:
-                unit.stream.arrive()
+                unit.stream.traffic.wait()
         if starts:
             xlac.start_program(self.world.device)
 
@@ -365,8 +371,8 @@ class FSDPState(Unit):
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """Does :meth:`UnitGradients.reduce`, in the order of the model."""
-        shards, arrived = self.gradients.reduce(grads, needed, leaves)
+        """Does :meth:`reduce_gradients`, in the order of the model."""
+        shards, arrived = self.reduce_gradients(grads, needed, leaves)
         # ``order`` is cleared at the end of the backward.
         if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
             self.order.add_reductions(arrived)
@@ -456,14 +462,14 @@ class FSDPState(Unit):
         self._syncs = self._syncs if syncs is None else syncs
         self._all_reduces = self._all_reduces if all_reduces is None else all_reduces
         replicated = self.world.replicas > 1
-        self.gradients.require_sync = self._syncs and (self._all_reduces or not replicated)
+        self.require_sync = self._syncs and (self._all_reduces or not replicated)
 
     def set_reshard_after_forward(self, reshards: bool) -> None:
         """Sets whether full parameters are freed after the forward, also if this is the root."""
         self.options = replace(
             self.options, reshard_after_forward=reshards, disable_reshard_on_root=False
         )
-        self.secondaries = None  # those of reshard_after_forward=<int>
+        self.secondary_world = None  # of reshard_after_forward=<int>
 
 
 def unit_of(module: nn.Module) -> FSDPState | None:

@@ -138,7 +138,7 @@ def _require_possible(
             raise RuntimeError(
                 f"parameters of {unit.title!r} are summoned already. Leave that context first"
             )
-        if with_grads and unit.gradients.has_unreduced:
+        if with_grads and any(tensor.unreduced for tensor in unit.tensors):
             raise RuntimeError(
                 f"with_grads=True, but gradients of {unit.title!r} are not reduced yet. Run a "
                 "backward outside of no_sync first, or call zero_grad()"

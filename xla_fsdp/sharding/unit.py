@@ -13,7 +13,7 @@ from torch import nn
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
-from .comms import Communicator, SecondaryShardCache
+from .comms import Communicator, subgroup
 from .deferred_values import UninitializedTensor
 from .freeing import Stamp
 from .ignored import restore_ignored_marks
@@ -23,135 +23,6 @@ from .sharded_tensor import FlattenedParameter, ParameterSlot, ShardedTensor, ma
 
 if TYPE_CHECKING:
     from ..offload import HostGradients, Stream
-
-
-class UnitGradients:
-    """Processes the full gradients of a unit's members.
-
-    Attributes:
-        comms: does the reductions.
-        require_sync: whether a backward reduces; ``False`` inside ``no_sync``.
-        host: receives the gradient shards, if shards are on the host.
-    """
-
-    def __init__(self, tensors: list[ShardedTensor], comms: Communicator) -> None:
-        self._tensors = tensors  # the unit's own list object, which grows while the unit is built
-        self.comms = comms
-        self.require_sync = True
-        self.host: HostGradients | None = None
-        # Full gradients of micro-batches inside no_sync, by index in `tensors`.
-        self._unsynced: dict[int, torch.Tensor] = {}
-
-    def reduce(
-        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
-    ) -> tuple[list[torch.Tensor | None], Sequence[torch.Tensor]]:
-        """A gradient shard for every sharded tensor, from the full gradients of its members, and
-        the results of the collectives.
-
-        The gradient shard is ``None`` if no member got a gradient, if none is needed, inside
-        ``no_sync``, and if it goes to the host. ``leaves``: the graph nodes that deliver gradients
-        to the shards.
-        """
-        handed_out = False
-        if not self.require_sync or self._unsynced or self.host is not None:
-            needed, handed_out = self._asked_for(leaves, needed)
-        reached: dict[int, Sequence[torch.Tensor | None]] = {}
-        first = 0
-        for number, tensor in enumerate(self._tensors):
-            members = grads[first : first + len(tensor.layout.members)]
-            first += len(tensor.layout.members)
-            if needed[number] and any(grad is not None for grad in members):
-                reached[number] = members
-        if not (handed_out or self.require_sync):
-            self._store(self.comms.join_gradients(self._tensors, reached, {}))
-            return [None] * len(self._tensors), ()
-        # Without those stored by no_sync if gradients are returned: the sum is for .grad.
-        summed = [] if handed_out else [number for number in reached if number in self._unsynced]
-        accumulated = {number: self._unsynced[number] for number in summed}
-        self._forget(accumulated)
-        shards, arrived = self.comms.reduce(self._tensors, reached, accumulated)
-        found = [shards.get(number) for number in range(len(self._tensors))]
-        return self._given([tensor.shard for tensor in self._tensors], found), arrived
-
-    def given(
-        self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """The gradients that autograd delivers to ``shards``: ``grads``, or ``None`` if the host
-        receives those that the current backward computes."""
-        if self.host is None:
-            return grads
-        given = [number for number, grad in enumerate(grads) if grad is not None]
-        leaves = [torch.autograd.graph.get_gradient_edge(shards[number]).node for number in given]
-        asked, _ = self._asked_for(leaves, [True] * len(given))
-        chosen = {number for number, yes in zip(given, asked, strict=True) if yes}
-        return self._given(shards, [g if n in chosen else None for n, g in enumerate(grads)])
-
-    def _given(
-        self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        if self.host is None:
-            return grads
-        for shard, grad in zip(shards, grads, strict=True):
-            if grad is not None:
-                self.host.take(shard, grad)
-        return [None] * len(grads)
-
-    def _asked_for(self, leaves: Sequence[Any], needed: Sequence[bool]) -> tuple[list[bool], bool]:
-        """For which of ``leaves`` the current backward computes a gradient (``inputs`` may be
-        passed to it), and whether it returns them (``torch.autograd.grad``) instead of accumulating
-        them."""
-        accumulated, handed_out = [], []
-        for leaf, yes in zip(leaves, needed, strict=True):
-            try:
-                accumulated.append(yes and torch._C._will_engine_execute_node(leaf))
-                handed_out.append(False)
-            except RuntimeError:  # torch raises this if the leaf is not needed
-                accumulated.append(False)
-                handed_out.append(True)
-        if not any(handed_out):
-            return accumulated, False
-        if self.host is not None:
-            raise RuntimeError(
-                "torch.autograd.grad was called for parameters whose shards are on the host "
-                "(cpu_offload), where gradients arrive only after the backward. Call "
-                "backward(inputs=[...]), and read .grad"
-            )
-        return handed_out, True
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether ``no_sync`` stored gradients that are not reduced yet."""
-        return bool(self._unsynced)
-
-    def forget(self) -> None:
-        """Drops the gradients that ``no_sync`` stored."""
-        self._forget(dict(self._unsynced))
-
-    def flush(self) -> None:
-        """Reduces gradients stored by ``no_sync`` for tensors that the last backward did not
-        reach."""
-        if self.require_sync and self._unsynced:
-            for number, grad in self.comms.trace_reductions(self._tensors, self._unsynced)[
-                0
-            ].items():
-                give = accumulate if self.host is None else self.host.take
-                give(self._tensors[number].shard, grad)
-            self.forget()
-
-    def _store(self, fulls: dict[int, torch.Tensor]) -> None:
-        for number, full in fulls.items():
-            if number in self._unsynced:
-                # In place, so that a program can reuse the memory of the previous sum.
-                self._unsynced[number].add_(full)
-            else:
-                # No view: torch_xla would keep the base of the view in memory.
-                self._unsynced[number] = torch.view_copy(full, full.shape)
-                self._tensors[number].unreduced += 1
-
-    def _forget(self, numbers: dict[int, torch.Tensor]) -> None:
-        for number in numbers:
-            del self._unsynced[number]
-            self._tensors[number].unreduced -= 1
 
 
 # With the names of their modules relative to a root, the outermost first: see state.units_in.
@@ -202,10 +73,15 @@ class Unit:
         else:  # data: a constant would make the programs of the first and second step different
             self.placeholder = torch.full((1,), nan, device="cpu").to(world.device)
         self.comms = Communicator(options, world)
-        self.gradients = UnitGradients(self.tensors, self.comms)
-        # Only with reshard_after_forward=<int>.
+        # Whether a backward reduces; False inside no_sync.
+        self.require_sync = True
+        # Full gradients of micro-batches inside no_sync, by index in `tensors`.
+        self._unsynced: dict[int, torch.Tensor] = {}
+        # Receives the gradient shards, if shards are on the host.
+        self.host_gradients: HostGradients | None = None
+        # The ranks that store second shards; only with reshard_after_forward=<int>.
         size = options.reshard_after_forward
-        self.secondaries = None if isinstance(size, bool) else SecondaryShardCache(world, size)
+        self.secondary_world = None if isinstance(size, bool) else subgroup(world, size)
         # Set if shards are on the device only while the unit computes.
         self.stream: Stream | None = None
         self._rnns: list[nn.RNNBase] = []
@@ -307,3 +183,110 @@ class Unit:
         """Updates the lists of parameters that recurrent modules compute with."""
         for rnn in self._rnns:
             rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]
+
+    # -- full gradients -------------------------------------------------------------------------
+
+    def reduce_gradients(
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
+    ) -> tuple[list[torch.Tensor | None], Sequence[torch.Tensor]]:
+        """A gradient shard for every sharded tensor, from the full gradients of its members, and
+        the results of the collectives.
+
+        The gradient shard is ``None`` if no member got a gradient, if none is needed, inside
+        ``no_sync``, and if it goes to the host. ``leaves``: the graph nodes that deliver gradients
+        to the shards.
+        """
+        handed_out = False
+        if not self.require_sync or self._unsynced or self.host_gradients is not None:
+            needed, handed_out = self._asked_for(leaves, needed)
+        reached: dict[int, Sequence[torch.Tensor | None]] = {}
+        first = 0
+        for number, tensor in enumerate(self.tensors):
+            members = grads[first : first + len(tensor.layout.members)]
+            first += len(tensor.layout.members)
+            if needed[number] and any(grad is not None for grad in members):
+                reached[number] = members
+        if not (handed_out or self.require_sync):
+            self._store_unsynced(self.comms.join_gradients(self.tensors, reached, {}))
+            return [None] * len(self.tensors), ()
+        # Without those stored by no_sync if gradients are returned: the sum is for .grad.
+        summed = [] if handed_out else [number for number in reached if number in self._unsynced]
+        accumulated = {number: self._unsynced[number] for number in summed}
+        self._drop_unsynced(accumulated)
+        shards, arrived = self.comms.reduce(self.tensors, reached, accumulated)
+        found = [shards.get(number) for number in range(len(self.tensors))]
+        return self._given([tensor.shard for tensor in self.tensors], found), arrived
+
+    def given_gradients(
+        self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The gradients that autograd delivers to ``shards``: ``grads``, or ``None`` if the host
+        receives those that the current backward computes."""
+        if self.host_gradients is None:
+            return grads
+        given = [number for number, grad in enumerate(grads) if grad is not None]
+        leaves = [torch.autograd.graph.get_gradient_edge(shards[number]).node for number in given]
+        asked, _ = self._asked_for(leaves, [True] * len(given))
+        chosen = {number for number, yes in zip(given, asked, strict=True) if yes}
+        return self._given(shards, [g if n in chosen else None for n, g in enumerate(grads)])
+
+    def _given(
+        self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        if self.host_gradients is None:
+            return grads
+        for shard, grad in zip(shards, grads, strict=True):
+            if grad is not None:
+                self.host_gradients.take(shard, grad)
+        return [None] * len(grads)
+
+    def _asked_for(self, leaves: Sequence[Any], needed: Sequence[bool]) -> tuple[list[bool], bool]:
+        """For which of ``leaves`` the current backward computes a gradient (``inputs`` may be
+        passed to it), and whether it returns them (``torch.autograd.grad``) instead of accumulating
+        them."""
+        accumulated, handed_out = [], []
+        for leaf, yes in zip(leaves, needed, strict=True):
+            try:
+                accumulated.append(yes and torch._C._will_engine_execute_node(leaf))
+                handed_out.append(False)
+            except RuntimeError:  # torch raises this if the leaf is not needed
+                accumulated.append(False)
+                handed_out.append(True)
+        if not any(handed_out):
+            return accumulated, False
+        if self.host_gradients is not None:
+            raise RuntimeError(
+                "torch.autograd.grad was called for parameters whose shards are on the host "
+                "(cpu_offload), where gradients arrive only after the backward. Call "
+                "backward(inputs=[...]), and read .grad"
+            )
+        return handed_out, True
+
+    def forget_gradients(self) -> None:
+        """Drops the gradients that ``no_sync`` stored."""
+        self._drop_unsynced(dict(self._unsynced))
+
+    def flush_gradients(self) -> None:
+        """Reduces gradients stored by ``no_sync`` for tensors that the last backward did not
+        reach."""
+        if self.require_sync and self._unsynced:
+            give = accumulate if self.host_gradients is None else self.host_gradients.take
+            shards, _ = self.comms.trace_reductions(self.tensors, self._unsynced)
+            for number, grad in shards.items():
+                give(self.tensors[number].shard, grad)
+            self.forget_gradients()
+
+    def _store_unsynced(self, fulls: dict[int, torch.Tensor]) -> None:
+        for number, full in fulls.items():
+            if number in self._unsynced:
+                # In place, so that a program can reuse the memory of the previous sum.
+                self._unsynced[number].add_(full)
+            else:
+                # No view: torch_xla would keep the base of the view in memory.
+                self._unsynced[number] = torch.view_copy(full, full.shape)
+                self.tensors[number].unreduced += 1
+
+    def _drop_unsynced(self, numbers: dict[int, torch.Tensor]) -> None:
+        for number in numbers:
+            del self._unsynced[number]
+            self.tensors[number].unreduced -= 1

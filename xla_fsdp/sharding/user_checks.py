@@ -32,22 +32,18 @@ def require_values(units: NamedUnits, doing: str) -> None:
     """Raises RuntimeError if ``doing`` happens before parameters of ``units`` have values."""
     waiting = [(path, unit.uninitialized) for path, unit in units if unit.uninitialized]
     if waiting:
-        require_all_initialized([(f"{path}." if path else "", u) for path, u in waiting], doing)
+        require_all_initialized(waiting, doing)
 
 
 def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
     """Warns about trainable parameters in ``root`` that none of the FSDP units in it shards."""
     sharded = {shard for _, unit in units for shard in unit.shards}
-    found = {
-        name: parameter
-        for name, parameter in root.named_parameters()
-        if parameter.requires_grad
-        and parameter not in sharded
-        and ignored_mark_of(parameter) is None
-    }
-    names = list(found)
-    for parameter in found.values():
-        setattr(parameter, WARNED, True)
+    names = []
+    for name, parameter in root.named_parameters():
+        ignored = ignored_mark_of(parameter) is not None
+        if parameter.requires_grad and parameter not in sharded and not ignored:
+            setattr(parameter, WARNED, True)
+            names.append(name)
     if names:
         some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         warnings.warn(
@@ -198,15 +194,6 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not none or getattr(forward, "__func__", forward) is not none
 
 
-def require_forward(module: nn.Module) -> None:
-    """Raises RuntimeError if ``module`` has no forward, neither its class nor the instance."""
-    if not has_forward(module):
-        raise RuntimeError(
-            f"{type(module).__name__} has no forward, so a wrapper cannot know when its "
-            "parameters are needed. Wrap its elements, or the module that calls them"
-        )
-
-
 def require_shardable_parameters(path: str, module: nn.Module) -> None:
     """Raises ValueError, TypeError or RuntimeError if parameters of ``module``, called ``path``,
     cannot be sharded, or would give other results when sharded."""
@@ -245,42 +232,32 @@ def require_shardable_parameters(path: str, module: nn.Module) -> None:
                 "wrap each block separately; in the second case move the model before wrapping the "
                 "first of its modules"
             )
-        if (
-            parameter is not None
-            and sharded_tensor_of(parameter) is None
-            and ignored_mark_of(parameter) is None
-        ):
-            _require_plain(dotted(path, key), parameter)
         if isinstance(parameter, UninitializedParameter):
             raise RuntimeError(
                 f"parameter {dotted(path, key)!r} of {type(module).__name__} is lazy and has no "
                 "shape yet. Run the module once on an input before wrapping it, or build it with "
                 "its sizes"
             )
-
-
-def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Raises TypeError or RuntimeError if ``parameter`` has something that a shard cannot have, and
-    warns if it has a gradient."""
-    kind = type(parameter)
-    if has_own_operators(kind) or (
-        kind.__torch_function__ is not nn.Parameter.__torch_function__
-        and not isinstance(parameter, (ReleasedParameter, UninitializedParameter))
-    ):
-        raise TypeError(
-            f"parameter {name!r} is a {kind.__name__}, which overrides operators, but the gathered "
-            "parameter would be a plain tensor without them. Use an nn.Parameter, or exclude it "
-            "from sharding with ignored_parameters"
-        )
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise RuntimeError(
-            f"parameter {name!r} has a hook from before the wrapping, which would never be called. "
-            f"Register it after wrapping, on model.get_parameter({name!r}); there it is called "
-            "with this rank's shard of the mean gradient"
-        )
-    if parameter.grad is not None:
-        warnings.warn(
-            f"parameter {name!r} has a gradient from before the wrapping, which is dropped. Wrap "
-            "before the first backward, or call zero_grad() before wrapping",
-            stacklevel=2,
-        )
+        known = sharded_tensor_of(parameter) is not None or ignored_mark_of(parameter) is not None
+        if parameter is None or known:
+            continue
+        kind, called = type(parameter), dotted(path, key)
+        own_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
+        if own_function or has_own_operators(kind):
+            raise TypeError(
+                f"parameter {called!r} is a {kind.__name__}, which overrides operators, but the "
+                "gathered parameter would be a plain tensor without them. Use an nn.Parameter, or "
+                "exclude it from sharding with ignored_parameters"
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise RuntimeError(
+                f"parameter {called!r} has a hook from before the wrapping, which would never be "
+                f"called. Register it after wrapping, on model.get_parameter({called!r}); there it "
+                "is called with this rank's shard of the mean gradient"
+            )
+        if parameter.grad is not None:
+            warnings.warn(
+                f"parameter {called!r} has a gradient from before the wrapping, which is dropped. "
+                "Wrap before the first backward, or call zero_grad() before wrapping",
+                stacklevel=2,
+            )

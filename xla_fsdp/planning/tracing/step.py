@@ -422,7 +422,7 @@ def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
 
 def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Gradients that the next program computes on the device and sends to the host."""
-    hosts = [unit.gradients.host for unit in units_of(roots)]
+    hosts = [unit.host_gradients for unit in units_of(roots)]
     return [grad for host in hosts if host is not None for _, grad in host.pending]
 
 
