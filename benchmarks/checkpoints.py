@@ -219,7 +219,6 @@ def main() -> None:
     parser.add_argument("--dir", default="/tmp/xla_fsdp-checkpoints", help="where to write")
     parser.add_argument("--gib", type=float, default=2.0, help="parameters and Adam state, GiB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", help="file for the figures, JSON")
     parser.add_argument("--consolidate", choices=FORMATS, help=argparse.SUPPRESS)  # in a child
     arguments = parser.parse_args()
     if arguments.consolidate:
@@ -235,10 +234,6 @@ def main() -> None:
         print(f"{table(ranks[0], size)}\n\n{consolidations(Path(arguments.dir))}")
     finally:
         shutil.rmtree(arguments.dir, ignore_errors=True)
-    if arguments.output:
-        Path(arguments.output).write_text(
-            json.dumps({"bytes": size, "seconds": ranks[0]}, indent=1)
-        )
 
 
 if __name__ == "__main__":
