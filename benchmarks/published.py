@@ -20,8 +20,7 @@ import xla_fsdp
 from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder
-from .published_runs import NOT_PLANNED, RUNS, Run, halves
-from .published_steps import step_of
+from .published_runs import NOT_PLANNED, RUNS, Run, halves, step_of
 
 RESULTS = Path(__file__).parent / "results" / "published.json"
 GIB = 2**30
