@@ -141,7 +141,8 @@ def _held(model, optimizer, rank: int) -> dict[str, torch.Tensor]:
     held = {f"{rank}.{name}": value for name, value in model.state_dict().items()}
     for number, state in enumerate(optimizer.state.values()):
         for key, value in state.items():
-            held[f"{rank}.{number}.{key}"] = value
+            own = value.to_local() if hasattr(value, "to_local") else value
+            held[f"{rank}.{number}.{key}"] = own
     return held
 
 

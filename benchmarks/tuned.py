@@ -125,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE",
                         help="fix a setting to a value, as Python writes it")  # fmt: skip
     parser.add_argument("--compiler", help="as in xla_fsdp.plan: a version of libtpu, ...")
+    parser.add_argument("--save", type=Path, help="file for all figures, JSON")
     flags = parser.parse_args(arguments)
     name, baseline = flags.model, None
     if name == "S":
@@ -138,10 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         setting: [ast.literal_eval(value)]
         for setting, value in (one.split("=", 1) for one in flags.fix)
     }
-    print(xla_fsdp.tune(
+    found = xla_fsdp.tune(
         step, flags.slice, batch=flags.batch, baseline=baseline, budget=flags.budget,
         search=search, title=name, compiler=flags.compiler,
-    ))  # fmt: skip
+    )  # fmt: skip
+    print(found)
+    if flags.save:
+        flags.save.write_text(found.to_json())
 
 
 if __name__ == "__main__":
