@@ -1,4 +1,5 @@
-"""The time to save and to load, compared with a plain copy, the in-tree class and torch.
+"""The time to save, to load and to consolidate, compared with a plain copy, the in-tree class and
+torch.
 
     python -m benchmarks.checkpoints --dir /tmp/checkpoints --gib 2
 
@@ -8,6 +9,10 @@ every rank, as for the class of torch_xla; ``torch.distributed.checkpoint`` of t
 the same ranks in one process; and a plain copy of the checkpoint's files. All but the in-tree way
 call fsync. Then the same for loading, where a plain copy means reading all files. All files are in
 the page cache. A job loads only once, so the table has the first time as well as the median.
+
+A second table: the checkpoint consolidated into one file, in a process of its own. Seconds are
+without the start of Python. Peak: resident memory, and the part of it that the process used before
+(mostly imports of torch).
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +35,8 @@ from .tables import head, line
 
 RANKS = 4
 WIDTH = 2048
+SAVED = Path("ours", "step-00000001")
+FORMATS = (".safetensors", ".pth")
 
 
 def _model(gib: float):
@@ -90,7 +99,7 @@ def _rank(rank: int, folder: str, gib: float, rounds: int) -> dict[str, list[flo
         torch_xla.sync(wait=True)
 
     def files() -> list[Path]:
-        return sorted((root / "ours" / "step-00000001").iterdir())
+        return sorted((root / SAVED).iterdir())
 
     for _ in range(rounds):
         fresh("ours")
@@ -132,7 +141,8 @@ def _held(model, optimizer, rank: int) -> dict[str, torch.Tensor]:
     held = {f"{rank}.{name}": value for name, value in model.state_dict().items()}
     for number, state in enumerate(optimizer.state.values()):
         for key, value in state.items():
-            held[f"{rank}.{number}.{key}"] = value
+            own = value.to_local() if hasattr(value, "to_local") else value
+            held[f"{rank}.{number}.{key}"] = own
     return held
 
 
@@ -168,28 +178,63 @@ def table(times: dict[str, list[float]], size: int) -> str:
     return f"{size / 2**30:.2f} GiB on {RANKS} ranks\n\n" + "\n".join(rows)
 
 
+def consolidate(folder: Path, extension: str) -> None:
+    """Prints seconds, and resident bytes before the work and at its peak, as JSON."""
+    from xla_fsdp.consolidate import consolidate_checkpoint
+
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before, start = _resident("VmRSS"), time.perf_counter()
+    consolidate_checkpoint(str(folder / SAVED), str(folder / f"full{extension}"))
+    print(json.dumps([time.perf_counter() - start, before, _resident("VmHWM")]))
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process in /proc/self/status."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+def consolidations(folder: Path) -> str:
+    """A Markdown table with a row for each format."""
+    rows = [head(["", "GB", "s", "plain copy, s", "peak, MB", "of which before, MB"])]
+    for extension in FORMATS:
+        command = [sys.executable, "-m", "benchmarks.checkpoints", f"--dir={folder}"]
+        done = subprocess.run(
+            [*command, f"--consolidate={extension}"], stdout=subprocess.PIPE, text=True, check=True
+        )
+        seconds, before, peak = json.loads(done.stdout.splitlines()[-1])
+        full, copies = folder / f"full{extension}", folder / "full"
+        copies.mkdir()
+        start = time.perf_counter()
+        _copy([full], copies, 0)
+        copied = time.perf_counter() - start
+        cells = [f"{full.stat().st_size / 1e9:.2f}", f"{seconds:.1f}", f"{copied:.1f}"]
+        rows.append(line([extension, *cells, *(f"{size / 1e6:.0f}" for size in (peak, before))]))
+        shutil.rmtree(copies)
+        full.unlink()
+    return "\n".join(rows)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--dir", default="/tmp/xla_fsdp-checkpoints", help="where to write")
     parser.add_argument("--gib", type=float, default=2.0, help="parameters and Adam state, GiB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", help="file for the figures, JSON")
+    parser.add_argument("--consolidate", choices=FORMATS, help=argparse.SUPPRESS)  # in a child
     arguments = parser.parse_args()
+    if arguments.consolidate:
+        return consolidate(Path(arguments.dir), arguments.consolidate)
     import xla_fsdp
 
     try:
         ranks = xla_fsdp.launch(
             _rank, (arguments.dir, arguments.gib, arguments.rounds), num_devices=RANKS, timeout=600
         )
-        saved = Path(arguments.dir) / "ours" / "step-00000001"
+        saved = Path(arguments.dir) / SAVED
         size = sum(file.stat().st_size for file in saved.iterdir())
+        print(f"{table(ranks[0], size)}\n\n{consolidations(Path(arguments.dir))}")
     finally:
         shutil.rmtree(arguments.dir, ignore_errors=True)
-    print(table(ranks[0], size))
-    if arguments.output:
-        Path(arguments.output).write_text(
-            json.dumps({"bytes": size, "seconds": ranks[0]}, indent=1)
-        )
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ class Decoder:
 
     ``groups``: heads of keys and values. ``batch``: sequences per device. ``kernel``: attention
     without scores in memory. ``fused``: the full logits are never in memory, and are computed
-    twice. ``theta``: the base of rotary positions. ``rotation``: how the halves of heads are
-    swapped: "product" (by a matmul) or "transformers" (by the function of transformers).
-    ``weights``: the dtype of parameters, and so of optimizer state. ``repeated``: keys and values
-    are copied for each query head. ``by_heads``: blocks have ``head_dim``, so the wrapper computes
-    heads in the matmuls. ``keep``, ``prefetch`` and ``offload``: as in ``scan_blocks``.
+    twice. ``theta``: the base of rotary positions. ``weights``: the dtype of parameters, and so of
+    optimizer state. ``repeated``: keys and values are copied for each query head. ``by_heads``:
+    blocks have ``head_dim``, so the wrapper computes heads in the matmuls. ``keep``, ``prefetch``
+    and ``offload``: as in ``scan_blocks``.
     """
 
     layers: int
@@ -45,7 +44,6 @@ class Decoder:
     kernel: bool = True
     fused: bool = False
     theta: float = 10000.0
-    rotation: str = "product"
     weights: str = "float32"
     repeated: bool = False
     by_heads: bool = False
@@ -126,7 +124,7 @@ class Block(nn.Module):
 
         q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
         if cos is not None:
-            q, k = self._turn(q, k, cos, sin)
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         if self.sizes.repeated:
             k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
         way = "kernel" if self.sizes.kernel else "math"
@@ -134,13 +132,6 @@ class Block(nn.Module):
             q, k, v, is_causal=True, enable_gqa=True, implementation=way
         )
         return mixed.transpose(1, 2).flatten(2)
-
-    def _turn(self, q, k, cos, sin):
-        if self.sizes.rotation == "product":
-            return rotated(q, cos, sin), rotated(k, cos, sin)
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-        return apply_rotary_pos_emb(q, k, cos[None], sin[None])
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -12,18 +12,16 @@ another place or layout. Widths are those of Llama 3.2 1B, Llama 2 7B and Llama 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import xla_fsdp
 from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder, decoder_step
 from .published_runs import MAXTEXT_16B
-from .tables import require_slices
+from .tables import head, line, require_slices
 
 GIB = 2**30
 
@@ -40,7 +38,10 @@ WAYS = {
     "kernel": {"kernel": True, "fused": False},
     "kernel, fused cross entropy": {"kernel": True, "fused": True},
 }
-ROTATIONS = ("product", "transformers")
+COLUMNS = (
+    "step, ms (model)", "MFU, %", "with all of attention", "exposed collectives, ms",
+    "tokens/s a device", "copies, ms",
+)  # fmt: skip
 _COPIES = ("copy", "transpose", "reshape")
 
 
@@ -50,11 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("slice")
     parser.add_argument("--way", action="append", choices=WAYS, help="default: all")
     parser.add_argument("--batch", type=int, help="sequences per device")
-    parser.add_argument("--layers", type=int, help="number of blocks")
-    parser.add_argument("--length", type=int, help="tokens in a sequence")
-    parser.add_argument("--keep", nargs="+", metavar="NAME", help="values that are not recomputed: "
-                        "attention, q, k, v, out, gate, up, down")  # fmt: skip
-    parser.add_argument("--rotation", choices=ROTATIONS, help="how halves of heads are swapped")
+    parser.add_argument("--keep", nargs="+", default=[], metavar="NAME", help="values that are not "
+                        "recomputed: attention, q, k, v, out, gate, up, down")  # fmt: skip
     parser.add_argument("--by_heads", action="store_true", help="compute heads in the matmuls, as "
                         "in models of transformers")  # fmt: skip
     parser.add_argument("--prefetch", action="store_true", help="scan_blocks(prefetch=True)")
@@ -62,20 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
                         help="a compiler option")  # fmt: skip
     parser.add_argument("--compiler", help="as in xla_fsdp.plan: a version of libtpu, ...")
-    parser.add_argument("--save", type=Path, help="folder for the reports")
-    parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     flags = parser.parse_args(arguments)
     require_slices(parser, [flags.slice])
-    given = {"batch": flags.batch, "layers": flags.layers, "length": flags.length}
-    given |= {"keep": tuple(flags.keep or ()), "prefetch": flags.prefetch}
-    given |= {"offload": flags.offload, "rotation": flags.rotation, "by_heads": flags.by_heads}
-    sizes = replace(MODELS[flags.model], **{k: v for k, v in given.items() if v})
+    sizes = replace(
+        MODELS[flags.model],
+        batch=flags.batch or MODELS[flags.model].batch,
+        keep=tuple(flags.keep),
+        prefetch=flags.prefetch,
+        offload=flags.offload,
+        by_heads=flags.by_heads,
+    )
     options = dict(option.split("=", 1) for option in flags.option)
-    chip = resolve(flags.slice).chip
-    rows = {}
-    print("| | step, ms (model) | MFU, % | with all of attention | exposed collectives, ms "
-          "| HBM, GiB | tokens/s a device | copies, ms | fits |")  # fmt: skip
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---|")
+    print(head(["", *COLUMNS, "HBM, GiB", "fits"]))
     for way in flags.way or WAYS:
         step = decoder_step(replace(sizes, **WAYS[way]))
         try:
@@ -85,29 +81,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )  # fmt: skip
         except xla_fsdp.UnusableCompilerError as error:
             parser.exit(2, f"{parser.prog}: {error}\n")
-        timing = report.timing
-        rows[way] = dict.fromkeys(
-            ("step_ms", "mfu", "mfu_all", "exposed_ms", "hbm_gib", "tokens_s", "copies_ms")
-        )
-        rows[way] |= {"hbm_gib": report.memory.required / GIB, "fits": report.fits}
+        figures = ["unknown"] * len(COLUMNS)
         if report.timed:
-            copied = sum(o.cycles * o.times for o in report.schedule.ops if o.opcode in _COPIES)
-            rows[way] |= {
-                "step_ms": 1e3 * timing.step, "mfu": 100 * timing.mfu,
-                "mfu_all": 100 * sizes.flops() / timing.step / chip.device_flops,
-                "exposed_ms": 1e3 * timing.exposed, "tokens_s": sizes.tokens / timing.step,
-                "copies_ms": 1e3 * copied / chip.clock_hz,
-            }  # fmt: skip
-        figures = " | ".join(
-            "unknown" if value is None else f"{value:,.1f}"
-            for value in list(rows[way].values())[:7]
-        )
-        print(f"| {way} | {figures} | {'yes' if report.fits else 'no'} |", flush=True)
-        if flags.save:
-            flags.save.mkdir(parents=True, exist_ok=True)
-            report.save(flags.save / f"{flags.model}-{flags.slice}-{way}.json")
-    if flags.out:
-        flags.out.write_text(json.dumps({**vars(flags), "out": None, "rows": rows}, default=str))
+            figures = [f"{value:,.1f}" for value in timed(report, sizes)]
+        memory = f"{report.memory.required / GIB:,.1f}"
+        print(line([way, *figures, memory, "yes" if report.fits else "no"]), flush=True)
+
+
+def timed(report: xla_fsdp.Report, sizes: Decoder) -> Iterator[float]:
+    """The figures of :data:`COLUMNS`."""
+    timing, chip = report.timing, resolve(report.topology).chip
+    yield 1e3 * timing.step
+    yield 100 * timing.mfu
+    yield 100 * sizes.flops() / timing.step / chip.device_flops
+    yield 1e3 * timing.exposed
+    yield sizes.tokens / timing.step
+    copied = sum(o.cycles * o.times for o in report.schedule.ops if o.opcode in _COPIES)
+    yield 1e3 * copied / chip.clock_hz
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ workload S, ViT-L/16 and GPT-2 medium, for such a comparison.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -89,11 +88,6 @@ FIGURES: list[tuple[str, Callable[[Report], float], int]] = [
     ("collectives, ms", lambda r: 1e3 * r.timing.collective, 1),
     ("step, ms", lambda r: 1e3 * r.timing.step, 1),
     ("MFU, %", lambda r: 100 * r.timing.mfu, 1),
-]
-# Figures that are only in the JSON.
-MORE: list[tuple[str, Callable[[Report], float]]] = [
-    ("executables of the ranks traced", lambda r: r.executables),
-    ("compile time, s", lambda r: r.compile_seconds),
 ]
 
 
@@ -210,15 +204,6 @@ def by_compiler(name: str, compiler: str | None) -> str:
     return f"{name}, {compiler}" if compiler else name
 
 
-def figures(reports: Reports) -> dict[str, dict[str, dict[str, float]]]:
-    """All figures, by slice, name and label."""
-    wanted = [row[:2] for row in FIGURES] + MORE
-    return {
-        where: {name: {label: get(one) for label, get in wanted} for name, one in by_name.items()}
-        for where, by_name in reports.items()
-    }
-
-
 def stem(kind: str) -> str:
     """The beginning of the file names of a table's pictures."""
     return "planned-S" if kind == PLAIN else f"planned-S-{kind.replace(' ', '-')}"
@@ -287,8 +272,6 @@ def main() -> None:
             "compilers",
         )
     (flags.out / f"{name}.md").write_text(text + "\n")
-    found = {kind: figures(reports) for kind, reports in tables.items()}
-    (flags.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     print(text)
 
 

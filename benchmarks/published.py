@@ -9,27 +9,24 @@ takes minutes the first time. ``--list`` lists the runs; ``--known`` only writes
 from __future__ import annotations
 
 import argparse
-import ast
 import json
-import resource
 import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import xla_fsdp
+from xla_fsdp.tpu.topology import resolve
+
 from .decoder import Decoder
-from .published_runs import NOT_PLANNED, RUNS, Run, halves
-from .published_steps import step_of
-from .roofline import KINDS, by_kind, timed
+from .published_runs import NOT_PLANNED, RUNS, Run, halves, step_of
 
 RESULTS = Path(__file__).parent / "results" / "published.json"
 GIB = 2**30
 NOTE = (
-    "Seconds of a step; in brackets the same operations at the chip's peaks, the longer of "
-    "matmuls and bytes. An error above 0: the model takes longer than the run did. `less kept`: "
-    "without the matmuls that the run did not recompute; errors are of this time. `if overlapped`: "
-    "the error if the vector unit overlaps with the matrix unit within an operation. `MFU`: of the "
+    "Seconds of a step. An error above 0: the model takes longer than the run did. `less kept`: "
+    "without the matmuls that the run did not recompute; errors are of this time. `MFU`: of the "
     "modelled step, with half of causal attention where a kernel computes it. `host`: waits for "
     "copies between HBM and host memory."
 )
@@ -39,77 +36,58 @@ TOO_MUCH = (
 )
 
 
-def planned(run: Run, save: Path | None = None) -> dict:
+def planned(run: Run) -> dict:
     """The figures of a plan, in seconds and bytes.
 
     The published run fitted. So if the plan does not, it is made again with the inputs of blocks in
     host memory, and the row has ``"offloaded": True``.
     """
-    row = _planned_once(run, save)
+    row = _planned_once(run)
     can_offload = isinstance(run.sizes, Decoder) and not run.sizes.offload
     if row.get("fits") or not can_offload:
         return row
-    offloaded = _planned_once(replace(run, sizes=replace(run.sizes, offload=True)), save)
+    offloaded = _planned_once(replace(run, sizes=replace(run.sizes, offload=True)))
     return {**offloaded, "offloaded": True, "step_in_hbm": row.get("step")}
 
 
-def _planned_once(run: Run, save: Path | None) -> dict:
-    from xla_fsdp.compiled.host_options import host_options
-    from xla_fsdp.plan_compiler import find_compiler
-    from xla_fsdp.planning.compiling.cache import PlanCache
-    from xla_fsdp.planning.compiling.compiler import compile_step
-    from xla_fsdp.planning.compiling.progress import Progress
-    from xla_fsdp.planning.make_report import make_report
-    from xla_fsdp.planning.tracing.step import trace_step
-    from xla_fsdp.tpu.topology import resolve
-
-    # The steps of xla_fsdp.plan, to get the text of the compiled program.
-    where = resolve(run.slice)
-    compiler = find_compiler(run.libtpu or sys.executable)
-    host = host_options(where.chip, "xla_fsdp", run.options, libtpu=compiler.library)
-    step = trace_step(step_of(run.sizes, run.replicas), 0, where.devices, where, host.arguments)
-    compiled = compile_step(step.program, where, host, PlanCache.at(True), Progress(), compiler)
-    if save is not None:
-        save.mkdir(parents=True, exist_ok=True)
-        (save / f"{run.name}.txt").write_text(compiled.scheduled)
-    report = make_report(where, compiled, step, (0,), 1, run.name, host)
+def _planned_once(run: Run) -> dict:
+    report = xla_fsdp.plan(
+        step_of(run.sizes, run.replicas),
+        run.slice,
+        ranks=[0],
+        compiler_options=run.options,
+        title=run.name,
+        compiler=run.libtpu or sys.executable,
+    )
     if report.refusal:
         return {"refusal": report.refusal.splitlines()[0][:300]}
-    operations = timed(compiled.scheduled, report.schedule, where.chip)
-    again = sum(one.seconds for one in operations if one.again in run.kept)
-    plain = where.chip.matrix_cycles
+    chip = resolve(run.slice).chip
+    again = sum(
+        op.cycles * op.times
+        for op in report.schedule.ops
+        if op.recomputed and op.module.rpartition(".")[2] in run.kept
+    )
     return {
         "step": report.timing.step,
         "compute": report.timing.compute,
         "collective": report.timing.collective,
         "exposed": report.timing.exposed,
         "host": report.timing.copies,
-        "again": again,
-        "beside": sum(one.seconds - one.beside(plain) for one in operations),
-        "kinds": by_kind(operations),
+        "again": again / chip.clock_hz,
         "model_flops": report.timing.model_flops,
-        "peak": where.chip.device_flops,
+        "peak": chip.device_flops,
         "hbm": report.memory.required,
         "fits": report.fits,
         "options": dict(run.options),
-        "compile_s": compiled.seconds,
-        "libtpu": compiled.versions["libtpu"],
-        "host_gib": _peak_gib(),
+        "compile_s": report.compile_seconds,
+        "libtpu": report.versions["libtpu"],
         "notes": list(report.notes),
     }
 
 
-def _peak_gib() -> float:
-    """Peak host memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-
-
-def ratio(run: Run, row: dict, beside: bool = False) -> float:
-    """Modelled over published time, without operations that the run did not recompute.
-
-    ``beside``: also without vector operations that overlap with matmuls (``Timed.beside``).
-    """
-    return (row["step"] - row["again"] - beside * row["beside"]) / run.seconds
+def ratio(run: Run, row: dict) -> float:
+    """Modelled over published time, without operations that the run did not recompute."""
+    return (row["step"] - row["again"]) / run.seconds
 
 
 def markdown(rows: dict[str, dict]) -> str:
@@ -118,19 +96,17 @@ def markdown(rows: dict[str, dict]) -> str:
     fit, held = halves(list(good))
     lines = [
         "| run | half | published | step, s | modelled, s | less kept | error "
-        "| if overlapped | MFU, % "
-        "| matmuls | kernels | copies | other | exposed | host | HBM, GiB |",
-        "|---|---|---|" + "---:|" * 13,
+        "| MFU, % | exposed | host | HBM, GiB |",
+        "|---|---|---|" + "---:|" * 8,
     ]
     for name in RUNS:
         if name in good:
             lines.append("| " + " | ".join(_row(RUNS[name], good[name], name in fit)) + " |")
     lines += [
         "",
-        "| | runs | mean error | mean absolute error | worst | within 15 % "
-        "| if overlapped: mean | absolute | worst | within |",
+        "| | runs | mean error | mean absolute error | worst | within 15 % |",
+        "|---|" + "---:|" * 5,
     ]
-    lines.append("|---|" + "---:|" * 9)
     groups = {chip: [n for n in good if RUNS[n].chip == chip] for chip in _chips()}
     groups |= {"corrected on": sorted(fit), "held out": sorted(held)}
     newer = {"v5e", "v5p", "v6e", "tpu7x"}
@@ -138,14 +114,13 @@ def markdown(rows: dict[str, dict]) -> str:
     groups["held out, plans that fit"] = [n for n in sorted(held) if good[n]["fits"]]
     for label, names in groups.items():
         if names:
-            cells = [f"{len(names)}"]
-            for beside in (False, True):
-                errors = [100 * (ratio(RUNS[n], good[n], beside) - 1) for n in names]
-                near = sum(abs(error) <= 15 for error in errors)
-                cells += [f"{statistics.mean(errors):+.0f} %"]
-                cells += [f"{statistics.mean(map(abs, errors)):.1f} %"]
-                cells += [f"{max(errors, key=abs):+.0f} %", f"{near} of {len(names)}"]
-            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+            errors = [100 * (ratio(RUNS[n], good[n]) - 1) for n in names]
+            near = sum(abs(error) <= 15 for error in errors)
+            lines.append(
+                f"| {label} | {len(names)} | {statistics.mean(errors):+.0f} % "
+                f"| {statistics.mean(map(abs, errors)):.1f} % | {max(errors, key=abs):+.0f} % "
+                f"| {near} of {len(names)} |"
+            )
     lines += _corrected(good, held)
     lines += ["", NOTE]
     if any(row.get("options", {}) != RUNS[name].options for name, row in good.items()):
@@ -236,7 +211,6 @@ def _chips() -> list[str]:
 
 
 def _row(run: Run, row: dict, fit: bool) -> list[str]:
-    kinds = row["kinds"]
     marks = " (1)" * (row.get("options", {}) != run.options) + " (2)" * bool(row.get("offloaded"))
     name = run.name + marks
     return [
@@ -247,19 +221,11 @@ def _row(run: Run, row: dict, fit: bool) -> list[str]:
         f"{row['step']:.3f}",
         f"{row['step'] - row['again']:.3f}" if row["again"] else "-",
         f"{100 * (ratio(run, row) - 1):+.0f} %",
-        f"{100 * (ratio(run, row, True) - 1):+.0f} %",
         f"{100 * row['model_flops'] / (row['step'] * row['peak']):.1f}",
-        *(_beside(kinds[kind]) for kind in KINDS),
         f"{row['exposed']:.3f}",
         f"{row['host']:.3f}" if row.get("host") else "-",
         f"{row['hbm'] / GIB:.1f}{'' if row['fits'] else ' (too much)'}",
     ]
-
-
-def _beside(times: dict[str, float]) -> str:
-    """The compiler's time, and in brackets that at the chip's peaks."""
-    floor = times["floor"]
-    return f"{times['estimated']:.3f}" + (f" ({floor:.3f})" if floor else "")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -273,9 +239,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="JSON file; the table is in the same folder"
     )
-    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE",
-                        help="other sizes; printed, not stored")  # fmt: skip
-    parser.add_argument("--texts", type=Path, help="folder for the compiled programs")
     flags = parser.parse_args(arguments)
     asked = [n for n in RUNS if not flags.names or any(_means(part, n) for part in flags.names)]
     if not asked:
@@ -283,18 +246,13 @@ def main(arguments: list[str] | None = None) -> None:
     if flags.list:
         _show()
         return
-    if flags.set:
-        for name in asked:
-            row = planned(_changed(RUNS[name], flags.set), flags.texts)
-            print(name, *flags.set, json.dumps({**row, "published": RUNS[name].seconds}, indent=1))
-        return
     rows = json.loads(flags.out.read_text()) if flags.out.exists() else {}
     for number, name in enumerate([] if flags.known else asked, 1):
         if flags.missing and name in rows:
             continue
         print(f"{number} of {len(asked)}: {name}", file=sys.stderr, flush=True)
         began = time.perf_counter()
-        rows[name] = planned(RUNS[name], flags.texts)
+        rows[name] = planned(RUNS[name])
         flags.out.write_text(json.dumps(rows, indent=1) + "\n")
         step = rows[name].get("step")
         said = f"{step:.3f} s, published {RUNS[name].seconds:.3f}" if step else "does not fit"
@@ -308,12 +266,6 @@ def main(arguments: list[str] | None = None) -> None:
 def _means(part: str, name: str) -> bool:
     """Whether the argument ``part`` means the run ``name``: a full name means only that run."""
     return part == name if part in RUNS else part in name
-
-
-def _changed(run: Run, fields: list[str]) -> Run:
-    """``run`` with other sizes, such as ``batch=12``."""
-    pairs = (field.split("=", 1) for field in fields)
-    return replace(run, sizes=replace(run.sizes, **{k: ast.literal_eval(v) for k, v in pairs}))
 
 
 def _show() -> None:

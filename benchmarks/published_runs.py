@@ -5,19 +5,71 @@ between the run and the plan. :data:`NOT_PLANNED` lists other runs, and why they
 
 A published step was measured on hardware and includes input, dispatch, stragglers and pauses
 between steps. A plan models only the program, so a correct model gives a few percent less.
+
+Steps are fully sharded by this package, whatever the source used, and blocks of decoders are
+recomputed, as in most of the runs. So the same arithmetic on the same slice is compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_fsdp
 from xla_fsdp.tpu.topology import resolve
 
-from .decoder import Decoder
-from .published_steps import ResNet50
+from .decoder import Decoder, decoder_step
 
 # Peak bfloat16 FLOP/s of a chip (of a core on v3) that the sources use for their MFU.
 _V3_CORE, _V4, _V5E = 123e12 / 2, 275e12, 197e12
+
+
+@dataclass(frozen=True)
+class ResNet50:
+    """ResNet-50 of torchvision: 224 x 224 images, ``batch`` per device, computed in ``dtype``."""
+
+    batch: int
+    dtype: str = "bfloat16"
+
+    @property
+    def tokens(self) -> int:
+        """Images of a device in a step."""
+        return self.batch
+
+
+def resnet_step(sizes: ResNet50) -> Callable[[], torch.Tensor]:
+    """A training step: SGD with momentum; each of the four stages is a unit."""
+    dtype = getattr(torch, sizes.dtype)
+
+    def step() -> torch.Tensor:
+        from torchvision.models import resnet50
+
+        def wrap(module: nn.Module) -> nn.Module:
+            return xla_fsdp.XlaFullyShardedDataParallel(module, compute_dtype=dtype)
+
+        model = resnet50()
+        for name in ("layer1", "layer2", "layer3", "layer4"):
+            setattr(model, name, wrap(getattr(model, name)))
+        model = wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        images = torch.zeros(sizes.batch, 3, 224, 224).to("xla")
+        labels = torch.zeros(sizes.batch, dtype=torch.long).to("xla")
+        loss = F.cross_entropy(model(images).float(), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def step_of(sizes: Decoder | ResNet50, replicas: int = 1) -> Callable[[], torch.Tensor]:
+    """A training step for :func:`xla_fsdp.plan`."""
+    return resnet_step(sizes) if isinstance(sizes, ResNet50) else decoder_step(sizes, replicas)
 
 
 @dataclass(frozen=True)

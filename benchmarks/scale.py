@@ -3,8 +3,7 @@
 Stand-in ranks, without devices: plain functions that write and read real checkpoints through a
 store that counts its requests, exchange the payloads of real exchanges, and look for the ways over
 real slices. A stand-in model of ``--parameters`` parameters is cut as the wrapper cuts it. Prints a
-table, a column for each number of ranks and the power of it that each row grows with, and draws the
-curves into ``--out``.
+table: a column for each number of ranks, and the power of it that each row grows with.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = (64, 256, 1024, 4096)
 ROWS, HOSTS_HAVE, SLICES = 16, 4, {64: "v4:4x4x4", 256: "v4:4x8x8", 1024: "v4:8x8x16",
                                    4096: "v4:16x16x16"}  # fmt: skip
@@ -275,42 +273,16 @@ def table(found: dict[int, dict]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: dict[int, dict], path: Path) -> None:
-    """Plot the curves, each relative to its value for the fewest ranks."""
-    from xla_fsdp.planning.reporting.pictures import canvas, clean
-
-    ranks = sorted(found)
-    figure = canvas(12.5, 6.5)
-    axes = figure.add_subplot()
-    clean(axes)
-    for number, name in enumerate(found[ranks[0]]):
-        values = [found[n][name] for n in ranks]
-        if values[0]:
-            style = "-" if number % 2 else "--"
-            axes.loglog(ranks, [v / values[0] for v in values], style, marker="o", label=name)
-    axes.loglog(ranks, [n / ranks[0] for n in ranks], color="black", linewidth=3, alpha=0.3,
-                label="in proportion to the ranks")  # fmt: skip
-    axes.set_xlabel("ranks")
-    axes.set_ylabel(f"times what it is on {ranks[0]} ranks")
-    axes.legend(bbox_to_anchor=(1.02, 1.0), loc="upper left", frameon=False, fontsize=8)
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--parameters", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for table and picture")
     options = parser.parse_args()
     found = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         for world in options.ranks:
             found[world] = measure(world, options.parameters, Path(name))
-    text = table(found)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "scale.md").write_text(text + "\n")
-    draw(found, options.out / "scale.svg")
-    print(text)
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ that the compiler receives, without names of modules, files and lines.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 
@@ -21,11 +20,9 @@ import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, scan_blocks
 from xla_fsdp.planning.tracing.step import trace_step
+from xla_fsdp.tpu.topology import resolve
 
 SLICES = ("v3-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v4-128")
-# The present and a former name of the module that resolves slices.
-_TOPOLOGY = ("xla_fsdp.tpu.topology", "xla_fsdp.planning.slices.topology")
-
 bfloat16 = functools.partial(FSDP, compute_dtype=torch.bfloat16)
 
 
@@ -121,19 +118,10 @@ WORKLOADS: dict[str, Callable[[], None]] = {
 def main() -> None:
     print(f"xla_fsdp of {xla_fsdp.__path__[0]}", file=sys.stderr)
     for name, step in WORKLOADS.items():
-        for slice in map(_resolve, SLICES):
+        for slice in map(resolve, SLICES):
             torch.manual_seed(0)
             traced = trace_step(step, 1, slice.devices, slice)
             print(f"{name:16} {slice.name:14} {traced.program.fingerprint[:32]}")
-
-
-def _resolve(name: str):
-    for module in _TOPOLOGY:
-        try:
-            return importlib.import_module(module).resolve(name)
-        except ModuleNotFoundError:
-            continue
-    raise ModuleNotFoundError(f"found none of the modules {', '.join(_TOPOLOGY)}")
 
 
 if __name__ == "__main__":

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.roofline import padded_bytes
 from xla_fsdp.planning.program.collectives import parse_groups
 from xla_fsdp.planning.program.hlo import Tuple, leaves, parse_module, read_shape
 from xla_fsdp.planning.program.scopes import asked, scope
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("text", "expected"),  # bytes of the elements and memory space of each array
     [
-        ("f32[]{:T(128)}", 512),
-        ("bf16[1,128]{1,0:T(2,128)(2,1)}", 512),
-        ("bf16[8192,128]{1,0:T(8,128)(2,1)}", 8192 * 128 * 2),
-        ("f32[100,3]{0,1:T(8,128)}", 8 * 128 * 4),  # the first dimension is the minor one
-        ("f32[3,100,3]{2,1,0:T(8,128)}", 3 * 104 * 128 * 4),
-        ("bf16[1000]{0:T(1024)(128)(2,1)}", 2048),
-        ("s4[64,128]{1,0:T(64,128)(8,1)E(4)}", 64 * 128 // 2),
-        ("u4[3]", 2),
-        ("pred[3,5]{1,0}", 15),
-        ("f8e4m3fn[32,128]{1,0:T(8,128)(4,1)}", 32 * 128),
-        ("f32[5,8,3]{2,1,0:T(*,8,128)}", 5 * 8 * 128 * 4),
-        ("f32[<=16]{0}", 64),
-        ("token[]", 0),
-        ("f32[8,128]{1,0:T(8,128)S(1)}", 0),  # not in HBM
-        ("(f32[8,128]{1,0}, (s32[2]{0:S(4)}, bf16[4]{0}), /*index=2*/u32[]{:S(2)})", 4096 + 8),
-        ("()", 0),
+        ("f32[]{:T(128)}", [(4, 0)]),
+        ("bf16[1000]{0:T(1024)(128)(2,1)}", [(2000, 0)]),
+        ("s4[64,128]{1,0:T(64,128)(8,1)E(4)}", [(64 * 128 // 2, 0)]),
+        ("u4[3]", [(2, 0)]),
+        ("pred[3,5]{1,0}", [(15, 0)]),
+        ("f8e4m3fn[32,128]{1,0:T(8,128)(4,1)}", [(32 * 128, 0)]),
+        ("f32[5,8,3]{2,1,0:T(*,8,128)}", [(480, 0)]),
+        ("f32[<=16]{0}", [(64, 0)]),
+        ("token[]", [(0, 0)]),
+        ("(f32[8,128]{1,0:T(8,128)S(1)}, (s32[2]{0:S(4)}), /*index=2*/u32[]{:S(2)})",
+         [(4096, 1), (8, 4), (4, 2)]),
+        ("()", []),
     ],
-)
-def test_bytes_in_memory(text, size):
-    assert padded_bytes(read_shape(text)) == size
+)  # fmt: skip
+def test_bytes_and_memory_space_of_arrays(text, expected):
+    assert [(leaf.bytes, leaf.space) for leaf in leaves(read_shape(text))] == expected
 
 
 def test_nested_tuples():

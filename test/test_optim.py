@@ -47,11 +47,11 @@ class Matrices(Unused):
 
 
 class Model(Unused):
-    def __init__(self, block=Block, around=nn.ModuleList):
+    def __init__(self, block=Block):
         super().__init__()
         self.first = nn.Linear(5, 16, bias=block is Block)
         # Enough for a loop: a parameter is a hundred operations to compile.
-        self.blocks = around([block(9), block(9)])
+        self.blocks = nn.ModuleList([block(9), block(9)])
 
 
 def plain(block=Block) -> nn.Module:
@@ -59,20 +59,20 @@ def plain(block=Block) -> nn.Module:
     return Model(block)
 
 
-def wrapped(kind: str, block=Block) -> nn.Module:
+OPTIONS = {"flat": {"flatten_parameters": True}, "dim0": {"shard_param_on_dim_0": True}}
+
+
+def wrapped(kind: str, block=Block, build=plain) -> nn.Module:
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import scan_blocks
 
-    options = {"flat": {"flatten_parameters": True}, "dim0": {"shard_param_on_dim_0": True}}
-    fsdp = functools.partial(FSDP, **options.get(kind.removesuffix("scan"), {}))
-
-    def around(blocks):
-        if kind.endswith("scan"):
-            return scan_blocks(blocks, **options.get(kind.removesuffix("scan"), {}))
-        return nn.ModuleList(map(fsdp, blocks))
-
-    torch.manual_seed(0)
-    return fsdp(Model(block, around))
+    options = OPTIONS.get(kind.removesuffix("scan"), {})
+    model = build(block)
+    if kind.endswith("scan"):
+        model.blocks = scan_blocks(model.blocks, **options)
+    else:
+        model.blocks = nn.ModuleList(FSDP(one, **options) for one in model.blocks)
+    return FSDP(model, **options)
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
@@ -324,8 +324,8 @@ def replicated(rank, expected):
     groups |= {"sharding_rank": rank % 2, "sharding_world_size": 2}
     for name in ("lamb", "muon", "adafactor"):
         make, block = EVERY[name]
-        torch.manual_seed(0)
-        model = Model(block, lambda blocks: nn.ModuleList(FSDP(b, **groups) for b in blocks))
+        model = plain(block)
+        model.blocks = nn.ModuleList(FSDP(one, **groups) for one in model.blocks)
         torch_xla.sync()
         model.first.to("xla")
         optimizer = make(model.parameters())

@@ -248,7 +248,7 @@ def test_only_shardings_of_one_dimension_are_resized():
 
 def test_the_benchmark_has_a_row_for_every_slice_and_name():
     """With reports made by hand, so that nothing is compiled."""
-    from benchmarks.planned import FIGURES, TABLES, figures, page
+    from benchmarks.planned import FIGURES, TABLES, page
 
     report = make()
     tables = {
@@ -260,8 +260,8 @@ def test_the_benchmark_has_a_row_for_every_slice_and_name():
         assert sum(line.startswith(f"| {where} | ours |") for line in lines) == len(TABLES)
         assert sum(line.startswith(f"| {where} | SPMD |") for line in lines) == 1
     assert {line.count("|") for line in lines if line.startswith("|")} == {len(FIGURES) + 3}
-    found = json.loads(json.dumps(figures(tables["plain"])))
-    assert found[V3]["JAX"]["sent, MB"] == pytest.approx(report.wire_bytes / 1e6)
+    (row,) = [line for line in lines if line.startswith(f"| {V3} | SPMD |")]
+    assert row.split(" | ")[2] == f"{report.wire_bytes / 1e6:,.1f}", "sent, MB"
 
 
 def test_the_benchmark_lists_what_two_compilers_make_of_a_row():

@@ -1,4 +1,4 @@
-"""Published runs as they are planned, and where the time of a compiled step is said to go."""
+"""Published runs as they are planned."""
 
 import json
 import re
@@ -11,77 +11,8 @@ from conftest import ROOT
 from benchmarks import published
 from benchmarks.decoder import Decoder, Model
 from benchmarks.published_runs import NOT_PLANNED, RUNS, halves
-from benchmarks.roofline import KINDS, by_kind, timed
-from xla_fsdp.planning.records import Op, Schedule
 from xla_fsdp.tpu.chips import CHIPS
 from xla_fsdp.tpu.topology import resolve
-
-# Two products of 1024 x 1024, of which one is computed again in the backward, an addition, a slice
-# out of a stack of 8, and one written into it.
-PROGRAM = """\
-HloModule step, is_scheduled=true
-
-%product (a: bf16[1024,1024], b: bf16[1024,1024]) -> bf16[1024,1024] {
-  %a = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
-  %b = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(1)
-  ROOT %dot = bf16[1024,1024]{1,0:T(8,128)(2,1)} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%of_stack (s: bf16[8,1024,1024], i: s32[]) -> bf16[1,1024,1024] {
-  %s = bf16[8,1024,1024]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %i = s32[] parameter(1)
-  %z = s32[] constant(0)
-  ROOT %d = bf16[1,1024,1024]{2,1,0:T(8,128)(2,1)} dynamic-slice(%s, %i, %z, %z), dynamic_slice_sizes={1,1024,1024}
-}
-
-%into_stack (s: bf16[8,1024,1024], v: bf16[1,1024,1024], i: s32[]) -> bf16[8,1024,1024] {
-  %s = bf16[8,1024,1024]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %v = bf16[1,1024,1024]{2,1,0:T(8,128)(2,1)} parameter(1)
-  %i = s32[] parameter(2)
-  %z = s32[] constant(0)
-  ROOT %u = bf16[8,1024,1024]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%s, %v, %i, %z, %z)
-}
-
-ENTRY %main (x: bf16[1024,1024], w: bf16[1024,1024], s: bf16[8,1024,1024], i: s32[]) -> bf16[8,1024,1024] {
-  %x = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
-  %w = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(1)
-  %s = bf16[8,1024,1024]{2,1,0:T(8,128)(2,1)} parameter(2)
-  %i = s32[] parameter(3)
-  %one = bf16[1024,1024]{1,0:T(8,128)(2,1)} fusion(%x, %w), kind=kOutput, calls=%product, metadata={op_name="forward[blocks.q]/dot"}
-  %two = bf16[1024,1024]{1,0:T(8,128)(2,1)} fusion(%x, %w), kind=kOutput, calls=%product, metadata={op_name="backward[blocks].1/recompute[blocks.q].2/dot"}
-  %sum = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} add(%one, %two)
-  %cut = bf16[1,1024,1024]{2,1,0:T(8,128)(2,1)} fusion(%s, %i), kind=kLoop, calls=%of_stack
-  ROOT %put = bf16[8,1024,1024]{2,1,0:T(8,128)(2,1)} fusion(%s, %cut, %i), kind=kLoop, calls=%into_stack
-}
-"""  # noqa: E501
-MATRIX = 2 * 1024 * 1024  # bytes
-
-
-def test_time_of_operations_beside_the_peaks_of_the_chip():
-    names = ["x", "w", "s", "i", "one", "two", "sum", "cut", "put"]
-    ops = tuple(
-        Op(names.index(n), n, "fusion", 15000, times=2) for n in ("one", "two", "sum", "cut", "put")
-    )
-    chip = CHIPS["v5e"]
-    found = timed(PROGRAM, Schedule(9, ops, (), (), (0,), 0), chip)
-    one, two, added, cut, put = found
-    assert one.kind == two.kind == "products"
-    assert {added.kind, cut.kind, put.kind} == {"other"}
-    assert one.products == pytest.approx(2 * 2 * 1024**3 / 197e12)
-    assert one.moved == pytest.approx(2 * 3 * MATRIX / 819e9)
-    assert (one.again, two.again) == ("", "q")
-    assert added.moved == pytest.approx(2 * 2 * MATRIX / 819e9), "its result stays in VMEM"
-    assert cut.moved == pytest.approx(2 * 2 * MATRIX / 819e9), "not the whole stack"
-    assert put.moved == pytest.approx(2 * 2 * MATRIX / 819e9), "what is there stays there"
-    # What is beyond a product alone is the vector unit's, and runs beside it.
-    half = replace(one, seconds=3 * one.products)
-    assert half.beside(1.0) == pytest.approx(2 * one.products)
-    assert replace(one, seconds=1.5 * one.products).beside(1.0) == pytest.approx(one.products)
-    assert replace(one, seconds=0.9 * one.products).beside(1.0) == 0.9 * one.products
-    assert added.beside(1.0) == added.seconds
-    totals = by_kind(found)
-    assert totals["products"]["estimated"] == pytest.approx(2 * 2 * 15000 / 1.5e9)
-    assert totals["other"]["floor"] == pytest.approx(added.moved + cut.moved + put.moved)
 
 
 def test_models_are_the_sizes_that_were_published():
@@ -162,9 +93,7 @@ def test_order_of_settings_is_by_time_of_a_token():
     names = ["Llama 3 8B, v6e-256, batch 1", "Llama 3 8B, v6e-256, batch 2"]
     steps = {"equal": (1.6, 3.1), "swapped": (1.5, 3.1)}  # published: 1.625 and 2.991
     rows = {
-        label: {
-            n: {"step": s, "again": 0, "beside": 0} for n, s in zip(names, seconds, strict=True)
-        }
+        label: {n: {"step": s, "again": 0} for n, s in zip(names, seconds, strict=True)}
         for label, seconds in steps.items()
     }
     assert published.orders(rows["equal"]) == [
@@ -189,7 +118,7 @@ def test_a_plan_that_does_not_fit_is_made_again_with_inputs_on_the_host(monkeypa
     """Only of a decoder that does not offload already."""
     asked = []
 
-    def once(run, save):
+    def once(run):
         asked.append(getattr(run.sizes, "offload", None))
         return {"fits": asked[-1] is True, "step": 1.0 + len(asked)}
 
@@ -220,19 +149,17 @@ def test_page_and_stored_table_have_the_stored_rows():
 
 
 def test_table_of_rows(tmp_path, capsys):
-    kinds = {kind: {"estimated": 1.0, "floor": 0.5} for kind in KINDS}
     row = {"step": 4.0, "compute": 3.0, "collective": 2.0, "exposed": 1.0, "again": 0.557,
-           "beside": 0.3443, "kinds": kinds, "model_flops": 1.4e15, "peak": 918e12,
-           "hbm": 2**34, "fits": True,
+           "model_flops": 1.4e15, "peak": 918e12, "hbm": 2**34, "fits": True,
            "compile_s": 1.0, "notes": []}  # fmt: skip
     out = tmp_path / "rows.json"
     out.write_text(json.dumps({"Llama 3.1 8B, v6e-8": row, "22B, v4-128": {"refusal": "no"}}))
     published.main(["--known", "--out", str(out)])
     table = capsys.readouterr().out
-    expected = "8B, v6e-8 (1) | corrected on | 3.443 s | 3.443 | 4.000 | 3.443 | +0 % | -10 % |"
+    expected = "8B, v6e-8 (1) | corrected on | 3.443 s | 3.443 | 4.000 | 3.443 | +0 % |"
     assert f"{expected} 38.1 | " in table, "MFU of all that is planned"
     assert "too much" not in table
-    assert "| v6e | 1 | +0 % | 0.0 % | +0 % | 1 of 1 | -10 % | 10.0 % | -10 % | 1 of 1 |" in table
+    assert "| v6e | 1 | +0 % | 0.0 % | +0 % | 1 of 1 |" in table
     assert "Did not fit, so no time: 22B, v4-128: no" in table
     assert out.with_suffix(".md").read_text() == table
     table = published.markdown({"Llama 3.1 8B, v6e-8": {**row, "fits": False}})

@@ -11,9 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.roofline import padded_bytes
 from xla_fsdp.planning.program.assignment import read_assignment
-from xla_fsdp.planning.program.hlo import parse_module
 from xla_fsdp.planning.program.schedule import read_schedule
 
 # libtpu compiles for any topology on a machine that has none, in a process of its own: jax here
@@ -200,9 +198,9 @@ def test_a_loop(compiled, topology):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_donation(compiled, topology):
     program = compiled(topology)["update"]
-    schedule, entry = program.schedule, parse_module(program.text).entry
-    assert sum(padded_bytes(p.shape) for p in entry.parameters) == program.arguments == 2 << 24
-    assert padded_bytes(entry.root.shape) == program.outputs == program.aliased == 1 << 24
+    schedule = program.schedule
+    assert program.arguments == 2 << 24
+    assert program.outputs == program.aliased == 1 << 24
     arguments = [b for b in schedule.buffers if b.category == "argument"]
     assert [b.bytes for b in arguments] == [1 << 24] * 2
     assert {(b.born, b.dies) for b in arguments} == {(0, schedule.length - 1)}

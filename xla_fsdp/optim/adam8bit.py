@@ -262,12 +262,6 @@ def _ratios(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
     return torch.where(number < 0, -size, size)
 
 
-def values(signed: bool) -> torch.Tensor:
-    """All 256 values, ascending: a code is an index into them."""
-    numbers = torch.arange(256, dtype=torch.uint8)
-    return torch.cat([decode(one[None], torch.ones(1), signed) for one in numbers])
-
-
 def _in_blocks(value: torch.Tensor) -> torch.Tensor:
     flat = value.reshape(-1)
     missing = -flat.numel() % BLOCK
