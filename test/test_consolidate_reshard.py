@@ -124,14 +124,15 @@ _WRITES = [*_CONVERTS, ("--optimizer",), ("--reshard", 3), ("--tied", "a=b"), ("
 @pytest.mark.parametrize(
     "done, option",
     [("--reshard", option) for option in [*_CONVERTS, ("--optimizer",)]]
-    + [("--verify", option) for option in _WRITES],
+    + [("--verify", option) for option in [*_WRITES, ("--optimizer", "--dtype", "float16")]],
 )
 def test_options_that_do_not_fit(tmp_path, capsys, done, option):
     small_checkpoint(tmp_path / "ckpt")
     first = (done, 2) if done == "--reshard" else (done,)
     code, _, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", *first, *option)
     assert code == 2 and err[-1].startswith(f"OptionsError: {done} ")
-    assert err[-1].endswith(f"cannot be used with {option[0]}. Remove that.")
+    named = ", ".join(name for name in map(str, option) if name.startswith("--"))
+    assert err[-1].endswith(f"cannot be used with {named}. Remove {named}.")
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 100_000, True, "2"])

@@ -27,6 +27,7 @@ from ..consolidate.errors import (
     CheckpointNotFoundError,
     ModelMismatchError,
     OtherRankError,
+    OutputError,
     SharedStorageError,
     UnsupportedValueError,
 )
@@ -282,7 +283,17 @@ class IncompleteSave:
 
         Args:
             written: the result of :meth:`write` of each rank.
+
+        Raises:
+            OutputError: another save removed the files of this one.
+            SharedStorageError: rank 0 does not see the file of another rank.
         """
+        if not self.store.renames and _STARTED_FILE not in self.store.list(self.partial):
+            raise OutputError(
+                f"{self.display_path}: another save into the same folder removed the files of this "
+                "one. An object store has no locks: wait for the running save (AsyncCheckpointer."
+                "wait()) before you start another one, or save to different folders."
+            )
         records = [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
         _run_concurrently(self._await_file, list(enumerate(records)))
         complete = replace(self.contents.manifest, files=tuple(records))
@@ -484,9 +495,8 @@ def _prepare(store: Store, root: str, step: int) -> list:
     """
     store.make_folder(root)
     if store.renames:
-        parent = root.rpartition("/")[0] or ("/" if root.startswith("/") else ".")
         with contextlib.suppress(CheckpointError):  # no permission to read the parent
-            store.sync_folder(parent)
+            store.sync_folder(os.path.dirname(root) or ".")
     for path in folders.find_leftovers(store, root):
         try:
             store.remove(path)
