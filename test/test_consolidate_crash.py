@@ -17,9 +17,9 @@ from xla_fsdp.consolidate.stream.plan import RECORD
 HERE = Path(__file__).parent
 
 
-# Some operations of one scenario, every third of each, and every one.
+# Some system calls of two scenarios, every third of each, and every one.
 RUNS = [
-    pytest.param("reshard, no swap", 9, id="reshard, no swap"),
+    *(pytest.param(name, 9, id=name) for name in ("reshard, no swap", "torch file")),
     *(pytest.param(n, 3, id=f"{n}, every third", marks=pytest.mark.slow) for n in SCENARIOS),
     *(pytest.param(n, 1, id=f"{n}, every step", marks=pytest.mark.full) for n in SCENARIOS),
 ]
@@ -47,7 +47,7 @@ def test_disk_full(name, stride, forever, tmp_path):
             with scenario.boundaries(number, fill_disk, only=CHANGES, forever=forever) as calls:
                 scenario.run("new")
         except OutputError as error:
-            assert "No space left" in str(error)
+            assert "No space left" in str(error) and str(tmp_path / "work") in str(error)
             scenario.check_old_or_new()
         else:
             # The result was in place; what could not be removed is left to the next run.
@@ -55,11 +55,18 @@ def test_disk_full(name, stride, forever, tmp_path):
         scenario.check_next_run()
 
 
-def test_failure_before_anything_is_finished_leaves_nothing(tmp_path):
+def interrupt(_name):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("happen", "raised"), [(fill_disk, OutputError), (interrupt, KeyboardInterrupt)]
+)
+def test_failure_before_anything_is_finished_leaves_nothing(tmp_path, happen, raised):
     small_checkpoint(tmp_path / "ckpt")
     for number in range(1, 8):
-        full = Boundaries(str(tmp_path), number, fill_disk, only=("mkdir", "write", "pwrite"))
-        with pytest.raises(OutputError), full:
+        fault = Boundaries(str(tmp_path), number, happen, only=("mkdir", "write", "pwrite"))
+        with pytest.raises(raised), fault:
             consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
         assert os.listdir(tmp_path) == ["ckpt"]
 

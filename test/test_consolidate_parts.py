@@ -64,16 +64,16 @@ def test_any_range_of_elements(tmp_path, monkeypatch, limit):
     pick = np.random.default_rng(0)
     for _ in range(60):
         begin, end = sorted(pick.integers(0, len(values) + 1, 2).tolist())
-        assert same(checkpoint.read_parameter("v", begin, end), values[begin:end])
+        assert same(checkpoint.read("v", begin, end), values[begin:end])
         begin, end = sorted(pick.integers(0, 78, 2).tolist())
-        assert same(checkpoint.read_parameter("s", begin, end), small[begin:end])
+        assert same(checkpoint.read("s", begin, end), small[begin:end])
 
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 78), (100, 101)])
 def test_elements_that_are_not_there(tmp_path, begin, end):
     write_checkpoint(tmp_path / "ckpt", {"s": torch.arange(77)})
     with pytest.raises(ValueError, match="'s' has 77 elements"):
-        ShardedCheckpoint(tmp_path / "ckpt").read_parameter("s", begin, end)
+        ShardedCheckpoint(tmp_path / "ckpt").read("s", begin, end)
 
 
 def rewrite(folder, found, **changes):
