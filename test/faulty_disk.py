@@ -173,12 +173,12 @@ class Scenario:
             self.target.write_bytes(old)
 
     def steps(self, stride, only=CALLS):
-        """Numbers of the calls of a run: every ``stride``-th, and the last six."""
+        """Numbers of the calls of a run: every ``stride``-th, and the last twelve."""
         self.prepare()
         with self.boundaries(only=only) as calls:
             self.run("new")
         last = calls.count + 1
-        return sorted({*range(1, last, stride), *range(last - 6, last)})
+        return sorted({*range(1, last, stride), *range(last - 12, last)})
 
     def content(self):
         """What is at the target: bytes by name, None if there is nothing."""

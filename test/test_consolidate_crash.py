@@ -17,10 +17,10 @@ from xla_fsdp.consolidate.stream.plan import RECORD
 HERE = Path(__file__).parent
 
 
-# Some system calls of two scenarios, every third of each, and every one.
+# Some system calls of two scenarios, every sixth of each, and every one.
 RUNS = [
-    *(pytest.param(name, 9, id=name) for name in ("reshard, no swap", "torch file")),
-    *(pytest.param(n, 3, id=f"{n}, every third", marks=pytest.mark.slow) for n in SCENARIOS),
+    *(pytest.param(name, 20, id=name) for name in ("reshard, no swap", "torch file")),
+    *(pytest.param(n, 6, id=f"{n}, every sixth", marks=pytest.mark.slow) for n in SCENARIOS),
     *(pytest.param(n, 1, id=f"{n}, every step", marks=pytest.mark.full) for n in SCENARIOS),
 ]
 
