@@ -73,8 +73,12 @@ def pump(produce: Iterable[memoryview], consume: Callable[[memoryview], object])
     returns.
     """
     remaining = iter(produce)
+
+    def read() -> memoryview | None:
+        return next(remaining, None)
+
     with ThreadPoolExecutor(1, "read ahead") as reader:
-        ahead = reader.submit(next, remaining, None)
+        ahead = reader.submit(read)
         while (piece := ahead.result()) is not None:
-            ahead = reader.submit(next, remaining, None)
+            ahead = reader.submit(read)
             consume(piece)
