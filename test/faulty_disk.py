@@ -56,8 +56,7 @@ class Boundaries:
         real = self.real[name]
 
         def call(first, *args, **kwargs):
-            reads = name == "open" and not args[0] & os.O_CREAT and os.path.isfile(first)
-            if reads or not self._ours(first, kwargs):
+            if not self._ours(first, kwargs) or (name == "open" and self._reads(first, *args)):
                 return real(first, *args, **kwargs)
             self._count(name)
             if name in ("write", "pwrite"):
@@ -73,6 +72,10 @@ class Boundaries:
             return result
 
         return call
+
+    @staticmethod
+    def _reads(path, flags, mode=0o777):
+        return not flags & os.O_CREAT and os.path.isfile(path)
 
     def _ours(self, first, kwargs):
         if isinstance(first, int):
