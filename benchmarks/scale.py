@@ -168,8 +168,8 @@ def read(
         checkpoint.manifest = replace(checkpoint.manifest, sharding_rules=None)
     for name, tensor in checkpoint.manifest.parameters.items():
         begin, end = (tensor.numel * r // loading for r in (rank, rank + 1))
-        checkpoint.read_parameter(name, begin, end)
-        checkpoint.read_state("exp_avg", name, begin, end)
+        checkpoint.read(name, begin, end)
+        checkpoint.read(name, begin, end, "exp_avg")
     seconds = time.perf_counter() - began
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -210,7 +210,7 @@ def consolidating(path: str, parameters: int) -> dict:
     checkpoint = ShardedCheckpoint(path, store)
     for name, tensor in checkpoint.manifest.parameters.items():
         checkpoint.pieces(name)
-        checkpoint.read_parameter(name, 0, tensor.numel)
+        checkpoint.read(name, 0, tensor.numel)
     return {
         "consolidation: requests": store.total,
         "consolidation: seconds (local disk)": time.perf_counter() - began,

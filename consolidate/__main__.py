@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import CheckpointError, OptionsError
 from .legacy.source import OUTPUT_NAME
-from .stream.options import DTYPES, FORMATS, parse_size
+from .stream.options import DTYPES, FORMATS
 from .stream.run import consolidate_checkpoint as run
 from .stream.run import reshard_checkpoint, verify_checkpoint
 from .stream.sources import LEGACY_SUFFIX
@@ -70,7 +70,8 @@ def _run(arguments: argparse.Namespace) -> str:
 def _require_unused(arguments: argparse.Namespace, why: str, *names: str) -> None:
     """Raises OptionsError if one of the options ``names`` was given, which ``why`` rules out."""
     if used := [f"--{name}" for name in names if getattr(arguments, name)]:
-        raise OptionsError(f"{why}, so it cannot be used with {', '.join(used)}. Remove that.")
+        names = ", ".join(used)
+        raise OptionsError(f"{why}, so it cannot be used with {names}. Remove {names}.")
 
 
 @contextlib.contextmanager
@@ -125,7 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max_shard_size",
-        type=_size,
         metavar="SIZE",
         help="write several safetensors files with tensors of at most SIZE (500MB, 5GB, 2GiB) each,"
         " and model.safetensors.index.json; a larger tensor gets a separate file",
@@ -176,13 +176,6 @@ def _parser() -> argparse.ArgumentParser:
         help="show a progress bar on stderr even if it is not a terminal",
     )
     return parser
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except OptionsError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _tied_names(text: str) -> tuple[str, str]:

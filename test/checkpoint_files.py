@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from sharded_files import everything
 from torch import nn
 
 from xla_fsdp.checkpoint import saving
@@ -133,19 +134,9 @@ def read_value(path) -> float:
 
 def value_in(checkpoint: ShardedCheckpoint) -> float:
     """The same of a checkpoint that is open."""
-    checkpoint.verify()
-    manifest = checkpoint.manifest
-    found = {manifest.extra}
-    for name, tensor in manifest.parameters.items():
-        found.update(checkpoint.read_parameter(name, 0, tensor.numel).tolist())
-    for name, state in manifest.optimizer.state.items():
-        for key in state.sharded:
-            count = manifest.parameters[name].numel
-            found.update(checkpoint.read_state(key, name, 0, count).tolist())
-    for name in manifest.buffers:
-        for rank in range(manifest.world_size):
-            found.update(checkpoint.read_buffer(name, rank).tolist())
-    (value,) = found
+    tensors = everything(checkpoint, range(checkpoint.manifest.world_size)).values()
+    numbers = (number for tensor in tensors for number in tensor.flatten().tolist())
+    (value,) = {checkpoint.manifest.extra, *numbers}
     return value
 
 

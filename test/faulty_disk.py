@@ -1,111 +1,122 @@
-"""A disk on which the n-th operation fails, or kills the process, and what is tried with it.
+"""A disk on which the n-th system call fails, or kills the process, and what is tried with it.
 
-As a script, ``faulty_disk.py SCENARIO STRIDE FOLDER``: kills runs at every STRIDE-th operation and
-at the last ones, and checks what is left each time. A process of its own, since it forks.
+As a script, ``faulty_disk.py SCENARIO STRIDE FOLDER``: kills runs at every STRIDE-th call and at
+the last ones, and checks what is left each time. A process of its own, since it forks.
 """
 
+import contextlib
 import errno
 import os
 import shutil
 import signal
 import sys
+import threading
+import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 from sharded_files import small_checkpoint
 
-from xla_fsdp.consolidate import OutputError, consolidate_checkpoint, reshard_checkpoint
+from xla_fsdp.consolidate import consolidate_checkpoint, reshard_checkpoint
 from xla_fsdp.consolidate.format.local import LocalStore
 
-
-def counted(name):
-    """The operation ``name`` of a store, counted by a FaultyDisk."""
-
-    def operation(self, *paths):
-        self.step()
-        return getattr(LocalStore, name)(self, *paths)
-
-    return operation
+CHANGES = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+CALLS = (*CHANGES, "close")
 
 
-class FaultyDisk(LocalStore):
-    """fault(n): called before operation n of those that change the disk, counted from 1.
+@dataclass
+class Boundaries:
+    """Counts the system calls that change files under ``root``; at the ``at``-th something happens.
 
-    A write or removal at which it raises has half happened.
+    A write counts twice: before it, and when half of it is done. forever: it happens at each later
+    one, too.
     """
 
-    def __init__(self, fault=lambda number: None, swaps=True):
-        self.fault, self.swaps, self.count = fault, swaps, 0
+    root: str
+    at: int
+    happen: object  # called with the name of the call
+    only: tuple = CALLS
+    forever: bool = False
+    count: int = 0
+    descriptors: set = field(default_factory=set)
+    lock: object = field(default_factory=threading.RLock)
 
-    def step(self, half=lambda: None):
-        self.count += 1
+    def __enter__(self):
+        self.real = {name: getattr(os, name) for name in CALLS}
+        for name in CALLS:
+            setattr(os, name, self._wrapped(name))
+        return self
+
+    def __exit__(self, *_):
+        for name, call in self.real.items():
+            setattr(os, name, call)
+
+    def _wrapped(self, name):
+        real = self.real[name]
+
+        def call(first, *args, **kwargs):
+            if not self._ours(first, kwargs) or (name == "open" and self._reads(first, *args)):
+                return real(first, *args, **kwargs)
+            self._count(name)
+            if name in ("write", "pwrite"):
+                with self.lock:
+                    if self.count + 1 == self.at:
+                        real(first, args[0][: len(args[0]) // 2], *args[1:])
+                self._count(name)
+            result = real(first, *args, **kwargs)
+            if name == "open":
+                self.descriptors.add(result)
+            elif name == "close":
+                self.descriptors.discard(first)
+            return result
+
+        return call
+
+    @staticmethod
+    def _reads(path, flags, mode=0o777):
+        return not flags & os.O_CREAT and os.path.isfile(path)
+
+    def _ours(self, first, kwargs):
+        if isinstance(first, int):
+            return first in self.descriptors
+        inside = kwargs.get("dir_fd")
+        return inside in self.descriptors if inside else str(first).startswith(self.root)
+
+    def _count(self, name):
+        if name not in self.only:
+            return
+        with self.lock:
+            self.count += 1
+            if self.count == self.at or (self.forever and self.count > self.at):
+                self.happen(name)
+
+
+def kill(_name):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(work) -> int:
+    """The signal that ended a fork of this process which does ``work()``; 0 if it came back."""
+    child = os.fork()
+    if child == 0:
+        code = 1
         try:
-            self.fault(self.count)
-        except Die:
-            half()
-            os.kill(os.getpid(), signal.SIGKILL)
+            work()
+            code = 0
         except BaseException:
-            half()
-            raise
-
-    def create(self, path):
-        self.step()
-        return FaultyOutput(super().create(path), self)
-
-    make_folder, rename, replace, sync_folder = map(
-        counted, ("make_folder", "rename", "replace", "sync_folder")
-    )
-
-    def exchange(self, one, other):
-        self.step()
-        return self.swaps and super().exchange(one, other)
-
-    def remove(self, path):
-        names = sorted(os.listdir(path)) if os.path.isdir(path) else []
-        self.step(lambda: super(FaultyDisk, self).remove(f"{path}/{names[0]}") if names else None)
-        super().remove(path)
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status)
+    assert os.WEXITSTATUS(status) == 0
+    return 0
 
 
-class FaultyOutput:
-    def __init__(self, output, disk):
-        self.output, self.disk = output, disk
-
-    def write(self, data):
-        self.disk.step(lambda: self.output.write(data[: len(data) // 2]))
-        return self.output.write(data)
-
-    def flush(self):
-        self.output.flush()
-
-    def write_at(self, begin, data):
-        self.disk.step(lambda: self.output.write_at(begin, data[: len(data) // 2]))
-        self.output.write_at(begin, data)
-
-    def close(self):
-        self.disk.step()
-        self.output.close()
-
-    def discard(self):
-        self.output.discard()
-
-
-class Die(Exception):
-    """Kill the process here."""
-
-
-def killed_at(number):
-    def fault(count):
-        if count == number:
-            raise Die
-
-    return fault
-
-
-def full_at(number, forever=False):
-    def fault(count):
-        if count == number or (forever and count > number):
-            raise OutputError(f"disk: cannot be written: {os.strerror(errno.ENOSPC)}")
-
-    return fault
+def fill_disk(_name):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # By name: what is written, whether something was there before, whether folders can be swapped.
@@ -126,13 +137,12 @@ class Scenario:
     def __init__(self, name, folder):
         self.options, self.existing, self.swaps = SCENARIOS[name]
         self.folder = Path(folder)
-        self.names = {"old", "new", "work"}
         small_checkpoint(self.folder / "old", seed=1)
         small_checkpoint(self.folder / "new", seed=2)
         self.snapshots = {}
         for which in ("old", "new"):
             self.fresh()
-            self.run(which, FaultyDisk())
+            self.run(which)
             self.snapshots[which] = self.content()
         assert self.snapshots["old"] != self.snapshots["new"]
 
@@ -140,11 +150,15 @@ class Scenario:
     def target(self):
         return self.folder / "work" / self.options["save_path"]
 
-    def run(self, which, disk):
-        options = {**self.options, "save_path": self.target, "disk": disk}
-        if "world_size" in options:
-            return reshard_checkpoint(self.folder / which, **options)
-        return consolidate_checkpoint(self.folder / which, **options)
+    def run(self, which):
+        options = {**self.options, "save_path": self.target}
+        write = reshard_checkpoint if "world_size" in options else consolidate_checkpoint
+        no_swap = mock.patch.object(LocalStore, "exchange", return_value=False)
+        with contextlib.nullcontext() if self.swaps else no_swap:
+            return write(self.folder / which, **options)
+
+    def boundaries(self, at=0, happen=None, **options):
+        return Boundaries(str(self.folder / "work"), at, happen, **options)
 
     def fresh(self):
         shutil.rmtree(self.folder / "work", ignore_errors=True)
@@ -161,12 +175,13 @@ class Scenario:
         elif old is not None:
             self.target.write_bytes(old)
 
-    def steps(self, stride):
-        """Numbers of the operations of a run: every ``stride``-th, and the last six."""
+    def steps(self, stride, only=CALLS):
+        """Numbers of the calls of a run: every ``stride``-th, and the last twelve."""
         self.prepare()
-        disk = FaultyDisk(swaps=self.swaps)
-        self.run("new", disk)
-        return sorted({*range(1, disk.count + 1, stride), *range(disk.count - 5, disk.count + 1)})
+        with self.boundaries(only=only) as calls:
+            self.run("new")
+        last = calls.count + 1
+        return sorted({*range(1, last, stride), *range(last - 12, last)})
 
     def content(self):
         """What is at the target: bytes by name, None if there is nothing."""
@@ -186,7 +201,7 @@ class Scenario:
 
     def check_next_run(self):
         """It ends, with all of the new result and nothing else."""
-        result = self.run("new", FaultyDisk(swaps=self.swaps))
+        result = self.run("new")
         assert self.content() == self.snapshots["new"]
         assert self.leftovers() == [self.target.name]
         return result
@@ -196,14 +211,12 @@ def kill_at_steps(scenario, stride):
     steps, resumed, up_to_date = scenario.steps(stride), 0, 0
     for number in steps:
         scenario.prepare()
-        child = os.fork()
-        if not child:
-            try:
-                scenario.run("new", FaultyDisk(killed_at(number), scenario.swaps))
-            finally:
-                os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (number, status)
+
+        def work(number=number):
+            with scenario.boundaries(number, kill):
+                scenario.run("new")
+
+        assert in_child(work) == signal.SIGKILL, number
         scenario.check_old_or_new()
         result = scenario.check_next_run()
         resumed += bool(result.resumed)

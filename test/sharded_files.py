@@ -140,6 +140,20 @@ def _optimizer(optimizer, state):
     )
 
 
+def everything(checkpoint, ranks=(0,)):
+    """All values of a checkpoint that is intact, by what they are. ranks: of these the buffers."""
+    checkpoint.verify()
+    manifest, found = checkpoint.manifest, {}
+    state = manifest.optimizer.state if manifest.optimizer else {}
+    for name, tensor in manifest.parameters.items():
+        found[name] = checkpoint.read(name, 0, tensor.numel)
+        for key in state[name].sharded if name in state else ():
+            found[name, key] = checkpoint.read(name, 0, tensor.numel, key)
+    for name in manifest.buffers:
+        found |= {("buffer", name, rank): checkpoint.read_buffer(name, rank) for rank in ranks}
+    return found
+
+
 def small_checkpoint(path, world_size=3, step=7, seed=0, **more):
     """Writes every kind of tensor; returns (state_dict, optimizer state_dict) to expect."""
     make = torch.Generator().manual_seed(seed)

@@ -8,16 +8,13 @@ import errno
 import gc
 import os
 import resource
-import signal
-import threading
-import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import checkpoint_files as files
 import fsspec
 import pytest
 from checkpoint_files import read_value, save
+from faulty_disk import Boundaries, in_child, kill
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
@@ -26,92 +23,6 @@ from xla_fsdp.consolidate.format import folders
 from xla_fsdp.consolidate.format.local import LocalStore
 from xla_fsdp.consolidate.format.reader import latest_checkpoint
 from xla_fsdp.consolidate.format.remote import RemoteStore
-
-CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")
-
-
-@dataclass
-class Boundaries:
-    """Counts the system calls on files under ``root``; at the ``at``-th something happens.
-
-    A write counts twice: before it, and when half of it is done.
-    """
-
-    root: str
-    at: int
-    happen: object  # called with the name of the call
-    only: tuple = CALLS
-    count: int = 0
-    descriptors: set = field(default_factory=set)
-    lock: object = field(default_factory=threading.RLock)
-
-    def __enter__(self):
-        self.real = {name: getattr(os, name) for name in CALLS}
-        for name in CALLS:
-            setattr(os, name, self._wrapped(name))
-        return self
-
-    def __exit__(self, *_):
-        for name, call in self.real.items():
-            setattr(os, name, call)
-
-    def _wrapped(self, name):
-        real = self.real[name]
-
-        def call(first, *args, **kwargs):
-            if not self._ours(first, kwargs):
-                return real(first, *args, **kwargs)
-            self._count(name)
-            if name == "write":
-                with self.lock:
-                    if self.count + 1 == self.at:
-                        real(first, args[0][: len(args[0]) // 2])
-                self._count(name)
-            result = real(first, *args, **kwargs)
-            if name == "open":
-                self.descriptors.add(result)
-            elif name == "close":
-                self.descriptors.discard(first)
-            return result
-
-        return call
-
-    def _ours(self, first, kwargs):
-        if isinstance(first, int):
-            return first in self.descriptors
-        inside = kwargs.get("dir_fd")
-        return inside in self.descriptors if inside else str(first).startswith(self.root)
-
-    def _count(self, name):
-        if name not in self.only:
-            return
-        with self.lock:
-            self.count += 1
-            if self.count == self.at:
-                self.happen(name)
-
-
-def kill(_name):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def in_child(work) -> int:
-    """The signal that ended a fork of this process which does ``work()``; 0 if it came back."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return os.WTERMSIG(status)
-    assert os.WEXITSTATUS(status) == 0
-    return 0
 
 
 def assert_whole(root, allowed) -> float:
@@ -392,6 +303,17 @@ def test_two_jobs_in_one_folder(tmp_path):
         one[0].write()
     two[0].commit([incomplete.write() for incomplete in two])
     assert read_value(tmp_path) == 2.0
+
+
+def test_two_saves_in_one_folder_of_an_object_store():
+    """There are no locks: the second removes what the first has written, which says so."""
+    root = "memory://two-saves"
+    one = files.begin(root, 1, 1.0)
+    written = [incomplete.write() for incomplete in one]
+    save(root, 2, 2.0)
+    with pytest.raises(OutputError, match="step-00000001: another save into the same folder"):
+        one[0].commit(written)
+    assert read_value(root) == 2.0
 
 
 # --- stores that cannot rename

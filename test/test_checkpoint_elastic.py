@@ -77,8 +77,7 @@ def _read_as(path, layout_of, size: int, names) -> dict[str, torch.Tensor]:
             pieces = []
             for rank in range(size):
                 ((begin, end, _),) = layout.pieces(rank)
-                read = checkpoint.read_state if key else checkpoint.read_parameter
-                pieces.append(read(*([key] if key else []), name, begin, end))
+                pieces.append(checkpoint.read(name, begin, end, key or None))
             whole[f"{name} {key}"] = torch.cat(pieces)
     return {name: whole[name] for name in names if name in whole}
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import Uniform, read_value
+from faulty_disk import Boundaries, in_child, kill
 from on_ranks import on_ranks
-from test_checkpoint_crash import Boundaries, Interrupting, in_child, kill
+from test_checkpoint_crash import Interrupting
 
 from xla_fsdp.consolidate.errors import CheckpointNotFoundError, OutputError
 from xla_fsdp.consolidate.format.reader import latest_checkpoint

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from test_freeing import live_sizes
 from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, wrapped
 from torch import nn
@@ -78,7 +79,8 @@ class Arguments(nn.Module):
         return {"x": torch.sin(x), "rest": (x.detach(), "text", None)}
 
 
-def arguments(rank):
+@on_ranks(2)
+def test_any_arguments_and_no_input_that_needs_a_gradient(rank, size, folder):
     import torch_xla
 
     device = torch_xla.device()
@@ -95,10 +97,6 @@ def arguments(rank):
         out["x"].sum().backward()
         grads.append(module.weight.grad.cpu())
     assert grads[0].abs().sum() > 0 and torch.equal(*grads)
-
-
-def test_any_arguments_and_no_input_that_needs_a_gradient(run_ranks):
-    run(run_ranks, arguments)
 
 
 def activations(rank):
@@ -141,22 +139,18 @@ def test_inputs_are_not_kept_by_the_loss(run_ranks):
     assert run_ranks(inputs_after_the_backward, 2) == [0, 0]
 
 
-def nested(rank):
+@on_ranks(3)
+def test_nested_checkpoints(rank, size, folder):
     import torch_xla
-    import torch_xla.runtime as xr
 
     plain, model = mlp(), mlp()
     for name in ("1.0", "1", ""):
         checkpoint_module(model.get_submodule(name))
     model = wrapped(model, "1")
     model(inputs(rank).to(torch_xla.device())).square().mean().backward()
-    plain(torch.cat([inputs(r) for r in range(xr.world_size())])).square().mean().backward()
+    plain(torch.cat([inputs(r) for r in range(size)])).square().mean().backward()
     torch_xla.sync()
     assert_same_gradients(model, plain)
-
-
-def test_nested_checkpoints(run_ranks):
-    run(run_ranks, nested, ranks=3)
 
 
 class Calling(nn.Module):
@@ -200,7 +194,8 @@ def test_checkpoints_and_units(run_ranks, how):
     run(run_ranks, with_units, how)
 
 
-def autocast(rank):
+@on_ranks(2)
+def test_autocast(rank, size, folder):
     import torch_xla
 
     device = torch_xla.device()
@@ -216,10 +211,6 @@ def autocast(rank):
         grads.append([p.grad.cpu() for p in model.parameters()])
     for plain, checkpointed in zip(*grads, strict=True):
         assert torch.equal(plain, checkpointed)
-
-
-def test_autocast(run_ranks):
-    run(run_ranks, autocast)
 
 
 class Shared(nn.Module):
@@ -317,7 +308,8 @@ class Changing(nn.Module):
         return torch.tanh(self.linear(x)) if self.calls % 2 else self.linear(x).detach()
 
 
-def changing(rank):
+@on_ranks(2)
+def test_a_forward_that_changes_is_an_error(rank, size, folder):
     import torch_xla
 
     model = wrapped(nn.Sequential(checkpoint_module(Changing())), "0")
@@ -326,7 +318,3 @@ def changing(rank):
         model(x).sum().backward()
     with torch.no_grad():
         assert model(x).shape == x.shape
-
-
-def test_a_forward_that_changes_is_an_error(run_ranks):
-    run(run_ranks, changing)

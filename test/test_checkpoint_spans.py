@@ -42,11 +42,11 @@ def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
             by_rule = list(rule.pieces(tensor.numel, 0, tensor.numel))
             assert by_rule == checkpoint.pieces(name), (path, name)
             if tensor.numel:
-                whole = checkpoint.read_parameter(name, 0, tensor.numel)
-                part = once.read_parameter(name, tensor.numel // 2, tensor.numel)
+                whole = checkpoint.read(name, 0, tensor.numel)
+                part = once.read(name, tensor.numel // 2, tensor.numel)
                 assert torch.equal(part, whole[tensor.numel // 2 :])
         fresh = ShardedCheckpoint(path)
-        fresh.read_parameter(next(iter(checkpoint.manifest.parameters)), 0, 1)
+        fresh.read(next(iter(checkpoint.manifest.parameters)), 0, 1)
         assert len(fresh._files) == 1
     parameters = checkpoint.manifest.parameters
     name = max(parameters, key=lambda name: parameters[name].numel)  # more than a shard
@@ -54,7 +54,7 @@ def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
         right = body["spans"][name]
         body["spans"][name] = [3, 1, right[2], right[3]]  # ranks 3, 4, ...
     with pytest.raises(CoverageError, match="says that rank 3 has elements 0 to .*3 ranks"):
-        ShardedCheckpoint(path).read_parameter(name, 0, 1)
+        ShardedCheckpoint(path).read(name, 0, 1)
     for wrong in ([0, 1, 0, 0], [0, 0, 5, 0], [0, 1, 5], [0, 1, -5, 0], [0, 1, 5, True], "all"):
         with files.forged(path) as body:
             body["spans"][name] = wrong
@@ -62,7 +62,7 @@ def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
             ShardedCheckpoint(path)
     with files.forged(path) as body:
         body["spans"][name] = [0, 1, right[2] + 1, right[3]]
-    for look in (lambda c: c.read_parameter(name, 0, 1), lambda c: c.verify()):
+    for look in (lambda c: c.read(name, 0, 1), lambda c: c.verify()):
         with pytest.raises(CoverageError, match="the manifest says"):
             look(ShardedCheckpoint(path))
     with files.forged(path) as body:

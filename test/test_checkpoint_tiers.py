@@ -1,6 +1,7 @@
 """Checkpoints in the memory of hosts: whatever dies, one step that is whole is gone on from."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -15,8 +16,8 @@ import checkpoint_files as files
 import pytest
 import torch
 from checkpoint_runs import Run
-from faulty_disk import FaultyDisk
 from rank_warnings import warnings_of_ranks
+from test_checkpoint_crash import Interrupting
 
 import xla_fsdp
 from xla_fsdp.checkpoint.tiers.checkpointer import choose_save, describe_save
@@ -34,26 +35,16 @@ class Died(BaseException):
     """The process ends here."""
 
 
-class MortalDisk(FaultyDisk):
+def mortal_disk(at):
     """The process dies at the ``at``-th operation, of which some are reads: what is sent to others
     is read. After that it does nothing."""
+    numbers = itertools.count(1)
 
-    def __init__(self, at):
-        super().__init__(self.die)
-        self.at = at
-
-    def die(self, number):
-        if number == self.at:
+    def die(name, path):
+        if next(numbers) >= at:
             raise Died
 
-    def step(self, half=lambda: None):
-        if self.count >= self.at:
-            raise Died
-        super().step(half)
-
-    def read_into(self, path, begin, out):
-        self.step()
-        super().read_into(path, begin, out)
+    return Interrupting(LocalStore(), die, (*Interrupting.CHANGES, "read_into"))
 
 
 class Host:
@@ -137,7 +128,7 @@ def test_a_process_that_is_killed_at_every_operation_and_then_its_host_is_lost(s
         root = started / "run"
         shutil.copytree(started / "start", root)
         over = False
-        with two_hosts(root, MortalDisk(at)) as hosts:
+        with two_hosts(root, mortal_disk(at)) as hosts:
             with contextlib.suppress(Died, errors.CheckpointError):
                 save_step(hosts, 2, 2.0)
                 over = True

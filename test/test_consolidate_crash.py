@@ -2,24 +2,25 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from faulty_disk import SCENARIOS, FaultyDisk, Scenario, full_at
+from faulty_disk import CHANGES, SCENARIOS, Boundaries, Scenario, fill_disk
 from sharded_files import small_checkpoint, write_checkpoint
 from test_consolidate_support import run_cli
 
 from xla_fsdp.consolidate import OutputError, consolidate_checkpoint, reshard_checkpoint
-from xla_fsdp.consolidate.format.local import FolderLock
+from xla_fsdp.consolidate.format.local import FolderLock, LocalStore
 from xla_fsdp.consolidate.stream.plan import RECORD
 
 HERE = Path(__file__).parent
 
 
-# Some operations of one scenario, every third of each, and every one.
+# Some system calls of two scenarios, every sixth of each, and every one.
 RUNS = [
-    pytest.param("reshard, no swap", 9, id="reshard, no swap"),
-    *(pytest.param(n, 3, id=f"{n}, every third", marks=pytest.mark.slow) for n in SCENARIOS),
+    *(pytest.param(name, 20, id=name) for name in ("reshard, no swap", "torch file")),
+    *(pytest.param(n, 6, id=f"{n}, every sixth", marks=pytest.mark.slow) for n in SCENARIOS),
     *(pytest.param(n, 1, id=f"{n}, every step", marks=pytest.mark.full) for n in SCENARIOS),
 ]
 
@@ -40,46 +41,47 @@ def test_killed(plain_server, name, stride, tmp_path):
 @pytest.mark.parametrize(("name", "stride"), RUNS)
 def test_disk_full(name, stride, forever, tmp_path):
     scenario = Scenario(name, tmp_path)
-    for number in scenario.steps(stride):
+    for number in scenario.steps(stride, CHANGES):
         scenario.prepare()
-        disk = FaultyDisk(full_at(number, forever), scenario.swaps)
         try:
-            scenario.run("new", disk)
+            with scenario.boundaries(number, fill_disk, only=CHANGES, forever=forever) as calls:
+                scenario.run("new")
         except OutputError as error:
-            assert "No space left" in str(error)
+            assert "No space left" in str(error) and str(tmp_path / "work") in str(error)
             scenario.check_old_or_new()
         else:
             # The result was in place; what could not be removed is left to the next run.
-            assert scenario.content() == scenario.snapshots["new"] and disk.count >= number
+            assert scenario.content() == scenario.snapshots["new"] and calls.count >= number
         scenario.check_next_run()
 
 
-def test_failure_before_anything_is_finished_leaves_nothing(tmp_path):
+def interrupt(_name):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("happen", "raised"), [(fill_disk, OutputError), (interrupt, KeyboardInterrupt)]
+)
+def test_failure_before_anything_is_finished_leaves_nothing(tmp_path, happen, raised):
     small_checkpoint(tmp_path / "ckpt")
-    failed = 0
     for number in range(1, 8):
-        disk = FaultyDisk(full_at(number))
-        try:
-            consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors", disk=disk)
-        except OutputError:
-            failed += 1
-        else:  # a folder above the new one may be one that cannot be synchronised
-            os.unlink(tmp_path / "m.safetensors")
+        fault = Boundaries(str(tmp_path), number, happen, only=("mkdir", "write", "pwrite"))
+        with pytest.raises(raised), fault:
+            consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
         assert os.listdir(tmp_path) == ["ckpt"]
-    assert failed == 6
 
 
 def test_finished_files_are_kept(tmp_path):
     """Those whose bytes are still right; the others are written again."""
     small_checkpoint(tmp_path / "ckpt")
     options = dict(max_shard_size="1KB", optimizer=True)
-    disk = FaultyDisk()
-    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "whole", disk=disk, **options)
+    with Boundaries(str(tmp_path), 0, None, only=CHANGES) as calls:
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "whole", **options)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
 
-    with pytest.raises(OutputError):
-        disk = FaultyDisk(full_at(disk.count - 3))
-        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", disk=disk, **options)
+    before_the_end = Boundaries(str(tmp_path), calls.count - 3, fill_disk, only=CHANGES)
+    with pytest.raises(OutputError), before_the_end:
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", **options)
     (partial,) = tmp_path.glob(".out.*.partial")
     files = sorted(partial.glob("model-*"))
     assert len(files) > 3
@@ -174,8 +176,10 @@ def test_two_runs_at_once(tmp_path):
     """The second one is refused, and leaves what the first is writing alone."""
     small_checkpoint(tmp_path / "ckpt")
     target = tmp_path / "m.pth"
-    with pytest.raises(OutputError):  # to learn the name of the folder
-        consolidate_checkpoint(tmp_path / "ckpt", target, disk=_Keeps(full_at(3)))
+    # To learn the name of the folder, which is not removed, as if the run was killed.
+    with pytest.raises(OutputError), mock.patch.object(LocalStore, "remove"):
+        with Boundaries(str(tmp_path), 7, fill_disk, only=CHANGES):
+            consolidate_checkpoint(tmp_path / "ckpt", target)
     (partial,) = tmp_path.glob(".m.pth.*.partial")
     lock = FolderLock(str(partial))
     try:
@@ -187,11 +191,6 @@ def test_two_runs_at_once(tmp_path):
         lock.close()
     consolidate_checkpoint(tmp_path / "ckpt", target)
     assert sorted(os.listdir(tmp_path)) == ["ckpt", "m.pth"]
-
-
-class _Keeps(FaultyDisk):
-    def remove(self, path):
-        """Nothing, as if killed."""
 
 
 def link(path, to):

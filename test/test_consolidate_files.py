@@ -1,6 +1,5 @@
 """Which files are read, which file is written, and that it is written whole or not at all."""
 
-import glob
 import os
 import stat
 
@@ -11,7 +10,6 @@ from test_consolidate_support import (
     assert_refused,
     assert_same,
     expected_state_dict,
-    loaded,
     path_of,
     rank_files,
     save,
@@ -76,15 +74,6 @@ def test_only_an_earlier_output_is_there(tmp_path, capsys):
     assert_refused(capsys, tmp_path, prefix, errors.MissingRankError, path, suffix="*.pth")
 
 
-def test_an_input_is_not_overwritten(tmp_path, capsys):
-    prefix, source = write(tmp_path), path_of(tmp_path, 1, 2)
-    os.link(source, tmp_path / "link")
-    os.symlink(source, tmp_path / "symlink")
-    for path in (source, f"{tmp_path}/./{source.name}", tmp_path / "link", tmp_path / "symlink"):
-        words = (source, "overwrite")
-        assert_refused(capsys, tmp_path, prefix, errors.OutputError, *words, save_path=path)
-
-
 def test_output_has_ordinary_permissions(tmp_path):
     prefix = write(tmp_path)
     mask = os.umask(0o027)
@@ -93,60 +82,6 @@ def test_output_has_ordinary_permissions(tmp_path):
     finally:
         os.umask(mask)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o640
-
-
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
-@pytest.mark.parametrize("failure", [OSError(28, "No space left"), OSError(5, "writer failed")])
-def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, call, failure):
-    prefix = write(tmp_path)
-    (tmp_path / "full.pth").write_bytes(b"old")
-
-    def fail(*arguments):
-        if call == "write":
-            os.pwrite(arguments[0], b"half a file", 0)
-        raise failure
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(errors.OutputError, match=f"full.pth: .*{failure.args[-1]}"):
-            consolidate_sharded_model_checkpoints(prefix, SUFFIX, str(tmp_path / "full.pth"))
-    kept = list(tmp_path.glob(".full.pth.*.partial"))  # what is finished, for the next run
-    assert len(kept) == (call == "replace")
-    assert len(list(tmp_path.iterdir())) == 3 + len(kept)  # two ranks and the old file
-    assert (tmp_path / "full.pth").read_bytes() == b"old"
-    consolidate_sharded_model_checkpoints(prefix, SUFFIX, str(tmp_path / "full.pth"))
-    assert_same(loaded(tmp_path / "full.pth"), expected_state_dict(small_model()))
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
-    prefix = write(tmp_path)
-    before = sorted(tmp_path.iterdir())
-
-    def interrupt(file, data):
-        os.pwrite(file, b"half a file", 0)
-        # What is there in the meantime is hidden from every pattern.
-        assert sorted(glob.glob(f"{tmp_path}/*")) == [str(path) for path in before]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "write", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        consolidate_sharded_model_checkpoints(prefix, SUFFIX)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_output_is_complete_when_it_appears(tmp_path, monkeypatch):
-    prefix = write(tmp_path)
-    seen = []
-
-    def replace(source, target, rename=os.replace):
-        seen.append(loaded(source).keys())
-        assert not os.path.exists(target)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    full, _ = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
-    assert seen == [full.keys()]
 
 
 def test_inputs_are_left_as_they_were(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sharded_files import small_checkpoint, write_checkpoint
+from sharded_files import everything, small_checkpoint, write_checkpoint
 from test_consolidate_support import (
     SUFFIX,
     assert_equal,
@@ -30,19 +30,8 @@ from xla_fsdp.sharding.layout import Layout
 WORLD_SIZES = [1, 2, 3, 4, 7, 8]
 
 
-def everything(path):
-    """All values of a checkpoint by what they are."""
-    checkpoint = ShardedCheckpoint(path)
-    checkpoint.verify()
-    manifest, found = checkpoint.manifest, {}
-    for name, tensor in manifest.parameters.items():
-        found[name] = checkpoint.read_parameter(name, 0, tensor.numel)
-        for key in manifest.optimizer.state[name].sharded if manifest.optimizer else ():
-            if name in manifest.optimizer.state:
-                found[name, key] = checkpoint.read_state(key, name, 0, tensor.numel)
-    for name in manifest.buffers:
-        found["buffer", name] = checkpoint.read_buffer(name)
-    return found
+def values_of(path):
+    return everything(ShardedCheckpoint(path))
 
 
 @pytest.fixture
@@ -70,7 +59,7 @@ def model(tmp_path):
 def test_same_values_in_other_pieces(model, tmp_path, world_size):
     result = reshard_checkpoint(model, world_size, tmp_path / "out")
     assert (result.world_size, result.path) == (world_size, str(tmp_path / "out"))
-    assert_equal(everything(tmp_path / "out"), everything(model))
+    assert_equal(values_of(tmp_path / "out"), values_of(model))
 
     checkpoint, old = ShardedCheckpoint(tmp_path / "out"), ShardedCheckpoint(model)
     assert checkpoint.manifest.save_id != old.manifest.save_id
@@ -101,7 +90,7 @@ def test_there_and_back(model, tmp_path):
     reshard_checkpoint(model, 4, tmp_path / "direct")
     reshard_checkpoint(model, 7, tmp_path / "seven")
     reshard_checkpoint(tmp_path / "seven", 4, tmp_path / "indirect")
-    assert_equal(everything(tmp_path / "indirect"), everything(tmp_path / "direct"))
+    assert_equal(values_of(tmp_path / "indirect"), values_of(tmp_path / "direct"))
     consolidate_checkpoint(tmp_path / "indirect", tmp_path / "one.pth", dtype="float16")
     consolidate_checkpoint(model, tmp_path / "two.pth", dtype="float16")
     one, two = loaded(tmp_path / "one.pth"), loaded(tmp_path / "two.pth")
@@ -124,14 +113,15 @@ _WRITES = [*_CONVERTS, ("--optimizer",), ("--reshard", 3), ("--tied", "a=b"), ("
 @pytest.mark.parametrize(
     "done, option",
     [("--reshard", option) for option in [*_CONVERTS, ("--optimizer",)]]
-    + [("--verify", option) for option in _WRITES],
+    + [("--verify", option) for option in [*_WRITES, ("--optimizer", "--dtype", "float16")]],
 )
 def test_options_that_do_not_fit(tmp_path, capsys, done, option):
     small_checkpoint(tmp_path / "ckpt")
     first = (done, 2) if done == "--reshard" else (done,)
     code, _, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", *first, *option)
     assert code == 2 and err[-1].startswith(f"OptionsError: {done} ")
-    assert err[-1].endswith(f"cannot be used with {option[0]}. Remove that.")
+    named = ", ".join(name for name in map(str, option) if name.startswith("--"))
+    assert err[-1].endswith(f"cannot be used with {named}. Remove {named}.")
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 100_000, True, "2"])

@@ -1,5 +1,7 @@
 """The rules by which stored tensors and states find their parameters, without ranks or files."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -20,8 +22,7 @@ from xla_fsdp.consolidate.errors import ModelMismatchError
 
 def stored(*values, kind=None, dtype=torch.float32) -> ReadableTensor:
     tensor = torch.tensor(values, dtype=dtype)
-    of = ReadableTensor.from_tensor(tensor)
-    return ReadableTensor(of.shape, of.dtype, of.read, kind=kind)
+    return replace(ReadableTensor.from_tensor(tensor), kind=kind)
 
 
 def whole(holder: nn.Parameter, *names: str) -> ParameterShard:

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from test_checkpoint_crash import in_child
+from faulty_disk import in_child
 from torch import nn
 
 WIDTH, LOADS = 6, 7

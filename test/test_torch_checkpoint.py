@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from test_special_uses import WIDTH, inputs, trace_as_on_tpu, wrapped
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
@@ -178,7 +179,8 @@ def test_calls_inside_of_sharded_models(run_ranks, sharding):
     run_ranks(called, 2, sharding)
 
 
-def barriers(rank):
+@on_ranks(1)
+def test_recomputation_is_kept_apart_from_the_forward(rank, size, folder):
     """What the recomputed layers of one unit are tied to, by how they are recomputed."""
     import torch_xla
 
@@ -211,10 +213,6 @@ def barriers(rank):
     others = tied(found(CALLS["not reentrant"]))
     # The gradient with which the backward of the unit began.
     assert len(others) == 2 and all(one.count("f32[") == 2 for one in others)
-
-
-def test_recomputation_is_kept_apart_from_the_forward(run_ranks):
-    run_ranks(barriers, 1)
 
 
 def unchanged(model):
@@ -264,7 +262,8 @@ def test_temporaries_are_those_of_checkpoint_module(elsewhere, tmp_path):
     assert others == [pytest.approx(own, rel=0.03)] * 2, (without, own, others)
 
 
-def in_composition(rank):
+@on_ranks(2)
+def test_composable_checkpoint(rank, size, folder):
     """The composable checkpoint has torch's function by a name of its own."""
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -279,10 +278,6 @@ def in_composition(rank):
 
     for one, other in zip(gradients(lambda m: m), gradients(composable), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_composable_checkpoint(run_ranks):
-    run_ranks(in_composition, 2)
 
 
 def is_layer(module):
@@ -320,7 +315,9 @@ WRAPPINGS = {
 }
 
 
-def stored(rank, folder):
+@pytest.mark.slow
+@on_ranks(2)
+def test_states_have_the_names_of_the_module(rank, size, folder):
     """Training and states have the numbers and the names of a model that is not recomputed."""
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -380,11 +377,6 @@ def stored(rank, folder):
                 torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
 
 
-@pytest.mark.slow
-def test_states_have_the_names_of_the_module(run_ranks, tmp_path):
-    run_ranks(stored, 2, str(tmp_path))
-
-
 class Scanned(nn.Module):
     """A block that calls its own module as ``call`` says."""
 
@@ -407,7 +399,8 @@ def of_torch_xla(module, x):
     return checkpoint(module, x)
 
 
-def in_scanned_blocks(rank):
+@on_ranks(2)
+def test_checkpoints_in_scanned_blocks(rank, size, folder):
     """Scanned blocks are computed again as a whole, whatever else they would have recomputed."""
     import torch_xla
 
@@ -435,7 +428,3 @@ def in_scanned_blocks(rank):
             torch.testing.assert_close(
                 state[name], value, msg=lambda m, way=way, name=name: f"{way}, {name}: {m}"
             )
-
-
-def test_checkpoints_in_scanned_blocks(run_ranks):
-    run_ranks(in_scanned_blocks, 2)

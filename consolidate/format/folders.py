@@ -14,6 +14,7 @@ to their final paths, the manifest last.
 
 from __future__ import annotations
 
+import posixpath
 import re
 import secrets
 from dataclasses import dataclass
@@ -163,11 +164,8 @@ def remove_checkpoint(store: Store, folder: str) -> None:
     """Removes a checkpoint. If this is interrupted, the next save removes the rest."""
     if store.renames:
         # If the folder is a symbolic link, only the link is renamed and removed.
-        root, _, name = folder.rpartition("/")
-        gone = join(
-            root or ("/" if folder.startswith("/") else ""),
-            f".{name}.{secrets.token_hex(8)}.partial",
-        )
+        root, name = posixpath.split(folder)
+        gone = join(root, f".{name}.{secrets.token_hex(8)}.partial")
         store.rename(folder, gone)
         store.remove(gone)
     else:

@@ -9,13 +9,15 @@ import fcntl
 import os
 import shutil
 import stat
-from typing import NoReturn
+from collections.abc import Iterator
 
 from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
 
 # A file descriptor that is never valid.
 _CLOSED = -1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# Errors of calls that the file system does not support.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalStore:
@@ -27,10 +29,8 @@ class LocalStore:
         return LocalOutput(path)
 
     def size(self, path: str) -> int:
-        try:
+        with _reading(path):
             status = os.lstat(path)
-        except OSError as error:
-            _unreadable(path, error)
         if not stat.S_ISREG(status.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
             raise UnreadableFileError(f"{path}: is {kind}, expected a file")
@@ -38,7 +38,7 @@ class LocalStore:
 
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
         done = 0
-        try:
+        with _reading(path):
             # Do not follow a link, and do not block if the path is a pipe.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with contextlib.closing(_Descriptor(descriptor)):
@@ -50,16 +50,11 @@ class LocalStore:
                             f"{begin + len(out)} bytes: it is truncated"
                         )
                     done += count
-        except OSError as error:
-            _unreadable(path, error)
 
     def list(self, path: str) -> list[str]:
-        try:
+        with _reading(path), contextlib.suppress(FileNotFoundError):
             return os.listdir(path)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            _unreadable(path, error)
+        return []
 
     def is_folder(self, path: str) -> bool:
         return os.path.isdir(path)
@@ -68,29 +63,23 @@ class LocalStore:
         made, above = list[str](), path
         while above and not os.path.lexists(above):
             made, above = [above, *made], os.path.dirname(above)
-        try:
+        with _writing(path):
             os.makedirs(path, exist_ok=True)
-        except OSError as error:
-            _unwritable(path, error)
         for each in made:
             with contextlib.suppress(OutputError):  # no permission to read the parent
                 self.sync_folder(os.path.dirname(each) or ".")
 
     def rename(self, old: str, new: str) -> None:
-        try:
+        with _writing(new):
             if os.path.lexists(new):
                 raise FileExistsError(errno.EEXIST, "exists already")
             os.rename(old, new)
-        except OSError as error:
-            _unwritable(new, error)
         self.sync_folder(os.path.dirname(new) or ".")
 
     def replace(self, old: str, new: str) -> None:
         """Renames a file and replaces an existing one, durably."""
-        try:
+        with _writing(new):
             os.replace(old, new)
-        except OSError as error:
-            _unwritable(new, error)
         self.sync_folder(os.path.dirname(new) or ".")
 
     def exchange(self, one: str, other: str) -> bool:
@@ -101,32 +90,31 @@ class LocalStore:
         names = os.fsencode(one), os.fsencode(other)
         if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
             number = ctypes.get_errno()
-            if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            if number in _UNSUPPORTED:
                 return False
-            _unwritable(other, OSError(number, os.strerror(number)))
+            with _writing(other):
+                raise OSError(number, os.strerror(number))
         self.sync_folder(os.path.dirname(other) or ".")
         return True
 
     def remove(self, path: str) -> None:
-        try:
+        # Another process may remove it at the same time.
+        with _writing(path), contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
             elif os.path.lexists(path):
                 os.unlink(path)
-        except FileNotFoundError:
-            pass  # another process has removed it
-        except OSError as error:
-            _unwritable(path, error)
 
     def sync_folder(self, path: str) -> None:
-        try:
+        with _writing(path):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with contextlib.closing(_Descriptor(descriptor)):
-                os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems do not support fsync of folders, and do not need it.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-                _unwritable(path, error)
+                try:
+                    os.fsync(descriptor)
+                except OSError as error:
+                    # Some network file systems do not support fsync of folders, nor need it.
+                    if error.errno not in _UNSUPPORTED:
+                        raise
 
     def hold_lock(self, path: str) -> object:
         with contextlib.suppress(OSError):
@@ -188,18 +176,14 @@ class LocalOutput(_Descriptor):
         super().__init__(_CLOSED)
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
+        with _writing(path):
             self.number = os.open(path, flags, 0o666)
-        except OSError as error:
-            _unwritable(path, error)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
-        try:
+        with _writing(self.path):
             while view:
                 view = view[os.write(self.number, view[: 1 << 30]) :]
-        except OSError as error:
-            _unwritable(self.path, error)
         return len(data)
 
     def flush(self) -> None:
@@ -207,34 +191,40 @@ class LocalOutput(_Descriptor):
 
     def write_at(self, begin: int, data: bytes) -> None:
         """Replaces bytes that were written."""
-        try:
+        with _writing(self.path):
             done = 0
             while done < len(data):
                 done += os.pwrite(self.number, data[done:], begin + done)
-        except OSError as error:
-            _unwritable(self.path, error)
 
     def close(self) -> None:
-        try:
+        with _writing(self.path):
             try:
                 os.fsync(self.number)
             finally:
                 super().close()
-        except OSError as error:
-            _unwritable(self.path, error)
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
             super().close()
 
 
-def _unwritable(path: str, error: OSError) -> NoReturn:
-    raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """A context in which errors of the system become OutputError."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _unreadable(path: str, error: OSError) -> NoReturn:
-    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """A context in which errors of the system become errors of reading."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{path}: does not exist") from error
-    if error.errno == errno.ELOOP:
-        raise UnreadableFileError(f"{path}: is a symbolic link, expected a file") from error
-    raise UnreadableFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UnreadableFileError(f"{path}: is a symbolic link, expected a file") from error
+        raise UnreadableFileError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -14,7 +14,7 @@ from ..errors import CorruptFileError, ShardMismatchError
 from .container import Container, layout, read_container
 from .digests import ChunkDigests, chunk_bytes, digest
 from .dtypes import DTYPES, flatten_on_host, tensor_bytes
-from .store import Store
+from .store import Store, creating
 
 # Bytes that are written at a time.
 _PIECE_BYTES = 1 << 24
@@ -68,15 +68,10 @@ def write_file(
     items = widest_first(items)
     container, header = layout([(i.key, i.dtype, i.shape) for i in items], metadata)
     digests = ChunkDigests(chunk_bytes(container.size))
-    output = store.create(path)
-    try:
+    with creating(store, path) as output:
         for piece in _pieces(path, header, items):
             digests.update(piece)
             output.write(piece)
-        output.close()
-    except BaseException:
-        output.discard()
-        raise
     name = path.rpartition("/")[2]
     return FileRecord(name, container.size, digests.chunk, tuple(digests.finish()))
 

@@ -166,21 +166,20 @@ class ShardedCheckpoint:
                 break
             yield piece
 
-    def read_parameter(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Reads the elements ``begin <= i < end`` of a flattened parameter, in its dtype."""
-        return self._read(None, name, begin, end, self.manifest.parameters[name].dtype)
+    def read(self, name: str, begin: int, end: int, state: str | None = None) -> torch.Tensor:
+        """Reads the elements ``begin <= i < end`` of a flattened parameter, in its dtype.
 
-    def read_state(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
-        """Reads elements of a sharded optimizer state, like :meth:`read_parameter`."""
-        optimizer = self.manifest.optimizer
-        if optimizer is None:
-            raise ValueError(f"{self.folder}: has no optimizer, so it has no state {key!r}")
-        return self._read(key, name, begin, end, optimizer.state[name].sharded[key])
-
-    def _read(self, state: str | None, name: str, begin: int, end: int, dtype: str) -> torch.Tensor:
-        count = self.manifest.parameters[name].numel
-        if not 0 <= begin <= end <= count:
-            raise ValueError(f"{name!r} has {count} elements, so {begin} to {end} is not a range")
+        With ``state``, reads the optimizer state of the parameter with this key.
+        """
+        tensor, optimizer = self.manifest.parameters[name], self.manifest.optimizer
+        if not 0 <= begin <= end <= tensor.numel:
+            raise ValueError(
+                f"{name!r} has {tensor.numel} elements, so {begin} to {end} is not a range"
+            )
+        dtype = tensor.dtype
+        if state is not None:
+            assert optimizer is not None  # it names the state
+            dtype = optimizer.state[name].sharded[state]
         out = torch.empty(end - begin, dtype=DTYPES[dtype])
         self.read_to(out, state, name, begin)
         return out

@@ -66,7 +66,9 @@ class RemoteStore:
     def create(self, path: str) -> RemoteOutput:
         with self.writing(path):
             if self.files.exists(path):
-                raise FileExistsError("exists already")
+                raise FileExistsError(
+                    "exists already: another save writes into the same folder. Wait until it ends"
+                )
             return RemoteOutput(self, path, self.files.open(path, "wb"))
 
     def size(self, path: str) -> int:

@@ -6,7 +6,10 @@ store to simulate a failure before or after each operation.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import posixpath
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ..errors import OptionsError
@@ -94,15 +97,22 @@ def content_equals(store: Store, path: str, data: bytes) -> bool:
     return store.size(path) == len(data) and read(store, path, 0, len(data)) == data
 
 
-def write(store: Store, path: str, data: bytes) -> None:
-    """Writes a small file, which is durable when this returns."""
+@contextlib.contextmanager
+def creating(store: Store, path: str) -> Iterator[Any]:
+    """A new :class:`Output`, which is durable when the context ends without an error."""
     output = store.create(path)
     try:
-        output.write(data)
+        yield output
         output.close()
     except BaseException:
         output.discard()
         raise
+
+
+def write(store: Store, path: str, data: bytes) -> None:
+    """Writes a small file, which is durable when this returns."""
+    with creating(store, path) as output:
+        output.write(data)
 
 
 def join(*parts: str) -> str:
@@ -120,8 +130,6 @@ def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
         TypeError: ``path`` is not a path.
         OptionsError: it is empty, or its protocol is not installed.
     """
-    import os
-
     try:
         text = os.fspath(path)
     except TypeError:

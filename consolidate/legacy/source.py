@@ -171,15 +171,13 @@ class LegacySource:
         """
         return None if self._matched is None else self._matched[0]
 
-    def read_parameter(self, name: str, begin: int, end: int) -> torch.Tensor:
+    def read(self, name: str, begin: int, end: int, state: str | None = None) -> torch.Tensor:
         key, member = self._places[name]
-        return self._read([rank.state_dict[key] for rank in self.ranks], member, begin, end)
-
-    def read_state(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
-        place, member = self._places[name]
-        if self._matched is None:
-            raise ValueError(f"{self.label}: has no optimizer, so it has no state {key!r}")
-        return self._read([each[key] for each in self._matched[1][place]], member, begin, end)
+        shards = [rank.state_dict[key] for rank in self.ranks]
+        if state is not None:
+            assert self._matched is not None  # it names the state
+            shards = [each[state] for each in self._matched[1][key]]
+        return self._read(shards, member, begin, end)
 
     def read_buffer(self, name: str, begin: int, end: int, rank: int = 0) -> torch.Tensor:
         rank = rank if rank < len(self.ranks) else 0
@@ -194,7 +192,7 @@ class LegacySource:
         first = self.ranks[0]
         if name in self._places:
             key, member = self._places[name]
-            return self.read_parameter(name, 0, member.numel).view(member.shape)
+            return self.read(name, 0, member.numel).view(member.shape)
         key = self._buffer_keys[name]
         value, dtype = first.state_dict[key], first.buffers[key][1]
         if not isinstance(value, torch.Tensor):

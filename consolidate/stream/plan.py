@@ -155,7 +155,7 @@ def _model(source: Source, options: Options) -> Iterator[ResultTensor]:
     """Parameters and buffers, each once, in the order of the state_dict."""
     for name in dict.fromkeys(first for _, first in source.order):
         if name in source.parameters:
-            tensor, read = source.parameters[name], partial(source.read_parameter, name)
+            tensor, read = source.parameters[name], partial(source.read, name)
             dtype = origin = DTYPES[tensor.dtype]
             if options.dtype is not None and origin.is_floating_point:
                 dtype = DTYPES[options.dtype]
@@ -182,7 +182,7 @@ def _shards(tensors: list[ResultTensor], limit: int | None) -> list[list[ResultT
 
 
 def _state(source: Source, key: str, name: str, dtype: str) -> ResultTensor:
-    read = partial(source.read_state, key, name)
+    read = partial(source.read, name, state=key)
     return ResultTensor(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
 
 
@@ -264,10 +264,10 @@ def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[Re
         begin, end = _range(tensor.numel, rank, described.world_size)
         if begin == end:
             continue
-        read: Callable[[int, int], torch.Tensor] = partial(source.read_parameter, name)
+        read: Callable[[int, int], torch.Tensor] = partial(source.read, name)
         yield _part(parameter_key(name), tensor.dtype, begin, end, read)
         for key, dtype in state[name].sharded.items() if name in state else ():
-            read = partial(source.read_state, key, name)
+            read = partial(source.read, name, state=key)
             yield _part(state_key(key, name), dtype, begin, end, read)
     for name, tensor in described.buffers.items():
         read = partial(source.read_buffer, name, rank=rank)

@@ -11,13 +11,12 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import IO, Any
@@ -29,11 +28,12 @@ from ..errors import CheckpointError, UnsupportedValueError
 from ..format.container import layout
 from ..format.digests import ChunkDigests, chunk_bytes, digest
 from ..format.dtypes import flatten_on_host, is_dense
-from ..format.local import LocalOutput, LocalStore
+from ..format.local import LocalStore
 from ..format.rank_file import widest_first
-from ..format.store import read
+from ..format.store import creating, read
 from .tensors import PIECE_BYTES, ResultTensor, pieces, pump
 
+_DISK = LocalStore()
 _ALIGNMENT = 64
 _ZIP64_BYTES = 1 << 30
 _FOLDER = "consolidated"
@@ -45,18 +45,6 @@ _FIXED = {
     ".storage_alignment": str(_ALIGNMENT).encode(),
 }
 _UNKNOWN = "0" * 16  # has the length of a digest
-
-
-@contextlib.contextmanager
-def _creating(disk: LocalStore, path: str) -> Iterator[LocalOutput]:
-    """A new file, which is durable when the context ends without an error."""
-    output = disk.create(path)
-    try:
-        yield output
-        output.close()
-    except BaseException:
-        output.discard()
-        raise
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ class SafetensorsFile:
         """Number of bytes of the file."""
         return len(self._header(_UNKNOWN)) + self.nbytes
 
-    def write(self, disk: LocalStore, path: str, progress: Callable[[int], object]) -> list[str]:
+    def write(self, path: str, progress: Callable[[int], object]) -> list[str]:
         """Writes the file, durable when this returns. Returns the digests of its chunks.
 
         Raises OutputError and errors of reading.
@@ -96,20 +84,18 @@ class SafetensorsFile:
             progress(len(piece))
 
         chunks.update(memoryview(header))
-        with _creating(disk, path) as output:
+        with creating(_DISK, path) as output:
             output.write(bytes(len(header)))
             pump(pieces(widest_first(self.tensors())), take)
             output.write_at(0, self._header(total.hexdigest()))
         digests, chunk = chunks.finish(), chunks.chunk
         for number in range(math.ceil(len(header) / chunk)):
             begin = number * chunk
-            data = read(disk, path, begin, min(begin + chunk, self.size))
+            data = read(_DISK, path, begin, min(begin + chunk, self.size))
             digests[number] = digest(data)  # with the header as it is now
         return digests
 
-    def check(
-        self, disk: LocalStore, path: str, progress: Callable[[int], object]
-    ) -> list[str] | None:
+    def check(self, path: str, progress: Callable[[int], object]) -> list[str] | None:
         """The digests of its chunks if the file at ``path`` is complete and equal to this one.
 
         Otherwise None. Checks every byte.
@@ -118,13 +104,13 @@ class SafetensorsFile:
         chunks = ChunkDigests(chunk_bytes(self.size))
         buffer = memoryview(bytearray(PIECE_BYTES))
         try:
-            if disk.size(path) != self.size:
+            if _DISK.size(path) != self.size:
                 return None
-            header = read(disk, path, 0, begin)
+            header = read(_DISK, path, 0, begin)
             chunks.update(memoryview(header))
             while begin < self.size:
                 piece = buffer[: self.size - begin]
-                disk.read_into(path, begin, piece)
+                _DISK.read_into(path, begin, piece)
                 total.update(piece)
                 chunks.update(piece)
                 progress(len(piece))
@@ -156,10 +142,10 @@ class TorchFile:
     def nbytes(self) -> int:
         return sum(storage.nbytes for storage in self._records[1].values())
 
-    def write(self, disk: LocalStore, path: str, progress: Callable[[int], object]) -> list[str]:
+    def write(self, path: str, progress: Callable[[int], object]) -> list[str]:
         """Writes the file, durable when this returns. Raises OutputError and errors of reading."""
         small, storages = self._records
-        with _creating(disk, path) as output:
+        with creating(_DISK, path) as output:
             with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
                 for record, data in small.items():
                     with _open(archive, record, len(data)) as entry:
@@ -169,9 +155,7 @@ class TorchFile:
                         _copy(storage, entry, progress)
         return []
 
-    def check(
-        self, disk: LocalStore, path: str, progress: Callable[[int], object]
-    ) -> list[str] | None:
+    def check(self, path: str, progress: Callable[[int], object]) -> list[str] | None:
         """A list if the file at ``path`` is complete and equal to this one, otherwise None.
 
         Checks every byte.
@@ -180,7 +164,7 @@ class TorchFile:
         sizes = {record: len(data) for record, data in small.items()}
         sizes |= {record: storage.nbytes for record, storage in storages.items()}
         try:
-            disk.size(path)
+            _DISK.size(path)
             with zipfile.ZipFile(path) as archive:
                 entries = archive.infolist()
                 if [(e.filename, e.file_size) for e in entries] != list(sizes.items()):
@@ -277,9 +261,4 @@ def _copy(storage: ResultTensor, entry: IO[bytes], progress: Callable[[int], obj
         entry.write(piece)
         progress(len(piece))
 
-    # For a few bytes, a thread costs more time than it saves.
-    if storage.nbytes > PIECE_BYTES:
-        pump(storage.pieces(), take)
-    else:
-        for piece in storage.pieces():
-            take(piece)
+    pump(storage.pieces(), take)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MissingRankError, OptionsError, WorldSizeError
-from ..format.local import LocalStore
 from ..legacy.ranks import read_rank
 from ..legacy.source import OUTPUT_NAME, LegacySource, open_legacy
 from .options import DTYPES, PTH, Options, choose_target, default_path, parse_size
@@ -57,7 +56,6 @@ def consolidate_checkpoint(
     allow_unsafe_pickle: bool = False,
     progress: Callable[[str, int], Progress] = silent,
     say: Callable[[str], object] = lambda line: None,
-    disk: LocalStore | None = None,
 ) -> Result:
     """Writes the full (unsharded) model, with a few MiB in memory at a time.
 
@@ -78,7 +76,7 @@ def consolidate_checkpoint(
             buffers and not optimizer state) to this dtype.
         tied: ``{alias: parameter name}`` for tied weights that per-rank files do not record.
         allow_unsafe_pickle: read per-rank torch files even if that runs code in them.
-        progress, say: functions that show the progress and messages. disk: for tests.
+        progress, say: functions that show the progress and messages.
 
     Raises:
         OutputError: the result cannot be written.
@@ -101,7 +99,7 @@ def consolidate_checkpoint(
         tied=dict(tied or {}),
     )
     plan = make_write_plan(source, options, None if is_folder else os.path.basename(target))
-    result = _write(source, plan, target, source.world_size, progress, disk)
+    result = _write(source, plan, target, source.world_size, progress)
     say(f"assembled {result.parameters} parameters")
     return result
 
@@ -116,7 +114,6 @@ def reshard_checkpoint(
     allow_unsafe_pickle: bool = False,
     progress: Callable[[str, int], Progress] = silent,
     say: Callable[[str], object] = lambda line: None,
-    disk: LocalStore | None = None,
 ) -> Result:
     """Writes a checkpoint of ``world_size`` ranks into the folder ``save_path``.
 
@@ -139,7 +136,7 @@ def reshard_checkpoint(
     target = os.fspath(save_path).rstrip("/")
     target = target or default_path(os.fspath(path).rstrip("/"), f"_of_{world_size}")
     plan = make_reshard_plan(source, world_size, tied or {})
-    return _write(source, plan, target, world_size, progress, disk)
+    return _write(source, plan, target, world_size, progress)
 
 
 def _write(
@@ -148,9 +145,8 @@ def _write(
     target: str,
     world_size: int,
     progress: Callable[[str, int], Progress],
-    disk: LocalStore | None,
 ) -> Result:
-    up_to_date, kept = write_result(plan, target, source.inputs, disk or LocalStore(), progress)
+    up_to_date, kept = write_result(plan, target, source.inputs, progress)
     paths = [target]
     if plan.is_folder:
         paths = [os.path.join(target, name) for name in os.listdir(target)]
@@ -262,9 +258,9 @@ def consolidate_sharded_model_checkpoints(
     source = open_legacy(prefix, ckpt_suffix, tied)
     if not save_model:
         return source.state_dict(), None
-    target, disk = os.fspath(save_path) or prefix + OUTPUT_NAME, LocalStore()
-    check_target(target, False, source.inputs, disk)  # before reading the tensors
+    target = os.fspath(save_path) or prefix + OUTPUT_NAME
+    check_target(target, False, source.inputs)  # before reading the tensors
     state_dict, options = source.state_dict(), Options(PTH, tied=dict(tied or {}))
     plan = make_write_plan(source, options, os.path.basename(target), state_dict)
-    write_result(plan, target, source.inputs, disk)
+    write_result(plan, target, source.inputs)
     return state_dict, target

@@ -91,8 +91,7 @@ class ShardedSource:
         self.parameters, self.buffers = found.parameters, found.buffers
         self.optimizer = found.optimizer
         # Elements ``begin <= i < end`` of a flattened parameter, or of its optimizer state.
-        self.read_parameter = self.checkpoint.read_parameter
-        self.read_state = self.checkpoint.read_state
+        self.read = self.checkpoint.read
         self.size = sum(record.size for record in found.files)
         tensors = [*found.parameters.values(), *found.buffers.values()]
         self.order = [(name, tensor.name) for tensor in tensors for name in tensor.names]

@@ -22,6 +22,7 @@ from ..format.store import content_equals, join, read, write
 from ..format.strict import read_json
 from .plan import RECORD, WritePlan
 
+_DISK = LocalStore()
 # Called with the number of bytes since the last call.
 Progress = AbstractContextManager[Callable[[int], object]]
 
@@ -36,7 +37,6 @@ def write_result(
     plan: WritePlan,
     target: str,
     inputs: list[str],
-    disk: LocalStore,
     progress: Callable[[str, int], Progress] = silent,
 ) -> tuple[bool, int]:
     """Writes the result and replaces the target.
@@ -47,10 +47,10 @@ def write_result(
     Raises:
         OutputError: the result cannot be written.
     """
-    stage = _Stage(disk, target, plan.identity)
+    stage = _Stage(target, plan.identity)
     stage.repair()
-    check_target(target, plan.is_folder, inputs, disk)
-    if _is_there(plan, target, disk, progress):
+    check_target(target, plan.is_folder, inputs)
+    if _is_there(plan, target, progress):
         with contextlib.suppress(OutputError):  # the result is complete anyway
             stage.sweep()
         return True, 0
@@ -61,67 +61,65 @@ def write_result(
     return False, kept
 
 
-def _is_there(
-    plan: WritePlan, target: str, disk: LocalStore, progress: Callable[[str, int], Progress]
-) -> bool:
+def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progress]) -> bool:
     """Whether the target already has this result. Checks every byte."""
     if not os.path.lexists(target):
         return False
     paths = [join(target, file.name) if plan.is_folder else target for file in plan.files]
     try:
-        if not all(content_equals(disk, join(target, n), data) for n, data in plan.texts.items()):
+        if not all(content_equals(_DISK, join(target, n), data) for n, data in plan.texts.items()):
             return False
         digests = []
         with progress("check", sum(file.nbytes for file in plan.files)) as bar:
             for file, path in zip(plan.files, paths, strict=True):
-                found = file.check(disk, path, bar)
+                found = file.check(path, bar)
                 if found is None:
                     return False
                 digests.append(found)
         more = plan.make_texts(digests)
-        if not all(content_equals(disk, join(target, name), data) for name, data in more.items()):
+        if not all(content_equals(_DISK, join(target, name), data) for name, data in more.items()):
             return False
     except CheckpointError:
         return False
     names = {file.name for file in plan.files} | plan.texts.keys() | more.keys()
-    return not plan.is_folder or set(disk.list(target)) == names
+    return not plan.is_folder or set(_DISK.list(target)) == names
 
 
 class _Stage:
     """The hidden folder of one target. Errors are OutputError."""
 
-    def __init__(self, disk: LocalStore, target: str, identity: str):
-        self.disk, self.target = disk, target
+    def __init__(self, target: str, identity: str):
+        self.target = target
         self.parent, name = os.path.dirname(target) or ".", os.path.basename(target)
         self.folder = join(self.parent, f".{name}.{identity}.partial")
         self._replaced = join(self.parent, f".{name}.replaced")
         self._leftover = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.partial")
-        self._is_locked = self._has_finished = False
+        self._is_locked = False
 
     def repair(self) -> None:
         """Restores a target that was renamed by a run which was killed before it replaced it."""
         if os.path.isdir(self._replaced) and not os.path.lexists(self.target):
-            self.disk.rename(self._replaced, self.target)
+            _DISK.rename(self._replaced, self.target)
 
     def sweep(self) -> None:
         """Removes the hidden folders of earlier runs for this target that are not running."""
-        for name in sorted(self.disk.list(self.parent)):
+        for name in sorted(_DISK.list(self.parent)):
             path = join(self.parent, name)
             if self._is_locked and path == self.folder:
                 continue
             if self._leftover.fullmatch(name) and os.path.isdir(path) and not os.path.islink(path):
                 with contextlib.suppress(OSError), contextlib.closing(FolderLock(path)):
-                    self.disk.remove(path)
+                    _DISK.remove(path)
         if os.path.lexists(self.target):
-            self.disk.remove(self._replaced)
+            _DISK.remove(self._replaced)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Makes the folder, and locks it for this process.
 
-        If an error ends the context, and no file is finished, the folder is removed.
+        It is removed at the end of the context if it is empty.
         """
-        self.disk.make_folder(self.folder)
+        _DISK.make_folder(self.folder)
         try:
             lock = FolderLock(self.folder)
         except BlockingIOError as error:
@@ -133,46 +131,41 @@ class _Stage:
         self._is_locked = True
         try:
             yield
-        except BaseException:
-            if not self._has_finished:
-                with contextlib.suppress(CheckpointError):
-                    self.disk.remove(self.folder)
-            raise
         finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.folder)
             lock.close()
 
     def fill(self, plan: WritePlan, progress: Callable[[str, int], Progress]) -> int:
         """Writes all files of the plan into the folder. Returns the number that existed."""
-        names, present = {file.name for file in plan.files}, set(self.disk.list(self.folder))
+        names, present = {file.name for file in plan.files}, set(_DISK.list(self.folder))
         for name in present - names:
-            self.disk.remove(join(self.folder, name))
+            _DISK.remove(join(self.folder, name))
         digests: dict[str, list[str]] = {}
         old = [file for file in plan.files if file.name in present]
         with progress("check", sum(file.nbytes for file in old)) as bar:
             for file in old:
-                found = file.check(self.disk, join(self.folder, file.name), bar)
+                found = file.check(join(self.folder, file.name), bar)
                 if found is not None:
                     digests[file.name] = found
         kept = len(digests)
-        self._has_finished = kept > 0
         missing = [file for file in plan.files if file.name not in digests]
         for file in missing:
-            self.disk.remove(join(self.folder, file.name))
+            _DISK.remove(join(self.folder, file.name))
         total = sum(file.nbytes for file in missing)
         self._require_space(total)
         with progress("write", total) as bar:
             for file in missing:
                 path = join(self.folder, file.name)
                 try:
-                    digests[file.name] = file.write(self.disk, path, bar)
-                except CheckpointError:
+                    digests[file.name] = file.write(path, bar)
+                except BaseException:
                     with contextlib.suppress(OutputError):
-                        self.disk.remove(path)
+                        _DISK.remove(path)
                     raise
-                self._has_finished = True
         more = plan.make_texts([digests[file.name] for file in plan.files])
         for name, data in {**plan.texts, **more}.items():
-            write(self.disk, join(self.folder, name), data)
+            write(_DISK, join(self.folder, name), data)
         return kept
 
     def _require_space(self, needed: int) -> None:
@@ -188,24 +181,24 @@ class _Stage:
 
     def commit(self, plan: WritePlan) -> None:
         """Replaces the target by the folder, or by the only file in it."""
-        self.disk.sync_folder(self.folder)
+        _DISK.sync_folder(self.folder)
         rest = self.folder
         if not plan.is_folder:
-            self.disk.replace(join(self.folder, plan.files[0].name), self.target)
+            _DISK.replace(join(self.folder, plan.files[0].name), self.target)
         elif not os.path.lexists(self.target):
-            self.disk.rename(self.folder, self.target)
+            _DISK.rename(self.folder, self.target)
             return
-        elif not self.disk.exchange(self.folder, self.target):
+        elif not _DISK.exchange(self.folder, self.target):
             rest = self._replaced
-            self.disk.remove(rest)
-            self.disk.rename(self.target, rest)
-            self.disk.rename(self.folder, self.target)
+            _DISK.remove(rest)
+            _DISK.rename(self.target, rest)
+            _DISK.rename(self.folder, self.target)
         # The result is complete. The next run removes what cannot be removed now.
         with contextlib.suppress(OutputError):
-            self.disk.remove(rest)
+            _DISK.remove(rest)
 
 
-def check_target(path: str, is_folder: bool, inputs: list[str], disk: LocalStore) -> None:
+def check_target(path: str, is_folder: bool, inputs: list[str]) -> None:
     """Checks that the target may be written, before any work is done.
 
     Raises:
@@ -241,14 +234,14 @@ def check_target(path: str, is_folder: bool, inputs: list[str], disk: LocalStore
     if wrong:
         raise OutputError(f"{path}: {wrong}")
     if is_folder:
-        _require_own(path, disk)
+        _require_own(path)
 
 
-def _require_own(folder: str, disk: LocalStore) -> None:
+def _require_own(folder: str) -> None:
     """Checks that all files in a folder were written by an earlier run, as they will be removed."""
     try:
-        names = set(disk.list(folder))
-        own = _recorded(folder, disk) if RECORD in names else set()
+        names = set(_DISK.list(folder))
+        own = _recorded(folder) if RECORD in names else set()
     except CheckpointError as error:
         raise OutputError(f"{folder}: cannot be read: {error}") from error
     others = sorted(names - own - {RECORD})
@@ -259,8 +252,8 @@ def _require_own(folder: str, disk: LocalStore) -> None:
         )
 
 
-def _recorded(folder: str, disk: LocalStore) -> set[str]:
+def _recorded(folder: str) -> set[str]:
     path = join(folder, RECORD)
-    found = read_json(read(disk, path, 0, min(disk.size(path), 1 << 26)), path)
+    found = read_json(read(_DISK, path, 0, min(_DISK.size(path), 1 << 26)), path)
     files = found.get("files") if isinstance(found, dict) else None
     return {name for name in files if isinstance(name, str)} if isinstance(files, list) else set()

@@ -6,9 +6,8 @@ A thread reads ahead while the calling thread writes.
 from __future__ import annotations
 
 import math
-import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +16,6 @@ from ..format.dtypes import copy_into, dtype_name, tensor_bytes
 
 # Bytes that are read and written at a time.
 PIECE_BYTES = 1 << 22
-# Maximum number of pieces in the queue: enough for uneven speeds, and small in memory.
-AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -70,38 +67,18 @@ def pieces(tensors: Iterable[ResultTensor]) -> Iterator[memoryview]:
 
 
 def pump(produce: Iterable[memoryview], consume: Callable[[memoryview], object]) -> None:
-    """Calls ``consume`` with every piece, in order, while another thread produces the next ones.
+    """Calls ``consume`` with every piece, in order, while another thread produces the next one.
 
     An exception in either thread stops both and is raised here. The thread has ended when this
     returns.
     """
-    waiting: queue.Queue = queue.Queue(AHEAD)
-    stop = threading.Event()
-    failure: list[BaseException] = []
+    remaining = iter(produce)
 
-    def read() -> None:
-        try:
-            for item in produce:
-                if stop.is_set():
-                    return
-                waiting.put((item,))
-        except BaseException as error:
-            failure.append(error)
-        finally:
-            waiting.put(None)
+    def read() -> memoryview | None:
+        return next(remaining, None)
 
-    thread = threading.Thread(target=read, name="read ahead", daemon=True)
-    thread.start()
-    ended = False
-    try:
-        while (item := waiting.get()) is not None:
-            consume(item[0])
-        ended = True
-    finally:
-        stop.set()
-        # Empty the queue, so that the reader is not blocked and sees `stop`.
-        while not ended and waiting.get() is not None:
-            pass
-        thread.join()
-    if failure:
-        raise failure[0]
+    with ThreadPoolExecutor(1, "read ahead") as reader:
+        ahead = reader.submit(read)
+        while (piece := ahead.result()) is not None:
+            ahead = reader.submit(read)
+            consume(piece)

@@ -360,7 +360,7 @@ class _Directory:
                 )
             _read(reader, repr(key), items, _Planner(views, {}))
 
-        return ReadableTensor(shape, dtype, fill=fill)
+        return ReadableTensor(shape, dtype, fill)
 
 
 def _read(reader: FileSystemReader, what: str, items: list[ReadItem], planner: LoadPlanner) -> None:

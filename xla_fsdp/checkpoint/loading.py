@@ -94,19 +94,18 @@ class Reader:
                     return
             self.checkpoint.read_to(out, state, tensor.name, begin)
 
-        return ReadableTensor(
-            tensor.shape, DTYPES[dtype or tensor.dtype], kind="parameter", fill=fill
-        )
+        return ReadableTensor(tensor.shape, DTYPES[dtype or tensor.dtype], fill, kind="parameter")
 
     def _buffer(self, tensor: Tensor) -> ReadableTensor:
         # Buffers may differ between ranks (batch statistics). Each rank gets its own; if the number
         # of ranks has changed, all get those of rank 0.
         rank = self.exchange.rank if self.same_world else 0
 
-        def read(begin: int, end: int) -> torch.Tensor:
-            return self.checkpoint.read_buffer(tensor.name, rank).reshape(-1)[begin:end]
+        def fill(out: torch.Tensor, begin: int) -> None:
+            value = self.checkpoint.read_buffer(tensor.name, rank)
+            out.copy_(value.reshape(-1)[begin : begin + out.numel()])
 
-        return ReadableTensor(tensor.shape, DTYPES[tensor.dtype], read, kind="buffer")
+        return ReadableTensor(tensor.shape, DTYPES[tensor.dtype], fill, kind="buffer")
 
 
 @dataclass

@@ -253,10 +253,10 @@ def convert_state_to_load(
 
 
 def _readable(made: LazyState, shape: tuple[int, ...]) -> ReadableTensor:
-    def read(begin: int, end: int) -> torch.Tensor:
-        return made.make().reshape(-1)[begin:end]
+    def fill(out: torch.Tensor, begin: int) -> None:
+        out.copy_(made.make().reshape(-1)[begin : begin + out.numel()])
 
-    return ReadableTensor(shape, made.dtype, read, in_memory=True)
+    return ReadableTensor(shape, made.dtype, fill, in_memory=True)
 
 
 def number_in_holder(shard: ParameterShard) -> int:

@@ -26,10 +26,8 @@ class ReadableTensor:
     """One tensor whose values can be read.
 
     Attributes:
-        read_range: ``read_range(begin, end)`` returns the elements ``begin <= i < end`` of the
-            flattened tensor, one-dimensional, on the CPU.
-        fill: in place of ``read_range``, to avoid a copy: ``fill(out, begin)`` fills ``out``, a
-            contiguous one-dimensional CPU tensor of this dtype, with the elements from ``begin``.
+        fill: ``fill(out, begin)`` fills ``out``, a contiguous one-dimensional CPU tensor of this
+            dtype, with the elements of the flattened tensor from ``begin``.
         collective: every rank must read, in the same order, even an empty range.
         in_memory: all values are in this rank's memory.
         kind: whether it was a parameter or a buffer of the saved model, ``None`` if not known.
@@ -37,11 +35,10 @@ class ReadableTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read_range: Callable[[int, int], torch.Tensor] | None = None
+    fill: Callable[[torch.Tensor, int], None]
     collective: bool = False
     in_memory: bool = False
     kind: Literal["parameter", "buffer"] | None = None
-    fill: Callable[[torch.Tensor, int], None] | None = None
 
     @property
     def numel(self) -> int:
@@ -49,10 +46,8 @@ class ReadableTensor:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """The elements ``begin <= i < end`` of the flattened tensor, on the CPU."""
-        if self.read_range is not None:
-            return self.read_range(begin, end)
         out = torch.empty(end - begin, dtype=self.dtype)
-        self.read_to(out, begin)
+        self.fill(out, begin)
         return out
 
     def read_full(self) -> torch.Tensor:
@@ -61,7 +56,7 @@ class ReadableTensor:
 
     def read_to(self, out: torch.Tensor, begin: int) -> None:
         """Fills ``out``, a one-dimensional CPU tensor, with the elements from ``begin``."""
-        if self.fill is not None and out.dtype is self.dtype:
+        if out.dtype is self.dtype:
             self.fill(out, begin)
         else:
             out.copy_(self.read(begin, begin + out.numel()))
@@ -70,10 +65,10 @@ class ReadableTensor:
     def from_tensor(cls, tensor: torch.Tensor) -> ReadableTensor:
         """Makes a :class:`ReadableTensor` of a tensor in memory or mapped from a file."""
 
-        def read(begin: int, end: int) -> torch.Tensor:
-            return tensor.detach().reshape(-1)[begin:end].cpu()
+        def fill(out: torch.Tensor, begin: int) -> None:
+            out.copy_(tensor.detach().reshape(-1)[begin : begin + out.numel()].cpu())
 
-        return cls(tuple(tensor.shape), tensor.dtype, read, in_memory=True)
+        return cls(tuple(tensor.shape), tensor.dtype, fill, in_memory=True)
 
 
 def as_readable(value: torch.Tensor | ReadableTensor) -> ReadableTensor:
@@ -113,7 +108,7 @@ def sent_by_first_rank(world: World, described: Any, value_on_first_rank: Any, w
     Args:
         world: all ranks.
         described: the result of :func:`describe` on rank 0.
-        here: on rank 0 the value; ``None`` on other ranks.
+        value_on_first_rank: on rank 0 the value; ``None`` on other ranks.
         where: names the value in messages.
     """
     if "value" in described:
@@ -127,17 +122,14 @@ def sent_by_first_rank(world: World, described: Any, value_on_first_rank: Any, w
         }
     shape, dtype = tuple(described["shape"]), DTYPES[described["dtype"]]
 
-    def read(begin: int, end: int) -> torch.Tensor:
-        size = dtype.itemsize
-        own = (
-            None
-            if value_on_first_rank is None
-            else value_on_first_rank.read(0, value_on_first_rank.numel)
-        )
+    def fill(out: torch.Tensor, begin: int) -> None:
+        value = value_on_first_rank
+        own = None if value is None else value.read(0, value.numel)
+        size, end = dtype.itemsize, begin + out.numel()
         data = _send(world, own, math.prod(shape) * size, begin * size, end * size)
-        return data.view(dtype)
+        out.copy_(data.view(dtype))
 
-    return ReadableTensor(shape, dtype, read, collective=True)
+    return ReadableTensor(shape, dtype, fill, collective=True)
 
 
 def _has_stored(value: Any) -> bool:

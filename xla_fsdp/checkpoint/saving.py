@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.pool import ThreadPool
@@ -27,6 +27,7 @@ from ..consolidate.errors import (
     CheckpointNotFoundError,
     ModelMismatchError,
     OtherRankError,
+    OutputError,
     SharedStorageError,
     UnsupportedValueError,
 )
@@ -120,14 +121,11 @@ def save_checkpoint(
     with synced_device() as random:
         request = Request.agree(exchange, path, step, keep_last)
         incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
-        try:
+        with incomplete.removed_on_failure(exchange):
             written = exchange.run_and_gather("write its file", incomplete.write)
-            saved = exchange.run_on_first_rank(
+            saved: str = exchange.run_on_first_rank(
                 "complete the checkpoint", lambda: incomplete.commit(written)
             )
-        except Exception:
-            incomplete.remove_on_failure(exchange)
-            raise
     if exchange.rank == 0:  # the other ranks continue training
         incomplete.remove_old_checkpoints()
     return saved
@@ -182,13 +180,10 @@ class AsyncCheckpointer:
             exchange = RankExchange()
             request = Request.agree(exchange, self.path, step, self.keep_last)
             incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
-            try:
+            with incomplete.removed_on_failure(exchange):
                 contents = exchange.run_on_each_rank(
                     "copy to the host", incomplete.contents.on_host
                 )
-            except Exception:
-                incomplete.remove_on_failure(exchange)
-                raise
         self._running = RunningSave(replace(incomplete, contents=contents), exchange)
 
     def wait(self) -> str | None:
@@ -282,7 +277,17 @@ class IncompleteSave:
 
         Args:
             written: the result of :meth:`write` of each rank.
+
+        Raises:
+            OutputError: another save removed the files of this one.
+            SharedStorageError: rank 0 does not see the file of another rank.
         """
+        if not self.store.renames and _STARTED_FILE not in self.store.list(self.partial):
+            raise OutputError(
+                f"{self.display_path}: another save into the same folder removed the files of this "
+                "one. An object store has no locks: wait for the running save (AsyncCheckpointer."
+                "wait()) before you start another one, or save to different folders."
+            )
         records = [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
         _run_concurrently(self._await_file, list(enumerate(records)))
         complete = replace(self.contents.manifest, files=tuple(records))
@@ -292,11 +297,16 @@ class IncompleteSave:
             self.store.rename(self.partial, self.folder)
         return self.display_path
 
-    def remove_on_failure(self, exchange: RankExchange) -> None:
-        """Calls :meth:`remove_files` on rank 0, and waits for it on all ranks, after a failure."""
-        if self.rank == 0:
-            self.remove_files()
-        exchange.gather_values("give up the save", None)
+    @contextlib.contextmanager
+    def removed_on_failure(self, exchange: RankExchange) -> Iterator[None]:
+        """A context in which all ranks fail or none. Then rank 0 removes the files of this save."""
+        try:
+            yield
+        except Exception:
+            if self.rank == 0:
+                self.remove_files()
+            exchange.gather_values("give up the save", None)
+            raise
 
     def remove_files(self) -> None:
         """Removes the files of this save, as far as possible. Called on rank 0 when no rank writes
@@ -469,11 +479,8 @@ def create_folder(
                 "full_state_dict()."
             )
 
-    try:
+    with incomplete.removed_on_failure(exchange):
         exchange.run_and_gather("see rank 0's folder", require_shared)
-    except Exception:
-        incomplete.remove_on_failure(exchange)
-        raise
     return incomplete
 
 
@@ -484,9 +491,8 @@ def _prepare(store: Store, root: str, step: int) -> list:
     """
     store.make_folder(root)
     if store.renames:
-        parent = root.rpartition("/")[0] or ("/" if root.startswith("/") else ".")
         with contextlib.suppress(CheckpointError):  # no permission to read the parent
-            store.sync_folder(parent)
+            store.sync_folder(os.path.dirname(root) or ".")
     for path in folders.find_leftovers(store, root):
         try:
             store.remove(path)
@@ -533,8 +539,8 @@ class RunningSave:
             self._cancelled.set()
             self._thread.join()
             self.exchange.gather_values("stop writing", None)
-            self.incomplete.remove_on_failure(self.exchange)
-            raise
+            with self.incomplete.removed_on_failure(self.exchange):
+                raise
         return path
 
     def wait_for_removal(self) -> None:

@@ -235,7 +235,7 @@ def _open_safetensors(store: Store, place: str) -> dict[str, ReadableTensor]:
                 at = entry.begin + begin * entry.itemsize
                 store.read_into(place, at, out.view(torch.uint8).numpy().data)
 
-        return ReadableTensor(entry.shape, DTYPES[entry.dtype], fill=fill)
+        return ReadableTensor(entry.shape, DTYPES[entry.dtype], fill)
 
     return {name: stored(entry) for name, entry in container.entries.items()}
 

@@ -23,7 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedRWPair
 from typing import Any
 
 from ...consolidate.errors import (
@@ -35,11 +35,10 @@ from ...consolidate.errors import (
 from ...consolidate.format import manifest
 from ...consolidate.format.digests import ChunkDigests, digest
 from ...consolidate.format.local import LocalStore
-from ...consolidate.format.store import join
+from ...consolidate.format.store import creating, join
 from ...ranks.slices import slices_of_ranks
 from ...tpu.slices import Groups
-from ...wording import to_one_line
-from ..rank_exchange import RankExchange
+from ..rank_exchange import RankExchange, describe_error
 from .host_tier import Card, HostTier
 
 _PIECE = 1 << 22
@@ -196,9 +195,7 @@ class _Handler(socketserver.StreamRequestHandler):
                     begin, count = int(request["begin"]), int(request["count"])
                     _send(tier, card, begin, count, self.wfile)
             except (CheckpointError, KeyError, ValueError, TypeError) as error:
-                _send_line(
-                    self.wfile, {"error": f"{type(error).__name__}: {to_one_line(error, 500)}"}
-                )
+                _send_line(self.wfile, {"error": describe_error(error)})
                 return  # close the connection: the rest of the request was not read
 
 
@@ -229,24 +226,25 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
     folder = tier.folder(card.save)
     tier.store.make_folder(folder)
     temporary = tier.temporary_file(card.save)
-    output = tier.store.create(temporary)
     digests = ChunkDigests(card.record.chunk)
     try:
-        left = card.record.size
-        while left:
-            data = source.read(min(left, _PIECE))
-            if not data:
+        with creating(tier.store, temporary) as output:
+            left = card.record.size
+            while left:
+                data = source.read(min(left, _PIECE))
+                if not data:
+                    raise OutputError(
+                        f"{temporary}: the other host closed the connection, {left} bytes are "
+                        "missing"
+                    )
+                digests.update(memoryview(data))
+                output.write(data)
+                left -= len(data)
+            if tuple(digests.finish()) != card.record.digests:
                 raise OutputError(
-                    f"{temporary}: the other host closed the connection, {left} bytes are missing"
+                    f"{temporary}: the received bytes are not the bytes that were sent"
                 )
-            digests.update(memoryview(data))
-            output.write(data)
-            left -= len(data)
-        if tuple(digests.finish()) != card.record.digests:
-            raise OutputError(f"{temporary}: the received bytes are not the bytes that were sent")
-        output.close()
     except BaseException:
-        output.discard()
         with contextlib.suppress(CheckpointError):
             tier.store.remove(temporary)
         raise
@@ -262,7 +260,7 @@ class Peer:
         self.address, self.name = address, name
         self._key = key
         self._lock = threading.Lock()
-        self._files: tuple[socket.socket, BufferedIOBase, BufferedIOBase] | None = None
+        self._stream: BufferedRWPair | None = None
 
     def read_into(self, card: Card, begin: int, out: memoryview) -> None:
         """Fills ``out`` with the bytes of a file from ``begin``.
@@ -325,12 +323,12 @@ class Peer:
         """
         with self._lock:
             try:
-                source, sink = self._connected()
-                _send_line(sink, {**request, "card": card.dump().decode()})
-                send(sink)
-                sink.flush()
-                answer = _require(source)
-                receive(source)
+                stream = self._connected()
+                _send_line(stream, {**request, "card": card.dump().decode()})
+                send(stream)
+                stream.flush()
+                answer = _require(stream)
+                receive(stream)
                 return answer
             except (OSError, ValueError) as error:
                 self._disconnect()
@@ -340,22 +338,18 @@ class Peer:
                     "the host is running, check that hosts reach each other, or pass address=."
                 ) from error
 
-    def _connected(self) -> tuple[BufferedIOBase, BufferedIOBase]:
-        if self._files is None:
-            made = socket.create_connection(self.address, TIMEOUT)
-            source, sink = made.makefile("rb"), made.makefile("wb")
-            self._files = made, source, sink
-            nonce = source.read(_NONCE)
-            sink.write(_answer(self._key, nonce))
-        return self._files[1], self._files[2]
+    def _connected(self) -> BufferedRWPair:
+        if self._stream is None:
+            with socket.create_connection(self.address, TIMEOUT) as connection:
+                self._stream = connection.makefile("rwb")  # which keeps the connection open
+            self._stream.write(_answer(self._key, self._stream.read(_NONCE)))
+        return self._stream
 
     def _disconnect(self) -> None:
-        if self._files is not None:
-            made, source, sink = self._files
-            for close in (sink.close, source.close, made.close):
-                with contextlib.suppress(OSError):
-                    close()
-            self._files = None
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.close()
+            self._stream = None
 
 
 def _answer(key: bytes, nonce: bytes) -> bytes:
