@@ -54,21 +54,18 @@ def planned(run: Run, save: Path | None = None) -> dict:
 
 
 def _planned_once(run: Run, save: Path | None) -> dict:
-    from xla_fsdp.compiled.host_options import host_options
-    from xla_fsdp.plan_compiler import find_compiler
-    from xla_fsdp.planning.compiling.cache import PlanCache
-    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.compiler import Target
     from xla_fsdp.planning.compiling.progress import Progress
     from xla_fsdp.planning.make_report import make_report
     from xla_fsdp.planning.tracing.step import trace_step
-    from xla_fsdp.tpu.topology import resolve
 
     # The steps of xla_fsdp.plan, to get the text of the compiled program.
-    where = resolve(run.slice)
-    compiler = find_compiler(run.libtpu or sys.executable)
-    host = host_options(where.chip, "xla_fsdp", run.options, libtpu=compiler.library)
+    target = Target.of(
+        run.slice, run.libtpu or sys.executable, "xla_fsdp", run.options, True, Progress()
+    )
+    where, host = target.where, target.host()
     step = trace_step(step_of(run.sizes, run.replicas), 0, where.devices, where, host.arguments)
-    compiled = compile_step(step.program, where, host, PlanCache.at(True), Progress(), compiler)
+    compiled = target.compile(step.program, host)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         (save / f"{run.name}.txt").write_text(compiled.scheduled)

@@ -644,8 +644,6 @@ def small_step():
 
 
 def a_small_model_is_tuned_and_the_search_is_resumed(cache):
-    from xla_fsdp.planning.compiling import compiler
-
     how = {"batch": ROWS, "budget": 2, "cache": cache, "progress": False, "title": "small"}
     how["search"] = {"scan": [False]}
     found = tune(small_step(), "v3-8", **how)
@@ -665,7 +663,7 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
         "\n".join(line.removeprefix("    ") for line in text.splitlines())
     )
     assert json.loads(found.to_json())["settings"]["batch"] == ROWS
-    with mock.patch.object(compiler, "_run", side_effect=AssertionError("compiled again")):
+    with mock.patch.object(Target, "_run", side_effect=AssertionError("compiled again")):
         # The same step without settings is as fast, and so the answer.
         own = tune(small_step(), "v3-8", baseline=lambda: small_step()(found.settings), **how)
         assert own.settings is None and own.own.seconds == found.best.measured.seconds

@@ -20,9 +20,9 @@ devices together, with shardings, for the compiler to partition. The results, al
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import shutil
 import sys
 import threading
@@ -62,22 +62,11 @@ class Names:
     """The names of jax that are needed, looked up when they are used."""
 
     def __getattr__(self, name: str) -> Any:
-        path = _NAMES[name]
+        path = f"{_NAMES[name]}.{name}"
         try:
-            # The innermost of them may be no file, but part of a compiled module.
-            return getattr(_module(path), name, None) or importlib.import_module(f"{path}.{name}")
+            return pkgutil.resolve_name(path)
         except Exception as error:  # releases that do not fit raise what they like
-            raise MissingNameError(f"{path}.{name}: {error}") from error
-
-
-def _module(path: str) -> Any:
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        outer, _, inner = path.rpartition(".")
-        if not outer:
-            raise
-        return getattr(_module(outer), inner)
+            raise MissingNameError(f"{path}: {error}") from error
 
 
 def program_file(request: dict) -> str:
