@@ -47,13 +47,13 @@ def test_settings_go_through_json_and_a_file(tmp_path):
     assert ShardingSettings.from_json(settings.to_json()) == settings
     by_number = ShardingSettings(kept_blocks=(0, 1, 6, 7))
     assert ShardingSettings.from_json(by_number.to_json()) == by_number
-    assert str(by_number) == "kept_blocks=(0 to 1, 6 to 7)"
+    assert str(by_number) == "kept_blocks=(0, 1, 6, 7)"
     # Every file of the last release has this setting, which was removed.
     old = json.dumps({**json.loads(by_number.to_json()), "blocks_per_unit": 1})
     assert ShardingSettings.from_json(old) == by_number
     by_name = ShardingSettings(units=1000, kept_blocks=("layer4", "fc"))
     assert ShardingSettings.from_json(by_name.to_json()) == by_name
-    assert str(by_name) == 'units=1000, kept_blocks=("layer4", "fc")'
+    assert str(by_name) == "units=1000, kept_blocks=('layer4', 'fc')"
     settings.save(tmp_path / "settings.json")
     assert ShardingSettings.load(tmp_path / "settings.json") == settings
     assert ShardingSettings.from_json(ShardingSettings().to_json()) == ShardingSettings()

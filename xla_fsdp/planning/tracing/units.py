@@ -92,6 +92,13 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
     return tuple(found)
 
 
+def unit_of(module: str, units: Iterable[str]) -> str:
+    """The innermost of ``units`` that contains ``module``; the shortest name if none does."""
+    names = sorted(units, key=len, reverse=True)
+    inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))
+    return next(inside, names[-1])
+
+
 @dataclass(frozen=True)
 class ZeroBound:
     """The bound of one step, in bytes a device sends."""

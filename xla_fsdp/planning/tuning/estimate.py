@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from ...collectives.routes import Routes
@@ -56,20 +56,19 @@ class UnitLinks(Links):
         super().__init__(where)
         self.where = where
         self._ways = Routes(where)
-        self._parts: dict[tuple, tuple[OneCollective, ...]] = {}
-        self._rings: dict[tuple, tuple[OnWire, ...]] = {}
-        self._totals: dict[tuple[OneCollective, ...], float] = {}
+        self.parts, self.on_rings = cache(self._parts), cache(self._on_rings)
+        self._total = cache(self._sum)
 
     def seconds(self, collective: Traffic) -> float:
         """Seconds of one execution, one part after the other."""
-        if not isinstance(collective, UnitCollective):
-            return super().seconds(collective)
-        parts = collective.parts
-        if parts not in self._totals:
-            self._totals[parts] = sum(map(super().seconds, parts))
-        return self._totals[parts]
+        if isinstance(collective, UnitCollective):
+            return self._total(collective.parts)
+        return super().seconds(collective)
 
-    def parts(
+    def _sum(self, parts: tuple[OneCollective, ...]) -> float:
+        return sum(map(super().seconds, parts))
+
+    def _parts(
         self, kind: str, tensors: tuple[OnWire, ...], ranks: int, routes: str
     ) -> tuple[OneCollective, ...]:
         """The collectives of ``tensors`` over groups of ``ranks`` consecutive ranks.
@@ -77,11 +76,7 @@ class UnitLinks(Links):
         ``kind``: "all-gather", "reduce-scatter"; or "all-reduce", over the copies of parameters of
         which each is sharded over ``ranks`` consecutive ranks.
         """
-        key = kind, tensors, ranks, routes
-        if key not in self._parts:
-            every = (self._of(kind, one, ranks, routes) for one in tensors)
-            self._parts[key] = tuple(part for parts in every for part in parts)
-        return self._parts[key]
+        return tuple(part for one in tensors for part in self._of(kind, one, ranks, routes))
 
     def _of(self, kind: str, tensor: OnWire, ranks: int, routes: str) -> Iterator[OneCollective]:
         where, size = self.where, tensor.bytes
@@ -111,15 +106,12 @@ class UnitLinks(Links):
         (docs/design/time-model.md)."""
         return OneCollective(kind, size, (tuple(range(slices)),), across_slices=True)
 
-    def on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
+    def _on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
         """Those of ``tensors`` whose gradients are reduced around rings."""
         if ranks != self.where.devices or self.where.count > 1 or routes == "default":
             return ()
-        if tensors not in self._rings:
-            self._rings[tensors] = tuple(
-                one for one in tensors if self._ways.reduction(one.bytes, one.rows).overlaps
-            )
-        return self._rings[tensors]
+        rings = (one for one in tensors if self._ways.reduction(one.bytes, one.rows).overlaps)
+        return tuple(rings)
 
 
 @dataclass(frozen=True)
@@ -153,8 +145,7 @@ class Estimates:
         self._where = where
         # By figure and kind of candidate: the compiler's results over the estimates so far.
         self._ratios: dict[str, dict[tuple[str, bool], list[float]]] = {}
-        self._known: dict[ShardingSettings, Estimate] = {}
-        self._bytes: dict[ShardingSettings, tuple[float, float]] = {}
+        self.of, self._memory = cache(self._estimate), cache(self._hbm)
 
     def on(self, where: Slice) -> Estimates:
         """Estimates of the model on another slice, with the same corrections."""
@@ -213,13 +204,8 @@ class Estimates:
         ratios = known.get(kind_of(settings)) or [one for some in known.values() for one in some]
         return sum(ratios) / len(ratios) if ratios else 1.0
 
-    def of(self, settings: ShardingSettings) -> Estimate:
-        """The estimate for ``settings``, without corrections."""
-        if settings not in self._known:
-            self._known[settings] = self._estimate(settings)
-        return self._known[settings]
-
     def _estimate(self, settings: ShardingSettings) -> Estimate:
+        """The estimate for ``settings``, without corrections."""
         state, working = self._memory(settings)
         units = self._units(settings)
         timing = time_step(self._schedule(units, settings), self._where, 0.0, links=self.links)
@@ -284,17 +270,14 @@ class Estimates:
             2 * end + 1, tuple(ops), tuple(sent), (), (0,), 0, host_copies=tuple(copies)
         )
 
-    def _memory(self, settings: ShardingSettings) -> tuple[float, float]:
+    def _hbm(self, settings: ShardingSettings) -> tuple[float, float]:
         """Bytes of HBM: those that do not depend on how the model is computed, and the others."""
-        if settings in self._bytes:
-            return self._bytes[settings]
         units = self._units(settings)
         facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
         full = _full(_gathered(units, settings), settings)
         working = _activations(units) + _code(units, settings) + full
-        self._bytes[settings] = state + facts.inputs, working
-        return self._bytes[settings]
+        return state + facts.inputs, working
 
     def routes_matter(self, settings: ShardingSettings) -> bool:
         """Whether another ``collective_routes`` changes the route of any collective."""

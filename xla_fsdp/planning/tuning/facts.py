@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..program.places import Line, Place, line_up
 from ..program.scopes import scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
-from ..tracing.units import TracedUnit
+from ..tracing.units import TracedUnit, unit_of
 from .settings import ShardingSettings
 
 # The two settings with which a step is traced: nothing recomputed, and all blocks recomputed.
@@ -324,13 +324,6 @@ def _callers(line: Line) -> dict[int, Instruction]:
 
 def _bytes(instruction: Instruction) -> int:
     return sum(leaf.bytes for leaf in leaves(instruction.shape))
-
-
-def unit_of(module: str, units: Iterable[str]) -> str:
-    """The innermost of ``units`` that contains ``module``; the shortest name if none does."""
-    names = sorted(units, key=len, reverse=True)
-    inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))
-    return next(inside, names[-1])
 
 
 def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:
