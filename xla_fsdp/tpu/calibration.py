@@ -162,11 +162,9 @@ _CHIP = ("link_bandwidth", "launch_latency", "hop_latency", "hbm_bandwidth")
 FIGURES = (*_CHIP, "matrix_flops", "to_device", "to_host")
 
 
-def calibrated(where: Slice, calibration: Calibration | str | os.PathLike[str] | None) -> Slice:
+def calibrated(where: Slice, calibration: Calibration | None) -> Slice:
     """``where``, of chips with measured figures; see :meth:`Calibration.apply` for errors."""
-    if calibration is None:
-        return where
-    return replace(where, chip=read(calibration).apply(where.chip))
+    return where if calibration is None else replace(where, chip=calibration.apply(where.chip))
 
 
 def read(calibration: Calibration | str | os.PathLike[str]) -> Calibration:

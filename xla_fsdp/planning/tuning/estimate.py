@@ -25,10 +25,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
 from ...collectives.routes import Routes
-from ...tpu.links import Links, OneCollective, Traffic
+from ...tpu.links import Links, OneCollective
 from ...tpu.topology import Slice
 from ..records import Collective, HostCopy, Op, Schedule
 from ..timing import time_step
@@ -41,7 +40,7 @@ from .settings import ShardingSettings, keeps
 CODE_BYTES = 12 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitCollective(Collective):
     """All gathers or all reductions of a unit that happen at one place. ``parts``: each of them."""
 
@@ -59,7 +58,7 @@ class UnitLinks(Links):
         self.parts, self.on_rings = cache(self._parts), cache(self._on_rings)
         self._total = cache(self._sum)
 
-    def seconds(self, collective: Traffic) -> float:
+    def seconds(self, collective: OneCollective) -> float:
         """Seconds of one execution, one part after the other."""
         if isinstance(collective, UnitCollective):
             return self._total(collective.parts)
@@ -232,11 +231,10 @@ class Estimates:
             parts = self.links.parts(kind, tensors, ranks, routes)
             if parts:
                 size = sum(one.bytes for one in tensors)
-                named: Any = {"name": "", "kind": kind, "asked": kind, "dtype": ""}
                 sent.append(UnitCollective(
-                    at, done, **named, bytes=size, groups=(), group_size=ranks, wire_bytes=size,
-                    asynchronous=done > at, parts=parts,
-                    across_slices=all(part.across_slices for part in parts),
+                    kind, size, (), across_slices=all(part.across_slices for part in parts),
+                    index=at, done=done, name="", asked=kind, dtype="", group_size=ranks,
+                    wire_bytes=size, asynchronous=done > at, parts=parts,
                 ))  # fmt: skip
 
         # Unit i computes its forward at an odd place, 2 i + 1; so do the backwards, after all of

@@ -102,18 +102,13 @@ class StepFacts:
     def scaled(self, batch: int) -> StepFacts:
         """The facts for another batch per device: compute and activations grow in proportion."""
         factor = batch / self.batch
+
+        def scaled(one: Any, *names: str, **changes: Any) -> Any:
+            return replace(one, **{name: factor * getattr(one, name) for name in names}, **changes)
+
+        figures = ("forward", "held", "held_recomputed", "largest")
         units = tuple(
-            replace(
-                unit,
-                forward=factor * unit.forward,
-                held=factor * unit.held,
-                held_recomputed=factor * unit.held_recomputed,
-                largest=factor * unit.largest,
-                again=tuple(
-                    replace(one, seconds=factor * one.seconds, bytes=factor * one.bytes)
-                    for one in unit.again
-                ),
-            )
+            scaled(unit, *figures, again=tuple(scaled(a, "seconds", "bytes") for a in unit.again))
             for unit in self.units
         )
         return replace(self, units=units, inputs=factor * self.inputs, batch=batch)
