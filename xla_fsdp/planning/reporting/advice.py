@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...wording import join_some
 from ..records import Collective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
 from ..tracing.units import TracedUnit, unit_of
@@ -62,7 +63,7 @@ def warnings(
         yield (
             f"{len(step.untrained)} of {step.trained} parameters that the optimizer trains got no "
             "gradient; computations with them are not in the plan: "
-            f"{_first(step.untrained, 4)}"
+            f"{join_some(step.untrained, 4)}"
         )
     if not step.has_optimizer and any(c.phase == "backward" for c in schedule.collectives):
         yield (
@@ -87,13 +88,9 @@ def warnings(
     if missed:
         yield (
             f"{len(missed)} state tensors are not updated in place, so their old and new values "
-            f"occupy memory together: {_first(missed, 3)}"
+            f"occupy memory together: {join_some(missed, 3)}"
         )
     yield from _about_collectives(schedule.collectives, any(op.cycles for op in schedule.ops))
-
-
-def _first(names: Sequence[str], most: int) -> str:
-    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
 def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterator[str]:
@@ -127,8 +124,7 @@ def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterat
 def _largest(sent: Counter[str]) -> str:
     """The four units that send most, and the number of the others."""
     names = [name for name, _ in sent.most_common()]
-    more = f" and {len(names) - 4} more units" if len(names) > 4 else ""
-    return ", ".join(sorted(names[:4])) + more
+    return join_some([*sorted(names[:4]), *names[4:]], 4)
 
 
 @dataclass(frozen=True)
@@ -281,7 +277,7 @@ def _bfloat16(found: Situation) -> Iterator[Suggestion]:
         for one in found.schedule.collectives
     )  # fmt: skip
     if wide:
-        which = f" for {_first([name or 'the outermost unit' for name in wide], 3)}"
+        which = f" for {join_some([name or 'the outermost unit' for name in wide], 3)}"
         of = which if len(wide) < len(found.units) else ""
         how = f"compute_dtype=torch.bfloat16{of} (counted: bytes sent; not: HBM traffic)"
         yield Suggestion(found.saved(collectives=halved), how)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from ...wording import join_some
 from ..records import KINDS, Buffer, Collective, HostNeeds, Op, Schedule, Timing
 
 if TYPE_CHECKING:
@@ -534,7 +535,7 @@ def _program(report: Report) -> Section:
             rows.append((f"memory, {who}", figure(most / GIB, 2, "GiB"), how))
     if report.placed:
         rows.append(("instructions", f"{report.schedule.length:,}", "places in the schedule"))
-    listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    listed = join_some([str(rank) for rank in ranks], 8)
     same = "all run one program" if report.executables == 1 else "RANKS DIFFER"
     which = f"ranks {listed}: {same}" if len(ranks) > 1 else f"rank {listed}, no other was traced"
     rows.append(("executables", f"{report.executables} of {len(ranks)}", which))
