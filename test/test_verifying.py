@@ -105,11 +105,14 @@ def test_a_calibration_is_kept_and_changes_the_chip(tmp_path):
         (lambda data: data["calibration"].update(link_bandwidth=-1), "link_bandwidth is -1"),
         (lambda data: data["calibration"].update(hbm_bandwidth=True), "hbm_bandwidth is True"),
         (lambda data: data["calibration"].update(matrix_flops="much"), "matrix_flops is 'much'"),
-        (lambda data: data["calibration"].update(clock=1), "['clock'] in a calibration"),
-        (lambda data: data["calibration"].pop("family"), "has no family of chips"),
+        (
+            lambda data: data["calibration"].update(clock=1),
+            "unexpected keyword argument 'clock'",
+        ),
+        (lambda data: data["calibration"].pop("family"), "required positional argument: 'family'"),
         (lambda data: data.update(version=2), "version 2, allowed is 1"),
         (lambda data: data.update(format="plan"), "some other JSON"),
-        (lambda data: data["calibration"].update(about=[]), "about is []"),
+        (lambda data: data["calibration"].update(about=[]), "is damaged ('list' object"),
     ],
 )
 def test_damaged_calibrations_are_refused(tmp_path, change, said):
