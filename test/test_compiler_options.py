@@ -94,17 +94,17 @@ class Asked(Exception):
 def planned(topology, user, launcher="xla_fsdp"):
     """What the process that compiles would be asked."""
     from xla_fsdp import plan
-    from xla_fsdp.planning.compiling import compiler
+    from xla_fsdp.planning.compiling.compiler import Target
 
-    def run(folder, *_):
+    def run(self, folder, *_):
         raise Asked((folder / "request.json").read_text())
 
-    kept, compiler._run = compiler._run, run
+    kept, Target._run = Target._run, run
     try:
         with environment(PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=user), pytest.raises(Asked) as asked:
             plan(step, topology, cache=False, progress=False, ranks=[0], launcher=launcher)
     finally:
-        compiler._run = kept
+        Target._run = kept
     return json.loads(str(asked.value))
 
 
