@@ -18,8 +18,9 @@ from xla_fsdp import ShardingSettings, training_step, tune
 from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.compiling.compiler import CompileError, Target
+from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.units import OnWire
-from xla_fsdp.planning.tuning.api import _extrapolated, _SearchProgress, _Steps
+from xla_fsdp.planning.tuning.api import _extrapolated, _Steps
 from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import ImpossibleError, Measured, Search, extrapolate
@@ -454,7 +455,7 @@ def test_progress_says_how_long_it_took_and_what_remains(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    shown = _SearchProgress(4, stream)
+    shown = Progress(stream, 4)
     for seconds in (0, 30, 61):
         now[0] = seconds
         shown.update("compiling", seconds)
