@@ -327,51 +327,19 @@ def test_a_crash_of_the_compiler_names_a_remedy(run_script, tmp_path, signal, wo
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_no_compiler_behind(run_script):
-    """Ctrl-C while the compiler works: it ends with the plan."""
-    done = run_script(
-        """
-import os, signal, subprocess, sys, threading, time
-sys.path.insert(0, sys.argv[1])
-import psutil
-from test_plan import _step
-from xla_fsdp import plan
-
-def compiles(process):
-    try:
-        return any("compile_child" in word for word in process.cmdline())
-    except psutil.Error:  # it has ended
-        return False
-
-def interrupt():
-    while not any(map(compiles, psutil.Process().children())):
-        time.sleep(0.05)
-    time.sleep(1)
-    os.kill(os.getpid(), signal.SIGINT)
-
-threading.Thread(target=interrupt, daemon=True).start()
-try:
-    plan(_step(blocks=8), "v3-8", cache=False, ranks=[0])
-except KeyboardInterrupt:
-    print("interrupted", len(psutil.Process().children()))
-""",
-        os.path.dirname(__file__),
-    )
-    assert done.stdout.split() == ["interrupted", "0"], done.stderr
-
-
-@pytest.mark.slow
-def test_a_plan_that_is_killed_leaves_nothing_behind(run_script, tmp_path):
-    """Python acts upon no SIGTERM; the compiler notices that its parent is gone."""
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+def test_a_plan_that_is_ended_leaves_nothing_behind(run_script, tmp_path, how):
+    """Ctrl-C is an exception. Python acts upon no SIGTERM; the compiler notices that its parent is
+    gone."""
     folders = tmp_path / "folders"
     folders.mkdir()
     done = run_script(
         """
 import os, signal, subprocess, sys, time
-sys.path.insert(0, sys.argv[1])
 import psutil
 
-PLAN = "import sys; sys.path.insert(0, sys.argv[1]); from test_plan import _step; " \
+PLAN = "import signal, sys; sys.path.insert(0, sys.argv[1]); from test_plan import _step; " \
+       "signal.signal(signal.SIGINT, signal.default_int_handler); " \
        "from xla_fsdp import plan; plan(_step(blocks=8), 'v3-8', cache=False, ranks=[0])"
 plan = psutil.Popen([sys.executable, "-c", PLAN, sys.argv[1]], stderr=subprocess.DEVNULL)
 
@@ -384,16 +352,18 @@ def compiles(process):
 while not (compilers := [child for child in plan.children() if compiles(child)]):
     time.sleep(0.05)
 time.sleep(1)
-plan.send_signal(signal.SIGTERM)
-plan.wait()
+how = signal.Signals[sys.argv[3]]
+plan.send_signal(how)
+print(plan.wait() == -how)
 running = psutil.wait_procs(compilers, timeout=60)[1]
 print(*running, [name for name in os.listdir(sys.argv[2]) if name.startswith("xla_fsdp_plan_")])
 """,
         os.path.dirname(__file__),
         folders,
+        how,
         env={"TMPDIR": str(folders)},
     )
-    assert done.stdout.split() == ["[]"], (done.stdout, done.stderr)
+    assert done.stdout.split() == ["True", "[]"], (done.stdout, done.stderr)
 
 
 def test_a_damaged_plan_counts_as_missing(tmp_path):
