@@ -273,7 +273,8 @@ class Estimates:
         units = self._units(settings)
         facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
-        full = _full(_gathered(units, settings), settings)
+        gathered = [units] if settings.units == "model" else [[unit] for unit in units]
+        full = _full(gathered, settings)
         working = _activations(units) + _code(units, settings) + full
         return state + facts.inputs, working
 
@@ -321,11 +322,6 @@ class _Unit:
         self.kept_among = 0 if isinstance(reshard, bool) or self.kept else reshard
         self.held = facts.held_recomputed if self.recomputed else facts.held
         self.on_host = self.held if self.recomputed and settings.offload else 0.0
-
-
-def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[list[_Unit]]:
-    """The units that are gathered together."""
-    return [units] if settings.units == "model" else [[unit] for unit in units]
 
 
 def _activations(units: Sequence[_Unit]) -> float:
