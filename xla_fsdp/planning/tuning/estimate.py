@@ -117,15 +117,14 @@ class UnitLinks(Links):
 class Estimate:
     """Estimate of one step on one device.
 
-    ``seconds`` = ``compute`` + ``exposed``; ``hbm``, ``host``: bytes. ``state``: the part of
-    ``hbm`` that does not depend on how the model is computed.
+    ``seconds`` = ``compute`` + ``exposed``; ``hbm``: bytes. ``state``: the part of ``hbm`` that
+    does not depend on how the model is computed.
     """
 
     compute: float
     exposed: float
     hbm: float
     state: float
-    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -208,9 +207,8 @@ class Estimates:
         state, working = self._memory(settings)
         units = self._units(settings)
         timing = time_step(self._schedule(units, settings), self._where, 0.0, links=self.links)
-        on_host = sum(unit.on_host for unit in units)
         exposed = timing.exposed + timing.copies
-        return Estimate(timing.compute, exposed, state + working, state, on_host)
+        return Estimate(timing.compute, exposed, state + working, state)
 
     def _schedule(self, units: Sequence[_Unit], settings: ShardingSettings) -> Schedule:
         """The step as a schedule, in which a unit's forward is one operation, as its backward."""
