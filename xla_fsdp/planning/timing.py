@@ -84,7 +84,8 @@ class _Event(NamedTuple):
 
 def _events(schedule: Schedule) -> list[_Event]:
     events = [_Event(op.index, _COMPUTE, op) for op in schedule.ops]
-    for one in (*schedule.collectives, *schedule.host_copies):
+    transfers: list[Collective | HostCopy] = [*schedule.collectives, *schedule.host_copies]
+    for one in transfers:
         events.append(_Event(one.index, _START, one))
         later = one.done > one.index and (isinstance(one, HostCopy) or one.asynchronous)
         events.append(_Event(one.done if later else one.index, _WAIT if later else _BLOCK, one))
