@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 from ..tpu.links import Links
 from ..tpu.topology import Slice
@@ -76,7 +76,8 @@ def time_step(
     )
 
 
-class _Event(NamedTuple):
+@dataclass(frozen=True)
+class _Event:
     index: int
     order: int
     what: Op | Collective | HostCopy
@@ -89,7 +90,7 @@ def _events(schedule: Schedule) -> list[_Event]:
         events.append(_Event(one.index, _START, one))
         later = one.done > one.index and (isinstance(one, HostCopy) or one.asynchronous)
         events.append(_Event(one.done if later else one.index, _WAIT if later else _BLOCK, one))
-    return sorted(events, key=lambda event: event[:2])
+    return sorted(events, key=lambda event: (event.index, event.order))
 
 
 # Keys of _Lanes.now: the time of a lane, the latest end of several, and two sums.
