@@ -43,7 +43,7 @@ def test_changes_are_made_once_and_undone(library):
     for _ in range(2):
         changes.apply()
         changes.apply()
-        assert values() == CHANGED
+        assert changes.applied and values() == CHANGED
         changes.undo()
         changes.undo()
         assert values() == ORIGINAL and dict(vars(owner)) == before

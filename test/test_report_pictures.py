@@ -92,6 +92,24 @@ def test_png_and_html_need_nothing_else(tmp_path):
         assert words in text
 
 
+def test_legends_and_titles_are_inside_the_picture():
+    report = make()
+    kinds = ("forward", "backward", "optimizer", "")
+    ops = [
+        dataclasses.replace(op, phase=kinds[i % 4], recomputed=i % 5 == 4)
+        for i, op in enumerate(report.schedule.ops)
+    ]
+    schedule = dataclasses.replace(report.schedule, ops=tuple(ops))
+    timing = time_step(schedule, resolve("v5litepod-8"), 1.0)
+    figure = draw(dataclasses.replace(report, schedule=schedule, timing=timing))
+    figure.draw_without_rendering()
+    legends = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
+    assert max(len(legend.get_texts()) for legend in legends) == 7
+    for drawn in legends + [axes._left_title for axes in figure.axes]:
+        box = drawn.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, drawn
+
+
 @pytest.mark.slow
 def test_threads_may_draw_at_once():
     reports = [make(blocks=n) for n in (1, 2)]

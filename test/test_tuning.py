@@ -383,6 +383,32 @@ def test_where_the_check_fails_and_the_budget_is_spent_the_own_step_is_the_answe
         assert ("extrapolated: it was NOT compiled" in said) == answered
 
 
+@pytest.mark.parametrize("scans", [True, False])
+def test_what_the_compiler_has_no_memory_for_is_not_compiled_with_all_blocks(scans):
+    """The memory of the compiler is extrapolated from two depths as well."""
+    step = facts()
+    estimates = Estimates({"blocks": step}, V3)
+    compiler, full_depth = Compiler(estimates, deep=0.5), []
+
+    def measure(settings, full):
+        found = compiler(settings, full or settings.scan)
+        if found.extrapolated:
+            return dataclasses.replace(found, host_memory=30 * GIB)
+        full_depth.append(settings)
+        return dataclasses.replace(found, host_memory=2 * GIB)
+
+    search = Search(
+        Space.of(step, V3, (None,), scans, {}), estimates, measure, 10 * GIB, 8,
+        host_memory=20 * GIB,
+    )  # fmt: skip
+    trials, answer = search.run(), search.answer()
+    assert bool(full_depth) == scans and all(one.scan for one in full_depth)
+    assert answer.scan if scans else trials[0].measured.extrapolated
+    large = [one for one in trials if one.measured and one.measured.extrapolated]
+    said = [search._why_not(one.settings, None) for one in large if one.measured.fits]
+    assert said and all("about 30 GiB of host memory, and 20" in words for words in said)
+
+
 def test_figures_of_two_depths_are_extrapolated():
     few = [Measured(*(seconds, 0.8 * seconds, 0.2 * seconds, hbm, True, 0.4, 3.0))
            for seconds, hbm in ((3.0, 5.0), (5.0, 8.0))]  # fmt: skip

@@ -81,16 +81,20 @@ class Changes:
         of which each exists in only some of the allowed releases."""
         self._used.append(alternatives)
 
+    @property
+    def applied(self) -> bool:
+        """Whether the changes are made."""
+        with self._lock:
+            return bool(self._made)
+
     def check(self) -> None:
         """Checks all names that are changed or used. Changes nothing.
 
         Raises:
             MissingNamesError: the installed release lacks some. The message lists them.
         """
-        if not self._made:
-            self._check()
-
-    def _check(self) -> None:
+        if self._made:
+            return
         missing = [
             _full_name(owner, name) for owner, name, _ in self._around if name not in vars(owner)
         ]
@@ -112,7 +116,7 @@ class Changes:
         with self._lock:
             if self._made:
                 return
-            self._check()
+            self.check()
             try:
                 for owner, name, make in self._around:
                     self._made.set(owner, name, make(vars(owner)[name]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -201,7 +202,8 @@ class _Decoding:
         # A finished rank computes this again: inputs of one token, and its position.
         self._again: tuple[dict[str, Any], int] | None = None
         self._encoded = 0  # the length of the encoded prompts
-        self._call = _inside_wrappers(model)
+        units = map(unit_of, find_outer_wrappers(model))
+        self._units = [unit for unit in units if unit is not None]
 
     def bucket(self, length: int) -> int:
         """Returns the length to which ``length`` is padded."""
@@ -362,21 +364,14 @@ class _Decoding:
         torch_xla.sync()
         return scores.cpu()
 
+    def _call(self, function: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Calls ``function``, while the parameters of wrappers around the model are gathered."""
+        for unit in reversed(self._units):
+            function = functools.partial(_enter, unit, function)
+        return function(**inputs)
+
     def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return map_tensors(lambda tensor: tensor.to(self.world.device), inputs)
-
-
-def _inside_wrappers(model: nn.Module) -> Callable[[Callable[..., Any], dict[str, Any]], Any]:
-    """Returns ``call(function, kwargs)``, which gathers the parameters of wrappers around
-    ``model`` for the call."""
-    units = [unit for one in find_outer_wrappers(model) if (unit := unit_of(one)) is not None]
-
-    def call(function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        for unit in reversed(units):
-            function = functools.partial(_enter, unit, function)
-        return function(**kwargs)
-
-    return call
 
 
 def _enter(unit: FSDPState, function: Callable[..., Any], /, **kwargs: Any) -> Any:
@@ -424,13 +419,6 @@ def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-class _Slots:
-    """The keys and values of a layer, created when the layer is first computed."""
-
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-
-
 class _FixedCache(Cache):
     """A cache of ``length`` positions in every layer. Layers with a sliding window have it, too:
     their masks exclude positions outside of the window."""
@@ -451,7 +439,8 @@ class _FixedCache(Cache):
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         while len(self.layers) <= layer_idx:
-            self.layers.append(_Slots())
+            # The keys and values of a layer, created when the layer is first computed.
+            self.layers.append(SimpleNamespace(keys=None, values=None))
         slots: Any = self.layers[layer_idx]
         if slots.keys is None:
             rows, heads, _, width = keys.shape

@@ -31,7 +31,6 @@ from accelerate.utils import clean_state_dict_for_safetensors
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
-from transformers.generation.utils import GenerationMixin
 from transformers.trainer import TRAINING_ARGS_NAME, _is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, FSDPOption
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -78,12 +77,8 @@ def uninstall() -> None:
 changes.require(
     Trainer, "push_to_hub", *("_get_output_dir", "_inner_training_loop(resume_from_checkpoint)")
 )
-# Releases from 5.15 to 5.19 added the first. The second was renamed in 5.24, so a later release
-# without the first has renamed it.
-changes.require_one(
-    (Trainer, "loss_is_scaled_for_ga"),
-    (GenerationMixin, "prepare_inputs_for_generation(past_key_values)"),
-)
+if hasattr(Trainer, "_sync_replicated_trainable_parameters"):  # release 5.19 added both
+    changes.require(Trainer, "loss_is_scaled_for_ga")
 changes.require(
     TrainingArguments,
     *("fsdp", "fsdp_config", "bf16", "fp16", "torch_compile", "output_dir"),

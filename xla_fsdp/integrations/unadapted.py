@@ -9,48 +9,44 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from typing import Any, NoReturn
 
 from ..sharding.state import is_sharded
 from .changes import Changes, MissingNamesError
 
-# A module that is imported whenever a model of the library exists: the methods, and the modules
-# that define them. The classes are not named, because a name may be what is missing.
-_METHODS = {
+# A module that is imported whenever a model of the library exists: the changes, the modules that
+# define the methods, and the methods. Classes are not named: a name may be what is missing.
+_LIBRARIES = {
     "transformers.modeling_utils": (
+        Changes("transformers"),
         ("transformers.modeling_utils", "transformers.generation.utils"),
         "save_pretrained push_to_hub generate num_parameters resize_token_embeddings".split(),
     ),
     "peft.peft_model": (
+        Changes("peft"),
         ("peft.peft_model", "peft.tuners.tuners_utils"),
         "save_pretrained load_adapter merge_adapter merge_and_unload unload inject_adapter".split(),
     ),
 }
-_refused: set[str] = set()
-_lock = threading.Lock()  # ranks may be threads
 
 
 def raise_in_methods(library: str, error: ImportError) -> None:
     """Makes the methods of ``library`` raise RuntimeError for sharded models.
 
     Args:
-        library: a key of ``_METHODS``.
+        library: a key of ``_LIBRARIES``.
         error: why the models could not be adapted.
     """
-    modules, names = _METHODS[library]
-    with _lock:
-        if library in _refused:
-            return
-        changes = Changes(library.partition(".")[0])
-        for module in filter(None, map(sys.modules.get, modules)):
-            for owner in vars(module).values():
-                if isinstance(owner, type) and owner.__module__ == module.__name__:
-                    for name in vars(owner).keys() & names:
-                        refuse = functools.partial(_raise, name, remedy_of(error))
-                        changes.around(owner, name, is_sharded)(refuse)
-        changes.apply()
-        _refused.add(library)
+    changes, modules, names = _LIBRARIES[library]
+    if changes.applied:
+        return
+    for module in filter(None, map(sys.modules.get, modules)):
+        for owner in vars(module).values():
+            if isinstance(owner, type) and owner.__module__ == module.__name__:
+                for name in vars(owner).keys() & names:
+                    refuse = functools.partial(_raise, name, remedy_of(error))
+                    changes.around(owner, name, is_sharded)(refuse)
+    changes.apply()
 
 
 def remedy_of(error: ImportError) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.strategies.fsdp import _apply_filter
 from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _Stateful
@@ -144,18 +143,24 @@ class FabricCheckpoints:
     settings: Settings
     checkpoint_io: Any
     broadcast: Any
+    _convert_stateful_objects_in_state: Any
     modules: list[nn.Module]  # those that were set up
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return self._state_of(module)
+        """The full state of ``module``, on the first rank if it is sharded."""
+        return full_state_dict(module) if is_sharded(module) else module.state_dict()
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        self._load_into(module, state_dict, strict)
+        if is_sharded(module):
+            load_full_state_dict(module, state_dict, strict=strict)
+        else:
+            module.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return self._state_of(optimizer)
+        """The full state of ``optimizer``, on the first rank."""
+        return full_optim_state_dict(self._model_with(optimizer), optimizer)
 
     @synced_device()
     def save_checkpoint(
@@ -175,9 +180,8 @@ class FabricCheckpoints:
         filters, wanted = filter or {}, self.broadcast(os.fspath(path))
         _require_kind(self, wanted)
         models, optimizers, rest = _sorted(state)
-        converted: dict[str, Any] = {}
-        for key, obj in (rest if self.settings.saves_shards else state).items():
-            _apply_filter(key, filters, self._state_of(obj), converted)
+        content = rest if self.settings.saves_shards else state
+        converted = self._convert_stateful_objects_in_state(content, filters)
         if not self.settings.saves_shards:
             _write_file(self, converted, wanted, storage_options)
             return
@@ -261,20 +265,9 @@ class FabricCheckpoints:
             elif key in saved:
                 state[key] = saved.pop(key)
 
-    def _state_of(self, obj: Any) -> Any:
-        """The value to save for ``obj``: the full state of a model or optimizer, on the first
-        rank."""
-        if isinstance(obj, nn.Module) and is_sharded(obj):
-            return full_state_dict(obj)
-        if isinstance(obj, Optimizer):
-            return full_optim_state_dict(self._model_with(obj), obj)
-        return obj.state_dict() if isinstance(obj, _Stateful) else obj
-
     def _load_into(self, obj: Any, state: Any, strict: bool) -> None:
-        if isinstance(obj, nn.Module) and is_sharded(obj):
-            load_full_state_dict(obj, state, strict=strict)
-        elif isinstance(obj, nn.Module):
-            obj.load_state_dict(state, strict=strict)
+        if isinstance(obj, nn.Module):
+            self.load_module_state_dict(obj, state, strict)
         elif isinstance(obj, Optimizer):
             load_full_optim_state_dict(self._model_with(obj), obj, state)
         else:

@@ -126,11 +126,9 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
 
     # -- setup ---------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
         """Creates models on the CPU or the meta device, as full models may not fit on a chip."""
-        with _EmptyInit(enabled=bool(empty_init)):
-            yield
+        return _EmptyInit(enabled=bool(empty_init))
 
     def connect(self, model: Any) -> None:
         super().connect(model)
@@ -298,12 +296,6 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
         """Returns options for wrapping submodules one by one. Scripts for Lightning's strategy
         (litgpt) call it to load a model that does not fit in host memory."""
         return self.settings.options_of_wrapper(self.precision.precision)
-
-    def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
-    ) -> tuple[nn.Module, list[Any], Any]:
-        wrapped = self.setup_module(module)
-        return wrapped, [self.setup_optimizer(each) for each in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         adopt(optimizer)

@@ -133,7 +133,7 @@ def draw(report: Report) -> Figure:
         draw_lanes(axes, timing.slots, end)
         waits = f"{milliseconds(timing.exposed, 1)} wait for collectives; MFU {timing.mfu:.0%}"
         title = f"Timeline of one step (modelled, not measured): {milliseconds(timing.step, 1)}"
-        axes.set_title(f"{title}, of which {waits}", loc="left", pad=26, weight="bold")
+        axes.set_title(f"{title}, of which {waits}", loc="left", pad=40, weight="bold")
         below = figure.add_subplot(grid[2], sharex=axes)
         _draw_memory(report, below, 1e3 * _seconds(report), 1e3 * end, to_capacity=True)
         below.set_xlabel("modelled time, ms")
@@ -249,7 +249,7 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
     present = {kind for _, bars in rows for _, _, kind in bars}
     patches = [Patch(color=COLORS[kind], label=kind) for kind in _KINDS if kind in present]
     axes.legend(
-        handles=patches, ncols=7, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1),
+        handles=patches, ncols=4, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1),
         frameon=False, columnspacing=1.0, handlelength=1.2,
     )  # fmt: skip
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,13 +129,16 @@ def tune(
             for one in names
         }
         scans, why_not = _scans(steps.try_trace, wanted, facts["blocks"], batches[0])
-        steps.blocks, how_deep = _extrapolated(steps.try_trace, facts["blocks"], batches[0])
+        steps.blocks, how_deep = 0, ""
+        if False in wanted.get("scan", (False,)):
+            steps.blocks, how_deep = _extrapolated(steps.try_trace, facts["blocks"], batches[0])
     space = Space.of(facts["blocks"], modelled, batches, scans, wanted)
     capacity = where.chip.device_usable_hbm_bytes(target.host().chip_config)
     estimates = Estimates(facts, modelled)
     search_ = Search(
         space, estimates, steps.measure, capacity, budget, shown.say,
         own=own, own_batch=batches[0] or 1, compilations=int(baseline is not None),
+        host_memory=_available_memory(),
     )  # fmt: skip
     trials = search_.run()
     best = search_.answer()
@@ -236,6 +241,7 @@ class _Steps:
             compile_seconds=report.compile_seconds,
             from_cache=report.from_cache,
             warnings=report.warnings,
+            host_memory=report.compiler_host_memory,
         )
 
     def _traced(self, step: Callable[[], Any], host: HostOptions) -> TracedStep:
@@ -263,6 +269,15 @@ def _scans(
     except ImpossibleError as error:
         return False, f"Blocks cannot be scanned: {error}"
     return True, ""
+
+
+def _available_memory() -> float:
+    """The bytes of memory that this machine has free; infinite if the system does not say."""
+    path = Path("/proc/meminfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return math.inf
 
 
 def _extrapolated(

@@ -11,7 +11,7 @@ saves most time per byte comes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...tpu.topology import Slice, names, resolve
@@ -47,7 +47,8 @@ class Measured:
     ``seconds`` = ``compute`` + ``exposed``, 0 if it does not fit; ``hbm``: bytes that must be free,
     0 if the compiler stopped before it knew them; ``mfu``: model FLOPs utilisation.
     ``extrapolated``: whether the programs that were compiled had few of the blocks;
-    ``compilations``: how many these were. ``warnings``: those of the plan.
+    ``compilations``: how many these were. ``warnings``: those of the plan. ``host_memory``: the
+    largest number of bytes of the compiler's process; 0 if unknown.
     """
 
     seconds: float
@@ -61,6 +62,7 @@ class Measured:
     extrapolated: bool = False
     compilations: int = 1
     warnings: tuple[str, ...] = ()
+    host_memory: float = 0
 
 
 def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -> Measured:
@@ -85,6 +87,7 @@ def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -
         extrapolated=True,
         compilations=2,
         warnings=second.warnings,
+        host_memory=of(lambda one: one.host_memory) if first.host_memory else 0,
     )
 
 
@@ -120,6 +123,8 @@ class Search:
         say: is told of each.
         own: the step as the caller has it, without settings; None if there is none.
         own_batch: samples of a device in it.
+        host_memory: bytes that the compiler may take. An extrapolated candidate whose compilation
+            with all blocks would take more is not compiled with all of them.
     """
 
     space: Space
@@ -131,6 +136,7 @@ class Search:
     own: Measured | None = None
     own_batch: int = 1
     compilations: int = 0
+    host_memory: float = math.inf
     _found: dict[ShardingSettings, Measured] = field(default_factory=dict)
     _impossible: dict[ShardingSettings, str] = field(default_factory=dict)
 
@@ -169,7 +175,7 @@ class Search:
         than the caller's own step. Without an own step that fits it may be extrapolated."""
         best = self.best(checked=True)
         if best is None and math.isinf(self._own_per_sample):
-            best = self.best()
+            best = self.best() or self._fastest(self._found)
         if best is None:
             return None
         faster = self._trial(best).per_sample < (1 - _EQUAL) * self._own_per_sample
@@ -179,13 +185,25 @@ class Search:
         """The compiled candidate that fits and has the least time per sample.
 
         Of equal ones it is the one closest to the defaults, and of these the one compiled first.
-        ``checked``: of those that were compiled with all blocks.
+        Without extrapolated ones that this machine cannot compile with all blocks. ``checked``: of
+        those that were compiled with all blocks.
         """
-        fitting = {
-            one: self._trial(one).per_sample
-            for one, found in self._found.items()
-            if found.fits and not (checked and found.extrapolated)
-        }
+        return self._fastest(
+            one for one, found in self._found.items()
+            if not (found.extrapolated and (checked or self._too_much_to_compile(found)))
+        )  # fmt: skip
+
+    @property
+    def _lacks_memory(self) -> bool:
+        """Whether this machine cannot compile all blocks if they are not in one loop."""
+        found = self._found.values()
+        return any(one.extrapolated and self._too_much_to_compile(one) for one in found)
+
+    def _too_much_to_compile(self, found: Measured) -> bool:
+        return found.host_memory > self.host_memory
+
+    def _fastest(self, candidates: Iterable[ShardingSettings]) -> ShardingSettings | None:
+        fitting = {one: self._trial(one).per_sample for one in candidates if self._found[one].fits}
         bar = (1 + _EQUAL) * min(fitting.values(), default=0.0)
         return min((one for one, time in fitting.items() if time <= bar), key=plainness,
                    default=None)  # fmt: skip
@@ -205,7 +223,7 @@ class Search:
         if left <= 0:
             return None
         if left > unchecked and (one := self._next(candidates)):
-            return one, left < _EXTRAPOLATED + 1
+            return one, left < _EXTRAPOLATED + 1 and (one.scan or not self._lacks_memory)
         return (best, True) if best is not None and unchecked and faster else None
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
@@ -223,6 +241,9 @@ class Search:
             one for one in every
             if one not in known and self._may_fit(one) and (offload or not one.offload)
         ]  # fmt: skip
+        too_few = self.budget - self.compilations < _EXTRAPOLATED
+        if self._lacks_memory and (True in self.space.values["scan"] or too_few):
+            left = [one for one in left if one.scan]
         if best is None:
             # First the defaults of a script, then the defaults with the one change with which they
             # would fit. So the result is never slower than these.
@@ -282,6 +303,8 @@ class Search:
             best = self.best()
             fastest = "the fastest so far" if settings == best else f"slower than {best}"
             how = " (extrapolated)" if found.extrapolated else ""
+            if found.extrapolated and self._too_much_to_compile(found):
+                fastest = self._why_not(settings, best)
             said = f"{1e3 * found.seconds:.2f} ms{how}, {fastest}"
             if not found.fits:
                 said = self._too_large(settings)
@@ -310,6 +333,12 @@ class Search:
             return self._too_large(settings)
         fastest = self._own_per_sample if best is None else self._trial(best).per_sample
         times = self._trial(settings).per_sample / fastest
+        if found is not None and found.extrapolated and self._too_much_to_compile(found):
+            need, have = found.host_memory / GIB, self.host_memory / GIB
+            return (
+                f"not compiled with all blocks: the compiler would take about {need:.0f} GiB of "
+                f"host memory, and {have:.0f} GiB are free"
+            )
         if found is not None and found.extrapolated and times <= 1 + _EQUAL:
             return "not compiled with all blocks: the budget was spent"
         if found is not None:
