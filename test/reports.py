@@ -36,9 +36,9 @@ def make(blocks=2, steps=3, **changes):
             name, ranks = f"all-gather.{place}", (tuple(range(8)),)
             collectives.append(
                 Collective(
-                    place, place + 2 * ready, name, "all-gather", "all-gather", "bf16", 8_000_000,
-                    ranks, 8, 7_000_000, ready, overlap_cycles=100 * ready, module=module,
-                    phase=phase,
+                    "all-gather", 8_000_000, ranks, index=place, done=place + 2 * ready, name=name,
+                    asked="all-gather", dtype="bf16", group_size=8, wire_bytes=7_000_000,
+                    asynchronous=ready, overlap_cycles=100 * ready, module=module, phase=phase,
                 )
             )  # fmt: skip
             slots.append(

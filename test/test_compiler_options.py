@@ -94,17 +94,17 @@ class Asked(Exception):
 def planned(topology, user, launcher="xla_fsdp"):
     """What the process that compiles would be asked."""
     from xla_fsdp import plan
-    from xla_fsdp.planning.compiling import compiler
+    from xla_fsdp.planning.compiling.compiler import Target
 
-    def run(folder, *_):
+    def run(self, folder, *_):
         raise Asked((folder / "request.json").read_text())
 
-    kept, compiler._run = compiler._run, run
+    kept, Target._run = Target._run, run
     try:
         with environment(PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=user), pytest.raises(Asked) as asked:
             plan(step, topology, cache=False, progress=False, ranks=[0], launcher=launcher)
     finally:
-        compiler._run = kept
+        Target._run = kept
     return json.loads(str(asked.value))
 
 
@@ -146,11 +146,9 @@ def the_same_in_a_launch_and_in_a_plan():
 def read_as_libtpu_reads():
     """Values that the compiler states it had, for every form."""
     from xla_fsdp.compiled.host_options import HostOptions
-    from xla_fsdp.planning.compiling.cache import PlanCache
-    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.compiler import Target
     from xla_fsdp.planning.compiling.progress import Progress
     from xla_fsdp.planning.tracing.traced import PartitionedProgram
-    from xla_fsdp.tpu.topology import resolve
 
     arguments = (
         "--xla_tpu_sliced_prefetch_max_slices=1 --xla_tpu_sliced_prefetch_max_slices=3 "
@@ -172,13 +170,11 @@ def read_as_libtpu_reads():
       return %y : tensor<8x128xf32> } }"""
     program = PartitionedProgram(text.encode(), "doubled", False, 4, ("x",), {}, 1, 4, 1.0)
     over = with_last(without(arguments, ["xla_gone"]), {"xla_tpu_sliced_prefetch_max_slices": "5"})
+    target = Target.of("v5e:2x2", None, "xla_fsdp", None, False, Progress(None))
     compiled = [
-        compile_step(
-            program, resolve("v5e:2x2"), HostOptions(one, None, dict.fromkeys(names, "a test")),
-            PlanCache(None), Progress(None),
-        )
+        target.compile(program, HostOptions(one, None, dict.fromkeys(names, "a test")))
         for one in (without(arguments, ["xla_gone"]), over)
-    ]  # fmt: skip
+    ]
     del names["xla_gone"]
     assert compiled[0].options == names
     assert compiled[1].options == {**names, "xla_tpu_sliced_prefetch_max_slices": "5"}

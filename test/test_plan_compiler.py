@@ -230,7 +230,7 @@ def one_line_for_what_cannot_compile(folder):
     from xla_fsdp import plan
     from xla_fsdp.compiled.host_options import HostOptions
     from xla_fsdp.planning.compiling.cache import PlanCache
-    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.compiler import Target
     from xla_fsdp.planning.compiling.progress import Progress
     from xla_fsdp.planning.tracing.traced import PartitionedProgram
     from xla_fsdp.tpu.topology import resolve
@@ -238,15 +238,15 @@ def one_line_for_what_cannot_compile(folder):
     text = b"module { func.func @main() { return } }"
     program = PartitionedProgram(text, "nothing", False, 8, (), {}, 1, 4, 1.0)
 
-    def refused(name, compiler=None):
+    def refused(name, compiler):
+        target = Target(resolve(name), compiler, "xla_fsdp", {}, PlanCache(None), Progress(None))
         with pytest.raises(UnusableCompilerError) as info:
-            compile_step(
-                program, resolve(name), HostOptions(""), PlanCache(None), Progress(None), compiler
-            )
+            target.compile(program, HostOptions(""))
         assert "\n" not in str(info.value)
         return str(info.value)
 
-    message = refused("tpu7x-8")
+    found = find_compiler()
+    message = refused("tpu7x-8", found)
     assert re.search(
         r"libtpu 0.0.21 does not compile for tpu7x-8 \(tpu7x:2x2x1\) \(.*TPU7x", message
     )
@@ -254,7 +254,6 @@ def one_line_for_what_cannot_compile(folder):
     # A release of jax that has moved what is needed.
     os.makedirs(os.path.join(folder, "jax"))
     open(os.path.join(folder, "jax", "__init__.py"), "w").close()
-    found = find_compiler()
     moved = Compiler(found.python, found.versions, found.library, {"PYTHONPATH": folder})
     message = refused("v6e-8", moved)
     assert re.search(r"jax 0.7.1 of .* has no jax\.experimental\.topologies\.get_topology", message)

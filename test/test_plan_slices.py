@@ -32,8 +32,9 @@ def between(kind, size, index=0, done=0):
     groups = tuple((rank, rank + 8) for rank in range(8))
     sent = size if kind == "all-reduce" else size // 2
     return Collective(
-        index, done, kind, kind, kind, "f32", size, groups, 2, sent, True, across_slices=True
-    )
+        kind, size, groups, index=index, done=done, name=kind, asked=kind, dtype="f32",
+        group_size=2, wire_bytes=sent, asynchronous=True, across_slices=True,
+    )  # fmt: skip
 
 
 def test_time_between_slices():
@@ -48,7 +49,10 @@ def test_time_between_slices():
         Links(resolve("v3-8")).seconds(gather)
 
     slow, seconds = between("all-reduce", 20 * MB, 0, 3), links.seconds(reduce)
-    inside = Collective(1, 1, "g", "all-gather", "all-gather", "f32", 8 * MB, (), 8, 7 * MB, False)
+    inside = Collective(
+        "all-gather", 8 * MB, (), index=1, done=1, name="g", asked="all-gather", dtype="f32",
+        group_size=8, wire_bytes=7 * MB, asynchronous=False,
+    )  # fmt: skip
     waits = links.seconds(inside)
     ops = (Op(2, "f", "fusion", 3_000_000),)  # 2 ms
     for collectives, step in (((slow,), seconds), ((slow, inside), max(seconds, waits + 2e-3))):

@@ -18,7 +18,6 @@ from xla_fsdp.planning.reporting.pictures import (
     draw,
     draw_lanes,
     hbm,
-    picture,
     png,
     trace,
 )
@@ -53,6 +52,14 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.words.append(data)
+
+
+def picture(report):
+    return png(draw(report))
+
+
+def trace_of(report):
+    return trace({"modelled": report.timing.slots}, report)
 
 
 def image(content):
@@ -198,7 +205,7 @@ def test_trace_has_copies_between_hbm_and_the_host_as_lanes():
     copies = HostCopy(0, 2, 10**8, True, 5), HostCopy(3, 3, 10**8, False)
     schedule = Schedule(4, (Op(1, "f", "fusion", 1000, 5),), (), (), (), 0, host_copies=copies)
     timing = time_step(schedule, resolve("v3-8"), 0.0)
-    events = json.loads(trace(make(schedule=schedule, timing=timing)))["traceEvents"]
+    events = json.loads(trace_of(make(schedule=schedule, timing=timing)))["traceEvents"]
     rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     for lane, names in (
         ("copies to the host", ["copies to the host"] * 2 + ["3 more iterations"]),
@@ -213,7 +220,7 @@ def test_trace_has_copies_between_hbm_and_the_host_as_lanes():
 def test_trace_has_every_operation_and_the_memory(tmp_path):
     make().plot(tmp_path / "plan.trace.json")
     written = (tmp_path / "plan.trace.json").read_text()
-    assert written == trace(make())
+    assert written == trace_of(make())
     events = json.loads(written)["traceEvents"]
     by_kind = {kind: [e for e in events if e["ph"] == kind] for kind in "MXbeC"}
     assert {kind: len(some) for kind, some in by_kind.items()} == {
@@ -227,4 +234,4 @@ def test_trace_has_every_operation_and_the_memory(tmp_path):
     assert max(sum(e["args"].values()) for e in by_kind["C"]) == pytest.approx(
         max(make().schedule.curve) / GIB
     )
-    assert {e["ph"] for e in json.loads(trace(given_up()))["traceEvents"]} == {"M"}
+    assert {e["ph"] for e in json.loads(trace_of(given_up()))["traceEvents"]} == {"M"}

@@ -40,8 +40,9 @@ def op(index, ms, phase="forward", **fields):
 
 def gather(index, size, phase="forward", kind="all-gather", dtype="bf16", **fields):
     return Collective(
-        index, index, f"{kind}.{index}", kind, kind, dtype, size, (RANKS,), 8, size * 7 // 8,
-        False, phase=phase, **fields,
+        kind, size, (RANKS,), index=index, done=index, name=f"{kind}.{index}", asked=kind,
+        dtype=dtype, group_size=8, wire_bytes=size * 7 // 8, asynchronous=False, phase=phase,
+        **fields,
     )  # fmt: skip
 
 

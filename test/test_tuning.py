@@ -18,8 +18,9 @@ from xla_fsdp import ShardingSettings, training_step, tune
 from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.compiling.compiler import CompileError, Target
+from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.units import OnWire
-from xla_fsdp.planning.tuning.api import _extrapolated, _SearchProgress, _Steps
+from xla_fsdp.planning.tuning.api import _extrapolated, _Steps
 from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import ImpossibleError, Measured, Search, extrapolate
@@ -47,13 +48,13 @@ def test_settings_go_through_json_and_a_file(tmp_path):
     assert ShardingSettings.from_json(settings.to_json()) == settings
     by_number = ShardingSettings(kept_blocks=(0, 1, 6, 7))
     assert ShardingSettings.from_json(by_number.to_json()) == by_number
-    assert str(by_number) == "kept_blocks=(0 to 1, 6 to 7)"
+    assert str(by_number) == "kept_blocks=(0, 1, 6, 7)"
     # Every file of the last release has this setting, which was removed.
     old = json.dumps({**json.loads(by_number.to_json()), "blocks_per_unit": 1})
     assert ShardingSettings.from_json(old) == by_number
     by_name = ShardingSettings(units=1000, kept_blocks=("layer4", "fc"))
     assert ShardingSettings.from_json(by_name.to_json()) == by_name
-    assert str(by_name) == 'units=1000, kept_blocks=("layer4", "fc")'
+    assert str(by_name) == "units=1000, kept_blocks=('layer4', 'fc')"
     settings.save(tmp_path / "settings.json")
     assert ShardingSettings.load(tmp_path / "settings.json") == settings
     assert ShardingSettings.from_json(ShardingSettings().to_json()) == ShardingSettings()
@@ -153,13 +154,27 @@ class Compiler:
         )
 
 
-def searched(held=GIB, budget=8, capacity=10 * GIB, factor=lambda settings: 1.0, **search):
-    step = facts(held=held)
-    estimates = Estimates({"blocks": step}, V3)
-    space = Space.of(step, V3, (None,), True, checked_search(search))
-    compiler = Compiler(estimates, factor, capacity)
-    search_ = Search(space, estimates, compiler, capacity, budget)
-    return search_, search_.run(), compiler
+def made_up(
+    step, budget=8, where=V3, batches=(None,), scans=True, fixed=None, capacity=10 * GIB, **more
+):
+    """A search with a made-up compiler, ``search.measure``. ``more``: other arguments of Search."""
+    estimates = Estimates({"blocks": step}, where)
+    space = Space.of(step, where, batches, scans, checked_search(fixed))
+    compiler = Compiler(estimates, capacity=capacity)
+    return Search(space, estimates, compiler, capacity, budget, **more)
+
+
+def result_of(search, trials, samples=False):
+    return Tuning(
+        search.answer(), tuple(trials), "v3-8", 8, search.capacity, search.budget,
+        search.compilations, 0, samples, own=search.own, own_batch=search.own_batch,
+    )  # fmt: skip
+
+
+def searched(held=GIB, budget=8, capacity=10 * GIB, factor=lambda settings: 1.0, **fixed):
+    search = made_up(facts(held=held), budget, fixed=fixed, capacity=capacity)
+    search.measure.factor = factor
+    return search, search.run(), search.measure
 
 
 @pytest.mark.parametrize("budget", [1, 3, 8])
@@ -191,14 +206,9 @@ def test_the_fastest_that_fits_is_found_and_nothing_that_does_not():
 
 def with_own(seconds, fits=True, batch=1, budget=8):
     """A search beside a step of the caller's that takes ``seconds``, and what is said of it."""
-    search, _, compiler = searched()
     own = Measured(seconds, seconds, 0.0, 9 * GIB if fits else 12.5 * GIB, fits, 0.5, 1.0)
-    search = Search(search.space, search.estimates, compiler, 10 * GIB, budget, own=own,
-                    own_batch=batch, compilations=1)  # fmt: skip
-    trials = search.run()
-    found = Tuning(search.answer(), tuple(trials), "v3-8", 8, 10 * GIB, budget,
-                   search.compilations, 0, False, own=own, own_batch=batch)  # fmt: skip
-    return search, found
+    search = made_up(facts(), budget, own=own, own_batch=batch, compilations=1)
+    return search, result_of(search, search.run())
 
 
 def test_an_own_step_that_is_faster_is_the_answer():
@@ -264,28 +274,22 @@ def test_inputs_go_to_the_host_only_where_nothing_fits_without():
 
 @pytest.mark.parametrize("wrong, budget", [(1.0, 8), (0.5, 8), (2.0, 8), (1.0, 2), (0.5, 5)])
 def test_an_extrapolated_best_is_compiled_with_all_blocks(wrong, budget):
-    step = facts()
-    estimates = Estimates({"blocks": step}, V3)
-    space = Space.of(step, V3, (None,), True, {})
-    compiler = Compiler(estimates, deep=wrong)
-    search = Search(space, estimates, compiler, 10 * GIB, budget)
+    search = made_up(facts(), budget)
+    search.measure.deep = wrong
     trials = search.run()
     assert search.compilations <= budget
     best = trials[0]
-    assert not best.measured.extrapolated and (best.settings, True) in compiler.asked
-    assert best.measured.seconds == pytest.approx(estimates.of(best.settings).seconds)
+    assert not best.measured.extrapolated and (best.settings, True) in search.measure.asked
+    assert best.measured.seconds == pytest.approx(search.estimates.of(best.settings).seconds)
     extrapolated = [trial for trial in trials if trial.measured and trial.measured.extrapolated]
     assert bool(extrapolated) == (budget > 3)
-    text = str(Tuning(search.answer(), tuple(trials), "v3-8", 8, 10 * GIB, budget,
-                      search.compilations, 0, False))  # fmt: skip
-    assert ("(extrapolated)" in text) == bool(extrapolated)
+    assert ("(extrapolated)" in str(result_of(search, trials))) == bool(extrapolated)
 
 
 @pytest.mark.parametrize("error", [ImpossibleError("no such block"), CompileError("out of memory")])
 def test_an_extrapolated_best_that_cannot_be_compiled_is_not_the_answer(error):
-    step = facts()
-    estimates = Estimates({"blocks": step}, V3)
-    compiler, failed = Compiler(estimates, deep=1.0), []
+    search, failed = made_up(facts()), []
+    compiler = Compiler(search.estimates, deep=1.0)
 
     def measure(settings, full):
         if full and not failed:
@@ -293,8 +297,7 @@ def test_an_extrapolated_best_that_cannot_be_compiled_is_not_the_answer(error):
             raise error
         return compiler(settings, full)
 
-    space = Space.of(step, V3, (None,), True, {})
-    search = Search(space, estimates, measure, 10 * GIB, 8)
+    search.measure = measure
     trials = search.run()
     assert search.compilations <= 8 and trials[0].settings != failed[0]
     assert not trials[0].measured.extrapolated
@@ -306,14 +309,14 @@ def made_up_search(seed):
     """A search in which each program takes a random time, fails, or does not fit; what it found,
     and the time and batch of the caller's own step."""
     draw = random.Random(seed)
-    step, own_batch = facts(), draw.choice((1, 2))
-    estimates = Estimates({"blocks": step}, V3)
+    own_batch = draw.choice((1, 2))
     fixed = {
         "shard_group_size": [None],
         "offload": [False],
         "reshard_after_forward": [True, False],
     }
-    space = Space.of(step, V3, (1, 2), draw.random() < 0.3, checked_search(fixed))
+    search = made_up(facts(), batches=(1, 2), scans=draw.random() < 0.3, fixed=fixed)
+    estimates = search.estimates
     deep, failing, true = draw.random() < 0.9, draw.choice((0.1, 0.9)), {}
 
     def measure(settings, full):
@@ -332,12 +335,11 @@ def made_up_search(seed):
     fits, budget = draw.random() < 0.7, draw.choice((1, 2, 4, 6, 7, 8, 8))
     own = Measured(seconds * fits, seconds * fits, 0.0, GIB, fits, 0.5, 1.0)
     own = draw.choice((own, own, own, None))
-    search = Search(space, estimates, measure, 10 * GIB, budget, own=own, own_batch=own_batch,
-                    compilations=int(own is not None))  # fmt: skip
-    trials = search.run()
-    found = Tuning(search.answer(), tuple(trials), "v3-8", 8, 10 * GIB, budget,
-                   search.compilations, 0, True, own=own, own_batch=own_batch)  # fmt: skip
-    return found, true
+    search = dataclasses.replace(
+        search, measure=measure, budget=budget, own=own, own_batch=own_batch,
+        compilations=int(own is not None),
+    )  # fmt: skip
+    return result_of(search, search.run(), samples=True), true
 
 
 def test_the_answer_is_never_slower_than_the_own_step():
@@ -365,23 +367,20 @@ def test_the_answer_is_never_slower_than_the_own_step():
 
 def test_where_the_check_fails_and_the_budget_is_spent_the_own_step_is_the_answer():
     """Other candidates are faster, but only by extrapolation."""
-    step = facts()
-    estimates = Estimates({"blocks": step}, V3)
-    compiler = Compiler(estimates, deep=0.5)
 
     def measure(settings, full):
         if full:
             raise CompileError("out of memory")
         return compiler(settings, full)
 
-    space = Space.of(step, V3, (None,), False, {})
     for own, answered in ((Measured(1e3, 1e3, 0.0, GIB, True, 0.5, 1.0), False), (None, True)):
-        search = Search(space, estimates, measure, 10 * GIB, 5, own=own, compilations=0)
+        search = made_up(facts(), budget=5, scans=False, own=own)
+        compiler, search.measure = Compiler(search.estimates, deep=0.5), measure
         trials = search.run()
         assert search.compilations == 5 and any(trial.measured for trial in trials)
         assert (search.answer() is not None) == answered
-        found = Tuning(search.answer(), tuple(trials), "v3-8", 8, 10 * GIB, 5, 5, 0, False, own=own)
-        assert ("extrapolated: it was NOT compiled" in str(found)) == answered
+        said = str(result_of(search, trials))
+        assert ("extrapolated: it was NOT compiled" in said) == answered
 
 
 @pytest.mark.parametrize("scans", [True, False])
@@ -482,7 +481,7 @@ def test_progress_says_how_long_it_took_and_what_remains(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    shown = _SearchProgress(4, stream)
+    shown = Progress(stream, 4)
     for seconds in (0, 30, 61):
         now[0] = seconds
         shown.update("compiling", seconds)
@@ -529,18 +528,14 @@ def test_on_the_best_what_is_modelled_faster_is_tried_first():
     step = facts(held=GIB / 100)
     units = [dataclasses.replace(one, gathered=tensors, reduced=tensors) for one in step.units]
     step = dataclasses.replace(step, units=tuple(units))
-    estimates = Estimates({"blocks": step}, where)
-    fixed = {**PLAIN, "reshard_after_forward": [False]}
     for routes in (["default", "auto"], ["default"]):
-        search = checked_search({**fixed, "collective_routes": routes})
-        compiler = Compiler(estimates)
-        Search(
-            Space.of(step, where, (None,), False, search), estimates, compiler, 10 * GIB, 3
-        ).run()
-        rest = compiler.asked[1:]
+        fixed = {**PLAIN, "reshard_after_forward": [False], "collective_routes": routes}
+        search = made_up(step, budget=3, where=where, scans=False, fixed=fixed)
+        search.run()
+        first, *rest = search.measure.asked
         # Stages are faster. Without them: more VMEM, of which the analysis knows nothing, and
         # not gathers that wait.
-        assert rest[0] == compiler.asked[0].changed(
+        assert rest[0] == first.changed(
             **{"collective_routes": "auto"} if "auto" in routes else {"scoped_vmem_kib": 49152}
         )
         assert all(one.forward_prefetch for one in rest)
@@ -548,10 +543,10 @@ def test_on_the_best_what_is_modelled_faster_is_tried_first():
 
 def test_of_those_modelled_alike_the_plainest_is_tried_first():
     """A second change that saves half a percent waits for the first."""
-    step = facts(held=GIB / 100)
-    estimates = Estimates({"blocks": step}, V3)
     fixed = {**PLAIN, "reshard_after_forward": [True, False], "shard_group_size": [None, 4]}
-    space = Space.of(step, V3, (None,), False, checked_search({**fixed, "kept_blocks": [0]}))
+    fixed["kept_blocks"] = [0]
+    search = made_up(facts(held=GIB / 100), budget=2, scans=False, fixed=fixed)
+    estimates = search.estimates
     one, two = (
         ShardingSettings(reshard_after_forward=False, shard_group_size=n) for n in (None, 4)
     )
@@ -559,10 +554,9 @@ def test_of_those_modelled_alike_the_plainest_is_tried_first():
     estimates.of = lambda settings: dataclasses.replace(
         of(settings), compute=modelled.get(settings, 2.0), exposed=1e-6
     )
-    assert min(space.main(), key=lambda one: estimates.of(one).seconds) == two
-    compiler = Compiler(estimates)
-    Search(space, estimates, compiler, 10 * GIB, 2).run()
-    assert compiler.asked == [ShardingSettings(), one]
+    assert min(search.space.main(), key=lambda one: estimates.of(one).seconds) == two
+    search.run()
+    assert search.measure.asked == [ShardingSettings(), one]
 
 
 def test_what_is_not_possible_costs_no_compilation_and_failures_do():
@@ -573,11 +567,8 @@ def test_what_is_not_possible_costs_no_compilation_and_failures_do():
             raise CompileError("the TPU compiler ended")
         return compiler(settings, full)
 
-    step = facts()
-    estimates = Estimates({"blocks": step}, V3)
-    compiler = Compiler(estimates)
-    space = Space.of(step, V3, (None,), True, {})
-    search = Search(space, estimates, refuse, 10 * GIB, 6)
+    search = made_up(facts(), budget=6)
+    compiler, search.measure = search.measure, refuse
     trials = search.run()
     said = {trial.rejected for trial in trials if trial.measured is None}
     assert "not possible: no such thing" in said
@@ -593,10 +584,10 @@ def test_a_fault_that_is_not_of_the_step_ends_the_search(monkeypatch):
     def measure(settings, full):
         raise ValueError("not an HLO instruction")
 
-    step = facts()
-    estimates, space = Estimates({"blocks": step}, V3), Space.of(step, V3, (None,), True, {})
+    search = made_up(facts())
+    search.measure = measure
     with pytest.raises(ValueError, match="not an HLO instruction"):
-        Search(space, estimates, measure, 10 * GIB, 6).run()
+        search.run()
 
     def step_without(settings):
         raise IndexError("list index out of range")
@@ -670,8 +661,6 @@ def small_step():
 
 
 def a_small_model_is_tuned_and_the_search_is_resumed(cache):
-    from xla_fsdp.planning.compiling import compiler
-
     how = {"batch": ROWS, "budget": 2, "cache": cache, "progress": False, "title": "small"}
     how["search"] = {"scan": [False]}
     found = tune(small_step(), "v3-8", **how)
@@ -691,7 +680,7 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
         "\n".join(line.removeprefix("    ") for line in text.splitlines())
     )
     assert json.loads(found.to_json())["settings"]["batch"] == ROWS
-    with mock.patch.object(compiler, "_run", side_effect=AssertionError("compiled again")):
+    with mock.patch.object(Target, "_run", side_effect=AssertionError("compiled again")):
         # The same step without settings is as fast, and so the answer.
         own = tune(small_step(), "v3-8", baseline=lambda: small_step()(found.settings), **how)
         assert own.settings is None and own.own.seconds == found.best.measured.seconds

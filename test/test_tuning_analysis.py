@@ -127,7 +127,7 @@ def test_memory_and_time_go_the_way_they_must():
     assert zero2.exposed < half.exposed < kept.exposed
     assert zero2.compute == half.compute == kept.compute
     offloaded = found.of(PLAIN.changed(recompute="all", offload=True))
-    assert offloaded.hbm < hbm[-1] and offloaded.host > 0 == kept.host
+    assert offloaded.hbm < hbm[-1]
     shared = found.of(PLAIN.changed(shard_group_size=4))
     assert shared.state == pytest.approx(2 * kept.state, rel=0.01)
     twice = found.of(PLAIN.changed(batch=2))

@@ -31,6 +31,7 @@ from .tracing.step import TracedPart, TracedStep
 
 _STATE = re.compile(r"^\w+ of ")
 
+_BOUND = "two all-gathers and one reduce-scatter of every parameter (ZeRO-3)"
 _NOTE = (
     "The step consists of {runs} programs ({kinds} of them different), one for each forward and "
     "backward of a wrapper with CPUOffload(stream=True). Memory, schedule and tables are those of "
@@ -145,8 +146,8 @@ def make_report(
         memory=memory,
         schedule=schedule,
         timing=timing,
-        bound_wire_bytes=step.bound.wire_bytes if step.bound else None,
-        bound_label=step.bound.label if step.bound else "",
+        bound_wire_bytes=step.bound,
+        bound_label="" if step.bound is None else _BOUND,
         link_model=describe(where),
         compile_seconds=compiled.seconds,
         program_bytes=memory.code,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+from ..tpu.links import OneCollective
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 PHASES = ("forward", "backward", "optimizer", "")
 WORK = ("matmul", "kernel", "elementwise", "copy", "attention")
@@ -39,35 +41,30 @@ class Op:
     padding: float = 0.0  # the share of a matmul that computes padding of its tiles
 
 
-@dataclass(frozen=True)
-class Collective:
+@dataclass(frozen=True, kw_only=True)
+class Collective(OneCollective):
     """One collective. An asynchronous one counts once, even if the compiler split it into pieces.
 
-    ``kind`` is the kind after compilation: a reduce-scatter that the compiler replaced by an
-    all-reduce and a slice is an all-reduce. ``asked`` is the kind that was traced, or "" if the
-    program does not contain it. ``wire_bytes`` is what a device sends in one execution: all-gather
-    B(n-1)/n of its output, reduce-scatter B(n-1)/n of its input, all-reduce twice that, all-to-all
-    B(n-1)/n, collective-permute B.
+    ``kind``, one of KINDS, is the kind after compilation: a reduce-scatter that the compiler
+    replaced by an all-reduce and a slice is an all-reduce. ``asked`` is the kind that was traced,
+    or "" if the program does not contain it. ``wire_bytes`` is what a device sends in one
+    execution: all-gather B(n-1)/n of its output, reduce-scatter B(n-1)/n of its input, all-reduce
+    twice that, all-to-all B(n-1)/n, collective-permute B.
     """
 
     index: int  # where it starts in the schedule
     done: int  # where compute waits for its result; equal to index if synchronous
     name: str
-    kind: str  # one of KINDS
     asked: str
     dtype: str  # as HLO writes it: "bf16", "f32"
-    bytes: int  # B: the larger of operand and result, without layout padding
-    groups: tuple[tuple[int, ...], ...]  # the ordinals of each group; () means one group of all
     group_size: int
     wire_bytes: int
     asynchronous: bool
     fused: bool = False  # inside a fusion with compute (the compiler's AllReduceScatterFusion)
     overlap_cycles: int = 0  # estimated cycles of compute scheduled between index and done
     times: int = 1
-    emitter: str = ""  # the compiler's name for the algorithm it chose
     module: str = ""
     phase: str = ""
-    across_slices: bool = False  # over the data-center network, through the hosts
 
 
 @dataclass(frozen=True)

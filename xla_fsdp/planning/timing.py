@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -84,21 +84,13 @@ class _Event:
 
 
 def _events(schedule: Schedule) -> list[_Event]:
-    return sorted(_unsorted(schedule), key=lambda event: (event.index, event.order))
-
-
-def _unsorted(schedule: Schedule) -> Iterator[_Event]:
-    for op in schedule.ops:
-        yield _Event(op.index, _COMPUTE, op)
-    for collective in schedule.collectives:
-        yield _Event(collective.index, _START, collective)
-        if collective.asynchronous and collective.done > collective.index:
-            yield _Event(collective.done, _WAIT, collective)
-        else:
-            yield _Event(collective.index, _BLOCK, collective)
-    for copy in schedule.host_copies:
-        yield _Event(copy.index, _START, copy)
-        yield _Event(copy.done, _WAIT if copy.done > copy.index else _BLOCK, copy)
+    events = [_Event(op.index, _COMPUTE, op) for op in schedule.ops]
+    transfers: list[Collective | HostCopy] = [*schedule.collectives, *schedule.host_copies]
+    for one in transfers:
+        events.append(_Event(one.index, _START, one))
+        later = one.done > one.index and (isinstance(one, HostCopy) or one.asynchronous)
+        events.append(_Event(one.done if later else one.index, _WAIT if later else _BLOCK, one))
+    return sorted(events, key=lambda event: (event.index, event.order))
 
 
 # Keys of _Lanes.now: the time of a lane, the latest end of several, and two sums.

@@ -10,10 +10,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from ..wording import to_one_line
 from .chips import CHIPS, Chip
 from .topology import Slice
 
@@ -142,31 +143,23 @@ class Calibration:
             raise CalibrationError(
                 f"{path} has version {data.get('version')!r}, allowed is {_VERSION}: measure again"
             )
-        source, found = os.path.basename(os.fspath(path)), data.get("calibration")
-        known = {one.name for one in fields(cls)} - {"source"}
-        if not isinstance(found, dict) or not set(found) <= known:
-            odd = sorted(set(found) - known) if isinstance(found, dict) else found
-            raise CalibrationError(f"{source}: {odd!r:.80} in a calibration; measure again")
-        if "family" not in found:
-            raise CalibrationError(f"{source} has no family of chips; measure again")
-        about = found.pop("about", {})
-        if not isinstance(about, dict):
-            raise CalibrationError(
-                f"{source}: about is {about!r:.80}, expected an object; measure again"
-            )
-        about = MappingProxyType({str(name): str(value) for name, value in about.items()})
-        return cls(**found, about=about, source=source)
+        source = os.path.basename(os.fspath(path))
+        try:
+            found = data["calibration"]
+            about = {str(name): str(value) for name, value in found.pop("about", {}).items()}
+            return cls(**found, about=MappingProxyType(about), source=source)
+        except (TypeError, KeyError, AttributeError) as error:
+            said = to_one_line(error, 100)
+            raise CalibrationError(f"{source} is damaged ({said}): measure again") from error
 
 
 _CHIP = ("link_bandwidth", "launch_latency", "hop_latency", "hbm_bandwidth")
 FIGURES = (*_CHIP, "matrix_flops", "to_device", "to_host")
 
 
-def calibrated(where: Slice, calibration: Calibration | str | os.PathLike[str] | None) -> Slice:
+def calibrated(where: Slice, calibration: Calibration | None) -> Slice:
     """``where``, of chips with measured figures; see :meth:`Calibration.apply` for errors."""
-    if calibration is None:
-        return where
-    return replace(where, chip=read(calibration).apply(where.chip))
+    return where if calibration is None else replace(where, chip=calibration.apply(where.chip))
 
 
 def read(calibration: Calibration | str | os.PathLike[str]) -> Calibration:

@@ -5,14 +5,14 @@ share of one XLA device, which is one rank. On v2 and v3 each of a chip's two Te
 device with half of the chip's memory and arithmetic, and so on TPU7x, where each is a die. On v4
 and v5p the two TensorCores make one device (megacore). v5e and v6e chips have a single TensorCore.
 
-Where a figure comes from is in ``Chip.sources``, by field. "Cloud" is the chip's own page,
-cloud.google.com/tpu/docs/v2 ... /tpu7x. "Scaling book" is "How to Scale Your Model", part 2,
-jax-ml.github.io/scaling-book/tpus. "CACM" is Jouppi et al., "A Domain-Specific Supercomputer for
-Training Deep Neural Networks", CACM 63 (7), 2020. "ISCA" is Jouppi et al., "TPU v4", ISCA 2023,
-arXiv 2304.01433. "tpu_info" is jax/_src/pallas/mosaic/tpu_info.py of later JAX releases. "libtpu"
-was read off the compiler of libtpu 0.0.21, without a TPU, "libtpu 0.0.51" off that one. CACM's and
-ISCA's figures are as commonly cited: the papers were not available when this table was made, so
-each has a second source.
+Where a figure comes from is beside it, or in ``Chip.sources`` by field, if reports print it.
+"Cloud" is the chip's own page, cloud.google.com/tpu/docs/v2 ... /tpu7x. "Scaling book" is "How to
+Scale Your Model", part 2, jax-ml.github.io/scaling-book/tpus. "CACM" is Jouppi et al., "A Domain-
+Specific Supercomputer for Training Deep Neural Networks", CACM 63 (7), 2020. "ISCA" is Jouppi et
+al., "TPU v4", ISCA 2023, arXiv 2304.01433. "tpu_info" is jax/_src/pallas/mosaic/tpu_info.py of
+later JAX releases. "libtpu" was read off the compiler of libtpu 0.0.21, without a TPU, "libtpu
+0.0.51" off that one. CACM's and ISCA's figures are as commonly cited: the papers were not available
+when this table was made, so each has a second source.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ DCN_LATENCY = 50e-6
 # hbm"; seen by compiling a program with an argument of 120 GiB for each chip.
 _LIMIT = "libtpu: the limit in its out-of-memory message, times the devices of a chip; "
 _LIMIT_51 = _LIMIT.replace("libtpu:", "libtpu 0.0.51:")
-_MXU = "derived: flops / (2 x multipliers of a chip); "
 # Sources of the figures that all chips share, because there is only one public figure.
 _SHARED = {
     "hop_latency": (
@@ -140,7 +139,7 @@ class Chip:
     million cycles, recomputed 26 instead of 29, for 195 MiB more; a block of it on v5p-8: 5.55
     instead of 5.74. On v4 and v5e it costs 1 %.
 
-    ``sources``: for each figure, where it comes from.
+    ``sources``: where figures come from, for reports.
     """
 
     family: str
@@ -284,15 +283,16 @@ V2 = Chip(
     generation=2,
     device_kind="TPU v2",
     pci_device=None,
-    flops=46e12,
+    flops=46e12,  # CACM and tpu_info: 46 TFLOP/s
     tensor_cores=2,
-    devices=2,
+    devices=2,  # libtpu: v2:2x2 lists 8 devices
+    # CACM: 700 MHz; flops / (2 x multipliers): 46e12 / (2 x 2 x 128 x 128) = 702 MHz
     clock_hz=700e6,
     matrix_cycles=0.98,
-    hbm_bytes=16 * GIB,
+    hbm_bytes=16 * GIB,  # CACM: 16 GiB; libtpu: 7.48G and 530M reserved for each of 2 cores
     usable_hbm_bytes=2 * int(7.48 * GIB),
-    hbm_bandwidth=700e9,
-    pod=(16, 16),
+    hbm_bandwidth=700e9,  # CACM: 700 GB/s; tpu_info says 716
+    pod=(16, 16),  # CACM: 16 x 16 chips; Scaling book: v2 and v3 link 4 neighbours, 2D torus
     shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
     largest_slice=256,
     link_bandwidth=62e9,
@@ -300,14 +300,8 @@ V2 = Chip(
     small_gathers_reduce=True,
     attention_kernel=False,
     sources={
-        "flops": "CACM and tpu_info: 46 TFLOP/s",
-        "hbm_bytes": "CACM: 16 GiB; libtpu: 7.48G and 530M reserved for each of 2 cores",
         "usable_hbm_bytes": _LIMIT + "7.48G, as in ColabFold issue 62 on hardware",
-        "hbm_bandwidth": "CACM: 700 GB/s; tpu_info says 716",
-        "devices": "libtpu: v2:2x2 lists 8 devices",
-        "clock_hz": "CACM: 700 MHz; " + _MXU + "46e12 / (2 x 2 x 128 x 128) = 702 MHz",
         "link_bandwidth": "CACM: 496 Gbit/s a link and direction; no second source",
-        "pod": "CACM: 16 x 16 chips; Scaling book: v2 and v3 link 4 neighbours, 2D torus",
         "host_memory": "as commonly cited, 96 vCPUs and 334 GB",
     },
 )
@@ -318,16 +312,17 @@ V3 = Chip(
     generation=3,
     device_kind="TPU v3",
     pci_device=None,
-    flops=123e12,
+    flops=123e12,  # Cloud: 123 TFLOP/s; Scaling book and tpu_info say 140
     tensor_cores=2,
-    devices=2,
+    devices=2,  # libtpu: v3:2x2 lists 8 devices
+    # CACM: 940 MHz; flops / (2 x multipliers): 123e12 / (2 x 4 x 128 x 128) = 938 MHz
     clock_hz=940e6,
     matrix_cycles=0.97,
     published=(1.01, 1),
-    hbm_bytes=32 * GIB,
+    hbm_bytes=32 * GIB,  # Cloud: 32 GiB
     usable_hbm_bytes=2 * int(15.48 * GIB),
-    hbm_bandwidth=900e9,
-    pod=(32, 32),
+    hbm_bandwidth=900e9,  # Cloud: 900 GB/s; tpu_info says 825
+    pod=(32, 32),  # Cloud: 1024 chips, 2D torus; Scaling book: 32 x 32
     shapes=((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)),
     largest_slice=1024,
     link_bandwidth=82e9,
@@ -335,17 +330,11 @@ V3 = Chip(
     small_gathers_reduce=True,
     attention_kernel=False,
     sources={
-        "flops": "Cloud: 123 TFLOP/s; Scaling book and tpu_info say 140",
-        "hbm_bytes": "Cloud: 32 GiB",
         "usable_hbm_bytes": _LIMIT + "15.48G, as in LargeWorldModel/LWM issue 60 on hardware",
-        "hbm_bandwidth": "Cloud: 900 GB/s; tpu_info says 825",
-        "devices": "libtpu: v3:2x2 lists 8 devices",
-        "clock_hz": "CACM: 940 MHz; " + _MXU + "123e12 / (2 x 4 x 128 x 128) = 938 MHz",
         "link_bandwidth": (
             "CACM: 656 Gbit/s a link and direction; Cloud's 340 TB/s of all-reduce a pod / 1024 "
             "chips / 4 links = 83 GB/s agrees; ISCA says 70 GB/s, the Scaling book 100"
         ),
-        "pod": "Cloud: 1024 chips, 2D torus; Scaling book: 32 x 32",
         "host_memory": "T. S. Nguyen, June 2021, inside a TPU VM: 96 vCPUs and 335 GB",
     },
 )
@@ -356,18 +345,19 @@ V4 = Chip(
     generation=4,
     device_kind="TPU v4",
     pci_device="0x005e",
-    flops=275e12,
+    flops=275e12,  # Cloud: 275 TFLOP/s
     tensor_cores=2,
-    devices=1,
+    devices=1,  # libtpu: v4:2x2x1 with megacore lists 4 devices, as production does
+    # ISCA: 1050 MHz; flops / (2 x multipliers): 275e12 / (2 x 8 x 128 x 128) = 1049 MHz
     clock_hz=1050e6,
     matrix_cycles=0.93,
     published=(1.2, 3),
-    hbm_bytes=32 * GIB,
+    hbm_bytes=32 * GIB,  # Cloud: 32 GiB
     usable_hbm_bytes=int(30.75 * GIB),
-    hbm_bandwidth=1200e9,
+    hbm_bandwidth=1200e9,  # Cloud: 1200 GB/s
     chip_config="megacore",
     other_configs={"megacore_dense": int(31.75 * GIB)},
-    pod=(16, 16, 16),
+    pod=(16, 16, 16),  # Cloud: 4096 chips; Scaling book: 16 x 16 x 16; ISCA: 6 links a chip
     cube=4,
     shapes=_UP_TO_A_CUBE,
     largest_slice=4096,
@@ -375,20 +365,14 @@ V4 = Chip(
     dcn_bandwidth=6.25e9,
     host_memory={4: 407},
     sources={
-        "flops": "Cloud: 275 TFLOP/s",
-        "hbm_bytes": "Cloud: 32 GiB",
         "usable_hbm_bytes": (
             _LIMIT + "30.75G with chip_config_name megacore, as in EasyDeL issue 166 on a v4-32; "
             "31.75G with megacore_dense, which torch_xla 2.9 asks for"
         ),
-        "hbm_bandwidth": "Cloud: 1200 GB/s",
-        "devices": "libtpu: v4:2x2x1 with megacore lists 4 devices, as production does",
-        "clock_hz": "ISCA: 1050 MHz; " + _MXU + "275e12 / (2 x 8 x 128 x 128) = 1049 MHz",
         "link_bandwidth": (
             "Scaling book: 45 GB/s one way; Cloud's 1.1 PB/s of all-reduce a pod / 4096 chips / 6 "
             "links = 45 GB/s agrees; ISCA says 50 GB/s nominal"
         ),
-        "pod": "Cloud: 4096 chips; Scaling book: 16 x 16 x 16; ISCA: 6 links a chip",
         "dcn_bandwidth": "Scaling book: 6.25 GB/s a chip",
         "host_memory": "as commonly cited of ct4p-hightpu-4t, 240 vCPUs and 407 GB",
     },
@@ -400,16 +384,17 @@ V5E = Chip(
     generation=5,
     device_kind="TPU v5 lite",
     pci_device="0x0063",
-    flops=197e12,
+    flops=197e12,  # Cloud: 197 TFLOP/s
     tensor_cores=1,
-    devices=1,
+    devices=1,  # libtpu: v5e:2x4 lists 8 devices
+    # Scaling book: 1.5 GHz; flops / (2 x multipliers): 197e12 / (2 x 4 x 128 x 128) = 1503 MHz
     clock_hz=1500e6,
     matrix_cycles=0.88,
     published=(0.91, 3),
-    hbm_bytes=16 * GIB,
+    hbm_bytes=16 * GIB,  # Cloud: 16 GB (GiB by libtpu's limit)
     usable_hbm_bytes=int(15.75 * GIB),
-    hbm_bandwidth=819e9,
-    pod=(16, 16),
+    hbm_bandwidth=819e9,  # Cloud: 819 GB/s
+    pod=(16, 16),  # Cloud: 256 chips, 2D torus, 16x16 the largest slice
     shapes=_UP_TO_256,
     largest_slice=256,
     sub_host=True,
@@ -422,16 +407,10 @@ V5E = Chip(
     gathers_along_one_ring=True,
     crashes_on_fused_loops=True,
     sources={
-        "flops": "Cloud: 197 TFLOP/s",
-        "hbm_bytes": "Cloud: 16 GB (GiB by libtpu's limit)",
         "usable_hbm_bytes": _LIMIT + "15.75G",
-        "hbm_bandwidth": "Cloud: 819 GB/s",
-        "devices": "libtpu: v5e:2x4 lists 8 devices",
-        "clock_hz": "Scaling book: 1.5 GHz; " + _MXU + "197e12 / (2 x 4 x 128 x 128) = 1503 MHz",
         "link_bandwidth": (
             "Scaling book: 45 GB/s one way; Cloud: 400 GB/s both ways a chip / 4 / 2 = 50 nominal"
         ),
-        "pod": "Cloud: 256 chips, 2D torus, 16x16 the largest slice",
         "dcn_bandwidth": (
             "Cloud: 2 x 100 Gbps a host of 8 chips, 6.4 Tbps a pod; Scaling book: 3.125 GB/s a chip"
         ),
@@ -445,15 +424,16 @@ V5P = Chip(
     generation=5,
     device_kind="TPU v5",
     pci_device="0x0062",
-    flops=459e12,
+    flops=459e12,  # Cloud: 459 TFLOP/s
     tensor_cores=2,
-    devices=1,
-    clock_hz=1750e6,
+    devices=1,  # libtpu: v5p:2x2x1 lists 4 devices, with and without megacore
+    clock_hz=1750e6,  # flops / (2 x multipliers): 459e12 / (2 x 8 x 128 x 128) = 1751 MHz
     matrix_cycles=0.9,
     published=(1.01, 1),
-    hbm_bytes=96 * GIB,
+    hbm_bytes=96 * GIB,  # Scaling book: 96 GB; libtpu: 95.74G and 263M reserved; Cloud says 95 GiB
     usable_hbm_bytes=int(95.74 * GIB),
-    hbm_bandwidth=2765e9,
+    hbm_bandwidth=2765e9,  # Cloud: 2765 GB/s
+    # Cloud: 8960 chips, the largest job 6144; Scaling book: 16 x 20 x 28, 6 neighbours
     pod=(16, 20, 28),
     cube=4,
     shapes=_UP_TO_A_CUBE,
@@ -465,16 +445,10 @@ V5P = Chip(
     overlaps_gathers=True,
     stores_linear_inputs=True,
     sources={
-        "flops": "Cloud: 459 TFLOP/s",
-        "hbm_bytes": "Scaling book: 96 GB; libtpu: 95.74G and 263M reserved; Cloud says 95 GiB",
         "usable_hbm_bytes": _LIMIT + "95.74G",
-        "hbm_bandwidth": "Cloud: 2765 GB/s",
-        "devices": "libtpu: v5p:2x2x1 lists 4 devices, with and without megacore",
-        "clock_hz": _MXU + "459e12 / (2 x 8 x 128 x 128) = 1751 MHz",
         "link_bandwidth": (
             "Scaling book: 90 GB/s one way; Cloud: 1200 GB/s both ways a chip / 6 / 2 = 100 nominal"
         ),
-        "pod": "Cloud: 8960 chips, the largest job 6144; Scaling book: 16 x 20 x 28, 6 neighbours",
         "dcn_bandwidth": "Cloud: 50 Gbps a chip; Scaling book: 6.25 GB/s",
         "host_memory": "as commonly cited of ct5p-hightpu-4t, 208 vCPUs and 448 GB",
     },
@@ -486,17 +460,20 @@ V6E = Chip(
     generation=6,
     device_kind="TPU v6 lite",
     pci_device="0x006f",
-    flops=918e12,
+    flops=918e12,  # Cloud: 918 TFLOP/s
     tensor_cores=1,
-    devices=1,
+    devices=1,  # libtpu: v6e:2x4 lists 8 devices
+    # flops / (2 x multipliers): 918e12 / (2 x 4 x 256 x 256) = 1751 MHz. Cloud states two 256x256
+    # units, which alone would need 3.5 GHz; libtpu's cycles for matmuls reach 456,000 operations a
+    # cycle, 87 % of four units' 524,288 and above two units' 262,144
     clock_hz=1750e6,
     matrix_cycles=0.7,
     published=(1.07, 6),
     matrix_unit=256,
-    hbm_bytes=32 * GIB,
+    hbm_bytes=32 * GIB,  # Cloud: 32 GB (GiB by libtpu's limit)
     usable_hbm_bytes=int(31.25 * GIB),
-    hbm_bandwidth=1638e9,
-    pod=(16, 16),
+    hbm_bandwidth=1638e9,  # Cloud: 1638 GB/s
+    pod=(16, 16),  # Cloud: 256 chips, 2D torus, 16x16 the largest slice
     shapes=_UP_TO_256,
     largest_slice=256,
     sub_host=True,
@@ -509,20 +486,10 @@ V6E = Chip(
     softmax_divides=True,
     stores_linear_inputs=True,
     sources={
-        "flops": "Cloud: 918 TFLOP/s",
-        "hbm_bytes": "Cloud: 32 GB (GiB by libtpu's limit)",
         "usable_hbm_bytes": _LIMIT + "31.25G",
-        "hbm_bandwidth": "Cloud: 1638 GB/s",
-        "devices": "libtpu: v6e:2x4 lists 8 devices",
-        "clock_hz": (
-            _MXU + "918e12 / (2 x 4 x 256 x 256) = 1751 MHz. Cloud states two 256x256 units, "
-            "which alone would need 3.5 GHz; libtpu's cycles for matmuls reach 456,000 "
-            "operations a cycle, 87 % of four units' 524,288 and above two units' 262,144"
-        ),
         "link_bandwidth": (
             "Scaling book: 90 GB/s one way; Cloud: 800 GB/s both ways a chip / 4 / 2 = 100 nominal"
         ),
-        "pod": "Cloud: 256 chips, 2D torus, 16x16 the largest slice",
         "dcn_bandwidth": (
             "Cloud: 4 x 200 Gbps a host of 8 chips, 25.6 Tbps a pod; Scaling book: 12.5 GB/s a chip"
         ),
@@ -536,17 +503,21 @@ TPU7X = Chip(
     generation=7,
     device_kind="TPU7x",
     pci_device="0x0076",
-    flops=2307e12,
+    flops=2307e12,  # Cloud: 2,307 TFLOP/s; 4,614 of fp8
     tensor_cores=2,
-    devices=2,
+    devices=2,  # libtpu 0.0.51: tpu7x:2x2x1 lists 8 devices, as production does
+    # flops / (2 x multipliers): 2307e12 / (2 x 8 x 256 x 256) = 2200 MHz; libtpu 0.0.51's cycles
+    # for matmuls reach 484,000 operations a cycle and device, 92 % of four units' 524,288
     clock_hz=2200e6,
     matrix_cycles=0.81,
     published=(1.12, 1),
     matrix_unit=256,
-    hbm_bytes=192 * GIB,
+    hbm_bytes=192 * GIB,  # Cloud: 192 GiB, 96 for each of two devices
     usable_hbm_bytes=2 * int(94.74 * GIB),
+    # Cloud: 7,380 GB/s; a copy reaches 6,420 (tpu-recipes, microbenchmarks/ironwood)
     hbm_bandwidth=7380e9,
     die_bandwidth=1080e9,
+    # Cloud: 9,216 chips, 3D torus; AXLearn and MaxText name slices up to 16x24x24
     pod=(16, 24, 24),
     cube=4,
     shapes=_UP_TO_A_CUBE,
@@ -559,23 +530,12 @@ TPU7X = Chip(
     along_all_axes=True,
     refused_by=("0.0.21",),
     sources={
-        "flops": "Cloud: 2,307 TFLOP/s; 4,614 of fp8",
-        "hbm_bytes": "Cloud: 192 GiB, 96 for each of two devices",
         "usable_hbm_bytes": _LIMIT_51 + "94.74G",
-        "hbm_bandwidth": (
-            "Cloud: 7,380 GB/s; a copy reaches 6,420 (tpu-recipes, microbenchmarks/ironwood)"
-        ),
-        "devices": "libtpu 0.0.51: tpu7x:2x2x1 lists 8 devices, as production does",
-        "clock_hz": (
-            _MXU + "2307e12 / (2 x 8 x 256 x 256) = 2200 MHz; libtpu 0.0.51's cycles for matmuls "
-            "reach 484,000 operations a cycle and device, 92 % of four units' 524,288"
-        ),
         "link_bandwidth": (
             "MaxText: 180 GB/s an axis, of two links (custom_model.md); tpu-recipes measure an "
             "all-gather on 2x2x1 at 179; Cloud: 1200 GB/s both ways a chip / 6 / 2 = 100 nominal"
         ),
         "die_bandwidth": "MaxText: six times an axis between the dies of a chip (custom_model.md)",
-        "pod": "Cloud: 9,216 chips, 3D torus; AXLearn and MaxText name slices up to 16x24x24",
         "dcn_bandwidth": "Cloud: 100 Gbps a chip",
         "host_memory": "Cloud: 960 GB a virtual machine of 4 chips",
     },

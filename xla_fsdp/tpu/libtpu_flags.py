@@ -102,18 +102,16 @@ class Refusal:
     illegal: tuple[str, ...] = ()
 
 
+# Takes a tenth of a second; the plans of a process all ask about the same arguments.
+@lru_cache(maxsize=64)
 def refusal(arguments: str, library: str | None) -> Refusal:
     """What the libtpu at ``library`` refuses of ``arguments``; asks a process that ends
     immediately.
 
     No flag counts as refused where there is no libtpu, or one that does not answer.
     """
-    return _asked(arguments, library) if library else Refusal()
-
-
-# Takes a tenth of a second; the plans of a process all ask about the same arguments.
-@lru_cache(maxsize=64)
-def _asked(arguments: str, library: str) -> Refusal:
+    if not library:
+        return Refusal()
     environment = {
         ARGUMENTS: f"--{_ASKING} {arguments}",
         "TPU_SKIP_MDS_QUERY": "1",  # asks nothing of the network either

@@ -37,37 +37,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
 
 from .slices import Groups
 from .topology import Slice
 
 _Position = tuple[int, int, int]  # of a chip
 _Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that sends
-
-
-class Traffic(Protocol):
-    """A collective on the links: :class:`OneCollective`, or one of a plan, which says more.
-
-    ``kind``: as HLO calls it, such as "all-gather". ``bytes``: the larger of what goes in and what
-    comes out, without padding. ``wire_bytes``: what a device sends, see :func:`wire_bytes`.
-    ``groups``: ranks that take part together, or pairs of source and target; () means all.
-    ``emitter``: the algorithm that the compiler chose, as it calls it; "" if unknown.
-    ``across_slices``: whether it runs between slices, over the data-center network.
-    """
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def wire_bytes(self) -> int: ...
-    @property
-    def groups(self) -> Groups: ...
-    @property
-    def emitter(self) -> str: ...
-    @property
-    def across_slices(self) -> bool: ...
 
 
 def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
@@ -82,19 +57,19 @@ def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
 
 @dataclass(frozen=True)
 class OneCollective:
-    """Traffic that is in no program: to ask how long it would take."""
+    """A collective on the links. Those of a program say more: ``planning/records.py``.
+
+    ``kind``: as HLO calls it, such as "all-gather". ``bytes``: the larger of what goes in and what
+    comes out, without padding. ``groups``: ranks that take part together, or pairs of source and
+    target; () means all. ``emitter``: the algorithm that the compiler chose, as it calls it; "" if
+    unknown. ``across_slices``: whether it runs between slices, over the data-center network.
+    """
 
     kind: str
     bytes: int
     groups: Groups
     emitter: str = ""
     across_slices: bool = False
-
-    @property
-    def wire_bytes(self) -> int:
-        """See :class:`Traffic`."""
-        ranks = 2 if self.kind == "collective-permute" else len(self.groups[0])
-        return wire_bytes(self.kind, self.bytes, ranks)
 
 
 @dataclass(frozen=True)
@@ -115,7 +90,7 @@ class Route:
     sharing: int
 
 
-def collective_seconds(collective: Traffic, slice: Slice) -> float:
+def collective_seconds(collective: OneCollective, slice: Slice) -> float:
     """Modelled seconds of one execution of ``collective``, alone on the links of ``slice``.
 
     An all-gather over one axis after the other is two collectives: add their seconds up.
@@ -166,7 +141,7 @@ class Links:
         self._routes: dict[Groups, tuple[Route, ...]] = {}
         self._loads: dict[Groups, tuple[Counter[_Link], int]] = {}  # of permutes
 
-    def seconds(self, collective: Traffic) -> float:
+    def seconds(self, collective: OneCollective) -> float:
         """See :func:`collective_seconds`."""
         if collective.across_slices:
             return self._between(collective)
@@ -175,7 +150,7 @@ class Links:
         routes = self.routes(collective.groups)
         return max((self._along(route, collective) for route in routes), default=0.0)
 
-    def used(self, collective: Traffic) -> Collection[_Link] | None:
+    def used(self, collective: OneCollective) -> Collection[_Link] | None:
         """The links, one way each, that a permute uses; ``None``, all of them, for other kinds."""
         if collective.kind != "collective-permute":
             return None
@@ -201,19 +176,20 @@ class Links:
 
     # Times.
 
-    def _along(self, route: Route, collective: Traffic) -> float:
+    def _along(self, route: Route, collective: OneCollective) -> float:
         chip = self._slice.chip
         if route.ranks < 2:
             return 0.0
+        sent = wire_bytes(collective.kind, collective.bytes, route.ranks)
         if not route.links:
-            return self._inside(collective.wire_bytes)
+            return self._inside(sent)
         links, hops = route.links, route.hops
         if _one_ring(collective.emitter):
             links, hops = min(links, 2), max(hops, route.ranks // route.cores // 2)
         if collective.kind == "all-to-all":
             load = route.crossing * collective.bytes
         else:
-            load = collective.wire_bytes / links
+            load = sent / links
         phases = 2 if collective.kind == "all-reduce" else 1
         latency = chip.launch_latency + phases * hops * chip.hop_latency
         return latency + route.sharing * load / chip.link_bandwidth
@@ -226,15 +202,16 @@ class Links:
         # Read once and written once. An assumption: nothing public says how cores exchange.
         return chip.launch_latency + 2 * sent / chip.device_hbm_bandwidth
 
-    def _between(self, collective: Traffic) -> float:
+    def _between(self, collective: OneCollective) -> float:
         chip = self._slice.chip
         if not chip.dcn_bandwidth:
             raise ValueError(f"slices of {chip.family} are not joined: {collective.kind}")
         phases = 2 if collective.kind == "all-reduce" else 1
-        sent = collective.wire_bytes * chip.devices
-        return chip.launch_latency + phases * chip.dcn_latency + sent / chip.dcn_bandwidth
+        sent = wire_bytes(collective.kind, collective.bytes, len(collective.groups[0]))
+        latency = chip.launch_latency + phases * chip.dcn_latency
+        return latency + sent * chip.devices / chip.dcn_bandwidth
 
-    def _permute(self, collective: Traffic) -> float:
+    def _permute(self, collective: OneCollective) -> float:
         chip, (load, hops) = self._slice.chip, self._load_of(collective.groups)
         if not hops:
             return self._inside(collective.bytes)

@@ -20,9 +20,9 @@ devices together, with shardings, for the compiler to partition. The results, al
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import shutil
 import sys
 import threading
@@ -47,37 +47,23 @@ _NAMES = {
 _TILINGS = "result_tilings"
 
 
-class MissingNameError(Exception):
-    """This jax lacks a name that is needed."""
+class KnownError(Exception):
+    """An error with a message of ours. ``kind``: "names" or "topology", as in ``result.json``."""
 
-
-class UnknownSliceError(Exception):
-    """libtpu does not know the slice."""
-
-
-_KINDS = {MissingNameError: "names", UnknownSliceError: "topology"}
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class Names:
     """The names of jax that are needed, looked up when they are used."""
 
     def __getattr__(self, name: str) -> Any:
-        path = _NAMES[name]
+        path = f"{_NAMES[name]}.{name}"
         try:
-            # The innermost of them may be no file, but part of a compiled module.
-            return getattr(_module(path), name, None) or importlib.import_module(f"{path}.{name}")
+            return pkgutil.resolve_name(path)
         except Exception as error:  # releases that do not fit raise what they like
-            raise MissingNameError(f"{path}.{name}: {error}") from error
-
-
-def _module(path: str) -> Any:
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        outer, _, inner = path.rpartition(".")
-        if not outer:
-            raise
-        return getattr(_module(outer), inner)
+            raise KnownError("names", f"{path}: {error}") from error
 
 
 def program_file(request: dict) -> str:
@@ -112,7 +98,7 @@ def main(folder: Path, parent: int) -> None:
     try:
         result = compile_step(folder, request)
     except Exception as error:
-        kind = _KINDS.get(type(error), type(error).__name__)
+        kind = error.kind if isinstance(error, KnownError) else type(error).__name__
         kind = "memory" if "RESOURCE_EXHAUSTED" in str(error) else kind
         result = {"error": str(error), "kind": kind, "seconds": time.monotonic() - began}
     result["host_memory"] = peak_memory()
@@ -188,10 +174,11 @@ def _devices(jax: Names, request: dict) -> list[Any]:
     try:
         slice_ = describe(request["libtpu_name"], "tpu", **request["topology_options"])
     except Exception as error:  # its type differs by release
-        raise UnknownSliceError(str(error)) from error
+        raise KnownError("topology", str(error)) from error
     devices: list[Any] = sorted(slice_.devices, key=lambda device: device.id)
     if len(devices) != request["devices"]:
-        raise UnknownSliceError(f"expected {request['devices']} devices, it has {len(devices)}")
+        message = f"expected {request['devices']} devices, it has {len(devices)}"
+        raise KnownError("topology", message)
     return devices
 
 

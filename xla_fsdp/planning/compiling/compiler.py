@@ -107,130 +107,108 @@ class Target:
     def compile(
         self, program: TracedProgram | PartitionedProgram, host: HostOptions
     ) -> CompiledStep:
-        """As :func:`compile_step`."""
-        return compile_step(program, self.where, host, self.cache, self.progress, self.compiler)
+        """Compiles ``program``, or takes the result of an earlier time from the cache.
 
+        Args:
+            host: what libtpu reads there when it starts.
 
-def compile_step(
-    program: TracedProgram | PartitionedProgram,
-    where: Slice,
-    host: HostOptions,
-    cache: PlanCache,
-    progress: Progress,
-    compiler: Compiler | None = None,
-) -> CompiledStep:
-    """Compiles ``program`` for ``where``, or takes the result of an earlier time from ``cache``.
-
-    Args:
-        host: what libtpu reads there when it starts.
-        compiler: default: that of :func:`~xla_fsdp.plan_compiler.find_compiler`.
-
-    Raises:
-        CompileError: the compiler refused the program, or ended without a message.
-        UnusableCompilerError: libtpu does not know the slice, or plans do not know this jax.
-    """
-    compiler = compiler or find_compiler()
-    versions = {"torch_xla": importlib.metadata.version("torch_xla"), **compiler.versions}
-    chip_config = {} if host.chip_config is None else {"chip_config_name": host.chip_config}
-    request: dict[str, Any] = {
-        "libtpu_name": where.libtpu_name,
-        "topology_options": {**where.options, **chip_config},
-        "devices": where.devices,
-        "arguments": host.arguments,
-        "donated": sorted(program.donated),
-        "format": _FORMAT,
-    }
-    known: list[Any] = [program.fingerprint]
-    if isinstance(program, PartitionedProgram):
-        code = program.stablehlo
-        request["partitioned"] = {"shardy": program.shardy}
-        request["model_flops"] = program.model_flops
-    else:
-        code = program.hlo
-        known.append(names(code))
-    parts = json.dumps([*known, request, versions], sort_keys=True)
-    key = hashlib.sha256(parts.encode()).hexdigest()
-    found = kept = cache.read(key)
-    if found is None:
-        found = _compile(key, code, request, host, where, progress, compiler)
-        found = replace(found, versions=versions)
-    try:
-        if found.model_flops is None:
-            found = replace(found, model_flops=model_flops(found.traced))
-    finally:  # a fault there must not lose an hour of compiling
-        if found is not kept:
-            cache.write(found)
-    return found
-
-
-def _compile(
-    key: str,
-    code: bytes,
-    request: dict[str, Any],
-    host: HostOptions,
-    where: Slice,
-    progress: Progress,
-    compiler: Compiler,
-) -> CompiledStep:
-    _give_back_memory()
-    with tempfile.TemporaryDirectory(prefix="xla_fsdp_plan_") as name:
-        folder = Path(name)
-        (folder / "request.json").write_text(json.dumps(request))
-        (folder / compile_child.program_file(request)).write_bytes(code)
-        result = _run(folder, host.arguments, where, progress, compiler)
-        refusal = result.get("error", "")
-        if refusal:
-            _raise_unless_memory(result["kind"], refusal, compiler, where)
-        assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
-        if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51 writes a separate file
-            assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
-        scheduled = ""  # if it stopped before it had assigned any memory
-        if not refusal:
-            scheduled = (folder / "scheduled.txt").read_text()
-        elif assignment:
-            scheduled = _dumped(folder, "after_optimizations_after_buffer_assignment.txt")
-        return CompiledStep(
-            key=key,
-            traced=_dumped(folder, "before_optimizations.txt"),
-            scheduled=scheduled,
-            assignment=assignment,
-            memory=None if refusal else CompilerMemory(**result["memory"]),
-            refusal=refusal,
-            seconds=result["seconds"],
-            from_cache=False,
-            model_flops=request.get("model_flops"),
-            options=_values(_dumped(folder, "flagfile"), host.whose),
-            host_memory=result["host_memory"],
-        )
-
-
-def _run(
-    folder: Path, arguments: str, where: Slice, progress: Progress, compiler: Compiler
-) -> dict[str, Any]:
-    """Runs the compiler on the request in ``folder``; returns its ``result.json``."""
-    began = time.monotonic()
-    what = f"compiling for {where.name} ({where.devices} devices)"
-    with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(
-            [compiler.python, compile_child.__file__, str(folder), str(os.getpid())],
-            stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            env=changed_environment(compiler.environment),
-        )  # fmt: skip
+        Raises:
+            CompileError: the compiler refused the program, or ended without a message.
+            UnusableCompilerError: libtpu does not know the slice, or plans do not know this jax.
+        """
+        where = self.where
+        versions = {"torch_xla": importlib.metadata.version("torch_xla"), **self.compiler.versions}
+        chip_config = {} if host.chip_config is None else {"chip_config_name": host.chip_config}
+        request: dict[str, Any] = {
+            "libtpu_name": where.libtpu_name,
+            "topology_options": {**where.options, **chip_config},
+            "devices": where.devices,
+            "arguments": host.arguments,
+            "donated": sorted(program.donated),
+            "format": _FORMAT,
+        }
+        known: list[Any] = [program.fingerprint]
+        if isinstance(program, PartitionedProgram):
+            code = program.stablehlo
+            request["partitioned"] = {"shardy": program.shardy}
+            request["model_flops"] = program.model_flops
+        else:
+            code = program.hlo
+            known.append(names(code))
+        parts = json.dumps([*known, request, versions], sort_keys=True)
+        key = hashlib.sha256(parts.encode()).hexdigest()
+        found = kept = self.cache.read(key)
+        if found is None:
+            found = replace(self._compile(key, code, request, host), versions=versions)
         try:
-            while child.poll() is None:
-                progress.update(what, time.monotonic() - began)
-                time.sleep(_POLL_SECONDS)
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    if not (folder / "result.json").exists():
-        output = (folder / "log").read_text(errors="replace")
-        raise CompileError(_without_result(child.returncode, output, arguments, compiler, where))
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    done = f"{what}, in {result['host_memory'] / 2**30:.1f} GiB of host memory"
-    progress.done(done, time.monotonic() - began)
-    return result
+            if found.model_flops is None:
+                found = replace(found, model_flops=model_flops(found.traced))
+        finally:  # a fault there must not lose an hour of compiling
+            if found is not kept:
+                self.cache.write(found)
+        return found
+
+    def _compile(
+        self, key: str, code: bytes, request: dict[str, Any], host: HostOptions
+    ) -> CompiledStep:
+        _give_back_memory()
+        with tempfile.TemporaryDirectory(prefix="xla_fsdp_plan_") as name:
+            folder = Path(name)
+            (folder / "request.json").write_text(json.dumps(request))
+            (folder / compile_child.program_file(request)).write_bytes(code)
+            result = self._run(folder, host.arguments)
+            refusal = result.get("error", "")
+            if refusal:
+                _raise_unless_memory(result["kind"], refusal, self.compiler, self.where)
+            assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
+            if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51 writes a separate file
+                assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
+            scheduled = ""  # if it stopped before it had assigned any memory
+            if not refusal:
+                scheduled = (folder / "scheduled.txt").read_text()
+            elif assignment:
+                scheduled = _dumped(folder, "after_optimizations_after_buffer_assignment.txt")
+            return CompiledStep(
+                key=key,
+                traced=_dumped(folder, "before_optimizations.txt"),
+                scheduled=scheduled,
+                assignment=assignment,
+                memory=None if refusal else CompilerMemory(**result["memory"]),
+                refusal=refusal,
+                seconds=result["seconds"],
+                from_cache=False,
+                model_flops=request.get("model_flops"),
+                options=_values(_dumped(folder, "flagfile"), host.whose),
+                host_memory=result["host_memory"],
+            )
+
+    def _run(self, folder: Path, arguments: str) -> dict[str, Any]:
+        """Runs the compiler on the request in ``folder``; returns its ``result.json``."""
+        where, compiler, began = self.where, self.compiler, time.monotonic()
+        what = f"compiling for {where.name} ({where.devices} devices)"
+        with (folder / "log").open("wb") as log:
+            child = subprocess.Popen(
+                [compiler.python, compile_child.__file__, str(folder), str(os.getpid())],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=changed_environment(compiler.environment),
+            )  # fmt: skip
+            try:
+                while child.poll() is None:
+                    self.progress.update(what, time.monotonic() - began)
+                    time.sleep(_POLL_SECONDS)
+            finally:
+                if child.poll() is None:
+                    child.kill()
+                    child.wait()
+        if not (folder / "result.json").exists():
+            output = (folder / "log").read_text(errors="replace")
+            raise CompileError(
+                _without_result(child.returncode, output, arguments, compiler, where)
+            )
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        done = f"{what}, in {result['host_memory'] / 2**30:.1f} GiB of host memory"
+        self.progress.done(done, time.monotonic() - began)
+        return result
 
 
 def _without_result(

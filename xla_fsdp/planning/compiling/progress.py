@@ -9,26 +9,48 @@ from collections.abc import Iterator
 from typing import TextIO
 
 _WORTH_A_LINE = 5.0  # seconds
+_OFTEN = 60.0  # seconds between lines on one compilation of a search
 
 
 class Progress:
     """Rewrites one line on a terminal; elsewhere prints a line at the start and one at the end.
 
-    ``stream=None`` prints nothing.
+    ``stream=None`` prints nothing. ``budget``: the most compilations of a search. Lines then have
+    the number of the compilation, the time since the start and what remains, once a minute.
     """
 
-    def __init__(self, stream: TextIO | None = sys.stderr) -> None:
-        self._stream = stream
-        self._shown = ""
+    def __init__(self, stream: TextIO | None = sys.stderr, budget: int = 0) -> None:
+        self._stream, self._budget, self._began = stream, budget, time.monotonic()
+        self._shown, self._said = "", 0.0
+        self._seconds: list[float] = []  # of each compilation of the search so far
 
     def update(self, what: str, seconds: float) -> None:
+        """``seconds``: how long the present compilation has taken."""
         if self._stream is None:
             return
+        text = f"{what}, {self._status(seconds)}" if self._budget else what
         if self._stream.isatty():
-            self._write(f"\r\033[K{what} … {seconds:.0f} s", "")
-        elif self._shown != what:
-            self._write(f"{what} …", "\n")
+            self._write(f"\r\033[K{text} … {seconds:.0f} s", "")
+        elif self._shown != what or self._budget and seconds - self._said >= _OFTEN:
+            self._write(f"{text} …", "\n")
+            self._said = seconds
         self._shown = what
+
+    def _status(self, seconds: float) -> str:
+        done, so_far = len(self._seconds), _minutes(time.monotonic() - self._began)
+        status = f"{done + 1} of at most {self._budget}; {so_far} so far"
+        if done:
+            mean = sum(self._seconds) / done
+            left = max((self._budget - done) * mean - seconds, 0.0)
+            status += f", at most about {_minutes(left)} remain"
+        return status
+
+    @contextlib.contextmanager
+    def while_compiling(self) -> Iterator[None]:
+        """What happens in this context is one compilation of a search."""
+        began = time.monotonic()
+        yield
+        self._seconds.append(time.monotonic() - began)
 
     @contextlib.contextmanager
     def while_doing(self, what: str) -> Iterator[None]:
@@ -54,3 +76,8 @@ class Progress:
 
     def _write(self, text: str, end: str) -> None:
         print(text, end=end, file=self._stream, flush=True)
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} min"

@@ -20,7 +20,7 @@ import math
 import re
 
 from ...tpu.chips import Chip
-from .hlo import Computation, Instruction, Shape, numbers, parse_module
+from .hlo import Computation, Instruction, leaves, numbers, parse_module
 from .places import line_up
 
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -58,32 +58,24 @@ def model_flops(traced: str) -> float:
 def flops_of(computation: Computation, instruction: Instruction) -> float:
     """FLOPs of one execution of an instruction, without those of computations that it calls."""
     if instruction.opcode == "dot":
-        left = _dims(computation, instruction, 0)
+        left = _dims(computation.by_name[instruction.operands[0]])
         contracting = _CONTRACTING.search(instruction.attributes)
         axes = numbers(contracting[1]) if contracting else ()
-        return 2.0 * _elements(instruction) * math.prod(left[axis] for axis in axes)
+        return 2.0 * math.prod(_dims(instruction)) * math.prod(left[axis] for axis in axes)
     if instruction.opcode == "convolution":
-        kernel = _dims(computation, instruction, 1)
+        kernel = _dims(computation.by_name[instruction.operands[1]])
         labels = _LABELS.search(instruction.attributes)
         outputs = kernel[labels[2].index("o")] if labels else 1
         # A transposed convolution inserts zeros between its inputs; they do not count.
         spread = _DILATED.search(instruction.attributes)
         zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
-        return 2.0 * _elements(instruction) * math.prod(kernel) / outputs / zeros
+        return 2.0 * math.prod(_dims(instruction)) * math.prod(kernel) / outputs / zeros
     return kernel_flops(instruction) if is_kernel(instruction) else 0.0
 
 
-def _dims(computation: Computation, instruction: Instruction, operand: int) -> tuple[int, ...]:
-    return _shape(computation.by_name[instruction.operands[operand]]).dims
-
-
-def _elements(instruction: Instruction) -> int:
-    return math.prod(_shape(instruction).dims)
-
-
-def _shape(instruction: Instruction) -> Shape:
-    assert isinstance(instruction.shape, Shape), instruction.name
-    return instruction.shape
+def _dims(instruction: Instruction) -> tuple[int, ...]:
+    (shape,) = leaves(instruction.shape)
+    return shape.dims
 
 
 def is_kernel(instruction: Instruction) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from .hlo import Computation, Instruction, Module, Shape
+import numpy as np
+
+from .hlo import Computation, Instruction, Module, Shape, Tuple
 
 _WITHOUT_OPERANDS = ("parameter", "constant")  # they have a number or a literal instead
 
@@ -98,26 +100,15 @@ def _condition_and_body(module: Module, loop: Instruction) -> list[Computation]:
 _LIMIT = 100_000
 
 _SAME = frozenset("copy bitcast reshape broadcast optimization-barrier opt-barrier".split())
-_WRAPPED = frozenset("convert bitcast-convert".split())
-# Operations on two numbers by opcode, comparisons by their direction.
-_BINARY: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
-    {
-        "add": operator.add,
-        "subtract": operator.sub,
-        "multiply": operator.mul,
-        "minimum": min,
-        "maximum": max,
-        "and": operator.and_,
-        "or": operator.or_,
-        "xor": operator.xor,
-        "LT": operator.lt,
-        "LE": operator.le,
-        "GT": operator.gt,
-        "GE": operator.ge,
-        "EQ": operator.eq,
-        "NE": operator.ne,
-    }
-)
+# By opcode, comparisons by their direction. Integers of numpy wrap around as those of XLA do.
+_OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "minimum": np.minimum,
+    "maximum": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "not": np.invert, "LT": np.less, "LE": np.less_equal, "GT": np.greater,
+    "GE": np.greater_equal, "EQ": np.equal, "NE": np.not_equal,
+    "select": lambda chosen, one, other: one if chosen else other,
+    "convert": lambda value: value, "bitcast-convert": lambda value: value,
+})  # fmt: skip
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
@@ -131,16 +122,16 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     condition, body = _condition_and_body(module, loop)
     outside = _Frame(module, computation, lambda number, place: None)
     # By iteration, and place in the tuple that is the loop's state.
-    state: dict[tuple[int, int], int | None] = {}
+    state: dict[tuple[int, int], Any] = {}
 
-    def element(trip: int, place: int) -> int | None:
+    def element(trip: int, place: int) -> Any:
         if (trip, place) not in state:
             before = frame(body, trip - 1) if trip else outside
             state[trip, place] = before.value(body.root.name if trip else loop.operands[0], place)
         return state[trip, place]
 
     def frame(part: Computation, trip: int) -> _Frame:
-        def given(number: int, place: int | None) -> int | None:
+        def given(number: int, place: int | None) -> Any:
             return None if place is None else element(trip, place)
 
         return _Frame(module, part, given)
@@ -162,10 +153,10 @@ class _Frame:
 
     module: Module
     computation: Computation
-    given: Callable[[int, int | None], int | None]
+    given: Callable[[int, int | None], Any]
 
-    def value(self, name: str, place: int | None = None) -> int | None:
-        """A value that is an integer, or a truth value as 0 or 1.
+    def value(self, name: str, place: int | None = None) -> Any:
+        """An integer or a truth value, as a scalar of numpy.
 
         ``place``: of an element, if the value is a tuple.
         """
@@ -186,53 +177,40 @@ class _Frame:
             return self.value(operands[0], 0)
         if opcode in _SAME:
             return self.value(operands[0], place)
-        shape = instruction.shape
-        if not isinstance(shape, Shape) or any(d != 1 for d in shape.dims):
+        dtype = _dtype(instruction.shape)
+        if dtype is None:
             return None
         if opcode == "constant":
-            return _literal(operands[0])
-        found = self._computed(instruction, shape.dtype)
-        return None if found is None else _wrapped(found, shape.dtype)
+            literal = operands[0].strip("{ }")
+            return dtype.type(literal == "true" if dtype.kind == "b" else int(literal))
+        return self._computed(instruction, dtype)
 
-    def _given(self, operands: Sequence[str]) -> Callable[[int, int | None], int | None]:
+    def _given(self, operands: Sequence[str]) -> Callable[[int, int | None], Any]:
         """The parameters of a computation that is called with ``operands``."""
         return lambda number, place: self.value(operands[number], place)
 
-    def _computed(self, instruction: Instruction, dtype: str) -> int | None:
-        opcode, operands = instruction.opcode, instruction.operands
-        if opcode in _WRAPPED:
-            return self.value(operands[0])
-        if opcode == "select":
-            chosen = self.value(operands[0])
-            return None if chosen is None else self.value(operands[1 if chosen else 2])
-        if opcode == "not":
-            value = self.value(operands[0])
-            return None if value is None else ~value
-        direction = instruction.attribute("direction") or ""
-        how = _BINARY.get(direction if opcode == "compare" else opcode)
-        if how is None:
+    def _computed(self, instruction: Instruction, dtype: np.dtype) -> Any:
+        opcode, direction = instruction.opcode, instruction.attribute("direction") or ""
+        operation = _OPERATIONS.get(direction if opcode == "compare" else opcode)
+        if operation is None:
             return None
-        left, right = (self.value(o) for o in operands)
-        decides = {"and": 0, "or": 1}.get(opcode)
-        if dtype == "pred" and decides is not None and decides in (left, right):
-            return decides  # the other value does not matter
-        return None if left is None or right is None else int(how(left, right))
+        values = [self.value(operand) for operand in instruction.operands]
+        decides = {"and": False, "or": True}.get(opcode)
+        if dtype.kind == "b" and decides is not None and decides in values:
+            return np.bool_(decides)  # the other value does not matter
+        needed = values[:1] if opcode == "select" else values
+        if any(value is None for value in needed):
+            return None
+        with np.errstate(over="ignore"):
+            found = operation(*values)
+        return None if found is None else found.astype(dtype)
 
 
-def _literal(text: str) -> int | None:
-    text = text.strip("{ }")
-    if text in ("true", "false"):
-        return int(text == "true")
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
-
-
-def _wrapped(value: int, dtype: str) -> int | None:
-    """The number modulo the range of its type; None for types that are not integers."""
-    if dtype == "pred":
-        return value & 1
-    found = re.fullmatch(r"([su])(\d+)", dtype)
-    if found is None:
+def _dtype(shape: Shape | Tuple) -> np.dtype | None:
+    """The numpy type of one integer or truth value; None for other shapes."""
+    if not isinstance(shape, Shape) or any(d != 1 for d in shape.dims):
         return None
-    bits = int(found[2])
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if found[1] == "s" and value >> (bits - 1) else value
+    known = re.fullmatch(r"pred|([su])(8|16|32|64)", shape.dtype)
+    if known is None:
+        return None
+    return np.dtype(f"{'u' * (known[1] == 'u')}int{known[2]}" if known[1] else bool)

@@ -7,16 +7,16 @@ where memory does not suffice.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...wording import join_some
 from ..records import Collective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
-from ..tracing.units import TracedUnit
-from .tables import GIB, MIB, NO_MODULE, TINY, count, timed_ops, units, wire
+from ..tracing.units import TracedUnit, unit_of
+from .tables import GIB, MIB, NO_MODULE, NUMBER, TINY, count, timed_ops, units, wire
 
 _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
@@ -29,7 +29,6 @@ _USABLE = 0.9
 _BLOCKS, _SLOW_COMPILATION = 8, 120.0
 # A unit is too large if it has at least this share of the parameters, and this number of bytes.
 _LARGE_SHARE, _LARGE_UNIT = 0.6, 64 << 20
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def warnings(
@@ -64,7 +63,7 @@ def warnings(
         yield (
             f"{len(step.untrained)} of {step.trained} parameters that the optimizer trains got no "
             "gradient; computations with them are not in the plan: "
-            f"{_first(step.untrained, 4)}"
+            f"{join_some(step.untrained, 4)}"
         )
     if not step.has_optimizer and any(c.phase == "backward" for c in schedule.collectives):
         yield (
@@ -89,13 +88,9 @@ def warnings(
     if missed:
         yield (
             f"{len(missed)} state tensors are not updated in place, so their old and new values "
-            f"occupy memory together: {_first(missed, 3)}"
+            f"occupy memory together: {join_some(missed, 3)}"
         )
     yield from _about_collectives(schedule.collectives, any(op.cycles for op in schedule.ops))
-
-
-def _first(names: Sequence[str], most: int) -> str:
-    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
 def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterator[str]:
@@ -129,8 +124,7 @@ def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterat
 def _largest(sent: Counter[str]) -> str:
     """The four units that send most, and the number of the others."""
     names = [name for name, _ in sent.most_common()]
-    more = f" and {len(names) - 4} more units" if len(names) > 4 else ""
-    return ", ".join(sorted(names[:4])) + more
+    return join_some([*sorted(names[:4]), *names[4:]], 4)
 
 
 @dataclass(frozen=True)
@@ -276,22 +270,17 @@ def _larger_batch(found: Situation) -> Iterator[Suggestion]:
 def _bfloat16(found: Situation) -> Iterator[Suggestion]:
     """Half the bytes on the links, for the units that gather in float32."""
     wide = [unit.name for unit in found.units if unit.itemsize >= 4]
+    names = ["", *(unit.name for unit in found.units)]
     halved = tuple(
         replace(one, bytes=one.bytes // 2, wire_bytes=one.wire_bytes // 2)
-        if one.dtype == "f32" and _unit_of(one.module, found.units) in wide else one
+        if one.dtype == "f32" and unit_of(one.module, names) in wide else one
         for one in found.schedule.collectives
     )  # fmt: skip
     if wide:
-        which = f" for {_first([name or 'the outermost unit' for name in wide], 3)}"
+        which = f" for {join_some([name or 'the outermost unit' for name in wide], 3)}"
         of = which if len(wide) < len(found.units) else ""
         how = f"compute_dtype=torch.bfloat16{of} (counted: bytes sent; not: HBM traffic)"
         yield Suggestion(found.saved(collectives=halved), how)
-
-
-def _unit_of(module: str, units: Sequence[TracedUnit]) -> str:
-    """The name of the innermost unit of a module; "" is the outermost unit."""
-    inside = [one.name for one in units if one.name and f"{module}.".startswith(f"{one.name}.")]
-    return max(inside, key=len, default="")
 
 
 def _larger_units(found: Situation) -> Iterator[Suggestion]:
@@ -329,8 +318,8 @@ def _one_loop(found: Situation) -> Iterator[str]:
     """
     kinds: dict[tuple[str, int], list[str]] = {}
     for unit in found.units:
-        if _NUMBER.search(unit.name):
-            kinds.setdefault((_NUMBER.sub("", unit.name), unit.elements), []).append(unit.name)
+        if NUMBER.search(unit.name):
+            kinds.setdefault((NUMBER.sub("", unit.name), unit.elements), []).append(unit.name)
     blocks = max(kinds.values(), key=len, default=[])
     ops = found.schedule.ops
     looped = any(op.times > 1 for op in ops)
@@ -384,7 +373,7 @@ def _padding(found: Situation) -> Iterator[Suggestion]:
     without = tuple(replace(op, cycles=round(op.cycles * (1 - op.padding))) for op in ops)
     lost = Counter[str]()
     for op in ops:
-        lost[_NUMBER.sub(".N", op.module)] += round(op.padding * op.cycles * op.times)
+        lost[NUMBER.sub(".N", op.module)] += round(op.padding * op.cycles * op.times)
     most = ", ".join(name or NO_MODULE for name, cycles in lost.most_common(2) if cycles)
     how = "dimensions that are multiples of 128, the tiles of matmuls: fewer padded elements"
     yield Suggestion(found.saved(ops=without), f"{how} (at most; mostly in {most})")

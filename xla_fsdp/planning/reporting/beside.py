@@ -210,10 +210,10 @@ class Beside:
         return document(f"{report.title or 'xla_fsdp plan'} and {recorded.device}", parts)
 
     def _trace(self) -> str:
-        from .pictures import trace_of
+        from .pictures import trace
 
         slots = {"modelled": self.report.timing.slots, "measured": self.recorded.slots}
-        return trace_of(slots, self.report)
+        return trace(slots, self.report)
 
 
 def _planned_shares(report: Report) -> list[Share]:

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING
 
 from ... import extras
 from .tables import (
-    GIB,
-    MB,
     Section,
-    count,
-    figure,
-    milliseconds,
     missing,
-    percent,
     reason,
     remarks,
     sections,
@@ -34,10 +28,7 @@ body { font: 15px/1.45 system-ui, "DejaVu Sans", sans-serif; margin: 2em auto; m
 h1 { font-size: 1.6em; margin: 0 }  h1.fits { color: #00694f }  h1.not { color: #b03a00 }
 h2 { font-size: 1.1em; margin: 2em 0 .4em }  p { margin: .2em 0 1em; color: #444 }
 img { width: 100%; height: auto; display: block }
-.tiles { display: flex; flex-wrap: wrap; gap: .5em; margin: 1em 0 }
-.tiles div { background: #f3f5f7; border-radius: 6px; padding: .5em .8em }
 .tables { display: flex; flex-wrap: wrap; gap: 0 3.5em; align-items: flex-start }
-.tiles b { display: block; font-size: 1.35em }
 table { border-collapse: collapse; font-size: .9em; font-variant-numeric: tabular-nums }
 td, th { padding: .22em .9em .22em 0; text-align: left; border-bottom: 1px solid #e7e7e7 }
 .n { text-align: right; white-space: nowrap }  th { color: #666; font-weight: 500 }
@@ -52,7 +43,6 @@ def page(report: Report) -> str:
 
     parts = [f'<h1 class="{"fits" if report.fits else "not"}">{escape(report.verdict)}</h1>']
     parts += [f"<p>{escape(text)}</p>" for text in (reason(report), subtitle(report)) if text]
-    parts.append(_tiles(report))
     if report.warnings:
         parts.append(f'<div class="warn"><b>Warnings</b>{_list(report.warnings)}</div>')
     if report.suggestions:
@@ -72,27 +62,6 @@ def document(title: str, parts: Sequence[str], style: str = "") -> str:
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
     body = "\n".join(parts)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
-
-
-def _tiles(report: Report) -> str:
-    collectives = report.schedule.collectives
-    waiting = count([c for c in collectives if not c.asynchronous])
-    step, mfu = (report.timing.step, report.timing.mfu) if report.timed else (None, None)
-    required = report.memory.required / GIB if report.sized else None
-    tiles = [
-        (figure(required, 2, "GiB"), f"of {report.hbm_capacity / GIB:.2f} required"),
-        (percent(report.headroom if report.sized else None), "headroom"),
-    ]
-    if report.placed:
-        tiles += [
-            (figure(report.wire_bytes / MB, 0, "MB"), "sent by a device a step"),
-            (figure(report.wire_ratio, 2, "×"), "of the ZeRO-3 bound"),
-            (f"{waiting} of {count(collectives)}", "collectives synchronous"),
-            (milliseconds(step, 1), "a step (model)"),
-            (percent(mfu, 1), "MFU (model)"),
-        ]
-    cells = "".join(f"<div><b>{escape(big)}</b>{escape(small)}</div>" for big, small in tiles)
-    return f'<div class="tiles">{cells}</div>'
 
 
 def _list(texts: Sequence[str]) -> str:

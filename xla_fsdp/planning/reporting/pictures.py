@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ..records import Slot
-from .tables import GIB, MIB, buffers_by_kind, milliseconds, missing, reason, short, units
+from .tables import GIB, buffers_by_kind, milliseconds, missing, reason, short, units
 
 if TYPE_CHECKING:
     from .report import Report
@@ -89,13 +89,11 @@ def clean(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def picture(report: Report) -> bytes:
-    """PNG: HBM over the schedule, the largest buffers at its peak, and the timeline of the step."""
-    return png(draw(report))
-
-
 def draw(report: Report) -> Figure:
-    """The figure of ``picture``. What the compiler did not compute is left out, with a message."""
+    """HBM over the schedule, and the timeline of the step with HBM below it.
+
+    What the compiler did not compute is left out, with a message.
+    """
     lines = [report.verdict, _caption(report), reason(report), missing(report)]
     wrapped = (row for line in lines if line for row in textwrap.wrap(_known(line), _ROOM)[:3])
     heading = "\n".join(wrapped)
@@ -106,9 +104,9 @@ def draw(report: Report) -> Figure:
     if not has_memory:
         figure.set_layout_engine("none")  # there is nothing to lay out
         return figure
-    grid = figure.add_gridspec(3, 5, height_ratios=(5, 3, 2)) if has_timeline else None
-    grid = grid or figure.add_gridspec(1, 5)
-    axes, length = figure.add_subplot(grid[0, :3]), max(report.schedule.length, 1)
+    ratios = (5, 3, 2) if has_timeline else (5,)
+    grid = figure.add_gridspec(len(ratios), height_ratios=ratios)
+    axes, length = figure.add_subplot(grid[0]), max(report.schedule.length, 1)
     _draw_memory(report, axes, numpy.arange(len(report.schedule.curve)), length)
     axes.set_xlabel(f"place in the compiled schedule (of {length:,} instructions)")
     phases = [
@@ -120,24 +118,23 @@ def draw(report: Report) -> Figure:
     for begin, end, (_, phase) in _busiest(phases, length, bridge=True):
         axes.broken_barh([(begin, end - begin)], (0.96 * top, 0.04 * top), color=COLORS[phase])
         style: dict[str, Any] = {"color": "white", "fontsize": 8, "ha": "center", "va": "center"}
-        text = _fitting(phase, (end - begin) / length * _ROOM / 2)
+        text = _fitting(phase, (end - begin) / length * _ROOM)
         axes.text((begin + end) / 2, 0.978 * top, text, **style)
     kinds = axes.get_legend_handles_labels()[1]
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8.5,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8.5,
         columnspacing=1.2, borderaxespad=0.2,
     )  # fmt: skip
-    pad = 8 + 14 * math.ceil(len(kinds) / 3)  # above the legend's rows
+    pad = 8 + 14 * math.ceil(len(kinds) / 4)  # above the legend's rows
     axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=10, weight="bold", pad=pad)
-    _draw_largest(report, figure.add_subplot(grid[0, 3:]))
     if has_timeline:
         timing, end = report.timing, duration(report.timing.slots)
-        axes = figure.add_subplot(grid[1, :])
+        axes = figure.add_subplot(grid[1])
         draw_lanes(axes, timing.slots, end)
         waits = f"{milliseconds(timing.exposed, 1)} wait for collectives; MFU {timing.mfu:.0%}"
         title = f"Timeline of one step (modelled, not measured): {milliseconds(timing.step, 1)}"
         axes.set_title(f"{title}, of which {waits}", loc="left", pad=40, weight="bold")
-        below = figure.add_subplot(grid[2, :], sharex=axes)
+        below = figure.add_subplot(grid[2], sharex=axes)
         _draw_memory(report, below, 1e3 * _seconds(report), 1e3 * end, to_capacity=True)
         below.set_xlabel("modelled time, ms")
     return figure
@@ -219,25 +216,6 @@ def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
     if rest.any():
         stack["other temporaries"] = stack.get("other temporaries", 0.0) + rest
     return spots, stack
-
-
-def _draw_largest(report: Report, axes: Axes) -> None:
-    """Draw the ten largest buffers as bars with their names."""
-    kinds = buffers_by_kind(report.schedule)
-    pairs = zip(colors_of(kinds), kinds.values(), strict=True)
-    colors = {b: color for color, some in pairs for b in some}
-    for row, b in enumerate(report.schedule.live_at_peak()[:10]):
-        axes.barh(row + 0.38, b.bytes / MIB, 0.3, color=colors[b])
-        owner = f"argument {b.name}" if b.category == "argument" else f"{b.opcode}, {b.module}"
-        text = _known(f"{b.bytes / MIB:,.1f} MiB   {short(b.shape, 24)}   {short(owner, 34)}")
-        label = axes.text(0, row, text, fontsize=8.5, va="center", parse_math=False)
-        label.set_in_layout(False)
-    axes.set_title("Ten largest buffers live at the peak", loc="left", fontsize=11, weight="bold")
-    axes.set_xlabel("MiB a device")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_yticks([])
-    axes.set_ylim(9.7, -0.4)
-    axes.set_xlim(left=0)
 
 
 def duration(slots: Sequence[Slot]) -> float:
@@ -342,12 +320,7 @@ def _seconds(report: Report) -> numpy.ndarray:
     return numpy.interp(numpy.arange(length), index, times)
 
 
-def trace(report: Report) -> str:
-    """The modelled timeline and the HBM in use, as JSON that https://ui.perfetto.dev opens."""
-    return trace_of({"modelled": report.timing.slots}, report)
-
-
-def trace_of(timelines: Mapping[str, Sequence[Slot]], report: Report) -> str:
+def trace(timelines: Mapping[str, Sequence[Slot]], report: Report) -> str:
     """Timelines by name, each as a process of Chrome's trace event format, and HBM in use."""
     events: list[dict[str, Any]] = []
 

@@ -231,7 +231,22 @@ class Report:
         if not isinstance(other, Report):
             message = f"cannot compare {type(other).__name__}: give a Report (of plan or load)"
             raise TypeError(message)
-        return _compare(self, other)
+        figures = tuple(
+            Figure(name, unit, value, another)
+            for (name, unit, value), (_, _, another) in zip(
+                _figures(self), _figures(other), strict=True
+            )
+        )
+        names = (self.title or self.topology, other.title or other.topology)
+        if names[0] == names[1]:
+            marks = (self.topology, other.topology)
+            marks = ("this", "other") if marks[0] == marks[1] else marks
+            names = (f"{names[0]} ({marks[0]})", f"{names[1]} ({marks[1]})")
+        remark = ""
+        if (self.topology, self.devices) != (other.topology, other.devices):
+            sizes = [f"{r.topology} ({r.devices} devices)" for r in (self, other)]
+            remark = f"Not the same slice: {sizes[0]} and {sizes[1]}."
+        return Comparison(names, (self.verdict, other.verdict), figures, remark)
 
     def compare_trace(self, trace: str | os.PathLike[str]) -> Beside:
         """Compare this plan with a recorded trace: ``print`` the result, or ``.plot("both.html")``.
@@ -267,11 +282,14 @@ class Report:
         place = target_of_plot(path, (".png", ".html", ".trace.json"))
         from . import pictures  # imports matplotlib, which printing and saving do not need
 
-        if place.suffix.lower() == ".png":
-            write_whole(place, pictures.picture(self))
+        kind = place.suffix.lower()
+        if kind == ".png":
+            content = pictures.png(pictures.draw(self))
+        elif kind == ".html":
+            content = page.page(self).encode()
         else:
-            html = place.suffix.lower() == ".html"
-            write_whole(place, (page.page if html else pictures.trace)(self).encode())
+            content = pictures.trace({"modelled": self.timing.slots}, self).encode()
+        write_whole(place, content)
 
 
 @dataclass(frozen=True)
@@ -317,14 +335,6 @@ class Comparison:
         lines += [self.remark, ""] if self.remark else [""]
         return "\n".join([*lines, *aligned(self._table(), [False, True, True, True])])
 
-    def markdown(self) -> str:
-        """The table in Markdown, including the verdicts."""
-        rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in r] for r in self._table()]
-        verdicts = ["verdict", *(v.replace("|", "\\|").split(":")[0] for v in self.verdicts), ""]
-        lines = [rows[0], ["---", "---:", "---:", "---:"], verdicts, *rows[1:]]
-        text = "\n".join(f"| {' | '.join(row)} |" for row in lines)
-        return f"{text}\n\n{self.remark}" if self.remark else text
-
     def _table(self) -> list[tuple[str, str, str, str]]:
         rows = [("", *self.names, "ratio")]
         for f in self.figures:
@@ -334,23 +344,6 @@ class Comparison:
             digits = {"": 0, "GiB": 3, "×": 2}.get(f.unit, 1)
             rows.append((name, figure(f.left, digits), figure(f.right, digits), ratio))
         return rows
-
-
-def _compare(left: Report, right: Report) -> Comparison:
-    figures = tuple(
-        Figure(name, unit, value, other)
-        for (name, unit, value), (_, _, other) in zip(_figures(left), _figures(right), strict=True)
-    )
-    names = (left.title or left.topology, right.title or right.topology)
-    if names[0] == names[1]:
-        marks = (left.topology, right.topology)
-        marks = ("this", "other") if marks[0] == marks[1] else marks
-        names = (f"{names[0]} ({marks[0]})", f"{names[1]} ({marks[1]})")
-    remark = ""
-    if (left.topology, left.devices) != (right.topology, right.devices):
-        sizes = [f"{r.topology} ({r.devices} devices)" for r in (left, right)]
-        remark = f"Not the same slice: {sizes[0]} and {sizes[1]}."
-    return Comparison(names, (left.verdict, right.verdict), figures, remark)
 
 
 def _figures(report: Report) -> list[tuple[str, str, float | None]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from ...wording import join_some
 from ..records import KINDS, Buffer, Collective, HostNeeds, Op, Schedule, Timing
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _KIND_OF_WORK = {
     "copy": "copies and changes of layout",
     "": "compute of unknown kind",  # reports of older versions
 }
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ACTIVATIONS, _MODULES = "activations of {}", 4
 _COLUMN = 66  # characters of the last column in a line
 _PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
@@ -311,14 +312,14 @@ def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
     needed = Counter[str]()
     for one in schedule.live_at_peak() if schedule.curve else ():
         if (one.category, one.phase) == ("temporary", "forward") and one.name not in gathers:
-            needed[_NUMBER.sub(".N", one.module)] += one.bytes
+            needed[NUMBER.sub(".N", one.module)] += one.bytes
     largest = [module for module, _ in needed.most_common(_MODULES) if module]
     before = ("parameters", "optimizer state", "other arguments", "outputs", "gathered weights")
     after = ("other activations", "made in backward", "made in optimizer", "other temporaries")
     names = [*before, *map(_ACTIVATIONS.format, largest), *after]
     found: dict[str, list[Buffer]] = {name: [] for name in names}
     for buffer in schedule.buffers:
-        module = _NUMBER.sub(".N", buffer.module)
+        module = NUMBER.sub(".N", buffer.module)
         if buffer.category == "argument":
             if " of " in buffer.name:
                 kind = "optimizer state"
@@ -401,7 +402,7 @@ def _grouped(
     found: dict[str, list[T]] = {}
     members: dict[str, set[str]] = {}
     for one in items:
-        name = _NUMBER.sub(".N", unit[one.module]) or NO_MODULE
+        name = NUMBER.sub(".N", unit[one.module]) or NO_MODULE
         found.setdefault(name, []).append(one)
         members.setdefault(name, set()).add(unit[one.module])
     ranked = sorted(found.items(), key=lambda item: -sum(map(size, item[1])))
@@ -534,7 +535,7 @@ def _program(report: Report) -> Section:
             rows.append((f"memory, {who}", figure(most / GIB, 2, "GiB"), how))
     if report.placed:
         rows.append(("instructions", f"{report.schedule.length:,}", "places in the schedule"))
-    listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    listed = join_some([str(rank) for rank in ranks], 8)
     same = "all run one program" if report.executables == 1 else "RANKS DIFFER"
     which = f"ranks {listed}: {same}" if len(ranks) > 1 else f"rank {listed}, no other was traced"
     rows.append(("executables", f"{report.executables} of {len(ranks)}", which))

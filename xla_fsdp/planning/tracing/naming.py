@@ -71,9 +71,9 @@ class Naming:
             self._know(module)
         return self._names[module]
 
-    def enter(self, phase: str, module: str = "") -> None:
+    def enter(self, phase: str) -> None:
         """Names what this thread traces until :meth:`leave`."""
-        self._push(None, f"{phase}[{module}]")
+        self._push(None, f"{phase}[]")
 
     def leave(self) -> None:
         """Ends the last :meth:`enter` of this thread."""

@@ -30,7 +30,7 @@ from .naming import Naming, plain
 from .simulated_rank import SimulatedRank, StepTraced, fill_pending, forget_pending
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
-from .units import TracedUnit, ZeroBound, traced_units, zero_bound
+from .units import TracedUnit, traced_units, zero_bound
 
 # Calls of models and optimizers without a sync: more than in any step.
 _MANY_CALLS = 1000
@@ -59,7 +59,7 @@ class TracedStep:
     """
 
     program: TracedProgram
-    bound: ZeroBound | None
+    bound: int | None
     reads: tuple[str, ...]
     programs_before: int
     has_optimizer: bool
@@ -147,7 +147,7 @@ class _Run:
         self.optimizers = SteadyOptimizers(self.naming, self.state_made, self.repeat)
         self.boundary: StepBoundary | None = None
         self.found: TracedProgram | None = None
-        self.bound: ZeroBound | None = None
+        self.bound: int | None = None
         self.units: tuple[TracedUnit, ...] = ()
         self.has_optimizer = False
         self.programs = 0

@@ -20,7 +20,6 @@ from ... import xlac
 from ...sharding.sharded_parameter import local
 from ..protobuf import message_classes
 from .live import LiveTensor, inspect_tensor
-from .units import ZeroBound
 
 # The fields of xla/service/hlo.proto that a fingerprint ignores, and those around them.
 _MESSAGES = {
@@ -103,10 +102,10 @@ class PartitionedProgram:
     model_flops: float
 
     @property
-    def bound(self) -> ZeroBound:
+    def bound(self) -> int:
         """The bytes that ZeRO-3 training of these parameters sends, as in ``units.py``."""
         sent = 3 * self.elements * self.itemsize * (self.devices - 1) / self.devices
-        return ZeroBound(round(sent), self.elements)
+        return round(sent)
 
 
 class StepBoundary:

@@ -92,28 +92,27 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class ZeroBound:
-    """The bound of one step, in bytes a device sends."""
-
-    wire_bytes: int
-    parameters: int  # elements, each parameter counted once
-    label: str = "two all-gathers and one reduce-scatter of every parameter (ZeRO-3)"
+def unit_of(module: str, units: Iterable[str]) -> str:
+    """The innermost of ``units`` that contains ``module``; the shortest name if none does."""
+    names = sorted(units, key=len, reverse=True)
+    inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))
+    return next(inside, names[-1])
 
 
-def zero_bound(roots: Iterable[nn.Module]) -> ZeroBound | None:
-    """The bound for the sharded parameters in ``roots``; ``None`` if nothing in them is sharded.
+def zero_bound(roots: Iterable[nn.Module]) -> int | None:
+    """The bound of one step for the sharded parameters in ``roots``, in bytes that a device sends;
+    ``None`` if nothing in them is sharded.
 
     Supports this package's wrapper and that of torch_xla. Parameters count in the dtype that they
     are computed in, without padding. Frozen parameters are not reduced.
     """
-    elements: dict[int, int] = {}  # by the identity of the shard
+    seen: set[int] = set()  # identities of shards
     sent = 0.0
 
     def add(shard: Any, numel: int, dtype: torch.dtype, ranks: int) -> None:
         nonlocal sent
-        if id(shard) not in elements:
-            elements[id(shard)] = numel
+        if id(shard) not in seen:
+            seen.add(id(shard))
             sent += (2 + shard.requires_grad) * numel * dtype.itemsize * (ranks - 1) / ranks
 
     module: Any
@@ -128,4 +127,4 @@ def zero_bound(roots: Iterable[nn.Module]) -> ZeroBound | None:
                 dtype = getattr(module, "compute_dtype", None) or torch.float32
                 numel = math.prod(getattr(shard, "_orig_size", shard.shape))
                 add(shard, numel, dtype, module.world_size)
-    return ZeroBound(round(sent), sum(elements.values())) if elements else None
+    return round(sent) if seen else None

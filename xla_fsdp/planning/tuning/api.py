@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +29,6 @@ from .space import DEPTHS, MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
 
 Step = Callable[[ShardingSettings], Any]
-
-_OFTEN = 60.0  # seconds between lines on the progress of one compilation
 
 
 def tune(
@@ -116,7 +112,7 @@ def tune(
         if batch is not None:
             raise ValueError("batch and search['batch'] exclude each other: leave one out")
         batches = wanted.pop("batch")
-    shown = _SearchProgress(budget) if progress else _SearchProgress(budget, None)
+    shown = Progress(sys.stderr if progress else None, budget)
     target = Target.of(topology, compiler, launcher, compiler_options, cache, shown, calibration)
     where, modelled = target.where, calibrated(target.where, target.measured)
     steps = _Steps(step, target, shown)
@@ -181,7 +177,7 @@ _NOT_POSSIBLE = (ValueError, TypeError, RuntimeError, LookupError, AttributeErro
 class _Steps:
     """Traces and compiles steps on one slice."""
 
-    def __init__(self, step: Step, target: Target, progress: _SearchProgress) -> None:
+    def __init__(self, step: Step, target: Target, progress: Progress) -> None:
         self._step, self._target, self._progress = step, target, progress
         self.from_cache = 0
         # The number of blocks, if figures are extrapolated from programs with few of them.
@@ -301,44 +297,6 @@ def _extrapolated(
         f"Without scan, figures of {blocks} blocks are first extrapolated from {DEPTHS[0]} and "
         f"{DEPTHS[1]} of them; the best was then compiled with all, or it is marked (extrapolated)."
     )
-
-
-class _SearchProgress(Progress):
-    """Also shows the number of the compilation, the time since the start and what remains."""
-
-    def __init__(self, budget: int, stream: TextIO | None = sys.stderr) -> None:
-        super().__init__(stream)
-        self._budget, self._began, self._said = budget, time.monotonic(), 0.0
-        self._seconds: list[float] = []  # of each compilation so far
-
-    @contextlib.contextmanager
-    def while_compiling(self) -> Iterator[None]:
-        """What happens in this context is one compilation."""
-        began = time.monotonic()
-        yield
-        self._seconds.append(time.monotonic() - began)
-
-    def update(self, what: str, seconds: float) -> None:
-        terminal = self._stream is not None and self._stream.isatty()
-        if terminal or self._shown != what or seconds - self._said >= _OFTEN:
-            self._shown, self._said = "", seconds
-            super().update(f"{what}, {self._status(seconds)}", seconds)
-            self._shown = what
-
-    def _status(self, seconds: float) -> str:
-        """``seconds``: how long the present compilation has taken."""
-        done, so_far = len(self._seconds), _minutes(time.monotonic() - self._began)
-        status = f"{done + 1} of at most {self._budget}; {so_far} so far"
-        if done:
-            mean = sum(self._seconds) / done
-            left = max((self._budget - done) * mean - seconds, 0.0)
-            status += f", at most about {_minutes(left)} remain"
-        return status
-
-
-def _minutes(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02} min"
 
 
 def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:

@@ -24,11 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
 
 from ...collectives.routes import Routes
-from ...tpu.links import Links, OneCollective, Traffic
+from ...tpu.links import Links, OneCollective
 from ...tpu.topology import Slice
 from ..records import Collective, HostCopy, Op, Schedule
 from ..timing import time_step
@@ -41,7 +40,7 @@ from .settings import ShardingSettings, keeps
 CODE_BYTES = 12 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitCollective(Collective):
     """All gathers or all reductions of a unit that happen at one place. ``parts``: each of them."""
 
@@ -56,20 +55,19 @@ class UnitLinks(Links):
         super().__init__(where)
         self.where = where
         self._ways = Routes(where)
-        self._parts: dict[tuple, tuple[OneCollective, ...]] = {}
-        self._rings: dict[tuple, tuple[OnWire, ...]] = {}
-        self._totals: dict[tuple[OneCollective, ...], float] = {}
+        self.parts, self.on_rings = cache(self._parts), cache(self._on_rings)
+        self._total = cache(self._sum)
 
-    def seconds(self, collective: Traffic) -> float:
+    def seconds(self, collective: OneCollective) -> float:
         """Seconds of one execution, one part after the other."""
-        if not isinstance(collective, UnitCollective):
-            return super().seconds(collective)
-        parts = collective.parts
-        if parts not in self._totals:
-            self._totals[parts] = sum(map(super().seconds, parts))
-        return self._totals[parts]
+        if isinstance(collective, UnitCollective):
+            return self._total(collective.parts)
+        return super().seconds(collective)
 
-    def parts(
+    def _sum(self, parts: tuple[OneCollective, ...]) -> float:
+        return sum(map(super().seconds, parts))
+
+    def _parts(
         self, kind: str, tensors: tuple[OnWire, ...], ranks: int, routes: str
     ) -> tuple[OneCollective, ...]:
         """The collectives of ``tensors`` over groups of ``ranks`` consecutive ranks.
@@ -77,11 +75,7 @@ class UnitLinks(Links):
         ``kind``: "all-gather", "reduce-scatter"; or "all-reduce", over the copies of parameters of
         which each is sharded over ``ranks`` consecutive ranks.
         """
-        key = kind, tensors, ranks, routes
-        if key not in self._parts:
-            every = (self._of(kind, one, ranks, routes) for one in tensors)
-            self._parts[key] = tuple(part for parts in every for part in parts)
-        return self._parts[key]
+        return tuple(part for one in tensors for part in self._of(kind, one, ranks, routes))
 
     def _of(self, kind: str, tensor: OnWire, ranks: int, routes: str) -> Iterator[OneCollective]:
         where, size = self.where, tensor.bytes
@@ -111,30 +105,26 @@ class UnitLinks(Links):
         (docs/design/time-model.md)."""
         return OneCollective(kind, size, (tuple(range(slices)),), across_slices=True)
 
-    def on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
+    def _on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
         """Those of ``tensors`` whose gradients are reduced around rings."""
         if ranks != self.where.devices or self.where.count > 1 or routes == "default":
             return ()
-        if tensors not in self._rings:
-            self._rings[tensors] = tuple(
-                one for one in tensors if self._ways.reduction(one.bytes, one.rows).overlaps
-            )
-        return self._rings[tensors]
+        rings = (one for one in tensors if self._ways.reduction(one.bytes, one.rows).overlaps)
+        return tuple(rings)
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Estimate of one step on one device.
 
-    ``seconds`` = ``compute`` + ``exposed``; ``hbm``, ``host``: bytes. ``state``: the part of
-    ``hbm`` that does not depend on how the model is computed.
+    ``seconds`` = ``compute`` + ``exposed``; ``hbm``: bytes. ``state``: the part of ``hbm`` that
+    does not depend on how the model is computed.
     """
 
     compute: float
     exposed: float
     hbm: float
     state: float
-    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -153,8 +143,7 @@ class Estimates:
         self._where = where
         # By figure and kind of candidate: the compiler's results over the estimates so far.
         self._ratios: dict[str, dict[tuple[str, bool], list[float]]] = {}
-        self._known: dict[ShardingSettings, Estimate] = {}
-        self._bytes: dict[ShardingSettings, tuple[float, float]] = {}
+        self.of, self._memory = cache(self._estimate), cache(self._hbm)
 
     def on(self, where: Slice) -> Estimates:
         """Estimates of the model on another slice, with the same corrections."""
@@ -213,19 +202,13 @@ class Estimates:
         ratios = known.get(kind_of(settings)) or [one for some in known.values() for one in some]
         return sum(ratios) / len(ratios) if ratios else 1.0
 
-    def of(self, settings: ShardingSettings) -> Estimate:
-        """The estimate for ``settings``, without corrections."""
-        if settings not in self._known:
-            self._known[settings] = self._estimate(settings)
-        return self._known[settings]
-
     def _estimate(self, settings: ShardingSettings) -> Estimate:
+        """The estimate for ``settings``, without corrections."""
         state, working = self._memory(settings)
         units = self._units(settings)
         timing = time_step(self._schedule(units, settings), self._where, 0.0, links=self.links)
-        on_host = sum(unit.on_host for unit in units)
         exposed = timing.exposed + timing.copies
-        return Estimate(timing.compute, exposed, state + working, state, on_host)
+        return Estimate(timing.compute, exposed, state + working, state)
 
     def _schedule(self, units: Sequence[_Unit], settings: ShardingSettings) -> Schedule:
         """The step as a schedule, in which a unit's forward is one operation, as its backward."""
@@ -246,11 +229,10 @@ class Estimates:
             parts = self.links.parts(kind, tensors, ranks, routes)
             if parts:
                 size = sum(one.bytes for one in tensors)
-                named: Any = {"name": "", "kind": kind, "asked": kind, "dtype": ""}
                 sent.append(UnitCollective(
-                    at, done, **named, bytes=size, groups=(), group_size=ranks, wire_bytes=size,
-                    asynchronous=done > at, parts=parts,
-                    across_slices=all(part.across_slices for part in parts),
+                    kind, size, (), across_slices=all(part.across_slices for part in parts),
+                    index=at, done=done, name="", asked=kind, dtype="", group_size=ranks,
+                    wire_bytes=size, asynchronous=done > at, parts=parts,
                 ))  # fmt: skip
 
         # Unit i computes its forward at an odd place, 2 i + 1; so do the backwards, after all of
@@ -284,17 +266,15 @@ class Estimates:
             2 * end + 1, tuple(ops), tuple(sent), (), (0,), 0, host_copies=tuple(copies)
         )
 
-    def _memory(self, settings: ShardingSettings) -> tuple[float, float]:
+    def _hbm(self, settings: ShardingSettings) -> tuple[float, float]:
         """Bytes of HBM: those that do not depend on how the model is computed, and the others."""
-        if settings in self._bytes:
-            return self._bytes[settings]
         units = self._units(settings)
         facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
-        full = _full(_gathered(units, settings), settings)
+        gathered = [units] if settings.units == "model" else [[unit] for unit in units]
+        full = _full(gathered, settings)
         working = _activations(units) + _code(units, settings) + full
-        self._bytes[settings] = state + facts.inputs, working
-        return self._bytes[settings]
+        return state + facts.inputs, working
 
     def routes_matter(self, settings: ShardingSettings) -> bool:
         """Whether another ``collective_routes`` changes the route of any collective."""
@@ -340,11 +320,6 @@ class _Unit:
         self.kept_among = 0 if isinstance(reshard, bool) or self.kept else reshard
         self.held = facts.held_recomputed if self.recomputed else facts.held
         self.on_host = self.held if self.recomputed and settings.offload else 0.0
-
-
-def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[list[_Unit]]:
-    """The units that are gathered together."""
-    return [units] if settings.units == "model" else [[unit] for unit in units]
 
 
 def _activations(units: Sequence[_Unit]) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..program.places import Line, Place, line_up
 from ..program.scopes import scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
-from ..tracing.units import TracedUnit
+from ..tracing.units import TracedUnit, unit_of
 from .settings import ShardingSettings
 
 # The two settings with which a step is traced: nothing recomputed, and all blocks recomputed.
@@ -102,18 +102,13 @@ class StepFacts:
     def scaled(self, batch: int) -> StepFacts:
         """The facts for another batch per device: compute and activations grow in proportion."""
         factor = batch / self.batch
+
+        def scaled(one: Any, *names: str, **changes: Any) -> Any:
+            return replace(one, **{name: factor * getattr(one, name) for name in names}, **changes)
+
+        figures = ("forward", "held", "held_recomputed", "largest")
         units = tuple(
-            replace(
-                unit,
-                forward=factor * unit.forward,
-                held=factor * unit.held,
-                held_recomputed=factor * unit.held_recomputed,
-                largest=factor * unit.largest,
-                again=tuple(
-                    replace(one, seconds=factor * one.seconds, bytes=factor * one.bytes)
-                    for one in unit.again
-                ),
-            )
+            scaled(unit, *figures, again=tuple(scaled(a, "seconds", "bytes") for a in unit.again))
             for unit in self.units
         )
         return replace(self, units=units, inputs=factor * self.inputs, batch=batch)
@@ -324,13 +319,6 @@ def _callers(line: Line) -> dict[int, Instruction]:
 
 def _bytes(instruction: Instruction) -> int:
     return sum(leaf.bytes for leaf in leaves(instruction.shape))
-
-
-def unit_of(module: str, units: Iterable[str]) -> str:
-    """The innermost of ``units`` that contains ``module``; the shortest name if none does."""
-    names = sorted(units, key=len, reverse=True)
-    inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))
-    return next(inside, names[-1])
 
 
 def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:

@@ -449,22 +449,8 @@ def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
 
 
 def described(value: Any) -> str:
-    """The value of a setting, as a caller writes it; consecutive numbers of blocks as a range."""
-    if isinstance(value, str):
-        return f'"{value}"'
-    if not isinstance(value, tuple):
-        return str(value)
-    end = ",)" if len(value) == 1 else ")"
-    if by_name(value):
-        return f"({', '.join(map(described, value))}{end}"
-    rows: list[list[int]] = []
-    for number in sorted(value):
-        if rows and number == rows[-1][-1] + 1:
-            rows[-1].append(number)
-        else:
-            rows.append([number])
-    spans = (str(row[0]) if len(row) == 1 else f"{row[0]} to {row[-1]}" for row in rows)
-    return f"({', '.join(spans)}{end}"
+    """The value of a setting, as a caller writes it."""
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _mesh(shared: int | None) -> list[int] | list[list[int]] | None:
