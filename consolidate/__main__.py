@@ -70,8 +70,8 @@ def _run(arguments: argparse.Namespace) -> str:
 def _require_unused(arguments: argparse.Namespace, why: str, *names: str) -> None:
     """Raises OptionsError if one of the options ``names`` was given, which ``why`` rules out."""
     if used := [f"--{name}" for name in names if getattr(arguments, name)]:
-        names = ", ".join(used)
-        raise OptionsError(f"{why}, so it cannot be used with {names}. Remove {names}.")
+        given = ", ".join(used)
+        raise OptionsError(f"{why}, so it cannot be used with {given}. Remove {given}.")
 
 
 @contextlib.contextmanager

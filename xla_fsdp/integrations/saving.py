@@ -77,9 +77,10 @@ def owned(model: nn.Module) -> list[tuple[str, Entry]]:
     root, path = outermost(model)
     prefix = dotted(path, "x")[:-1]
     inventory = make_inventory(root)
+    entries: list[Entry] = [*inventory.parameters, *inventory.buffers]
     return [
         (name[len(prefix) :], entry)
-        for entry in (*inventory.parameters, *inventory.buffers)
+        for entry in entries
         for name in entry.names
         if name.startswith(prefix)
     ]

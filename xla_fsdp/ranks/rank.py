@@ -251,7 +251,8 @@ class RankContext:
         n-th post of a rank belongs to the n-th of every other.
         """
         key = f"post/{self.number_of('post')}/{tag}"
-        self.store.set(f"{key}/{self.rank}", pickle.dumps(value))
+        # torch's stub knows only str; bytes are stored as they are.
+        self.store.set(f"{key}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
         if self.store.add(key, 1) < self.size:
             return None
         return [pickle.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)]
