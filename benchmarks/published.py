@@ -31,8 +31,9 @@ NOTE = (
     "copies between HBM and host memory."
 )
 TOO_MUCH = (
-    "(too much): more than the chip has. These rows are older than the rule that a plan that does "
-    "not fit is made again with inputs in host memory. Errors and corrections count them."
+    "(too much): more than the chip has, with inputs in host memory as in the run (405B), or older "
+    "than the rule that a plan that does not fit is made again with inputs there. Errors and "
+    "corrections count them."
 )
 
 

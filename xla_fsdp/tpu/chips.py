@@ -510,7 +510,7 @@ TPU7X = Chip(
     # for matmuls reach 484,000 operations a cycle and device, 92 % of four units' 524,288
     clock_hz=2200e6,
     matrix_cycles=0.81,
-    published=(1.12, 1),
+    published=(1.09, 2),
     matrix_unit=256,
     hbm_bytes=192 * GIB,  # Cloud: 192 GiB, 96 for each of two devices
     usable_hbm_bytes=2 * int(94.74 * GIB),
