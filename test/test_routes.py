@@ -143,7 +143,8 @@ def test_a_runtime_that_describes_a_slice_is_believed(name):
     devices = attributes_of(slice)
     found = routes_for(slice.chip.device_kind, devices[::-1])
     assert (found.slice.chip, found.slice.shape) == (slice.chip, slice.shape)
-    assert routes_for(slice.chip.device_kind, devices) is found
+    again = routes_for(slice.chip.device_kind, devices)
+    assert again.slice == found.slice and again is routes_for(slice.chip.device_kind, devices)
 
 
 @pytest.mark.parametrize("kind", ["TPU v3", "TPU v9", "cpu"])
