@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
 from peft.config import PeftConfig
 from peft.peft_model import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import save_and_load
+from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
-from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
+from peft.utils.save_and_load import load_peft_weights
+from safetensors import safe_open
 from torch import nn
 
 from ..checkpoint.full_state import load_full_state_dict
@@ -34,12 +34,12 @@ changes = Changes("peft")
 
 changes.require(
     PeftModel,
-    *("peft_config", "get_base_model", "save_pretrained(save_directory)"),
-    *("load_adapter(adapter_name)", "active_adapters"),
+    *("peft_config", "get_base_model", "save_pretrained(selected_adapters)"),
+    *("save_pretrained(save_directory)", "load_adapter(adapter_name)"),
 )
-changes.require(save_and_load, "get_peft_model_state_dict(save_embedding_layers)")
 changes.require(PeftConfig, "is_prompt_learning")
 changes.require(BaseTunerLayer, "merge", "merged_adapters", "active_adapters")
+changes.require(AuxiliaryTrainingWrapper, "active_adapters")
 
 
 def adapt(module: nn.Module) -> None:
@@ -48,8 +48,6 @@ def adapt(module: nn.Module) -> None:
 
 @changes.around(PeftModel, "save_pretrained", is_sharded)
 def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("state_dict") == {}:  # as on ranks that gathered nothing
-        return None
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         # Prompts are computed from full parameters when they are saved.
         root, _ = outermost(model)
@@ -58,18 +56,32 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
                 "write the adapters", lambda: original(model, *args, **kwargs)
             )
         return None
-    names: set[str | None] = set()
-    for adapter in model.peft_config:
-        found = _names_in_file(model, adapter)
-        if not found:
-            raise RuntimeError(
-                f"peft found no tensors of adapter {adapter!r} in the wrapped model. Please report "
-                "the model and how it was wrapped. xla_fsdp.full_state_dict(model) returns the "
-                "weights"
-            )
-        names.update(found.values())
-    wanted = (lambda name: True) if None in names else names.__contains__
-    return save_whole(original, model, *args, wanted=wanted, **kwargs)
+    result = save_whole(original, model, *args, wanted=_adapter_names(model), **kwargs)
+    folder = args[0] if args else kwargs["save_directory"]
+
+    def check() -> None:
+        for name in kwargs.get("selected_adapters") or list(model.peft_config):
+            _require_tensors(os.path.join(folder, "" if name == "default" else name), name)
+
+    if kwargs.get("state_dict") is None:
+        RankExchange().run_on_first_rank("check the adapters that it wrote", check)
+    return result
+
+
+def _require_tensors(folder: str, adapter: str) -> None:
+    """Raises RuntimeError if the file of an adapter in ``folder`` has no tensors."""
+    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+    if not os.path.exists(path):  # the adapter is in a torch file
+        return
+    with safe_open(path, framework="pt") as file:
+        if file.keys():
+            return
+    os.remove(path)
+    raise RuntimeError(
+        f"peft found no tensors of adapter {adapter!r} in the wrapped model, so {path} was empty "
+        "and has been removed. Please report the model and how it was wrapped. "
+        "xla_fsdp.full_state_dict(model) returns the weights"
+    )
 
 
 @changes.around(PeftModel, "load_adapter", is_sharded)
@@ -123,15 +135,16 @@ def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) ->
     """
     found = load_peft_weights(os.fspath(folder), device="cpu")
     root, path = outermost(model)
-    names = _names_in_file(model, adapter)
-    unknown = [name for name in found if names.get(name) is None]
-    missing = [n for n, own in names.items() if n not in found and f".{adapter}" in (own or "")]
+    wanted = _adapter_names(model)
+    names = {_without(adapter, name): name for name, _ in owned(model) if wanted(name)}
+    unknown = [name for name in found if name not in names]
+    missing = [name for name in names if name not in found and f".{adapter}" in names[name]]
     if unknown or missing or not found:
         raise ValueError(
             f"{folder} does not fit adapter {adapter!r}: the adapter has no {unknown[:3]}, and the "
             f"folder has no {missing[:3]}. Load a folder that was saved with the same configuration"
         )
-    state = {dotted(path, str(names[name])): value for name, value in found.items()}
+    state = {dotted(path, names[name]): value for name, value in found.items()}
     load_full_state_dict(root, state, strict=False)
 
 
@@ -160,7 +173,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
         try:
             for layer in layers:
                 layer.merge()
-            state.update(_as_without_adapters(base, peft_model.active_adapters[0]))
+            state.update(_as_without_adapters(base))
         finally:
             for layer in layers:  # the merged weights are summoned, and are discarded with these
                 layer.merged_adapters.clear()
@@ -172,36 +185,56 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
     )
 
 
-def _as_without_adapters(base: nn.Module, adapter: str) -> dict[str, Any]:
-    """Returns the state dict of ``base`` with the names from before adapters were added, and the
-    further trained modules of ``adapter``."""
-    adapted = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    inside = tuple(f"{name}." for name, one in base.named_modules() if isinstance(one, adapted))
-    added = (".token_adapter.base_layer.", ".base_layer.", f".modules_to_save.{adapter}.")
+def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of ``base`` with the names from before adapters were added."""
+    tuned, trained = [], []
+    for name, module in base.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            tuned.append(f"{name}.")
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            trained.append((f"{name}.", f"{name}.modules_to_save.{module.active_adapters[0]}."))
     found = {}
     for name, value in base.state_dict().items():
-        part = next((part for part in added if part in name), None)
-        if part is not None:
-            found[name.replace(part, ".")] = value
-        elif not name.startswith(inside):
+        layer = next((one for one in tuned if name.startswith(one)), None)
+        around = next((both for both in trained if name.startswith(both[0])), None)
+        if layer is not None:
+            inner = name[len(layer) :]
+            if inner.startswith("base_layer."):
+                found[layer + inner.removeprefix("base_layer.")] = value
+        elif around is not None:
+            if name.startswith(around[1]):
+                found[around[0] + name[len(around[1]) :]] = value
+        else:
             found[name] = value
     return found
 
 
-def _names_in_file(model: Any, adapter: str) -> dict[str, str | None]:
-    """Maps the names in a file of ``adapter`` to names in ``model``, as peft chooses them.
+def _adapter_names(model: Any) -> Callable[[str], bool]:
+    """Returns a function that selects the parameters which may be saved with the adapters: those of
+    adapters, other trainable ones, and embeddings, which peft saves if they were changed."""
+    names, bases, others = [], [], set()
+    for name, module in model.named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            names.append(f"{name}.")
+            if isinstance(module, BaseTunerLayer):
+                bases.append(f"{name}.base_layer.")
+        elif isinstance(module, nn.Embedding):
+            others.add(dotted(name, "weight"))
+    others |= {name for name, shard in owned(model) if shard.holder.requires_grad}
 
-    ``None``: peft computes this tensor from others. Embeddings, which peft saves if they were
-    changed, are included.
-    """
-    state = {name: torch.empty(entry.shape, device="meta") for name, entry in owned(model)}
-    names = {id(value): name for name, value in state.items()}
-    try:
-        embeddings = model.get_input_embeddings() is not None
-    except (AttributeError, NotImplementedError):
-        embeddings = False
-    saved = get_peft_model_state_dict(model, state, adapter, save_embedding_layers=embeddings)
-    return {name: names.get(id(value)) for name, value in saved.items()}
+    def wanted(name: str) -> bool:
+        if name in others:
+            return True
+        return name.startswith(tuple(names)) and not name.startswith(tuple(bases))
+
+    return wanted
+
+
+def _without(adapter: str, name: str) -> str:
+    """Returns the name of the parameter ``name`` in a file, which lacks the adapter's name."""
+    name = name.replace(f".modules_to_save.{adapter}.", ".")
+    parts = name.split(".")  # the adapter's name is the last part, or the last but one
+    return ".".join(parts[:-2] + [part for part in parts[-2:] if part != adapter])
 
 
 changes.apply()

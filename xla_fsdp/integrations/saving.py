@@ -11,7 +11,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..checkpoint.full_state import gather_state
-from ..checkpoint.inventory import Entry, ParameterShard, make_inventory
+from ..checkpoint.inventory import ParameterShard, make_inventory
 from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..names import dotted
@@ -72,16 +72,14 @@ def outermost(model: nn.Module) -> tuple[nn.Module, str]:
     return root, next(name for name, module in root.named_modules() if module is model)
 
 
-def owned(model: nn.Module) -> list[tuple[str, Entry]]:
-    """The parameters and buffers of ``model`` with their names in it, whoever holds them."""
+def owned(model: nn.Module) -> list[tuple[str, ParameterShard]]:
+    """The parameters of ``model`` with their names in it, whoever holds them."""
     root, path = outermost(model)
     prefix = dotted(path, "x")[:-1]
-    inventory = make_inventory(root)
-    entries: list[Entry] = [*inventory.parameters, *inventory.buffers]
     return [
-        (name[len(prefix) :], entry)
-        for entry in entries
-        for name in entry.names
+        (name[len(prefix) :], shard)
+        for shard in make_inventory(root).parameters
+        for name in shard.names
         if name.startswith(prefix)
     ]
 
@@ -97,8 +95,7 @@ def count_full_parameters(
     }
     counted: dict[ParameterShard, str] = {}
     for name, shard in owned(model):  # tied parameters count once, under their first name
-        if isinstance(shard, ParameterShard):
-            counted.setdefault(shard, name)
+        counted.setdefault(shard, name)
     return sum(
         shard.numel
         for shard, name in counted.items()
