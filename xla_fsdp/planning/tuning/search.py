@@ -190,17 +190,17 @@ class Search:
         """
         return self._fastest(
             one for one, found in self._found.items()
-            if not (found.extrapolated and (checked or self._too_much_to_compile(found)))
+            if not (checked and found.extrapolated or self._cannot_be_checked(found))
         )  # fmt: skip
+
+    def _cannot_be_checked(self, found: Measured) -> bool:
+        """Whether this machine lacks the memory to compile all blocks of an extrapolated step."""
+        return found.extrapolated and found.host_memory > self.host_memory
 
     @property
     def _lacks_memory(self) -> bool:
         """Whether this machine cannot compile all blocks if they are not in one loop."""
-        found = self._found.values()
-        return any(one.extrapolated and self._too_much_to_compile(one) for one in found)
-
-    def _too_much_to_compile(self, found: Measured) -> bool:
-        return found.host_memory > self.host_memory
+        return any(map(self._cannot_be_checked, self._found.values()))
 
     def _fastest(self, candidates: Iterable[ShardingSettings]) -> ShardingSettings | None:
         fitting = {one: self._trial(one).per_sample for one in candidates if self._found[one].fits}
@@ -241,8 +241,8 @@ class Search:
             one for one in every
             if one not in known and self._may_fit(one) and (offload or not one.offload)
         ]  # fmt: skip
-        too_few = self.budget - self.compilations < _EXTRAPOLATED
-        if self._lacks_memory and (True in self.space.values["scan"] or too_few):
+        extrapolates = self.budget - self.compilations >= _EXTRAPOLATED
+        if self._lacks_memory and (True in self.space.values["scan"] or not extrapolates):
             left = [one for one in left if one.scan]
         if best is None:
             # First the defaults of a script, then the defaults with the one change with which they
@@ -303,7 +303,7 @@ class Search:
             best = self.best()
             fastest = "the fastest so far" if settings == best else f"slower than {best}"
             how = " (extrapolated)" if found.extrapolated else ""
-            if found.extrapolated and self._too_much_to_compile(found):
+            if self._cannot_be_checked(found):
                 fastest = self._why_not(settings, best)
             said = f"{1e3 * found.seconds:.2f} ms{how}, {fastest}"
             if not found.fits:
@@ -333,7 +333,7 @@ class Search:
             return self._too_large(settings)
         fastest = self._own_per_sample if best is None else self._trial(best).per_sample
         times = self._trial(settings).per_sample / fastest
-        if found is not None and found.extrapolated and self._too_much_to_compile(found):
+        if found is not None and self._cannot_be_checked(found):
             need, have = found.host_memory / GIB, self.host_memory / GIB
             return (
                 f"not compiled with all blocks: the compiler would take about {need:.0f} GiB of "
