@@ -178,7 +178,8 @@ class ShardedCheckpoint:
             )
         dtype = tensor.dtype
         if state is not None:
-            assert optimizer is not None  # it names the state
+            if optimizer is None:
+                raise ValueError(f"{self.folder}: has no optimizer, so it has no state {state!r}")
             dtype = optimizer.state[name].sharded[state]
         out = torch.empty(end - begin, dtype=DTYPES[dtype])
         self.read_to(out, state, name, begin)

@@ -175,7 +175,8 @@ class LegacySource:
         key, member = self._places[name]
         shards = [rank.state_dict[key] for rank in self.ranks]
         if state is not None:
-            assert self._matched is not None  # it names the state
+            if self._matched is None:
+                raise ValueError(f"{self.label}: has no optimizer, so it has no state {state!r}")
             shards = [each[state] for each in self._matched[1][key]]
         return self._read(shards, member, begin, end)
 

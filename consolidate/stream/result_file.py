@@ -261,4 +261,9 @@ def _copy(storage: ResultTensor, entry: IO[bytes], progress: Callable[[int], obj
         entry.write(piece)
         progress(len(piece))
 
-    pump(storage.pieces(), take)
+    # For a few bytes, a thread costs more time than it saves.
+    if storage.nbytes > PIECE_BYTES:
+        pump(storage.pieces(), take)
+    else:
+        for piece in storage.pieces():
+            take(piece)

@@ -530,16 +530,16 @@ class RunningSave:
 
     def finish(self) -> str:
         """Waits for all ranks and returns the path; raises on every rank if one of them failed."""
-        try:
-            self._records = self.exchange.run_and_gather("write its file", self._written.result)
-            path: str = self.exchange.run_on_first_rank(
-                "complete the checkpoint", self._completed.result
-            )
-        except Exception:
-            self._cancelled.set()
-            self._thread.join()
-            self.exchange.gather_values("stop writing", None)
-            with self.incomplete.removed_on_failure(self.exchange):
+        with self.incomplete.removed_on_failure(self.exchange):
+            try:
+                self._records = self.exchange.run_and_gather("write its file", self._written.result)
+                path: str = self.exchange.run_on_first_rank(
+                    "complete the checkpoint", self._completed.result
+                )
+            except Exception:
+                self._cancelled.set()
+                self._thread.join()
+                self.exchange.gather_values("stop writing", None)
                 raise
         return path
 
