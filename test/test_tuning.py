@@ -22,7 +22,7 @@ from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.api import _extrapolated, _Steps
 from xla_fsdp.planning.tuning.estimate import Estimates
-from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
+from xla_fsdp.planning.tuning.facts import Again, StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import ImpossibleError, Measured, Search, extrapolate
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
 from xla_fsdp.planning.tuning.tuning import Tuning
@@ -209,6 +209,26 @@ def with_own(seconds, fits=True, batch=1, budget=8):
     own = Measured(seconds, seconds, 0.0, 9 * GIB if fits else 12.5 * GIB, fits, 0.5, 1.0)
     search = made_up(facts(), budget, own=own, own_batch=batch, compilations=1)
     return search, result_of(search, search.run())
+
+
+def test_fewer_values_are_kept_where_the_compiler_has_no_room_for_those_estimated_to_fit():
+    """The compiler stops without a figure where two or more values are kept."""
+    again = (Again("q", 1e-3, 1e6), Again("up", 2e-3, 8e6), Again("attention", 1e-3, 5e5))
+    step = facts()
+    blocks = [dataclasses.replace(one, again=again) for one in step.blocks]
+    step = dataclasses.replace(step, units=(step.units[0], *blocks))
+    search = made_up(step, budget=8, fixed={"scan": [True], "reshard_after_forward": [True]})
+    estimated, asked = search.measure, []
+
+    def measure(settings, full):
+        asked.append(settings.keep)
+        found = estimated(settings, full)
+        return dataclasses.replace(found, fits=False, hbm=0.0) if len(settings.keep) > 1 else found
+
+    search.measure = measure
+    best = search.run()[0].settings
+    assert ("q", "up", "attention") in asked and len(set(asked)) == 5
+    assert len(best.keep) == 1
 
 
 def test_an_own_step_that_is_faster_is_the_answer():

@@ -233,13 +233,19 @@ def test_values_are_kept_that_save_most_for_a_byte():
     assert found.of(all_kept).hbm - found.of(scanned).hbm == pytest.approx(8 * 9.5e6)
     plain = found.of(scanned).hbm
 
-    def kept(capacity, settings=scanned):
-        return with_worthwhile_keeps(settings, found, capacity).keep
+    def kept(capacity, settings=scanned, too_large=()):
+        return with_worthwhile_keeps(settings, found, capacity, too_large).keep
 
     assert kept(plain + 8 * 9.6e6) == ("q", "up", "attention")
     assert kept(plain + 8 * 1.6e6) == ("q", "attention")
     assert kept(plain + 8 * 0.6e6) == ("attention",)
     assert kept(plain) == ()
+    # What was compiled and does not fit, fits no better with more values.
+    assert kept(plain + 8 * 9.6e6, too_large=[all_kept]) == ("q", "attention")
+    pair = scanned.changed(keep=("q", "attention"))
+    assert kept(plain + 8 * 9.6e6, too_large=[all_kept, pair]) == ("up", "attention")
+    smaller = all_kept.changed(batch=4)
+    assert kept(plain + 8 * 9.6e6, too_large=[smaller]) == ("q", "up", "attention")
     # A loop that gathers ahead keeps none.
     assert kept(plain + 8 * 9.6e6, scanned.changed(scan_prefetch=True)) == ()
     offloaded = scanned.changed(offload=True)  # of a value that is kept HBM has that of all blocks

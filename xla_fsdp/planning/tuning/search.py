@@ -229,9 +229,10 @@ class Search:
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
         """The next candidate to compile: one that may be better than the best so far."""
         known, best = self._tried, self.best()
+        too_large = [one for one, found in self._found.items() if not found.fits]
         around = self.space.around(best, self.estimates) if best else []
         several = [
-            with_worthwhile_keeps(one, self.estimates, self.capacity)
+            with_worthwhile_keeps(one, self.estimates, self.capacity, too_large)
             for one in candidates
             if self.space.chooses_keep
         ]
@@ -370,12 +371,15 @@ def too_much(hbm: float, capacity: float) -> str:
 
 
 def with_worthwhile_keeps(
-    settings: ShardingSettings, estimates: Estimates, capacity: float
+    settings: ShardingSettings,
+    estimates: Estimates,
+    capacity: float,
+    too_large: Collection[ShardingSettings] = (),
 ) -> ShardingSettings:
     """``settings`` with the values of ``keep`` that save time and fit.
 
     Returns ``settings`` if there are none, or if they already have some. ``capacity``: bytes of
-    HBM.
+    HBM. ``too_large``: settings that were compiled and do not fit.
     """
     # With scan_prefetch a precaution without a known reason: both models that were planned with
     # keep and scan_prefetch together were slower, but other settings differed as well (ViT-10B on
@@ -389,10 +393,12 @@ def with_worthwhile_keeps(
         one = estimates.corrected(settings.changed(keep=(name,)))
         if (saved := plain.seconds - one.seconds) > 0:
             worth.append((saved / max(one.hbm - plain.hbm, 1.0), name))
+    excluded = [{*one.keep} for one in too_large if one.keep and one.changed(keep=()) == settings]
     chosen = settings
     for _, name in sorted(worth, reverse=True):
         more = chosen.changed(keep=tuple(sorted((*chosen.keep, name), key=order.index)))
-        if estimates.needed(more) <= capacity:
+        fits = estimates.needed(more) <= capacity
+        if fits and not any(names <= {*more.keep} for names in excluded):
             chosen = more
     return chosen
 
