@@ -265,6 +265,14 @@ def test_what_the_compiler_said_corrects_what_is_like_it():
     # Of another kind nothing is known but this.
     other = PLAIN.changed(recompute="all")
     assert found.corrected(other).compute == pytest.approx(2 * plain.of(other).compute)
+    # What differs from a known kind in ``keep`` only is corrected like it.
+    loop = other.changed(scan=True)
+    guessed = plain.of(loop)
+    found.learn(loop, hbm, 3 * guessed.compute, guessed.exposed)
+    for more in ({"keep": ("q",)}, {"scan_prefetch": True}):
+        kept = loop.changed(**more)
+        assert found.corrected(kept).compute == pytest.approx(3 * plain.of(kept).compute)
+        assert not found.knows(kept)
 
 
 def test_what_would_make_it_fit():

@@ -164,7 +164,8 @@ class Estimates:
 
     def corrected(self, settings: ShardingSettings) -> Estimate:
         """The estimate, multiplied by the mean ratio of results of candidates that compute blocks
-        in the same way (recomputed or not, in a loop or not); without any, of all results."""
+        in the same way (recomputed or not, in a loop or not); without any, of those that differ
+        only in ``keep`` and ``scan_prefetch``; without these, of all results."""
         found = self.of(settings)
         return replace(
             found,
@@ -198,8 +199,9 @@ class Estimates:
         return kind_of(settings) in self._ratios.get("hbm", {})
 
     def _ratio(self, name: str, settings: ShardingSettings) -> float:
-        known = self._ratios.get(name, {})
-        ratios = known.get(kind_of(settings)) or [one for some in known.values() for one in some]
+        known, plain = self._ratios.get(name, {}), settings.changed(keep=(), scan_prefetch=False)
+        ratios = known.get(kind_of(settings)) or known.get(kind_of(plain))
+        ratios = ratios or [one for some in known.values() for one in some]
         return sum(ratios) / len(ratios) if ratios else 1.0
 
     def _estimate(self, settings: ShardingSettings) -> Estimate:
