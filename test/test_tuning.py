@@ -217,18 +217,36 @@ def test_fewer_values_are_kept_where_the_compiler_has_no_room_for_those_estimate
     step = facts()
     blocks = [dataclasses.replace(one, again=again) for one in step.blocks]
     step = dataclasses.replace(step, units=(step.units[0], *blocks))
-    search = made_up(step, budget=8, fixed={"scan": [True], "reshard_after_forward": [True]})
+    search = made_up(step, fixed={"scan": [True], "shard_group_size": [None]})
     estimated, asked = search.measure, []
 
     def measure(settings, full):
-        asked.append(settings.keep)
+        asked.append((settings.keep, settings.reshard_after_forward))
         found = estimated(settings, full)
         return dataclasses.replace(found, fits=False, hbm=0.0) if len(settings.keep) > 1 else found
 
     search.measure = measure
-    best = search.run()[0].settings
-    assert ("q", "up", "attention") in asked and len(set(asked)) == 5
-    assert len(best.keep) == 1
+    trials = search.run()
+    assert [one for one in asked if one[0]] == [
+        (("q", "up", "attention"), True), (("q", "attention"), True), (("attention",), True),
+    ]  # fmt: skip
+    assert trials[0].settings.keep == ("attention",)
+
+
+def test_what_needs_more_memory_than_a_step_that_did_not_fit_is_not_compiled():
+    search = made_up(facts(), fixed={"scan": [True], "offload": [False]})
+    estimated, asked = search.measure, []
+
+    def measure(settings, full):
+        asked.append(settings)
+        return dataclasses.replace(estimated(settings, full), fits=False, hbm=0.0)
+
+    search.measure = measure
+    trials = {trial.settings: trial for trial in search.run()}
+    plain = ShardingSettings(scan=True, recompute="all")
+    larger = plain.changed(reshard_after_forward=4)
+    assert plain in asked and larger not in asked
+    assert f"needs more memory than {plain}, which does not fit" in trials[larger].rejected
 
 
 def test_an_own_step_that_is_faster_is_the_answer():

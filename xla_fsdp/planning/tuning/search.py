@@ -275,7 +275,16 @@ class Search:
 
     def _may_fit(self, settings: ShardingSettings) -> bool:
         over = _OVER if self.estimates.knows(settings) else _OVER_OF_NEW
-        return self.estimates.needed(settings) <= over * self.capacity
+        enough = self.estimates.needed(settings) <= over * self.capacity
+        return enough and self._smaller_that_failed(settings) is None
+
+    def _smaller_that_failed(self, settings: ShardingSettings) -> ShardingSettings | None:
+        """A candidate that was compiled and does not fit, though it computes blocks in the same way
+        and needs at most as much memory by the estimates."""
+        needed = self.estimates.needed(settings)
+        failed = (one for one, found in self._found.items() if not found.fits and one != settings)
+        alike = (one for one in failed if kind_of(one) == kind_of(settings))
+        return next((one for one in alike if self.estimates.needed(one) <= needed), None)
 
     def _fits(self, settings: ShardingSettings) -> bool:
         """Whether the step fits, as far as is known."""
@@ -355,6 +364,9 @@ class Search:
         said = "does not fit" if found else "would not fit"
         hbm = found.hbm if found else self.estimates.needed(settings)
         what = f"{said} {too_much(hbm, self.capacity)}"
+        smaller = self._smaller_that_failed(settings)
+        if hbm <= self.capacity and smaller is not None:
+            what = f"{said}: needs more memory than {smaller}, which does not fit"
         if not hbm:
             what = f"{said}: the compiler stopped before it knew the required memory"
         other = with_remedy(settings, self.estimates, self.capacity)
@@ -393,12 +405,11 @@ def with_worthwhile_keeps(
         one = estimates.corrected(settings.changed(keep=(name,)))
         if (saved := plain.seconds - one.seconds) > 0:
             worth.append((saved / max(one.hbm - plain.hbm, 1.0), name))
-    excluded = [{*one.keep} for one in too_large if one.keep and one.changed(keep=()) == settings]
-    chosen = settings
+    alike = (one for one in too_large if one.keep and one.changed(keep=()) == settings)
+    limit, chosen = min(map(estimates.needed, alike), default=math.inf), settings
     for _, name in sorted(worth, reverse=True):
         more = chosen.changed(keep=tuple(sorted((*chosen.keep, name), key=order.index)))
-        fits = estimates.needed(more) <= capacity
-        if fits and not any(names <= {*more.keep} for names in excluded):
+        if (needed := estimates.needed(more)) <= capacity and needed < limit:
             chosen = more
     return chosen
 
