@@ -1,10 +1,7 @@
-"""Modules on the meta device: initializes them one submodule at a time, and tracks which parameters
-and buffers have no values until a load.
+"""Initializes meta modules one at a time, and tracks which tensors have no values until a load.
 
-``FSDP(meta_model, param_init_fn=defer_init)`` shards a model without initializing it. Until a load,
-shards are NaN. Any operation that gives a shard values later (a load, or ``summon_full_params``)
-changes its stamp, so no explicit notification is needed. One exception: a load of only some of the
-parameters in one vector must report which ones it loads.
+Until then shards are NaN. Whatever gives a shard values changes its stamp; only a load of some of
+the parameters in one vector must report which ones it loads.
 """
 
 from __future__ import annotations
@@ -23,24 +20,22 @@ from ..wording import join_some
 from .freeing import Stamp, stamps
 from .ignored import is_ignored
 
-# Set on a tensor that defer_init made: True. Set on a shard or a buffer: its UninitializedTensor.
+# Value: True on a tensor that defer_init made; an UninitializedTensor on a shard or buffer.
 _MARK = "_xla_fsdp_awaited"
-# The maximum number of names in a message.
+# Names in a message.
 SHOWN = 20
-# A parameter within a holder: the offset where its layout begins, and its number in the layout.
+# The offset in a holder where a layout begins, and the parameter's number in that layout.
 Key = tuple[int, int]
 
 
 def defer_init(module: nn.Module) -> None:
     """For ``param_init_fn``: the parameters of ``module`` on the meta device get values by a load.
 
-    Nothing is initialized, and no full parameter is ever allocated: ``model = FSDP(meta_model,
-    param_init_fn=defer_init)``, then ``load_weights``, ``load_checkpoint``,
-    ``load_full_state_dict`` or ``load_state_dict``. A forward or a save before every parameter and
-    buffer has values raises an error that names those without. Give values to what a checkpoint
-    does not contain (a new head, buffers that are not persistent) within
-    ``with FSDP.summon_full_params(model):``, or in your own ``param_init_fn`` that calls this
-    function.
+    No full parameter is ever allocated: ``model = FSDP(meta_model, param_init_fn=defer_init)``,
+    then ``load_weights``, ``load_checkpoint``, ``load_full_state_dict`` or ``load_state_dict``.
+    Until all have values, a forward or a save raises an error with the names. Give values to what
+    a checkpoint does not contain (a new head, buffers that are not persistent) within ``with
+    FSDP.summon_full_params(model):``, or in a ``param_init_fn`` that calls this function.
     """
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
@@ -54,7 +49,7 @@ def defer_init(module: nn.Module) -> None:
 
 
 def _nothing(like: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``like``, all NaN (or 0), on the CPU, that uses almost no memory."""
+    """A CPU tensor like ``like``, all NaN (or 0), that uses almost no memory."""
     nan = like.is_floating_point() or like.is_complex()
     return torch.full((), float("nan") if nan else 0, dtype=like.dtype, device="cpu").expand(
         like.shape
@@ -62,7 +57,7 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def is_deferred(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` was made by :func:`defer_init`, in place of a tensor without values."""
+    """Whether :func:`defer_init` made ``tensor``."""
     return getattr(tensor, _MARK, None) is True
 
 
@@ -110,7 +105,6 @@ def begin_load(holder: torch.Tensor, keys: Iterable[Key]) -> None:
 
 
 def end_load(holder: torch.Tensor) -> None:
-    """Reports that the announced assignment to ``holder`` was done."""
     uninitialized = getattr(holder, _MARK, None)
     if isinstance(uninitialized, UninitializedTensor) and uninitialized.partly:
         uninitialized.partly = False
@@ -118,7 +112,7 @@ def end_load(holder: torch.Tensor) -> None:
 
 
 def remaining_uninitialized(uninitialized: list[UninitializedTensor]) -> list[UninitializedTensor]:
-    """Removes from ``uninitialized`` those that have values by now, and returns the rest."""
+    """Removes those that have values by now, and returns the rest."""
     if uninitialized:
         for one in uninitialized:
             if one.is_initialized and getattr(one.holder, _MARK, None) is one:
@@ -167,7 +161,7 @@ _REAL = "_xla_fsdp_real"
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether the module itself (not its children) has parameters or buffers without values."""
+    """Whether the module itself (not its children) has tensors on the meta device."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and tensor.is_meta:
             return True
@@ -177,20 +171,16 @@ def is_on_meta(module: nn.Module) -> bool:
 def materialize(
     module: nn.Module, init_fn: Callable[[nn.Module], None] | None, waits: bool = False
 ) -> Iterator[nn.Module]:
-    """Initializes the submodules that are on the meta device, and yields each when it is ready.
+    """Initializes the submodules on the meta device, and yields every submodule, children first.
 
-    The caller may shard a submodule before it takes the next, so that the full model never exists.
-    Yields every submodule, also those that had values before, children first.
-
-    Wrappers, ignored submodules and all modules inside them are not changed. With ``init_fn``, each
-    submodule whose own tensors are on meta is passed to it, and must have no meta tensors
-    afterwards. Without, its tensors are allocated on the CPU and its
-    ``reset_parameters()`` is called. A submodule without that method raises; with ``waits`` it gets
-    its values later. Parameters shared between submodules stay shared.
+    The caller may shard a submodule before it takes the next, so the full model never exists.
+    Wrappers, ignored submodules and all modules inside them are not changed. A submodule gets
+    values from ``init_fn`` or, on the CPU, from its ``reset_parameters()``; with ``waits``, one
+    without that method gets them later. Shared parameters stay shared.
 
     Raises:
-        RuntimeError: a submodule has no ``reset_parameters``, or has one that does not initialize a
-            parameter or a buffer, or ``init_fn`` left tensors on meta.
+        RuntimeError: a submodule has no ``reset_parameters``, or that or ``init_fn`` did not
+            initialize a parameter or a buffer.
     """
     for name, group in _groups(module, "", set()):
         allocated: list[_Allocated] = []
@@ -207,12 +197,7 @@ def materialize(
 def _groups(
     module: nn.Module, name: str, seen: set[nn.Module]
 ) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Submodules that must have their values at the same time, children before parents.
-
-    A module that initializes its own parameters may initialize those of its children too
-    (attention zeroes the bias of its output projection). So children without children stay in one
-    group with their parent.
-    """
+    """Submodules that get values together: modules may initialize their children's parameters."""
     if module in seen or is_wrapper(module) or is_ignored(module):
         return
     seen.add(module)
@@ -288,7 +273,7 @@ def _reset(module: nn.Module, name: str) -> list[_Allocated]:
 
 @dataclass
 class _Allocated:
-    """A tensor of ``module``, filled with a pattern that shows later whether it was initialized."""
+    """A tensor of ``module``, filled with a pattern that shows whether it gets initialized."""
 
     module: nn.Module
     described: str
@@ -306,7 +291,6 @@ class _Allocated:
         self.version = self.tensor._version
 
     def require_values(self) -> None:
-        """Raises RuntimeError if the tensor was not initialized."""
         if getattr(self.module, self.key) is not self.tensor:
             return
         values = self.tensor.detach()

@@ -1,16 +1,12 @@
 """Cuts parameters into shards and puts them together again, in plain torch.
 
 A *layout* says how one stored tensor (a parameter, or several flattened one after the other) is
-split over ``size`` ranks. Shape letters in the comments: ``n`` elements, ``p`` elements with
-padding, ``c = p / size`` elements a rank.
+split over ``size`` ranks.
 
-Layout ``flat``: the elements in order, zero-padded to a multiple of ``size * 128``. Rank ``r``
-stores elements ``r*c .. (r+1)*c``. If these are complete rows of a matrix that fill TPU vector
-registers (8 sublanes of 128 lanes), shards are sent as such rows, and a gathered matrix needs no
-copy before its use. Otherwise they are sent as ``(c/128, 128)``. The compiler makes a
-reduce-scatter of both shapes; for a vector it would make an all-reduce.
-
-Layout ``dim0``: rows, zero-padded to a multiple of ``size``; the other dimensions stay.
+``flat``: the elements in order, zero-padded to a multiple of ``size * 128``. They are sent as rows
+of the matrix if these fill TPU vector registers (8 sublanes of 128 lanes), so that a gathered
+matrix needs no copy; else as ``(n, 128)``. For a vector the compiler would make an all-reduce.
+``dim0``: rows, zero-padded to a multiple of ``size``; the other dimensions stay.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ class Layout:
 
     @classmethod
     def flat(cls, shapes: Sequence[torch.Size], size: int) -> Layout:
-        """Members of the given shapes, joined one after the other into one vector."""
+        """Members of the given shapes, joined into one vector."""
         members: list[Member] = []
         offset = 0
         for shape in shapes:
@@ -67,7 +63,7 @@ class Layout:
 
     @cached_property
     def numel(self) -> int:
-        """The number of elements without padding."""
+        """Without padding."""
         return self.members[-1].offset + self.members[-1].numel
 
     @cached_property
@@ -95,11 +91,7 @@ class Layout:
         return (self.shard_shape[0] // LANES, LANES)
 
     def cut(self, values: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-        """This rank's shard of the full ``values`` (one tensor for each member); a copy.
-
-        Only the members that reach into the shard are read, so cutting a vector of many large
-        parameters does not build that vector.
-        """
+        """A rank's shard of the full ``values`` (one a member); a copy. Never joins all of them."""
         if self.kind == "dim0":
             rows = self.shard_shape[0]
             kept = values[0][rank * rows : (rank + 1) * rows]
@@ -114,11 +106,9 @@ class Layout:
         return torch.cat([*pieces, values[0].new_zeros(length - filled)])
 
     def pieces(self, rank: int) -> list[tuple[int, int, int]]:
-        """The part of each member that a rank's shard contains: elements ``begin .. end`` of the
-        flattened member, at position ``at`` of the flattened shard; ``begin == end`` if none.
+        """The part of each member in a rank's shard: ``(begin, end, at)``, ``(0, 0, 0)`` if none.
 
-        Example: two ranks, shards of 128 elements, members of 100 and 60. Rank 0 has
-        ``(0, 100, 0)`` and ``(0, 28, 100)``, rank 1 ``(0, 0, 0)`` and ``(28, 60, 0)``.
+        Elements ``begin .. end`` of the flattened member are at ``at`` in the flattened shard.
         """
         length = math.prod(self.shard_shape)
         first = rank * length
@@ -151,10 +141,9 @@ class Layout:
         return full
 
     def join(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Full gradients (one for each member, ``None`` for zero) in the reduce-scatter's layout.
+        """Full gradients, one a member, as ``(size * comm_shape[0], ...)`` for the reduce-scatter.
 
-        Returns ``(size * comm_shape[0], ...)``, zero in the padding. At least one gradient must be
-        given.
+        ``None`` stands for zero; at least one must be given. The padding is zero.
         """
         like = next(grad for grad in grads if grad is not None)
         if self.kind == "dim0":
@@ -174,7 +163,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The properties of a sharded tensor that the communication plan needs.
+    """What the communication plan needs of a sharded tensor.
 
     Attributes:
         key: its name in the unit.
@@ -188,19 +177,16 @@ class TensorSpec:
     wide: bool = False
 
     def compute_dtype(self, asked: torch.dtype | None) -> torch.dtype:
-        """The dtype in which its members compute, if the option ``compute_dtype`` is ``asked``."""
         return computed_in(self.dtype, None if self.wide else asked)
 
 
 def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a parameter computes that is stored in ``stored``, if ``compute_dtype`` is
-    ``asked`` (``None``: the stored dtype)."""
+    """The dtype in which a parameter in ``stored`` computes, if ``compute_dtype`` is ``asked``."""
     return asked if asked is not None and stored.is_floating_point else stored
 
 
-# -- the spec of a sharded tensor ------------------------------------------------------------------
 
-# Positions from here on do not fit int32, which is faster than int64 on TPUs.
+# Positions from here on need int64, which is slower on TPUs.
 _INT32 = 1 << 31
 
 
@@ -212,8 +198,7 @@ class ShardedParameterError(RuntimeError):
 class ShardSpec:
     """How a local part relates to the full tensor.
 
-    Two tensors with equal specs have the same elements of tensors of the same shape, so elementwise
-    operations on them need no communication.
+    Elementwise operations on tensors with equal specs need no communication.
 
     Attributes:
         layout: how the full tensor is cut; for a stack, the layout of one block.
@@ -234,7 +219,6 @@ class ShardSpec:
 
     @property
     def name(self) -> str:
-        """The name of the parameter in its wrapper."""
         owner = None if self.owner is None else self.owner()
         return "of a model that no longer exists" if owner is None else str(owner.name)
 
@@ -245,7 +229,7 @@ class ShardSpec:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the full tensor."""
+        """Of the full tensor."""
         if self.flat:
             return torch.Size((self.layout.numel,))
         shape = self.layout.members[0].shape
@@ -253,26 +237,22 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of this rank's part."""
+        """Of this rank's part."""
         shape = self.layout.shard_shape
         return torch.Size((self.depth, *shape) if self.depth else shape)
 
     @property
     def numel(self) -> int:
-        """The number of elements of the full tensor."""
+        """Of the full tensor."""
         return self.layout.numel * max(self.depth, 1)
 
     @property
     def padded(self) -> bool:
-        """Whether some rank has padding: elements that belong to no parameter."""
+        """Whether some rank has padding."""
         return math.prod(self.layout.padded_shape) != self.layout.numel
 
     def inside(self, local: torch.Tensor) -> torch.Tensor:
-        """A mask: for each element of ``local``, whether it belongs to the full tensor.
-
-        Padding is at different positions on each rank. The rank is data, so that all ranks have the
-        same program.
-        """
+        """A mask of the elements of ``local`` that are no padding; one program for all ranks."""
         length, size = math.prod(self.layout.shard_shape), self.world.size
         dtype = torch.int32 if size * length < _INT32 else torch.int64
         position = torch.arange(length, dtype=dtype, device=local.device)
@@ -284,7 +264,7 @@ class ShardSpec:
         return inside.expand(self.local_shape) if self.depth else inside
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Gathers the full tensor from ``local`` on all ranks, on this rank's device."""
+        """The full tensor, on this rank's device; collective."""
         layout, size = self.layout, self.world.size
         if not layout.numel:
             return local.new_zeros(self.shape)
@@ -318,7 +298,6 @@ class ShardSpec:
 
 
 def unsupported(operation: str, spec: ShardSpec, why: str = "") -> ShardedParameterError:
-    """The error of ``operation``, which needs more than one rank's part of a parameter."""
     module = spec.name.rpartition(".")[0] or "the module"
     why = why or "this rank has only its shard"
     return ShardedParameterError(
@@ -336,7 +315,6 @@ def unsupported(operation: str, spec: ShardSpec, why: str = "") -> ShardedParame
     )
 
 
-# Set on a sharded tensor: its ShardSpec.
 SPEC = "_xla_fsdp_spec"
 
 

@@ -1,10 +1,4 @@
-"""Full parameters outside of a forward: to read them, to change them, to initialize them.
-
-While parameters are summoned, the modules have full ``nn.Parameter``s instead of the shards (and
-the wrapper has no flattened vectors), so ``module.weight``, ``named_parameters()`` and
-``state_dict()`` are those of the unwrapped module. The shards continue to exist, and receive their
-part of the changes at the end.
-"""
+"""Full parameters outside of a forward: to read them, to change them, to initialize them."""
 
 from __future__ import annotations
 
@@ -38,17 +32,16 @@ def summon_full_params(
     """Within, the modules in ``module`` have full parameters. All ranks must enter the context.
 
     They are ``nn.Parameter`` in the dtype in which they are stored, under their names in the
-    unwrapped module. Afterwards the modules have the shards again, the same objects as before. An
-    optimizer needs the shards, so make it outside of this context.
+    unwrapped module. Afterwards the modules have the same shards as before. Make optimizers outside
+    of this context, because they need the shards.
 
     Args:
         module: a wrapper, or a module with wrappers in it. Without any wrapper, nothing happens.
         recurse: summon the parameters of all wrappers in ``module``. ``False``: of ``module``
             itself only.
-        writeback: copy changes into the shards at the end, on every rank into its own, so all ranks
-            must make the same changes. After an exception nothing is copied.
-        rank0_only: only rank 0 gets full parameters; other ranks keep shards. Not with
-            ``writeback``.
+        writeback: copy each rank's changes into its shards at the end, so all ranks must make the
+            same changes. After an exception nothing is copied.
+        rank0_only: other ranks keep shards. Not with ``writeback``.
         offload_to_cpu: parameters are on the CPU, on every rank that gets them.
         with_grads: ``.grad`` is the full gradient, and its changes are copied back too.
 
@@ -92,7 +85,7 @@ def summon_full_params(
 
 
 def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
-    """The full parameters of ``unit`` while it has them: summoned, or in a forward or backward.
+    """The full parameters of ``unit``: summoned, or in a forward or backward.
 
     Raises:
         RuntimeError: the unit has no full parameters now.
@@ -112,7 +105,6 @@ def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
 
 
 def require_no_scanned(units: Sequence[FSDPState]) -> None:
-    """Raises ValueError if one of ``units`` has scanned blocks."""
     if any(unit.depth for unit in units):
         raise ValueError(
             "scanned blocks cannot be summoned: one traced module represents all of them, so there "
@@ -156,7 +148,7 @@ class _Summoned:
 
     def __init__(self, how: _Arguments) -> None:
         self.how = how
-        # Other ranks take part in the gathers, but get no full parameters.
+        # Other ranks take part in the gathers.
         self.wanted = xr.global_ordinal() == 0 or not how.rank0_only
         # Without tied parameters that an outer context has already.
         self.summoned: dict[ShardedTensor, FullParameters] = {}
@@ -240,7 +232,6 @@ class _Summoned:
                     )
 
     def restore(self) -> None:
-        """Puts the shards back into the modules."""
         for wrapper, unit in self.entered:
             unit.summoned = False
             for tensor in unit.tensors:
@@ -254,7 +245,6 @@ class _Summoned:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copies changes into the shards."""
         for tensor, full in self.summoned.items():
             values, grads = full.changed()
             if values:
@@ -318,7 +308,6 @@ def _full_members(tensor: ShardedTensor, shard: torch.Tensor) -> list[torch.Tens
 
 
 def _cut(tensor: ShardedTensor, full: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's shard of the ``full`` members of ``tensor``, on the device of the shard."""
     spec = tensor.shard_spec()
     assert spec is not None  # only inside a trace
     joined = torch.cat([one.reshape(-1) for one in full]) if tensor.flattened else full[0]
@@ -326,7 +315,7 @@ def _cut(tensor: ShardedTensor, full: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _seen(parameters: Sequence[nn.Parameter]) -> tuple[list[object], list[object]]:
-    """Two results are equal if neither values nor gradients of ``parameters`` changed between."""
+    """Equal if neither values nor gradients of ``parameters`` changed in between."""
     return [_mark(one) for one in parameters], [_mark(one.grad) for one in parameters]
 
 
