@@ -34,16 +34,11 @@ from .sharded_tensor import (
 from .state import FSDPState, WrapperReference, mark_sharded
 from .user_checks import require_shardable_parameters
 
-# Number of elements that a checksum samples.
 SAMPLE = 1 << 16
 
 
 class Builder:
-    """What building a unit of one module and a unit of scanned blocks share.
-
-    Attributes:
-        wide: modules whose parameters and buffers are not cast.
-    """
+    """Common part of the builders. ``wide``: modules whose parameters and buffers are not cast."""
 
     def __init__(self, options: FSDPOptions, world: World) -> None:
         self.options = options
@@ -56,7 +51,6 @@ class Builder:
         return Layout.flat([parameter.shape], self.world.size)
 
     def agreed(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, or that of the first rank with ``sync_module_states``."""
         return broadcast_from_first(self.world, value) if self.options.sync_module_states else value
 
     def stored(self, shard: torch.Tensor, trained: bool) -> nn.Parameter:
@@ -65,9 +59,7 @@ class Builder:
         return HostShard(on_host(shard), requires_grad=trained)
 
     def dtype_of(self, buffer: torch.Tensor, modules: Iterable[nn.Module]) -> torch.dtype:
-        """The dtype to which ``buffer`` of ``modules`` is cast; ignored modules and classes with
-        ``fsdp_keeps_buffer_dtypes`` (see ``SyncBatchNorm``) keep theirs.
-        """
+        """The dtype to which ``buffer`` of ``modules`` is cast."""
         options = self.options
         dtype = options.buffer_dtype or (None if options.mixed_precision else options.compute_dtype)
         if dtype is None or not buffer.is_floating_point():
@@ -82,9 +74,7 @@ class Builder:
 class UnitBuilder(Builder):
     """Shards the parameters in ``module`` that no wrapper inside it has sharded yet.
 
-    Args:
-        owner: the wrapper, on which flattened parameters are registered; ``module`` itself if it
-            is sharded in place.
+    ``owner``: the wrapper, on which flattened parameters are registered, or ``module`` in place.
     """
 
     def __init__(
@@ -151,7 +141,7 @@ class UnitBuilder(Builder):
         return self.unit
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules outside inner wrappers, with all paths of each, parents first."""
+        """Modules outside inner wrappers, once for each path, parents first."""
         stack = [("", self.module)]
         while stack:
             path, module = stack.pop()
@@ -241,14 +231,14 @@ class UnitBuilder(Builder):
 
 
 def own_shard(layout: Layout, values: Sequence[torch.Tensor], world: World) -> torch.Tensor:
-    """This rank's shard of the full ``values``; in a plan, without values if it is large."""
+    """This rank's shard; in a plan, without values if it is large."""
     if is_simulated_rank() and math.prod(layout.shard_shape) >= LARGE:
         return fake_cpu_tensor(layout.shard_shape, values[0].dtype)
     return layout.cut(values, world.rank)
 
 
 def checksum(values: torch.Tensor) -> int:
-    """CRC-32 of evenly spaced elements of a CPU tensor; 0 if it is elsewhere or has no values."""
+    """CRC-32 of a sample of a CPU tensor; 0 if it is elsewhere or has no values."""
     if values.device.type != "cpu" or is_simulated_rank():
         return 0
     flat = values.detach().reshape(-1)

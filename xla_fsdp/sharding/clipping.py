@@ -29,16 +29,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradient shards so that the norm of all full gradients is at most ``max_norm``.
 
-    The result equals ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the
-    coefficient ``min(1, max_norm / (norm + 1e-6))``. Norms are computed at least in float32. A
-    parameter of several units, or one that is replicated, counts once. If ranks have different
-    gradients for a replicated one, the mean of their powers counts (for ``inf`` the largest).
-    The host waits for the device only if gradients are on the host (``cpu_offload``).
+    Equals ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the coefficient
+    ``min(1, max_norm / (norm + 1e-6))``. A parameter of several units, or a replicated one, counts
+    once; if ranks have different gradients for it, the mean of their powers counts (``inf``: the
+    largest). The host waits for the device only if gradients are on the host (``cpu_offload``).
 
     Args:
-        units: the FSDP units of the model.
-        parameters: all parameters of the model; those without a gradient count as zero.
-        max_norm: the bound, > 0.
         norm_type: the order p of the norm, > 0, or ``inf``.
         groups: lists of rank ordinals to reduce the norm over, instead of the sharding groups.
 

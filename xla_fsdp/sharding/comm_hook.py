@@ -28,8 +28,8 @@ class GradBucket(abc.ABC):
     shards, ``(d, ...)``. Everything is traced, so all ranks must do the same operations.
 
     Attributes:
-        names: dotted names of the parameters, in the order of :meth:`gradients`. Scanned blocks
-            call the hook once for all of them, with names without the number of the block.
+        names: dotted names of the parameters, in the order of :meth:`gradients`; for scanned
+            blocks, which call the hook once for all, without the block's number.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class GradBucket(abc.ABC):
 
     @abc.abstractmethod
     def buffer(self) -> torch.Tensor:
-        """All gradients as one tensor, not divided, in the layout that :meth:`reduce` takes."""
+        """All gradients as one tensor, not divided, as :meth:`reduce` takes it."""
 
     @abc.abstractmethod
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients as separate tensors, in the order of ``names``, not divided."""
+        """The gradients, not divided, in the order of ``names``."""
 
     @abc.abstractmethod
     def reduce(self, buffer: torch.Tensor | None = None, divided_by: float = 1.0) -> torch.Tensor:
@@ -133,8 +133,7 @@ class FullGradients(GradBucket):
 class ReplicatedShards(GradBucket):
     """Gradient shards, summed over the sharding group, to be averaged over the replicas.
 
-    ``gradients()`` are pieces of ``buffer()``, ``(d, ...)``: one shard for each sharded tensor
-    (a flattened wrapper has one, its vector).
+    ``gradients()`` are pieces of ``buffer()``, ``(d, ...)``: one shard a sharded tensor.
     """
 
     @cached_property
@@ -181,13 +180,7 @@ OVER = ("all", "replicas")
 
 
 def register(units: Sequence[Unit], state: object, hook: Hook, over: str) -> None:
-    """Makes ``hook`` compute the reductions of ``units``; see the wrapper's ``register_comm_hook``.
-
-    Raises:
-        TypeError: ``hook`` is no function of a state and a bucket, or is one of torch's hooks.
-        ValueError: ``over`` is not an allowed value, or a unit has no replicas.
-        RuntimeError: a unit already has a hook.
-    """
+    """Makes ``hook`` compute the reductions of ``units``: see the wrapper's method."""
     _require_hook(hook)
     if over not in OVER:
         raise ValueError(f"over must be one of {', '.join(map(repr, OVER))}, got {over!r}")

@@ -1,8 +1,7 @@
 """The communication plan: which tensors of an FSDP unit share which collective.
 
-On a TPU, starting a collective costs as much as sending a few hundred kilobytes, and XLA's
-combiner does not merge collectives that barriers order. So tensors of up to ``SMALL_BYTES`` share
-one. On CPU ranks every tensor has a separate collective.
+On a TPU, starting a collective costs as much as sending a few hundred kilobytes, and XLA does not
+merge collectives that barriers order. So tensors of up to ``SMALL_BYTES`` share one there.
 """
 
 from __future__ import annotations
@@ -33,12 +32,9 @@ class Collective:
 
     Attributes:
         kind: ``"all-gather"`` or ``"reduce-scatter"``.
-        name: shown to readers of the compiled program.
         tensors: numbers of the sharded tensors of the unit, in the order in which they are joined.
         shape: of one rank's part, ``(d, ...)``; the full tensor is ``(ranks * d, ...)``.
-        dtype: the communication dtype.
         waits: events that must happen before it starts.
-        divide_before: the divisor of full gradients before the reduction.
         scale: the factor that the reduce-scatter itself applies: a power of two, which is exact.
         replica_groups: groups over which the result is then summed.
         divide_after: the divisor of the final sum, or ``None``.
@@ -59,7 +55,7 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Of the full tensor."""
         return math.prod(self.shape) * self.ranks * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -79,8 +75,6 @@ class Collective:
 
 @dataclass(frozen=True)
 class Divisors:
-    """The divisors of gradients before and after the reduction."""
-
     before: float
     after: float
 
@@ -88,8 +82,7 @@ class Divisors:
     def of(cls, world: World, in_float16: bool) -> Divisors:
         """Divisors for the mean over all ranks.
 
-        ``in_float16``: split evenly, because a sum of many ranks could overflow (65504), and a full
-        division before it underflow.
+        In float16 split evenly: a sum could overflow (65504), a full division underflow.
         """
         ranks, before = world.size * world.replicas, 1
         while in_float16 and before * before < ranks:
@@ -102,7 +95,6 @@ class Divisors:
 
 
 def reduced_in(dtype: torch.dtype, options: FSDPOptions) -> torch.dtype:
-    """The dtype in which a gradient of ``dtype`` is reduced."""
     return torch.float32 if dtype in NARROW and options.fp32_reduce_scatter else dtype
 
 
@@ -119,8 +111,7 @@ def plan_gathers(
 
     Args:
         label: the unit's name with a dot after it.
-        backward: gather the last tensors first, as the backward needs them: the compiler keeps
-            the order of tracing, and a parameter gathered too early occupies memory.
+        backward: gather the last tensors first: the compiler keeps the order of tracing.
         stored_among: the smaller group from whose ``SecondaryShards`` the backward gathers.
     """
     dtypes = [spec.compute_dtype(options.compute_dtype) for spec in specs]
@@ -157,11 +148,7 @@ def plan_reductions(
     *,
     label: str = "",
 ) -> list[Collective]:
-    """The reductions of gradients, in order.
-
-    Args:
-        dtypes: dtypes of the full gradients, by number of the tensor; without a gradient: missing.
-    """
+    """The reductions of gradients, in order. ``dtypes``: of full gradients, by tensor number."""
     numbers = list(dtypes)
     own = [specs[number] for number in numbers]
     planned = []
@@ -181,7 +168,7 @@ def plan_reduction(
     dtype: torch.dtype,
     divisors: Divisors,
 ) -> Collective:
-    """One reduction whose result is ``(d, ...)`` on each rank."""
+    """One reduction, to ``(d, ...)`` on each rank."""
     full = math.prod(shape) * world.size * dtype.itemsize
     route = world.reduction_route(full, world.size * shape[0])
     # Scaling inside the collective is free, but rounds in the communication dtype.
@@ -202,12 +189,12 @@ def plan_reduction(
 
 
 def scales_in_collective(divisors: Divisors, world: World) -> bool:
-    """Whether the reduce-scatter applies the divisor: only if that is exact and no sum follows."""
+    """Whether the reduce-scatter applies the divisor: if that is exact and no sum follows."""
     return math.frexp(divisors.after)[0] == 0.5 and world.replicas == 1
 
 
 def _joined(label: str, specs: Sequence[TensorSpec]) -> tuple[str, tuple[int, ...]]:
-    """The name of a collective of ``specs``, and the shape in which a rank's parts are sent."""
+    """The name of a collective of ``specs``, and the shape of a rank's part."""
     if len(specs) == 1:
         return label + specs[0].key, specs[0].layout.comm_shape
     length = sum(math.prod(spec.layout.shard_shape) for spec in specs)
@@ -218,7 +205,7 @@ def _joined(label: str, specs: Sequence[TensorSpec]) -> tuple[str, tuple[int, ..
 def _along_with_wide(
     specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype]
 ) -> list[torch.dtype]:
-    """``dtypes``, but float32 for all small tensors if one is: two collectives cost more."""
+    """``dtypes``, but float32 for all small tensors if one is: one collective is cheaper."""
     fits = [math.prod(spec.layout.padded_shape) * 4 <= SMALL_BYTES for spec in specs]
     each = list(zip(specs, dtypes, fits, strict=True))
     if not any(spec.wide and dtype is torch.float32 and fit for spec, dtype, fit in each):

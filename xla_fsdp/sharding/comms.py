@@ -31,9 +31,7 @@ Reduction = Callable[[Collective, Sequence[ShardedTensor], Tensors], torch.Tenso
 class Communicator:
     """Gathers and reduces the sharded tensors of one unit.
 
-    Attributes:
-        label: the unit's name with a dot after it; "" until it is known.
-        hook: the function that computes each reduction, if the user registered one.
+    ``label``: the unit's name with a dot after it, "" until it is known. ``hook``: the user's.
     """
 
     def __init__(self, options: FSDPOptions, world: World) -> None:
@@ -56,7 +54,7 @@ class Communicator:
         backward: bool,
         secondary: SecondaryShards | None = None,
     ) -> Tensors:
-        """Does :meth:`trace_gathers`, as one operator (with ``secondary``: as several)."""
+        """Does :meth:`trace_gathers` as one operator, or, with ``secondary``, as several."""
         if not tensors:
             return []
         if not self.world.as_on_tpu or secondary is not None:
@@ -139,7 +137,7 @@ class Communicator:
         return [value for number in range(len(tensors)) for value in full[number]]
 
     def last_gathered(self, tensors: Sequence[ShardedTensor]) -> int:
-        """The number of the tensor that a forward gathers last; 0 if nothing is sent."""
+        """Number of the tensor that a forward gathers last; 0 if nothing is sent."""
         plan = plan_gathers([tensor.spec for tensor in tensors], self.options, self.world)
         return plan[-1].tensors[-1] if plan else 0
 
@@ -151,7 +149,7 @@ class Communicator:
         accumulated: Mapping[int, torch.Tensor],
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
         """Does :meth:`join_gradients` and :meth:`trace_reductions`, as one operator."""
-        # A user's hook may do something else at each step, so it is traced each time.
+        # A user's hook may differ at each step, so it is traced each time.
         if not self.world.as_on_tpu or self.hook is not None:
             return self.trace_reductions(tensors, self.join_gradients(tensors, grads, accumulated))
         there = {n: tuple(grad is not None for grad in one) for n, one in grads.items()}
@@ -176,10 +174,7 @@ class Communicator:
         grads: Mapping[int, Sequence[torch.Tensor | None]],
         accumulated: Mapping[int, torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The full gradients of each tensor's members as one tensor, plus those in ``accumulated``.
-
-        The results have the shape and dtype of the reduction; keys are numbers in ``tensors``.
-        """
+        """Full gradients plus ``accumulated``, as one tensor each for the reduction, by number."""
         fulls = {}
         for number, members in grads.items():
             full = tensors[number].layout.join(members)
@@ -250,7 +245,7 @@ def split_shards(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Ten
 
 
 def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
-    """Splits the result of one gather into ``(size * rows, ...)`` of all ranks for each layout."""
+    """The result of one gather as ``(size * rows, ...)`` for each layout."""
     if len(layouts) == 1:
         return [gathered]
     size = layouts[0].size
@@ -269,22 +264,16 @@ def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
 
 @dataclass(eq=False)
 class SecondaryShards:
-    """Second shards, stored by fewer ranks from a forward to its backward.
+    """Second shards, from a forward to its backward, of fewer ranks (ZeRO++, arXiv 2306.10209).
 
-    ``reshard_after_forward=2`` on four ranks: the forward gathers the shards w0 to w3 of all four,
-    each rank stores one half, and the backward gathers two halves from two ranks::
-
-        rank 0  [w0]  gather of 4   [w0 w1 w2 w3]  store [w0 w1]   gather of 2   [w0 w1 w2 w3]
-        rank 1  [w1]  ----------->  [w0 w1 w2 w3]  --->  [w2 w3]   ----------->  [w0 w1 w2 w3]
-
-    Gradients are still reduced over all four ranks. Wang et al., ZeRO++, 2023 (arXiv 2306.10209),
-    call this hierarchical partitioning. The pass owns it, and empties it after its backward.
+    ``reshard_after_forward=2`` on four ranks: each stores half of what the forward gathered, and
+    the backward gathers from two ranks. Gradients are still reduced over all four.
 
     Attributes:
         world: the smaller group.
         shard_stamps: stamps of the shards that were gathered.
         pieces: this rank's part of the result of each gather, in the communication dtype, by the
-            number of the first tensor in that gather.
+            number of the first tensor in that gather. Emptied after the backward.
     """
 
     world: World
@@ -294,8 +283,7 @@ class SecondaryShards:
     def keep(self, number: int, gathered: torch.Tensor) -> torch.Tensor:
         """Stores this rank's part of ``gathered``, ``(rows, ...)``, as ``(rows / k, ...)``.
 
-        Returns ``gathered`` on the condition that the part exists: otherwise the compiler would cut
-        it in the backward, and keep all of it in memory until then.
+        Returns ``gathered``, tied to the part: otherwise the compiler would cut it in the backward.
         """
         parts = gathered.view(self.world.size, -1, *gathered.shape[1:])
         piece = torch.index_select(parts, 0, self.world.rank_on_device)[0]
@@ -306,7 +294,7 @@ class SecondaryShards:
 
 
 def subgroup(world: World, size: int) -> World:
-    """The world of this rank's group, with groups of ``size`` consecutive ranks."""
+    """The world of this rank's group of ``size`` consecutive ranks."""
     groups = tuple(
         group[first : first + size]
         for group in world.groups

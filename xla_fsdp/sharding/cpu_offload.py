@@ -16,17 +16,13 @@ from .sharded_parameter import ShardedParameter
 class CPUOffload:
     """Stores shards in host memory and updates them there: see docs/how-to/cpu-offload.md.
 
-    ``parameters``, ``gradients`` and ``optimizer`` must be equal, because an update needs all three
-    in one place. The device has a copy of the shards in the dtype in which they are gathered.
+    ``parameters``, ``gradients`` and ``optimizer`` (offload the shards, their gradients, the
+    optimizer state and update) must be equal, because an update needs all three in one place.
 
     Attributes:
-        parameters: offload the shards, in the dtype in which they are stored.
-        gradients: offload the gradients of the shards.
-        optimizer: offload the optimizer state and the update.
-        stream: store the device copy of a wrapper's shards only during its forward, and again
-            during its backward. Each wrapper's forward and backward become separate programs. No
-            effect on the outermost wrapper. Not supported with ``reshard_after_forward=False`` or
-            a number, nor in ``scan_blocks``.
+        stream: store the device copy of a wrapper's shards only during its forward and backward,
+            which become separate programs. No effect on the outermost wrapper. Not supported with
+            ``reshard_after_forward=False`` or a number, nor in ``scan_blocks``.
 
     Raises:
         TypeError: an attribute is not a bool.
@@ -67,7 +63,7 @@ class CPUOffload:
 
 
 class HostShard(ShardedParameter):
-    """A parameter on the CPU that has a copy on the device, which must be updated after changes.
+    """A parameter on the CPU with a copy on the device, which must be updated after changes.
 
     torch does not count changes through ``.data``, so this class remembers what it returned.
     """
@@ -88,7 +84,7 @@ class HostShard(ShardedParameter):
         vars(self)[ALIASES] = (given, times + 1)
 
     def state(self) -> object:
-        """A value that equals an earlier one only if the parameter has not changed in between."""
+        """Equals an earlier value only if the parameter has not changed in between."""
         given, times = vars(self).get(ALIASES, ((), 0))
         if any(one() is not None for one in given):
             return object()
@@ -97,7 +93,7 @@ class HostShard(ShardedParameter):
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
-    """``value`` on the CPU, in memory of its own: what it was cut from is to be freed."""
+    """``value`` on the CPU, in separate memory: what it was cut from is to be freed."""
     value = value.detach().cpu().contiguous()
     shares = value.untyped_storage().nbytes() > value.numel() * value.dtype.itemsize
     return value.clone() if shares else value

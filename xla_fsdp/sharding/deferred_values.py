@@ -1,8 +1,4 @@
-"""Initializes meta modules one at a time, and tracks which tensors have no values until a load.
-
-Until then shards are NaN. Whatever gives a shard values changes its stamp; only a load of some of
-the parameters in one vector must report which ones it loads.
-"""
+"""Initializes meta modules one at a time, and tracks which tensors have no values until a load."""
 
 from __future__ import annotations
 
@@ -20,9 +16,7 @@ from ..wording import join_some
 from .freeing import Stamp, stamps
 from .ignored import is_ignored
 
-# Value: True on a tensor that defer_init made; an UninitializedTensor on a shard or buffer.
 _MARK = "_xla_fsdp_awaited"
-# Names in a message.
 SHOWN = 20
 # The offset in a holder where a layout begins, and the parameter's number in that layout.
 Key = tuple[int, int]
@@ -33,9 +27,9 @@ def defer_init(module: nn.Module) -> None:
 
     No full parameter is ever allocated: ``model = FSDP(meta_model, param_init_fn=defer_init)``,
     then ``load_weights``, ``load_checkpoint``, ``load_full_state_dict`` or ``load_state_dict``.
-    Until all have values, a forward or a save raises an error with the names. Give values to what
-    a checkpoint does not contain (a new head, buffers that are not persistent) within ``with
-    FSDP.summon_full_params(model):``, or in a ``param_init_fn`` that calls this function.
+    Until all have values, shards are NaN, and a forward or a save raises RuntimeError. Initialize
+    what a checkpoint does not contain within ``with FSDP.summon_full_params(model):``, or in a
+    ``param_init_fn`` that calls this function.
     """
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
@@ -57,7 +51,6 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def is_deferred(tensor: torch.Tensor) -> bool:
-    """Whether :func:`defer_init` made ``tensor``."""
     return getattr(tensor, _MARK, None) is True
 
 
@@ -65,7 +58,6 @@ class UninitializedTensor:
     """A shard or buffer without values.
 
     Attributes:
-        holder: the shard or buffer.
         names: the dotted names, in the wrapped module, of the members that have no values.
         use: for a buffer: its module and its name there.
     """
@@ -75,7 +67,7 @@ class UninitializedTensor:
     ) -> None:
         self.names = names
         self.use = use
-        self.partly = False  # True: the next assignment does not give values to all of `names`
+        self.partly = False  # the next assignment gives values to some of `names` only
         self.watch_changes(holder)
 
     def watch_changes(self, holder: torch.Tensor) -> None:
@@ -85,7 +77,7 @@ class UninitializedTensor:
         setattr(holder, _MARK, self)
 
     def restart_watch(self) -> None:
-        """Does :meth:`watch_changes` for the current tensor: changes so far gave it no values."""
+        """Does :meth:`watch_changes` again: changes so far gave it no values."""
         there = None if self.use is None else self.use[0]._buffers.get(self.use[1])
         self.watch_changes(self.holder if there is None else there)
 
@@ -96,7 +88,7 @@ class UninitializedTensor:
 
 
 def begin_load(holder: torch.Tensor, keys: Iterable[Key]) -> None:
-    """Announces that the next assignment to ``holder`` gives values only to ``keys``."""
+    """The next assignment to ``holder`` gives values only to ``keys``."""
     uninitialized = getattr(holder, _MARK, None)
     if isinstance(uninitialized, UninitializedTensor):
         for key in keys:
@@ -122,7 +114,6 @@ def remaining_uninitialized(uninitialized: list[UninitializedTensor]) -> list[Un
 
 
 def require_initialized(holders: Iterable[torch.Tensor], doing: str) -> None:
-    """Raises RuntimeError if one of ``holders``, which ``doing`` needs, has no values yet."""
     marks = [getattr(holder, _MARK, None) for holder in holders]
     if found := [one for one in marks if isinstance(one, UninitializedTensor)]:
         require_all_initialized([("", found)], doing)
@@ -131,11 +122,9 @@ def require_initialized(holders: Iterable[torch.Tensor], doing: str) -> None:
 def require_all_initialized(
     labelled: Sequence[tuple[str, list[UninitializedTensor]]], doing: str
 ) -> None:
-    """Raises RuntimeError if a parameter or buffer of a model has no values yet.
+    """Raises RuntimeError if a parameter or buffer has no values yet.
 
-    Args:
-        labelled: for every FSDP unit the name of its module, and what waits for values.
-        doing: the operation that needs the values, for the message.
+    ``labelled``: for every unit the name of its module, and its tensors without values.
     """
     if is_simulated_rank():
         return
@@ -161,7 +150,7 @@ _REAL = "_xla_fsdp_real"
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether the module itself (not its children) has tensors on the meta device."""
+    """Whether ``module`` itself (not its children) has tensors on the meta device."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and tensor.is_meta:
             return True
@@ -174,13 +163,10 @@ def materialize(
     """Initializes the submodules on the meta device, and yields every submodule, children first.
 
     The caller may shard a submodule before it takes the next, so the full model never exists.
-    Wrappers, ignored submodules and all modules inside them are not changed. A submodule gets
-    values from ``init_fn`` or, on the CPU, from its ``reset_parameters()``; with ``waits``, one
-    without that method gets them later. Shared parameters stay shared.
+    Wrappers, ignored modules and what is inside them are not changed. ``waits``: a submodule
+    without ``reset_parameters()`` gets values later, and does not raise.
 
-    Raises:
-        RuntimeError: a submodule has no ``reset_parameters``, or that or ``init_fn`` did not
-            initialize a parameter or a buffer.
+    Raises RuntimeError if ``reset_parameters()`` or ``init_fn`` leaves a tensor without values.
     """
     for name, group in _groups(module, "", set()):
         allocated: list[_Allocated] = []
@@ -219,7 +205,7 @@ def _initialize(
     name: str,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> list[_Allocated]:
-    """Gives ``module`` values. Returns tensors to check once all of its group is initialized."""
+    """Gives ``module`` values. Returns tensors to check after its group."""
     before = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
     if init_fn is not None:
         init_fn(module)
@@ -227,7 +213,7 @@ def _initialize(
     else:
         allocated = _reset(module, name)
     for key, meta in before.items():
-        # A shared parameter occurs again, perhaps while another wrapper is built.
+        # A shared parameter occurs again.
         real = getattr(meta, _REAL, None)
         if real is None:
             real = module.get_parameter(key)

@@ -1,7 +1,7 @@
 """Frees and refills gathered parameters.
 
 An XLA tensor has no storage to release: it is freed by replacing its data with one element. Only
-this module and ``ranks/cpu/session.py`` (after an abort) exchange the data behind an XLA tensor.
+this module and ``ranks/cpu/session.py`` exchange the data behind an XLA tensor.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Stamp = tuple[int, int]
 def stamps(tensors: Iterable[torch.Tensor]) -> list[Stamp]:
     """For each tensor a stamp that changes whenever its value changes.
 
-    On XLA, computations and ``.data = ...`` change the tensor's id, and copies into it its version.
-    On the CPU, ``.data = ...`` changes its address; ``cpu_offload.py`` covers what stamps miss.
+    On XLA, computations and ``.data = ...`` change the tensor's id, copies into it its version. On
+    the CPU, see ``cpu_offload.py`` for what stamps miss.
     """
     number = xlac.tensor_id
     with torch._C.DisableTorchFunction():  # CPU ranks intercept every torch function, this one too
@@ -33,9 +33,9 @@ def stamps(tensors: Iterable[torch.Tensor]) -> list[Stamp]:
 
 
 def free_(tensors: Iterable[torch.Tensor], placeholder: torch.Tensor) -> None:
-    """Resizes each tensor to one element, in place. ``placeholder`` is a one-element XLA tensor.
+    """Resizes each tensor to one element, in place; views and copies keep their values.
 
-    Views and copies taken earlier keep their values: on XLA they do not share data.
+    ``placeholder``: a one-element XLA tensor.
     """
     for tensor in tensors:
         _replace(tensor, placeholder)
@@ -51,7 +51,7 @@ def assign_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
     """Assigns values of the same shape to tensors that are not freed; autograd and views see it.
 
     Without notifying functionalization, tensors derived from one that was once changed in place
-    (``detach()``, and so every state dict) would keep the old value.
+    would keep the old value.
     """
     with torch._C.DisableTorchFunctionSubclass():
         fill_(tensors, values)

@@ -1,7 +1,7 @@
 """Gathers shards into full parameters in the forward, reduces full gradients in the backward.
 
-One autograd node gathers all parameters of a unit for one forward. Its backward runs after every
-use of every parameter has delivered its gradient; an unused parameter delivers ``None``.
+One autograd node gathers all parameters of a unit. Its backward runs after all their gradients have
+been delivered, ``None`` for an unused parameter.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ class Origin(NamedTuple):
     """The source of a full parameter: member ``member`` of ``tensor``.
 
     Attributes:
-        name: returns its dotted name.
         alone: whether the tensor contains nothing else (it may be a flat vector or a stack).
-        source: returns the pass that gathered it, as long as that exists.
-        number: its number in that pass.
+        source: returns the pass that gathered it, as long as that exists; ``number``: there.
     """
 
     tensor: ShardedTensor
@@ -56,8 +54,7 @@ class Origin(NamedTuple):
 class UnshardedParameter(torch.Tensor):
     """A full parameter in a forward and its backward: to users, the ``nn.Parameter`` of the module.
 
-    It is not a leaf, because it is computed from the shards. Class, ``requires_grad``, attributes
-    and hooks are those of the parameter; what only the shard can answer raises.
+    It is no leaf, because it is computed from shards; what only the shard can answer raises.
     """
 
     _xla_fsdp_origin: Origin
@@ -94,11 +91,7 @@ class UnshardedParameter(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UnshardedParameter:
-        """Accepts only the current value.
-
-        Raises:
-            RuntimeError: the call would change ``requires_grad``.
-        """
+        """Raises RuntimeError if the call would change ``requires_grad``."""
         if requires_grad is not self.requires_grad:
             raise RuntimeError(
                 f"requires_grad={requires_grad} was set on parameter "
@@ -118,11 +111,7 @@ class UnshardedParameter(torch.Tensor):
 
     @property
     def grad(self) -> None:
-        """None while there is no gradient.
-
-        Raises:
-            RuntimeError: the shard has a gradient, or a backward may be computing one.
-        """
+        """None; raises RuntimeError if the shard has, or a backward may compute, a gradient."""
         tensor = self._xla_fsdp_origin.tensor
         computing = torch._C._current_graph_task_id() != -1 and self.requires_grad
         if computing or tensor.shard.grad is not None or tensor.unreduced:
@@ -147,14 +136,14 @@ class UnshardedParameter(torch.Tensor):
         )
 
     def retain_grad(self) -> None:
-        """Changes nothing, as for every leaf."""
+        """Changes nothing."""
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """On the sharded parameter: called with the reduced gradient, in every backward."""
+        """On the sharded parameter: called with the reduced gradient."""
         return self._hooked("register_hook").register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """On the sharded parameter: called once its gradient is reduced, in every backward."""
+        """On the sharded parameter: called once its gradient is reduced."""
         name = "register_post_accumulate_grad_hook"
         return self._hooked(name).register_post_accumulate_grad_hook(hook)
 
@@ -190,7 +179,7 @@ def make_unsharded(full: torch.Tensor, origin: Origin) -> None:
 
 
 def _raise_if_registered(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
-    """Raises RuntimeError if a forward assigns a full parameter to another name or module."""
+    """Raises RuntimeError if a forward assigns a full parameter elsewhere."""
     if isinstance(parameter, UnshardedParameter) and parameter is not module._parameters.get(name):
         raise RuntimeError(
             f"a forward assigned its parameter {parameter._xla_fsdp_origin.name()!r} to the "
@@ -233,9 +222,8 @@ def raise_changed_before_backward(name: str) -> NoReturn:
 class Pass:
     """One forward of a unit, until its backward is over.
 
-    The graph's recipes and hooks refer to the pass, the pass to the full tensors, these to the
-    gathering node, and that only weakly to the pass: everything is freed together with the graph,
-    without the garbage collector.
+    References go from the graph to the pass, the full tensors, the gathering node, which has only
+    a weak one to the pass: all is freed with the graph, without the garbage collector.
     """
 
     def __init__(self, unit: FSDPState, secondary: SecondaryShards | None = None):
@@ -243,7 +231,6 @@ class Pass:
         self.secondary = secondary
         self.full: list[torch.Tensor] = []
         self.state = ParameterState.SHARDED
-        # Called at the end of every backward.
         self.on_backward_end: Callable[[], None] | None = None
         # Taken at the gather.
         self._shard_stamps: dict[ShardedTensor, Stamp] = {}
@@ -263,7 +250,7 @@ class Pass:
         self._full_stamps = stamps(self.full)
 
     def require_full_unchanged(self) -> None:
-        """Raises RuntimeError if the forward changed a full parameter, a temporary copy."""
+        """Raises RuntimeError if the forward changed a full parameter."""
         for index, (now, before) in enumerate(
             zip(stamps(self.full), self._full_stamps, strict=True)
         ):
@@ -278,14 +265,13 @@ class Pass:
                 raise_changed_before_backward(self.unit.name_of(number))
 
     def unshard(self, events: Sequence[torch.Tensor]) -> None:
-        """Gathers (``UNSHARDED``), after ``events`` exist; does nothing if it is gathered."""
+        """Gathers after ``events`` exist; does nothing if it is gathered."""
         if self.state is ParameterState.SHARDED:
             with torch.no_grad():
                 fill_(self.full, self.unit.gather(events, True, self.secondary))
             self.state = ParameterState.UNSHARDED
 
     def reshard(self) -> None:
-        """Frees the full parameters (``SHARDED``)."""
         if self.state is ParameterState.UNSHARDED:
             free_(self.full, self.unit.placeholder)
             self.state = ParameterState.SHARDED
@@ -296,10 +282,7 @@ class Pass:
             self.secondary.pieces.clear()
 
     def value(self, index: int) -> torch.Tensor:
-        """Full parameter ``index``, detached.
-
-        Gathers the unit if its backward has not started: its outputs may have got no gradient.
-        """
+        """Full parameter ``index``, detached; gathered here if its backward has not started."""
         self.require_shards_unchanged(index)
         self.unshard(())
         return self.full[index].detach()
@@ -309,7 +292,7 @@ _passes: ContextVar[tuple[Pass, ...]] = ContextVar("xla_fsdp_passes", default=()
 
 
 def computing_passes() -> tuple[Pass, ...]:
-    """The passes whose forward this thread is executing, outermost first."""
+    """The passes whose forward this thread executes, outermost first."""
     return _passes.get()
 
 
@@ -369,7 +352,7 @@ def _about_second_derivatives(unit: FSDPState) -> str:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """``apply(message, count, *gradients, *sources)`` returns the ``count`` gradients."""
+    """Identity of the first ``count`` of ``tensors``, whose backward raises."""
 
     @staticmethod
     def forward(
@@ -388,7 +371,7 @@ def without_second_derivative(
     sources: Sequence[torch.Tensor],
     message: Callable[[], str],
 ) -> list[torch.Tensor | None]:
-    """``gradients``; with ``create_graph=True``, differentiating them again raises RuntimeError."""
+    """``gradients``, whose backward (with ``create_graph=True``) raises RuntimeError."""
     given = [gradient for gradient in gradients if gradient is not None]
     if not (torch.is_grad_enabled() and given):
         return list(gradients)
@@ -399,8 +382,8 @@ def without_second_derivative(
 GatherNode = Gather._backward_cls
 
 
-# Saved for the backward, gathered parameters, their views and casts would stay in memory: recipes
-# are saved instead. A view refers to its base and can be replayed; a cast's input is recorded.
+# Saved for the backward, full parameters, their views and casts would stay in memory: recipes are
+# saved instead. A view refers to its base and can be replayed; a cast's input is recorded.
 
 # A dtype to cast to, or a view of a meta tensor: a view on XLA keeps its base alive.
 Step = torch.dtype | torch.Tensor
@@ -443,9 +426,9 @@ class _Cast:
 
 @contextlib.contextmanager
 def parameters_saved_as_recipes() -> Iterator[None]:
-    """Within, autograd saves gathered parameters, their views and their casts as recipes.
+    """Within, autograd saves gathered parameters, their views and casts as recipes.
 
-    Every other tensor goes to the saved-tensor hooks that were active before, or is saved itself.
+    Other tensors go to the saved-tensor hooks that were active before, if any.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is not None and outer[0] is _pack:
@@ -492,7 +475,7 @@ def _delegating(outer_pack: Callable, outer_unpack: Callable) -> tuple[Callable,
 
 
 def recipe_of(tensor: torch.Tensor) -> Recipe | None:
-    """How to rebuild ``tensor`` from a full parameter, or ``None`` if it does not come from one."""
+    """How to rebuild ``tensor`` from a full parameter; ``None`` if it does not come from one."""
     viewed = tensor._base
     base = tensor if viewed is None else viewed
     steps: tuple[Step, ...]
@@ -511,7 +494,6 @@ def recipe_of(tensor: torch.Tensor) -> Recipe | None:
 
 
 def _on_meta(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """``view`` as a view on the meta device: of a meta tensor like ``base``."""
     empty = torch.empty(base.shape, dtype=base.dtype, device="meta")
     with torch.no_grad(), _force_original_view_tracking(True):
         try:
@@ -540,7 +522,7 @@ _cast = torch.library.get_kernel("aten::_to_copy", "AutogradXLA")
 
 
 def _noted_cast(keys: Any, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The cast operator, which records on its result the full parameter that it casts."""
+    """Casts, and records on the result the full parameter that it casts."""
     result = _cast.call_boxed(keys, tensor, **options)
     made = recipe_of(tensor)
     if made is not None and result.device == tensor.device:

@@ -1,4 +1,4 @@
-"""Ignored modules and parameters: the user excluded them from sharding, so every rank has them all.
+"""Ignored modules and parameters, which are replicated on every rank.
 
 As in torch FSDP1, they are not gathered, cast, initialized or reduced. Unlike there, they move to
 the shards' device, and ``average_ignored_gradients`` averages their gradients.
@@ -24,8 +24,7 @@ _MARK = "_xla_fsdp_ignored"
 class IgnoredGradient(torch.Tensor):
     """The gradient of an ignored parameter, computed from this rank's batch.
 
-    In a list of norms (clipping), its norm is the mean of all ranks' powers: so all ranks scale by
-    the same coefficient, even before the gradients are averaged.
+    In a list of norms it counts as the mean of all ranks' powers, so that all scale it equally.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
@@ -71,7 +70,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class IgnoredMark:
-    """The mark of an ignored parameter. ``averaged``: whether its gradient was ever averaged."""
+    """``averaged``: whether the gradient of the parameter was ever averaged."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -83,11 +82,11 @@ def mark_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_parameters: Iterable[nn.Parameter] | None,
 ) -> None:
-    """Checks the options of these names against ``module``, and marks what they name.
+    """Marks ``ignored_modules`` and ``ignored_parameters``.
 
     Raises:
-        ValueError: an ignored object is not in ``module``, is the module itself or a wrapper, is
-            sharded already, or has no values.
+        ValueError: one is not in ``module``, is ``module`` or a wrapper, is sharded already, or has
+            no values.
     """
     modules, parameters = tuple(ignored_modules or ()), tuple(ignored_parameters or ())
     _require_inside(module, modules, parameters)
@@ -115,7 +114,7 @@ def ignored_mark_of(parameter: object) -> IgnoredMark | None:
 
 
 def restore_ignored_marks(parameters: Iterable[nn.Parameter]) -> None:
-    """Marks copies of ignored parameters, which have lost their marks."""
+    """Marks copies of ignored parameters again."""
     for parameter in parameters:
         if ignored_mark_of(parameter) is None:
             _mark(parameter)
@@ -130,8 +129,7 @@ def _mark(parameter: nn.Parameter) -> None:
 def move_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.Parameter]:
     """Moves the ignored parameters that ``module`` itself has to ``device``; the objects stay.
 
-    Raises:
-        RuntimeError: a parameter cannot be moved because something else refers to it.
+    Raises RuntimeError if something else refers to one.
     """
     found = []
     for name, parameter in module._parameters.items():
@@ -157,11 +155,7 @@ def move_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.
 
 
 def as_list(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The values of the option ``name`` as a list; empty for ``None``.
-
-    Raises:
-        TypeError: the option is not an iterable of ``kinds``.
-    """
+    """The values of the option ``name``; raises TypeError unless all are of ``kinds``."""
     if given is None:
         return []
     wanted = " or ".join(f"torch.nn.{one.__name__}" for one in kinds)

@@ -1,12 +1,9 @@
 """Cuts parameters into shards and puts them together again, in plain torch.
 
-A *layout* says how one stored tensor (a parameter, or several flattened one after the other) is
-split over ``size`` ranks.
-
-``flat``: the elements in order, zero-padded to a multiple of ``size * 128``. They are sent as rows
-of the matrix if these fill TPU vector registers (8 sublanes of 128 lanes), so that a gathered
-matrix needs no copy; else as ``(n, 128)``. For a vector the compiler would make an all-reduce.
-``dim0``: rows, zero-padded to a multiple of ``size``; the other dimensions stay.
+``flat``: the elements in order, zero-padded to a multiple of ``size * 128``, sent as rows of the
+matrix if these fill TPU vector registers, so that a gathered matrix needs no copy, else as
+``(n, 128)``: for a vector the compiler would make an all-reduce. ``dim0``: rows, zero-padded to a
+multiple of ``size``.
 """
 
 from __future__ import annotations
@@ -28,8 +25,6 @@ SUBLANES = 8
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter inside a stored tensor: its shape, and where its elements start."""
-
     shape: tuple[int, ...]
     offset: int
 
@@ -40,7 +35,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one stored tensor is split over the ranks. ``kind`` is ``"flat"`` or ``"dim0"``."""
+    """How a stored tensor, one parameter or several, is split over ``size`` ranks.
+
+    ``kind``: ``"flat"`` or ``"dim0"``.
+    """
 
     kind: str
     members: tuple[Member, ...]
@@ -48,7 +46,6 @@ class Layout:
 
     @classmethod
     def flat(cls, shapes: Sequence[torch.Size], size: int) -> Layout:
-        """Members of the given shapes, joined into one vector."""
         members: list[Member] = []
         offset = 0
         for shape in shapes:
@@ -58,7 +55,6 @@ class Layout:
 
     @classmethod
     def rows(cls, shape: torch.Size, size: int) -> Layout:
-        """One parameter, split along dimension 0."""
         return cls("dim0", (Member(tuple(shape), 0),), size)
 
     @cached_property
@@ -68,7 +64,7 @@ class Layout:
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of the shards of all ranks put together."""
+        """Of the shards of all ranks put together."""
         if self.kind == "dim0":
             rows, *rest = self.members[0].shape
             return (math.ceil(rows / self.size) * self.size, *rest)
@@ -81,7 +77,7 @@ class Layout:
 
     @cached_property
     def comm_shape(self) -> tuple[int, ...]:
-        """The shape in which a shard is gathered, and in which a gradient shard arrives."""
+        """In which a shard is gathered, and in which a gradient shard arrives."""
         if self.kind == "dim0":
             return self.shard_shape
         if len(self.members) == 1 and len(self.members[0].shape) == 2:
@@ -91,7 +87,7 @@ class Layout:
         return (self.shard_shape[0] // LANES, LANES)
 
     def cut(self, values: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-        """A rank's shard of the full ``values`` (one a member); a copy. Never joins all of them."""
+        """A rank's shard of the full ``values``, one a member; never joins all of them."""
         if self.kind == "dim0":
             rows = self.shard_shape[0]
             kept = values[0][rank * rows : (rank + 1) * rows]
@@ -106,7 +102,7 @@ class Layout:
         return torch.cat([*pieces, values[0].new_zeros(length - filled)])
 
     def pieces(self, rank: int) -> list[tuple[int, int, int]]:
-        """The part of each member in a rank's shard: ``(begin, end, at)``, ``(0, 0, 0)`` if none.
+        """Each member's part in a rank's shard: ``(begin, end, at)``, ``(0, 0, 0)`` if none.
 
         Elements ``begin .. end`` of the flattened member are at ``at`` in the flattened shard.
         """
@@ -122,7 +118,7 @@ class Layout:
     def split(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """The full values of the members, from the shards of all ranks in ``comm_shape``.
 
-        The results are not views: freeing one must free its memory even while another lives.
+        No views: freeing one must free its memory even while another lives.
         """
         if self.kind == "dim0":
             (member,) = self.members
@@ -165,10 +161,7 @@ class Layout:
 class TensorSpec:
     """What the communication plan needs of a sharded tensor.
 
-    Attributes:
-        key: its name in the unit.
-        dtype: the dtype of the stored shard.
-        wide: computed in the dtype of the shard, whatever ``compute_dtype`` is.
+    ``wide``: computed in the dtype of the shard, whatever ``compute_dtype`` is.
     """
 
     key: str
@@ -181,7 +174,7 @@ class TensorSpec:
 
 
 def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a parameter in ``stored`` computes, if ``compute_dtype`` is ``asked``."""
+    """The dtype in which a parameter in ``stored`` computes if ``compute_dtype`` is ``asked``."""
     return asked if asked is not None and stored.is_floating_point else stored
 
 
@@ -196,13 +189,10 @@ class ShardedParameterError(RuntimeError):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a local part relates to the full tensor.
-
-    Elementwise operations on tensors with equal specs need no communication.
+    """How a local part relates to the full tensor; equal specs need no communication.
 
     Attributes:
         layout: how the full tensor is cut; for a stack, the layout of one block.
-        world: the ranks that share it.
         depth: for a stack of scanned blocks the number of blocks, else 0.
         flat: whether it is a vector of several parameters, ``flatten_parameters``.
         owner: provides the name; ignored when specs are compared.
@@ -224,7 +214,7 @@ class ShardSpec:
 
     @property
     def several(self) -> bool:
-        """Whether the tensor contains more than one parameter."""
+        """Whether it contains more than one parameter."""
         return self.depth > 1 or len(self.layout.members) > 1
 
     @property
@@ -275,7 +265,7 @@ class ShardSpec:
         return full[:, : self._length].reshape(self.shape)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``full``, on the device of ``full``."""
+        """This rank's part of ``full``, on its device."""
         layout, blocks = self.layout, max(self.depth, 1)
         if not layout.numel:
             return full.new_zeros(self.local_shape)
@@ -293,7 +283,7 @@ class ShardSpec:
 
     @property
     def _length(self) -> int:
-        """The length of a block's full tensor, without padding, in the first dimension."""
+        """Of a block's full tensor in the first dimension."""
         return self.layout.members[0].shape[0] if self.layout.kind == "dim0" else self.layout.numel
 
 
@@ -319,7 +309,7 @@ SPEC = "_xla_fsdp_spec"
 
 
 def spec_of(value: Any) -> ShardSpec | None:
-    """The spec of ``value``; ``None`` if it is not a sharded tensor."""
+    """The spec of ``value``; ``None`` if it is not sharded."""
     if not isinstance(value, torch.Tensor):
         return None
     found: ShardSpec | None = value.__dict__.get(SPEC)

@@ -28,7 +28,7 @@ _INTREE_FLATTENED = "_fpw_module."
 def shard_metadata(units: NamedUnits) -> dict[str, Any]:
     """The result of ``get_shard_metadata``; the README of ``consolidate`` describes the format.
 
-    ``units``: those of a wrapper, the outermost first. Names are relative to that wrapper.
+    Names are relative to the first of ``units``, the outermost.
     """
     keys: dict[ShardedTensor, str] = {}
     buffers: dict[str, str] = {}
@@ -54,7 +54,6 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
 
 
 def sharded_names(units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
-    """The names of every member of every sharded tensor of ``units``."""
     names: dict[ShardedTensor, list[list[str]]] = {}
     for path, unit in units:
         for tensor in unit.tensors:
@@ -84,7 +83,7 @@ def _described(layout: Layout, names: list[list[str]]) -> dict[str, Any]:
 def clean_state_dict_keys(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """State-dict hook: ``prefix + "_fsdp_wrapped_module.x"`` becomes ``prefix + "x"``."""
+    """State-dict hook: removes ``_fsdp_wrapped_module.`` after ``prefix``."""
     export_local_tensors(module, state_dict, prefix, local_metadata)
     inside = prefix + WRAPPED_PREFIX
     for key in list(state_dict):
@@ -105,7 +104,7 @@ def export_local_tensors(
 
 @names_hook
 def import_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Load hook of each module with shards: accepts plain tensors of a shard's shape as shards."""
+    """Load hook of each module with shards: accepts plain tensors of a shard's shape."""
     for name, shard in module._parameters.items():
         value, spec = state_dict.get(prefix + name), spec_of(shard)
         if spec is None or not isinstance(value, torch.Tensor):
@@ -141,10 +140,7 @@ def restore_state_dict_keys(
 
 
 def _note_order(module: nn.Module, keys: list[str]) -> None:
-    """Marks parameters that a checkpoint of torch_xla's class lists in another order.
-
-    Optimizer states saved with it have that order. Inner wrappers do not see the original keys.
-    """
+    """Marks parameters that torch_xla's class, and its optimizer states, have in another order."""
     theirs = dict.fromkeys(intree_name(key) for key in keys if _INTREE_SHARD in key)
     if not theirs:
         return
@@ -161,7 +157,6 @@ def _note_order(module: nn.Module, keys: list[str]) -> None:
 def require_copying(
     state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], holders: str
 ) -> None:
-    """Raises ValueError if a load would assign tensors in place of ``holders``."""
     # The next load may receive the same metadata again.
     assigns = local_metadata.pop("assign_to_params_buffers", False)
     if assigns and any(key.startswith(prefix) for key in state_dict):
@@ -178,11 +173,7 @@ def rename_loaded(
     holders: str,
     renamed: Callable[[str], str],
 ) -> None:
-    """For load hooks: replaces each key with ``prefix`` by ``renamed`` of its clean name.
-
-    Raises:
-        ValueError: the load would assign tensors in place of ``holders`` instead of copying.
-    """
+    """For load hooks: replaces each key with ``prefix`` by ``renamed`` of its clean name."""
     require_copying(state_dict, prefix, local_metadata, holders)
     for key in list(state_dict):
         if key.startswith(prefix):
@@ -192,13 +183,13 @@ def rename_loaded(
 
 @names_hook
 def clean_reported_keys(module: nn.Module, incompatible: tuple[list[str], list[str]]) -> None:
-    """Load hook: reports missing, unexpected and mismatched keys under their clean names."""
+    """Load hook: reports missing, unexpected and mismatched keys under clean names."""
     for names in (*incompatible, module.__dict__.pop(_ERRORS, [])):
         names[:] = [name.replace(WRAPPED_PREFIX, "") for name in names]
 
 
 def intree_name(key: str) -> str:
-    """The dotted parameter name of a state-dict key of ``torch_xla.distributed.fsdp``.
+    """The parameter name of a state-dict key of ``torch_xla.distributed.fsdp``.
 
     ``_fsdp_wrapped_module.0._fsdp_shard<S>_fsdp_wrapped_module<S>_fpw_module<S>fc<S>weight``,
     ``<S>`` being a separator, is ``0.fc.weight``.

@@ -1,4 +1,4 @@
-"""``mixed_precision``: torch FSDP's names for the dtypes of a wrapper."""
+"""Dtypes of a wrapper."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ class MixedPrecision:
         param_dtype: the dtype in which parameters are gathered and used; ``compute_dtype``.
         reduce_dtype: the dtype in which gradients are reduced: ``param_dtype`` (default), or
             ``torch.float32``, which means ``fp32_reduce_scatter``.
-        buffer_dtype: the dtype of floating-point buffers. Default: they keep their dtype.
-        keep_low_precision_grads: after a backward, gradients have ``param_dtype``, not the dtype
-            of their shard. torch's SGD, Adagrad and RMSprop (without ``foreach=True``) support
-            this, its Adam and AdamW raise.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype`` in every wrapper that
-            has this policy.
+        buffer_dtype: the dtype of floating-point buffers. Default: unchanged.
+        keep_low_precision_grads: gradients have ``param_dtype``, not the dtype of their shard.
+            torch's SGD, Adagrad and RMSprop (without ``foreach=True``) support this, its Adam and
+            AdamW raise.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype`` in every wrapper.
         cast_root_forward_inputs: cast them in the outermost wrapper in any case.
-        _module_classes_to_ignore: classes whose parameters and buffers are not cast. Their 16-bit
-            inputs become float32, and outputs get the dtype of the inputs. They get no separate
-            FSDP units.
+        _module_classes_to_ignore: classes that are not cast: their 16-bit inputs become float32,
+            and outputs get the dtype of the inputs. They get no separate FSDP units.
     """
 
     param_dtype: torch.dtype | None = None
@@ -87,7 +85,7 @@ def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence
 
 
 def full_precision_modules(policy: MixedPrecision, modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The ``modules`` that are not cast: of the policy's classes, and all inside them."""
+    """Instances of the policy's classes, and all modules inside them."""
     classes, found = tuple(policy._module_classes_to_ignore), set[nn.Module]()
     for module in modules:
         if isinstance(module, classes):
@@ -96,10 +94,7 @@ def full_precision_modules(policy: MixedPrecision, modules: Iterable[nn.Module])
 
 
 def compute_in_float32(policy: MixedPrecision, modules: Iterable[nn.Module]) -> None:
-    """Casts inputs of the policy's modules to float32, and outputs back.
-
-    ``SyncBatchNorm`` already computes in float32 internally, so its inputs are not cast.
-    """
+    """Casts inputs of the policy's modules to float32 and outputs back, except SyncBatchNorm's."""
     if policy.param_dtype not in NARROW:
         return
     classes = tuple(policy._module_classes_to_ignore)

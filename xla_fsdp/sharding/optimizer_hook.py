@@ -29,7 +29,7 @@ from .sharded_parameter import as_sharded, local
 from .sharded_tensor import require_reduced, sharded_tensor_of, sharded_tensors_of
 from .user_checks import WARNED
 
-# These are set on an optimizer. How many parameters it had when it was checked.
+# Set on an optimizer, as those below: how many parameters it had when it was checked.
 _CHECKED = "_xla_fsdp_parameters_checked"
 # Its state was loaded by parameter name.
 _BY_NAME = "_xla_fsdp_by_name"
@@ -64,7 +64,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    # Restore the user's choice, so that a saved state contains it too.
+    # A saved state must contain the user's choice.
     begun = optimizer.__dict__.get(_CHOSEN)
     for group in begun.pop() if begun else ():
         group["foreach"] = None
@@ -86,12 +86,11 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def state_is_by_name(optimizer: Optimizer) -> None:
-    """Records that the optimizer state was loaded by parameter name, so its order is right."""
     optimizer.__dict__[_BY_NAME] = True
 
 
 def _require_current_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if the parameters were replaced, or the state is in another order."""
+    """Raises RuntimeError if parameters were replaced, or their order differs."""
     kind = type(optimizer).__name__
     left = next((parameter for parameter in every if hasattr(parameter, REPLACED)), None)
     # If other code still uses the old parameters, they have gradients.
@@ -201,7 +200,7 @@ def _export_local_state(optimizer: Optimizer) -> None:
 
 
 def _import_local_state(optimizer: Optimizer) -> None:
-    """Gives plain tensors that have the shape of their parameter's shard the shard's type."""
+    """Makes plain tensors in the state that have a shard's shape shards."""
     for parameter, state in optimizer.state.items():
         spec = spec_of(parameter)
         if spec is not None:
@@ -215,8 +214,7 @@ def _import_local_state(optimizer: Optimizer) -> None:
 def _unset_fused(optimizer: Optimizer) -> None:
     """Makes groups with ``fused=True`` on XLA use the default algorithm, and warns.
 
-    Raises:
-        RuntimeError: the gradients are scaled, which only a fused kernel undoes.
+    Raises RuntimeError if gradients are scaled, which only a fused kernel undoes.
     """
     fused = [
         group

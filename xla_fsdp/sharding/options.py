@@ -51,13 +51,9 @@ _RESHARDS = {
 
 
 def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
-    """The ordinals of ``device_mesh``, one- or two-dimensional.
+    """The ordinals of ``device_mesh``: a tensor, nested lists, or an object with a ``.mesh``.
 
-    Args:
-        device_mesh: a tensor or nested lists of ordinals, or an object with such a ``.mesh``.
-
-    Raises:
-        ValueError: it is something else, or does not contain every rank once.
+    Raises ValueError if it is something else, or does not contain every rank once.
     """
     ranks = list(range(xr.world_size()))
     try:
@@ -79,10 +75,7 @@ def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
 def mesh_of_slices(strategy: ShardingStrategy | None) -> list[list[int]] | None:
     """The default 2-D mesh, with one row a slice; ``None`` on one slice, or without replicas.
 
-    The network between slices has at most a tenth of the bandwidth of the links within one.
-
-    Raises:
-        ValueError: the slices have different sizes.
+    Raises ValueError if the slices have different sizes.
     """
     if strategy is not None and strategy not in _HYBRID:
         return None
@@ -107,8 +100,7 @@ def strategy_options(
 ) -> dict[str, Any]:
     """The options that ``sharding_strategy`` and ``device_mesh`` set, by name.
 
-    Raises:
-        ValueError: the strategy is incompatible with the mesh or the groups.
+    Raises ValueError if the strategy is incompatible with the mesh or the groups.
     """
     rows = None if mesh is None else torch.tensor(mesh)
     hybrid = strategy in _HYBRID
@@ -146,11 +138,7 @@ def strategy_options(
 
 
 def checked_reshard(value: int, size: int) -> bool | int:
-    """Checks ``reshard_after_forward``, a number, among ``size`` ranks.
-
-    Raises:
-        ValueError: it does not divide ``size``.
-    """
+    """Checks ``reshard_after_forward``; raises ValueError unless it divides ``size`` ranks."""
     allowed = [number for number in range(1, size + 1) if size % number == 0]
     if value not in allowed:
         raise ValueError(
@@ -188,8 +176,7 @@ def option(
         check: applied to each value; ``None``: the code that uses the option checks it.
         taken_by: the entry points that take it.
         instead: the argument of ``fully_shard`` that replaces it there.
-        inherited: whether submodules that a policy wraps inherit it, and the wrapper has it as an
-            attribute.
+        inherited: False for options of one module, and for options without effect.
     """
     taken_by = [one for one in taken_by if not (instead and one == FULLY_SHARD)]
     how = {"check": check, "taken_by": taken_by, "instead": instead, "inherited": inherited}
@@ -269,32 +256,22 @@ class FSDPOptions:
     :func:`~xla_fsdp.scan_blocks`, in more detail in docs/reference/options.md.
 
     Attributes:
-        reshard_after_forward: free the full parameters after the forward and gather them again
-            for the backward (ZeRO-3). ``False``: keep them (ZeRO-2). ``k``: store one ``k``-th of
-            them on each of ``k`` consecutive ranks (ZeRO++'s hpZ); ``k`` must divide the number of
-            ranks that share the parameters.
-        flatten_parameters: store all parameters of this wrapper in one vector for each dtype, and
-            for trainable and for frozen parameters: ``flat_param_0``, ...
-        execute_sharding_on_init: cut the parameters immediately if the module was on the device,
-            so that memory is free before the next layer is wrapped.
-        optimization_barrier_in_forward: gather only when the module's inputs exist. Otherwise the
-            compiler may gather all units at the start of the step.
-        optimization_barrier_in_backward: gather for the backward only when the gradient of the
-            module's outputs exists.
-        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward of the root,
-            so that the optimizer step is a separate program.
-        disable_reshard_on_root: keep the root's direct parameters from forward to backward,
-            whatever ``reshard_after_forward`` is.
+        reshard_after_forward: free full parameters after the forward and gather them again for the
+            backward (ZeRO-3). ``False``: keep them (ZeRO-2). ``k``, a divisor of the ranks: store
+            one ``k``-th on each of ``k`` consecutive ranks (ZeRO++'s hpZ).
+        flatten_parameters: store all parameters of this wrapper in a vector for each dtype,
+            trainable and frozen ones separately: ``flat_param_0``, ...
+        execute_sharding_on_init: cut the parameters immediately if the module was on the device.
+        optimization_barrier_in_forward: gather only when the module's inputs exist.
+        optimization_barrier_in_backward: gather only when the gradient of its outputs exists.
+        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward of the root.
+        disable_reshard_on_root: keep the root's direct parameters from forward to backward.
         compute_dtype: dtype in which parameters are gathered, the module computes and gradients
-            are reduced: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``. Floating-point
-            inputs are cast; shards keep their dtype. Default: no casts.
-        buffer_dtype: dtype of floating-point buffers (default ``compute_dtype``), not of
-            ``SyncBatchNorm``.
-        fp32_reduce_scatter: reduce gradients in float32, which doubles the bytes of a narrower
-            ``compute_dtype``.
+            are reduced. Floating-point inputs are cast; shards keep their dtype.
+        buffer_dtype: dtype of floating-point buffers, not of ``SyncBatchNorm``.
+        fp32_reduce_scatter: reduce gradients in float32, for up to twice the bytes.
         sharding_groups: groups of ordinals of the ranks that share one copy of the parameters,
-            e.g. ``[[0, 1], [2, 3]]``. Default: one group of all ranks; on several TPU slices one
-            for each slice, as replicas: docs/how-to/several-slices.md.
+            e.g. ``[[0, 1], [2, 3]]``. Default: all ranks; on several TPU slices each slice.
         sharding_rank, sharding_world_size: this rank's index in its group, and the group's size.
         shard_param_on_dim_0: shard along dimension 0 and keep the other dimensions.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
@@ -302,42 +279,29 @@ class FSDPOptions:
         auto_wrap_policy: wraps submodules first, see :mod:`xla_fsdp.wrap`.
         auto_wrapper_callable: called to wrap submodules instead of the class, e.g.
             ``lambda m, *a, **k: FSDP(checkpoint_module(m), *a, **k)``.
-        param_init_fn: initializes a submodule that is on the meta device. Default: its
-            ``reset_parameters()``.
-        replication_groups: groups of ordinals that store the same shard, e.g. ``[[0, 2], [1, 3]]``,
-            over which gradients are averaged. Without it, the copies of ``sharding_groups`` are
-            independent, as with tensor-parallel groups.
-        forward_prefetch: gather the parameters of the next wrapper while this one computes its
-            forward. Full parameters of two wrappers are then in memory at a time.
-        backward_prefetch: when to gather the next wrapper for its backward. ``BACKWARD_PRE``:
-            while this one computes; ``BACKWARD_POST``: while its gradients are reduced;
-            ``None``: after that.
-        limit_all_gathers: gather for a backward only when the gradients of the second wrapper
-            before it are reduced. Otherwise the compiler may delay reductions to the step's end.
-        sync_module_states: broadcast parameters and buffers from the first rank (of each of
-            ``sharding_groups``, in the first replica).
+        param_init_fn: initializes a submodule on the meta device, default ``reset_parameters()``.
+        replication_groups: groups of ordinals that store the same shard and average gradients,
+            e.g. ``[[0, 2], [1, 3]]``. Default: the copies of ``sharding_groups`` are independent.
+        forward_prefetch: gather the next wrapper while this one computes its forward.
+        backward_prefetch: gather the next wrapper while this one computes (``BACKWARD_PRE``) or
+            reduces (``BACKWARD_POST``) its backward, or after that (``None``).
+        limit_all_gathers: gather for a backward only after the gradients of the second wrapper
+            before it are reduced.
+        sync_module_states: broadcast parameters and buffers from the first rank of each group.
         sharding_strategy: torch FSDP's name for ``reshard_after_forward`` and the groups.
-        device_mesh: ordinals of all ranks. Those of a 1-D mesh share the parameters; in a 2-D
-            ``(replicate, shard)`` mesh each row does, and columns average gradients.
+        device_mesh: ordinals of all ranks, which share the parameters; of a 2-D ``(replicate,
+            shard)`` mesh each row does, and columns average gradients.
         mixed_precision: torch FSDP's names for dtypes, see :class:`~xla_fsdp.MixedPrecision`.
-        cpu_offload: ``CPUOffload()`` stores shards, gradients and optimizer state in host memory,
-            and the update runs there: docs/how-to/cpu-offload.md.
-        ignored_modules, ignored_parameters, ignored_states: submodules (with all modules inside,
-            except wrappers) and parameters that stay replicated; the last option takes either.
-            Their gradients are not reduced, see ``average_ignored_gradients``.
-        collective_routes: ``"auto"``: collectives over a TPU slice go along one axis after the
-            other, or around rings, if the link model predicts a gain. ``"default"``: the compiler
-            chooses. See docs/design/communication.md.
-        ignore: for ``scan_blocks``: names of attributes in which the blocks may differ
-            (``"layer_idx"``). Those of the first block are used for all.
-        offload: for ``scan_blocks``: on TPU, store the blocks' inputs in host memory until the
-            backward.
-        prefetch: for ``scan_blocks``: gather the next block's parameters while a block computes.
-            Shortens a step in which gathers take long, for full parameters of two blocks in
-            memory. Compare with ``plan``.
-        keep: for ``scan_blocks``: what the forward saves in HBM instead of recomputing it: names
-            of submodules of a block that return a tensor (``"mlp.up"``), and ``"attention"`` for
-            :func:`xla_fsdp.layers.scaled_dot_product_attention`.
+        cpu_offload: see :class:`~xla_fsdp.CPUOffload`.
+        ignored_modules, ignored_parameters, ignored_states: submodules and parameters (or either)
+            that stay replicated. Their gradients are not reduced.
+        collective_routes: ``"auto"``: stages or rings over a TPU slice where the link model
+            predicts a gain. ``"default"``: the compiler chooses.
+        ignore: for ``scan_blocks``: names of attributes in which the blocks may differ.
+        offload: for ``scan_blocks``: on TPU, store the blocks' inputs in host memory.
+        prefetch: for ``scan_blocks``: gather the next block while a block computes.
+        keep: for ``scan_blocks``: what the backward does not recompute: names of submodules that
+            return a tensor (``"mlp.up"``), and ``"attention"``.
 
     Raises:
         ValueError, TypeError: a value is not allowed, or two values contradict each other.
@@ -395,9 +359,7 @@ class FSDPOptions:
     def of(cls, entry: str, /, *args: Any, **given: Any) -> Self:
         """The options that ``entry`` received, by name or in the order of its parameters.
 
-        Raises:
-            ValueError: an option was removed, or is not an option of ``entry``; see the class.
-            TypeError: an option never existed; see the class.
+        Raises ValueError for a removed option or one of another entry, TypeError for others.
         """
         signature = cls.signature(entry)
         for name, value in given.items():
@@ -485,8 +447,7 @@ class FSDPOptions:
     def resolved(self) -> Self:
         """The options with the calling rank's groups, and the options that depend on them.
 
-        Raises:
-            ValueError: a value is not possible with these ranks.
+        Raises ValueError if a value is not possible with these ranks.
         """
         ranks = mesh = None if self.device_mesh is None else checked_mesh(self.device_mesh)
         groups = self.sharding_groups, self.replication_groups
@@ -515,7 +476,6 @@ class FSDPOptions:
 
     @classmethod
     def inherits(cls, name: str) -> bool:
-        """Whether submodules that a policy wraps inherit an option of this name."""
         declared = cls.__dataclass_fields__.get(name)
         if declared is None:
             return False

@@ -1,8 +1,7 @@
 """Reductions over all elements of sharded tensors: a local reduction, then one collective.
 
 All ranks that share the tensor (not its replicas) must call them. Sums are accumulated at least in
-float32; padding does not count. Each rank may compute another loss with the result, so the gradient
-to the shards is the mean over the ranks, as for parameters.
+float32; padding does not count. Gradients to the shards are means over the ranks.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def without_padding(
 ) -> torch.Tensor:
     """``value``, the local part of ``spec``, with ``fill`` in the padding.
 
-    ``masks``: stores masks for more tensors of the same shapes, which saves tracing time.
+    ``masks``: a cache for tensors of the same shapes, which saves tracing time.
     """
     if not spec.padded:
         return value
@@ -145,12 +144,9 @@ def _require_one(spec: ShardSpec, name: str) -> None:
 class PendingNorm(torch.Tensor):
     """The norm of a sharded tensor before its collective: a sum of powers, or a maximum.
 
-    The norms of a list are stacked before anything is computed with them, so one collective is
-    enough. It is on the meta device, so code that bypasses its type's torch function raises.
-
-    Raises:
-        ShardedParameterError: the norm of a tensor of several parameters is used separately. In a
-            list of norms it is correct: these combine to the norm of all elements.
+    A list of norms is stacked before use, so one collective is enough for it. On the meta device,
+    so that code that bypasses its torch function raises. A norm of several parameters raises
+    ShardedParameterError unless it is used in a list of norms, where it is correct.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
@@ -194,10 +190,7 @@ class PendingNorm(torch.Tensor):
 
     @classmethod
     def added_up(cls, arguments: Any, listed: bool = False) -> Any:
-        """``arguments`` with pending norms replaced by norms; one collective for all of them.
-
-        ``listed``: they are used as a list of norms.
-        """
+        """``arguments`` with norms for pending ones, in one collective; ``listed``: of a list."""
         by_world: dict[World, list[PendingNorm]] = {}
         for one in tensors_in(arguments, cls):
             if one._spec is None and not listed:
@@ -272,10 +265,7 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
 def norm_of_replicated(
     function: Callable[..., torch.Tensor], value: torch.Tensor, order: Any = 2.0, **kwargs: Any
 ) -> torch.Tensor:
-    """``function(value, order, **kwargs)``, a vector norm, of a replicated tensor.
-
-    Ranks may have different values: in a list of norms, the mean of all ranks' powers counts.
-    """
+    """A vector norm of a replicated tensor; a list of norms takes the mean of all ranks' powers."""
     found = function(value, order, **kwargs)
     if found.dim() or not isinstance(order, (int, float)) or order <= 0:
         return found

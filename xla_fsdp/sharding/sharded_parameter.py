@@ -1,8 +1,6 @@
 """The types of sharded parameters and of values computed from them: what each torch operation does.
 
-Values with the same :class:`ShardSpec` are computed elementwise without communication, reductions
-over all elements are collectives, and the rest raises :class:`ShardedParameterError`: see
-``docs/reference/sharded-parameters.md``.
+The table is in ``docs/reference/sharded-parameters.md``.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from .layout import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
 
 
 class _Sharded:
-    """The common part of both types; a mixin of ``torch.Tensor``."""
-
     answers_first = True  # see ranks/cpu/mode.py
 
     @classmethod
@@ -44,19 +40,19 @@ class _Sharded:
                 return args[0] if args and found is mine[0] else found
 
     def to_local(self) -> torch.Tensor:
-        """This rank's part, a plain tensor without a graph that shares memory with this one."""
+        """This rank's part, a plain tensor without a graph that shares memory."""
         return local(self)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
-        """The full tensor, a plain one without a graph, on the device. All ranks must call it."""
+        """The full tensor, without a graph, on the device. All ranks must call it."""
         spec, own = self.__dict__[SPEC], local(self)  # type: ignore[arg-type]
         own = own if own.device == spec.world.device else own.to(spec.world.device)
         full: torch.Tensor = spec.gather(own)
         return full
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a plain CPU tensor, so that files need neither this package nor torch_xla."""
+        """A plain CPU tensor, so that files need neither this package nor torch_xla."""
         return local(self).cpu().__reduce_ex__(protocol)  # type: ignore[arg-type]
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:
@@ -113,7 +109,6 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
         return torch.Tensor.register_hook(self, call)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        """As for any tensor; not called in a backward that gives the parameter no gradient."""
         # Autograd also calls hooks of parameters that get no gradient from their unit's node.
         came = [False]
 
@@ -142,7 +137,7 @@ def make_sharded(parameter: nn.Parameter, spec: ShardSpec) -> None:
 
 
 def as_sharded(value: torch.Tensor, spec: ShardSpec) -> Any:
-    """Makes ``value``, this rank's part of ``spec``, a ``ShardedValue``, and returns it."""
+    """Makes ``value``, this rank's part of ``spec``, a ``ShardedValue``."""
     if type(value) is torch.Tensor:
         value.__class__ = ShardedValue
         value.__dict__[SPEC] = spec
@@ -154,7 +149,7 @@ on_local_parts = torch._C.DisableTorchFunctionSubclass
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``value`` if it is sharded, without its graph; otherwise ``value``."""
+    """This rank's part of ``value`` without a graph, or ``value`` if it is not sharded."""
     if not isinstance(value, _Sharded):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -199,7 +194,6 @@ _ALIASES = {
 }  # fmt: skip
 _OPERATORS_IN_PLACE = ("iadd", "isub", "imul", "idiv", "itruediv", "ifloordiv", "imod", "ipow",
                        "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
-# Metadata of the full tensor.
 _METADATA: dict[str, Callable[..., Any]] = {
     "shape": lambda shape: shape,
     "size": lambda shape, dim=None: shape if dim is None else shape[dim],
@@ -328,7 +322,6 @@ def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
-    """This rank's part of ``value``, for assignment to a tensor of ``spec``."""
     theirs = spec_of(value)
     if spec is None:
         assert theirs is not None
@@ -364,7 +357,7 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None:
-    """The spec that all ``tensors`` share, except numbers; ``None`` if none of them is sharded."""
+    """The spec that all ``tensors`` except numbers share, if any."""
     spec, plain = None, None
     for one in tensors:
         theirs = one.__dict__.get(SPEC)
@@ -496,7 +489,7 @@ def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Handles a gradient scaler's check of a list of gradients: one collective for each world."""
+    """Handles a gradient scaler's check of gradients: one collective for each world."""
     grads, found, inverse = args
     for grad in grads:
         spec = spec_of(grad)
@@ -533,7 +526,7 @@ _ANSWERS: dict[str, Answer] = {
 
 
 def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
-    """Adds the local ``grad`` to the gradient of ``shard`` as autograd would, with hooks."""
+    """Adds ``grad`` to the gradient of ``shard`` as autograd would, with hooks."""
     spec = spec_of(shard)
     grad = grad if spec is None else as_sharded(grad, spec)
     for hook in list((shard._backward_hooks or {}).values()):

@@ -1,8 +1,4 @@
-"""A stored tensor, a module attribute that uses part of it, and what is left of a full parameter.
-
-While a parameter is sharded, ``module.weight`` is the shard, or a :class:`FlattenedParameter` if it
-is in a flattened vector. The object from before the wrapping becomes a :class:`ReleasedParameter`.
-"""
+"""A stored tensor, and the module attributes and released parameters that belong to it."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ if TYPE_CHECKING:
 class FlattenedParameter(torch.Tensor):
     """The placeholder of a parameter in a flattened vector: its shape, dtype and device, no values.
 
-    Raises:
-        RuntimeError: by every operation that needs its values; names the parameter and the fixes.
+    Operations that need its values raise RuntimeError.
     """
 
     _owner: Communicator
@@ -49,7 +44,6 @@ class FlattenedParameter(torch.Tensor):
 
     @property
     def name(self) -> str:
-        """The dotted name, from the root module if that is known."""
         return self._owner.label + self._own_name
 
     @classmethod
@@ -80,7 +74,6 @@ def _accessors(*names: str) -> Iterator[Any]:
         yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
 
 
-# Only the vector supports these.
 _OF_THE_VECTOR = frozenset(
     [
         torch.Tensor.requires_grad_,
@@ -93,7 +86,7 @@ _OF_THE_VECTOR = frozenset(
 
 
 def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:
-    """The parameters of ``module``, by name, that are in a flattened vector, not gathered now."""
+    """Placeholders among the attributes of ``module``, by name."""
     found = vars(module).items()
     return {name: value for name, value in found if isinstance(value, FlattenedParameter)}
 
@@ -122,31 +115,30 @@ def raise_replaced(name: str) -> NoReturn:
 
 @dataclass(eq=False)
 class ShardedTensor:
-    """One stored tensor: this rank's shard, and how it relates to the parameters in it.
+    """One stored tensor: this rank's shard of a parameter, or of several (flattened).
 
-    With ``flatten_parameters`` it contains several. Units that share a parameter (tied weights)
-    have the same object.
+    Units that share a parameter (tied weights) have the same object.
     """
 
     shard: nn.Parameter
     layout: Layout
     key: str  # name in the wrapper that sharded it
     flattened: bool = False  # registered on the wrapper, not on the modules of its members
-    wide: bool = False  # computed in the dtype of the shard, whatever compute_dtype is
+    wide: bool = False  # computed in the dtype of the shard
     # The ranks with the other shards; None inside a trace.
     world: World | None = None
     summoned: object | None = None  # its full parameters outside of a forward, see summon.py
-    unreduced: int = 0  # number of units that store full gradients of it, inside no_sync
+    unreduced: int = 0  # units that store full gradients of it, inside no_sync
     copy: ShardCopy | None = None  # the device copy of a shard on the host, see cpu_offload.py
-    widens: bool = False  # a gradient keeps the dtype of the reduction; its receiver casts it
-    reordered: bool = False  # its values came from files that list parameters in another order
-    # For a flat vector: by member, the attributes that users set on the parameter.
+    widens: bool = False  # a gradient keeps the dtype of the reduction
+    reordered: bool = False  # its values came from files with another order of parameters
+    # For a flat vector: by member, attributes that users set.
     attributes: Sequence[dict[str, Any]] = ()
-    comms: Communicator | None = None  # of the unit that sharded it; has the unit's name
+    comms: Communicator | None = None  # of the unit that sharded it
 
     @property
     def name(self) -> str:
-        """The dotted name, from the root module if that is known."""
+        """From the root module if that is known."""
         return self.key if self.comms is None else self.comms.label + self.key
 
     @property
@@ -177,7 +169,7 @@ class ShardedTensor:
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A module attribute that must be full parameter ``index`` while the unit computes."""
+    """A module attribute that is full parameter ``index`` while the unit computes."""
 
     module: nn.Module
     name: str
@@ -205,9 +197,9 @@ def set_sharded_tensor(parameter: nn.Parameter, tensor: ShardedTensor, number: i
 
 
 def mark_shards(tensors: Iterable[ShardedTensor]) -> None:
-    """Marks the shards of ``tensors`` with their tensor, and gives them their type.
+    """Marks shards with their tensor and type.
 
-    Shards refer only weakly back, so device memory is freed without the garbage collector.
+    They refer only weakly back, so device memory is freed without the garbage collector.
     """
     for tensor in tensors:
         setattr(tensor.shard, _SHARDED_TENSOR, (weakref.ref(tensor), 0))
@@ -219,8 +211,7 @@ def mark_shards(tensors: Iterable[ShardedTensor]) -> None:
 def sharded_tensor_of(parameter: object) -> ShardedTensor | None:
     """The sharded tensor of ``parameter``, a shard or sharded since; ``None`` for others.
 
-    Raises:
-        RuntimeError: it is a shard of a wrapper that no longer exists.
+    Raises RuntimeError for a shard of a wrapper that no longer exists.
     """
     sharded, _ = getattr(parameter, _SHARDED_TENSOR, (None, 0))
     if not isinstance(sharded, weakref.ref):
@@ -237,7 +228,6 @@ def sharded_tensor_of(parameter: object) -> ShardedTensor | None:
 
 
 def sharded_tensors_of(parameters: Iterable[object]) -> Iterator[ShardedTensor]:
-    """:func:`sharded_tensor_of` of those ``parameters`` that have one."""
     return filter(None, map(sharded_tensor_of, parameters))
 
 
@@ -277,13 +267,9 @@ _GETS_GRAD = _GRAD.__get__
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter object whose values have moved to the shards of a wrapper.
+    """The object that was a parameter before it was sharded, and that a list or closure may keep.
 
-    A list, a closure or an early optimizer may still refer to it. It is empty: without the check, a
-    sum over it would silently be 0.
-
-    Raises:
-        RuntimeError: by every operation on its values; names the parameter and the fix.
+    It is empty: a sum over it would silently be 0. So operations on its values raise RuntimeError.
     """
 
     @classmethod
@@ -306,7 +292,7 @@ class ReleasedParameter(nn.Parameter):
 
 @torch.no_grad()
 def release(parameter: nn.Parameter) -> None:
-    """Frees the values of ``parameter``, which is sharded now; other modules may refer to it."""
+    """Frees the values of ``parameter``, to which other modules may still refer."""
     if parameter.device.type == "xla":
         free_([parameter], parameter.new_zeros(1))
     else:
@@ -316,7 +302,6 @@ def release(parameter: nn.Parameter) -> None:
 
 
 def _require_no_gradient(parameter: torch.Tensor) -> None:
-    """Raises RuntimeError if ``.grad`` is read, but only the shard has a gradient."""
     sharded = sharded_tensor_of(parameter)
     if sharded is not None and sharded.shard.grad is not None:
         raise RuntimeError(
@@ -327,9 +312,8 @@ def _require_no_gradient(parameter: torch.Tensor) -> None:
 
 
 def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:
-    """Raises RuntimeError if ``requires_grad`` is changed, which has no effect."""
     sharded = sharded_tensor_of(parameter)
-    # A moved parameter is another object, without a sharded tensor, and gets the first one's value.
+    # A moved parameter is another object, and gets the first one's value.
     moved = sharded is None and requires_grad
     if parameter.requires_grad is not requires_grad and not moved:
         which = "now in scanned blocks" if sharded is None else f"{sharded.key!r} in its wrapper"

@@ -38,9 +38,6 @@ from .user_checks import (
 class FSDPState(Unit):
     """An FSDP unit, and which of its parameters are full at the moment.
 
-    :meth:`run` gathers, computes and frees. The first gradient that reaches the outputs gathers
-    again for the backward, whose end frees.
-
     Attributes:
         is_root: whether no other unit is around this one; unknown until the first forward.
         order: what was gathered and reduced last, shared by the units of a model.
@@ -49,7 +46,7 @@ class FSDPState(Unit):
         summoned: whether modules have full parameters outside of a forward, see summon.py.
         forward_methods: methods of the module that compute like its forward.
 
-    Attributes that only ``fully_shard`` sets:
+    Only ``fully_shard`` sets:
 
     Attributes:
         output_dtype: the dtype that floating-point outputs are cast to.
@@ -86,7 +83,7 @@ class FSDPState(Unit):
         return (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Calls ``forward(*args, **kwargs)``, of the module or a method, with full parameters."""
+        """Calls ``forward``, of the module or a method, with full parameters."""
         called = type(self.module).__name__
         require_plain_call(called)
         args, kwargs = self.cast_inputs(args, kwargs)
@@ -153,7 +150,7 @@ class FSDPState(Unit):
         return bool(self.options.reshard_after_forward)
 
     def _begin(self, inputs: Any, keep: bool) -> Pass:
-        """Gathers for a forward on ``inputs`` and installs; ``keep``: until the backward."""
+        """Gathers for a forward on ``inputs``; ``keep``: until the backward."""
         if self.active is None:
             self.require_shards_installed()
         recomputes = _in_backward()
@@ -187,7 +184,6 @@ class FSDPState(Unit):
         return known[-1]
 
     def require_shards_installed(self) -> None:
-        """Raises RuntimeError if a module attribute is not the shard that was put there."""
         self.require_not_summoned()
         for slot in self.slots:
             if slot.module._parameters.get(slot.name) is not slot.sharded_value:
@@ -201,7 +197,6 @@ class FSDPState(Unit):
             )
 
     def _end(self, one: Pass, keep: bool) -> None:
-        """Ends the forward, also after an exception in it."""
         self.computing -= 1
         self._restore()
         if not keep:
@@ -212,9 +207,9 @@ class FSDPState(Unit):
             self.order.end_forward()
 
     def _finish(self, one: Pass, outputs: Any) -> tuple[Any, set[torch.device]]:
-        """``outputs`` with copies of parameters that would be freed, and hooks that start the backward.
+        """``outputs``, with copies of freed parameters, and hooks that start the backward.
 
-        Also returns the devices, other than the unit's, of outputs that require a gradient.
+        Also returns other devices of outputs that require a gradient.
         """
         own = set(map(id, one.full))
         elsewhere: set[torch.device] = set()
@@ -240,7 +235,7 @@ class FSDPState(Unit):
         self.refresh_rnns()
 
     def _restore(self) -> None:
-        """Undoes the last install: restores an enclosing backward's parameters, or the shards."""
+        """Restores an enclosing backward's parameters, or the shards."""
         enclosing = [*chain.from_iterable(self._backward.values())]
         if enclosing:
             self._install(enclosing[-1])
@@ -265,7 +260,7 @@ class FSDPState(Unit):
 
 
     def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
-        """Gathers pass ``one`` for its backward, when ``grad`` is the first gradient of it."""
+        """Gathers pass ``one`` for its backward when its first gradient arrives."""
         task = torch._C._current_graph_task_id()
         passes = self._backward.get(task)
         if passes is None:
@@ -292,7 +287,6 @@ class FSDPState(Unit):
         self._install(one)
 
     def leave_backward(self) -> None:
-        """Frees what the current backward has gathered."""
         self._leave_backward(torch._C._current_graph_task_id())
 
     def _leave_backward(self, task: int) -> None:
@@ -324,7 +318,7 @@ class FSDPState(Unit):
             xlac.start_program(self.world.device)
 
     def _narrow_gradients(self) -> None:
-        """Applies ``keep_low_precision_grads``; torch accumulates later gradients in that dtype."""
+        """Applies ``keep_low_precision_grads``."""
         policy = self.options.mixed_precision
         if policy is None or not policy.keep_low_precision_grads or policy.param_dtype is None:
             return
@@ -341,7 +335,6 @@ class FSDPState(Unit):
         """Every full parameter in compute dtype, traced to run after ``events``.
 
         Each pass frees its tensors, so it gets copies of cached ones; the compiler removes these.
-        A cache is not used after a shard has changed.
         """
         given = self.tensors, self.order, events, backward, secondary
         if not (self._caches_by_hand or self.caches_after_backward):
@@ -354,7 +347,6 @@ class FSDPState(Unit):
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """Does :meth:`reduce_gradients`, in the order of the model."""
         shards, arrived = self.reduce_gradients(grads, needed, leaves)
         # ``order`` is cleared at the end of the backward.
         if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
@@ -385,8 +377,7 @@ class FSDPState(Unit):
     def has_full_parameters(self) -> bool:
         """Whether modules have full parameters: in a forward or backward, or after ``unshard``.
 
-        Raises:
-            RuntimeError: the parameters have changed since ``unshard``.
+        Raises RuntimeError if the parameters have changed since ``unshard``.
         """
         if self.computing:
             return True
@@ -405,10 +396,9 @@ class FSDPState(Unit):
         self.release()
 
     def release(self) -> None:
-        """Replaces the full parameters of ``unshard`` by the shards; passes that used them keep them.
+        """Replaces the full parameters of ``unshard`` by the shards.
 
-        Raises:
-            RuntimeError: full parameters were changed or replaced, which would be lost.
+        Raises RuntimeError if full parameters were changed or replaced, which would be lost.
         """
         held, self.unsharded = self.unsharded, None
         if held is None:
@@ -436,7 +426,7 @@ class FSDPState(Unit):
     def set_sync(self, syncs: bool | None = None, all_reduces: bool | None = None) -> None:
         """Sets whether backwards reduce, and over replicas; ``None``: unchanged.
 
-        With replicas and ``all_reduces=False`` nothing is reduced: the final gradient is the same.
+        If ``all_reduces=False`` with replicas, nothing is reduced: the sum is the same.
         """
         self._syncs = self._syncs if syncs is None else syncs
         self._all_reduces = self._all_reduces if all_reduces is None else all_reduces
@@ -444,7 +434,7 @@ class FSDPState(Unit):
         self.require_sync = self._syncs and (self._all_reduces or not replicated)
 
     def set_reshard_after_forward(self, reshards: bool) -> None:
-        """Sets whether full parameters are freed after the forward, also if this is the root."""
+        """Applies to the root too."""
         self.options = replace(
             self.options, reshard_after_forward=reshards, disable_reshard_on_root=False
         )
@@ -452,18 +442,17 @@ class FSDPState(Unit):
 
 
 def unit_of(module: nn.Module) -> FSDPState | None:
-    """The unit of a wrapper, or of a module that is sharded in place; ``None`` for others."""
+    """The unit of a wrapper or of a module that is sharded in place, else ``None``."""
     return vars(module)["_unit"] if is_wrapper(module) else None
 
 
 def units_in(root: nn.Module) -> list[tuple[str, FSDPState]]:
-    """The units in ``root`` with their modules' names there; with two names, twice."""
+    """The units in ``root`` by module name; one with two names occurs twice."""
     modules = root.named_modules(remove_duplicate=False)
     return [(name, unit) for name, module in modules if (unit := unit_of(module)) is not None]
 
 
 def unique_units(root: nn.Module) -> list[FSDPState]:
-    """The units in ``root``, including its own, each once."""
     found = map(unit_of, root.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
@@ -473,7 +462,7 @@ def _in_backward() -> bool:
 
 
 def _require_inner_first(named: NamedUnits) -> None:
-    """Raises RuntimeError if a module was sharded after a module around it."""
+    """Raises RuntimeError if a module was sharded after one around it."""
     owners: dict[tuple[nn.Module, str], str] = {}
     for path, unit in named:
         for slot in unit.slots:
@@ -493,7 +482,7 @@ _WRAPPERS = "_xla_fsdp_wrappers"
 
 
 class WrapperReference:
-    """A weak reference from a module to the wrapper that shards its parameters."""
+    """A weak reference to a wrapper."""
 
     def __init__(self, wrapper: nn.Module | None) -> None:
         self._known = None if wrapper is None else weakref.ref(wrapper)
@@ -512,7 +501,7 @@ def mark_sharded(module: nn.Module, *wrappers: WrapperReference) -> None:
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:
-    """Whether an FSDP unit shards parameters of ``module`` itself (not of its children)."""
+    """Whether a unit shards parameters of ``module`` itself, not of its children."""
     return _WRAPPERS in vars(module)
 
 
@@ -530,10 +519,7 @@ def find_outer_wrappers(module: nn.Module) -> list[nn.Module]:
 
 
 def find_sharded_outside(module: nn.Module, units: Iterable[Unit]) -> str | None:
-    """The name of a submodule of ``module`` that a wrapper around ``module`` shards, or ``None``.
-
-    ``units``: the FSDP units inside.
-    """
+    """A submodule of ``module`` that none of ``units``, those inside it, shards; or ``None``."""
     held = {slot.module for unit in units for slot in unit.slots}
     for name, inner in module.named_modules():
         if has_sharded_parameters(inner) and inner not in held:

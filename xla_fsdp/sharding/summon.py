@@ -32,17 +32,15 @@ def summon_full_params(
     """Within, the modules in ``module`` have full parameters. All ranks must enter the context.
 
     They are ``nn.Parameter`` in the dtype in which they are stored, under their names in the
-    unwrapped module. Afterwards the modules have the same shards as before. Make optimizers outside
-    of this context, because they need the shards.
+    unwrapped module. Optimizers need the shards: make them outside of this context.
 
     Args:
         module: a wrapper, or a module with wrappers in it. Without any wrapper, nothing happens.
-        recurse: summon the parameters of all wrappers in ``module``. ``False``: of ``module``
-            itself only.
+        recurse: summon the parameters of all wrappers in ``module``, not only of itself.
         writeback: copy each rank's changes into its shards at the end, so all ranks must make the
             same changes. After an exception nothing is copied.
         rank0_only: other ranks keep shards. Not with ``writeback``.
-        offload_to_cpu: parameters are on the CPU, on every rank that gets them.
+        offload_to_cpu: parameters are on the CPU.
         with_grads: ``.grad`` is the full gradient, and its changes are copied back too.
 
     Raises:
@@ -50,7 +48,7 @@ def summon_full_params(
         ValueError: arguments exclude each other, ``module`` contains scanned blocks, or a wrapper
             around ``module`` has parameters of it.
         RuntimeError: called in a forward or backward, or parameters are summoned already. At the
-            end: a parameter was replaced by another tensor, or its shape or dtype was changed.
+            end: a parameter was replaced, or its shape or dtype was changed.
     """
     given = locals()
     if not isinstance(module, nn.Module):
@@ -87,8 +85,7 @@ def summon_full_params(
 def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
     """The full parameters of ``unit``: summoned, or in a forward or backward.
 
-    Raises:
-        RuntimeError: the unit has no full parameters now.
+    Raises RuntimeError if the unit has none now.
     """
     if unit.summoned:
         summoned = [_of(tensor) for tensor in unit.tensors]
@@ -144,8 +141,6 @@ def _require_possible(
 
 
 class _Summoned:
-    """The full parameters of one context, and how to undo it."""
-
     def __init__(self, how: _Arguments) -> None:
         self.how = how
         # Other ranks take part in the gathers.
@@ -155,7 +150,6 @@ class _Summoned:
         self.entered: list[tuple[nn.Module, FSDPState]] = []
 
     def add(self, wrapper: nn.Module, unit: FSDPState) -> None:
-        """Puts full parameters into the modules of ``unit``, which is that of ``wrapper``."""
         for tensor in unit.tensors:
             if tensor.summoned is not None and _of(tensor).how != self.how:
                 raise RuntimeError(
@@ -209,7 +203,6 @@ class _Summoned:
         return value.cpu() if self.how.offload_to_cpu else value
 
     def require_writable(self) -> None:
-        """Raises RuntimeError if changes cannot be copied into the shards."""
         for _, unit in self.entered:
             for slot in unit.slots:
                 own = _parameter(unit, slot.index)
@@ -275,7 +268,7 @@ def _of(tensor: ShardedTensor) -> FullParameters:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The arguments of the context, the same on every rank."""
+    """Equal on all ranks."""
 
     writeback: bool
     rank0_only: bool
@@ -285,7 +278,7 @@ class _Arguments:
 
 @dataclass(frozen=True, eq=False)
 class FullParameters:
-    """The full parameters of one sharded tensor, and their state when they were gathered."""
+    """Of one sharded tensor, with their state when they were gathered."""
 
     how: _Arguments
     parameters: list[nn.Parameter]
@@ -299,7 +292,7 @@ class FullParameters:
 
 
 def _full_members(tensor: ShardedTensor, shard: torch.Tensor) -> list[torch.Tensor]:
-    """The full members of ``tensor``, gathered from ``shard``: its own, or one of its gradient."""
+    """The full members of ``tensor``, from its shard or that of its gradient."""
     spec = tensor.shard_spec()
     assert spec is not None  # only inside a trace
     own = local(shard)

@@ -1,7 +1,7 @@
 """Functions of tensors that are traced once, and called as a single operator afterwards.
 
-Every traced operator costs the host a few microseconds in every step, and a gather has a hundred.
-The compiler inlines such computations, so the program is the same.
+A traced operator costs the host a few microseconds, and a gather has a hundred. The compiler
+inlines such computations, so the program is the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _MAX_CACHED = 16
 
 
 class TraceCache:
-    """Calls functions of tensors, and traces each one only the first time."""
-
     def __init__(self, world: World) -> None:
         self._world = world
         self._known: dict[Hashable, _Computation] = {}
@@ -45,8 +43,7 @@ class TraceCache:
     ) -> Tensors:
         """The result of ``function(tensors)``, without a gradient.
 
-        Args:
-            key: determines, with ``name`` and the shapes and dtypes of ``tensors``, what it does.
+        ``key``, ``name`` and the shapes and dtypes of ``tensors`` must determine what it does.
         """
         if not tensors or xlac.is_eager():
             return function(tensors)
@@ -106,7 +103,7 @@ class Traced:
         computation: takes its parameters in the order of their numbers, returns a tuple.
         argument_of: parameter number to the number of the argument.
         hoisted: parameter number to a tensor that is not an argument (constants, closures).
-        seed: the hoisted parameter that is the seed of random numbers, or ``None``.
+        seed: the parameter that is the seed of random numbers, or ``None``.
     """
 
     def __init__(self, name: str, arguments: Tensors, outputs: Tensors) -> None:
@@ -145,6 +142,6 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def separate_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A separate tensor with the same value, for a function that may change it in place."""
+    """Equal to ``tensor``; for a function that may change it in place."""
     other = torch.empty_like(tensor)
     return other.copy_(tensor)  # no computation: it takes the same value

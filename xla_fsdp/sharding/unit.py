@@ -29,12 +29,9 @@ NamedUnits = Sequence[tuple[str, "Unit"]]
 
 
 class Unit:
-    """The parameters of one module, in shards.
+    """The parameters of ``module``, the wrapped one or that of ``fully_shard``, in shards.
 
     Full parameters are numbered through all members of all sharded tensors, in order.
-
-    Args:
-        module: the wrapped module, or the module that ``fully_shard`` was called on.
     """
 
     # Scanned blocks: the number of blocks that ``module`` represents, and their stacked buffers.
@@ -48,27 +45,27 @@ class Unit:
         # `fully_shard` made the unit: the module has no wrapper.
         self.in_place = False
         self.tensors: list[ShardedTensor] = []
-        # The sharded tensor of each full parameter, and its number there.
+        # `fully_shard` made the unit.
         self.members: list[tuple[ShardedTensor, int]] = []
         # The tensors whose shards an optimizer sees: these, or the stacks of scanned blocks.
         self.stored = self.tensors
         # Those of them that are registered on this unit's wrapper.
         self.flattened: list[ShardedTensor] = []
         self.slots: list[ParameterSlot] = []
-        # Replicated parameters, see ignored.py.
+        # Those that are registered on this unit's wrapper.
         self.ignored: list[nn.Parameter] = []
-        # Tensors that a load must give values before the first forward.
+        # Without values until a load.
         self.uninitialized: list[UninitializedTensor] = []
         # Of the full parameters that this rank built, and of the shards cut from them.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
-        # Buffers that were cast, by dotted name in the wrapped module, with the dtype they had.
+        # Buffers that were cast, by dotted name, with the dtype they had.
         self.buffer_dtypes: dict[str, torch.dtype] = {}
-        # The content of freed parameters: code that kept one and computes with it gets NaN.
+        # Freed parameters contain NaN, so that code that kept one gets NaN.
         nan = float("nan")
         if world.as_on_tpu:
             self.placeholder = torch.full((1,), nan, device=world.device)
-        else:  # data: a constant would make the programs of the first and second step different
+        else:  # data: a constant would make the programs of the first two steps different
             self.placeholder = torch.full((1,), nan, device="cpu").to(world.device)
         self.comms = Communicator(options, world)
         # False inside no_sync.
@@ -79,13 +76,12 @@ class Unit:
         # The ranks that store second shards.
         size = options.reshard_after_forward
         self.secondary_world = None if isinstance(size, bool) else subgroup(world, size)
-        # Set if shards are on the device only while the unit computes.
         self.stream: Stream | None = None
         self._rnns: list[nn.RNNBase] = []
         self.linears: linear.Layers = {}
 
     def add_tensor(self, tensor: ShardedTensor) -> int:
-        """Adds a sharded tensor; returns the number of its first full parameter."""
+        """Returns the number of its first full parameter."""
         if tensor not in self.tensors:
             self.tensors.append(tensor)
             tensor.comms = tensor.comms or self.comms
@@ -114,7 +110,7 @@ class Unit:
         return f"{slot.name} of a {type(slot.module).__name__} that was removed from the module"
 
     def named_slots(self) -> Iterator[tuple[ParameterSlot, list[str]]]:
-        """Every slot with the current dotted names of its parameter, none if it was removed."""
+        """Every slot with the dotted names of its parameter, none if it was removed."""
         paths: dict[nn.Module, list[str]] = {}
         for path, module in self.module.named_modules(remove_duplicate=False):
             paths.setdefault(module, []).append(path)
@@ -123,7 +119,7 @@ class Unit:
             yield slot, [dotted(slot.block, dotted(path, slot.name)) for path in own]
 
     def names_of(self, tensor: ShardedTensor, members: int) -> list[str]:
-        """The names of the first ``members`` full parameters of a sharded tensor."""
+        """Of the first ``members`` full parameters of ``tensor``."""
         first, names = self.add_tensor(tensor), []
         for member in range(members):
             used = any(slot.index == first + member for slot in self.slots)
@@ -133,14 +129,10 @@ class Unit:
 
     @property
     def title(self) -> str:
-        """The name of the wrapper for messages, from the root if that is known."""
         return self.comms.label.rstrip(".") or "the wrapper"
 
     def add_slot(self, slot: ParameterSlot, name: str) -> None:
-        """Registers a module attribute that uses a full parameter, and puts its shard there.
-
-        ``name``: the dotted name of the parameter in the unit's module.
-        """
+        """Registers a module attribute that uses parameter ``name``, and puts its shard there."""
         self.slots.append(slot)
         if slot.sharded_value is None:
             tensor, member = self.members[slot.index]
@@ -154,7 +146,7 @@ class Unit:
 
     @property
     def shards(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer sees."""
+        """What an optimizer sees."""
         return [tensor.shard for tensor in self.stored]
 
     def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
@@ -172,7 +164,6 @@ class Unit:
             one.restart_watch()
 
     def refresh_rnns(self) -> None:
-        """Updates the lists of parameters that recurrent modules compute with."""
         for rnn in self._rnns:
             rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]
 
@@ -182,8 +173,8 @@ class Unit:
     ) -> tuple[list[torch.Tensor | None], Sequence[torch.Tensor]]:
         """A gradient shard for every sharded tensor, and the results of the collectives.
 
-        A shard is ``None`` without a gradient, inside ``no_sync``, and if it goes to the host.
-        ``leaves``: the graph nodes that deliver gradients to the shards.
+        ``None`` without a gradient, inside ``no_sync``, and if it goes to the host. ``leaves``: the
+        graph nodes that deliver gradients to the shards.
         """
         handed_out = False
         if not self.require_sync or self._unsynced or self.host_gradients is not None:

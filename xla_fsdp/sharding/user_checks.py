@@ -28,14 +28,13 @@ WARNED = "_xla_fsdp_warned_unsharded"
 
 
 def require_values(units: NamedUnits, doing: str) -> None:
-    """Raises RuntimeError if ``doing`` happens before parameters of ``units`` have values."""
     waiting = [(path, unit.uninitialized) for path, unit in units if unit.uninitialized]
     if waiting:
         require_all_initialized(waiting, doing)
 
 
 def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
-    """Warns about trainable parameters in ``root`` that none of the FSDP units in it shards."""
+    """Warns about trainable parameters in ``root`` that no unit in it shards."""
     sharded = {shard for _, unit in units for shard in unit.shards}
     names = []
     for name, parameter in root.named_parameters():
@@ -54,10 +53,9 @@ def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
 
 
 def compare_initial_weights(world: World, units: NamedUnits) -> None:
-    """Warns, once, if ranks built the model with different weights: shards would be a mixture.
+    """Warns, once, if ranks built the model with different weights. All ranks must call it.
 
-    Parameters that were loaded or changed since are not compared, nor are groups with independent
-    copies. All ranks must call it.
+    Parameters that were changed since, and groups with independent copies, are not compared.
     """
     holders = world.size * world.replicas
     if holders == 1 or holders != xr.world_size() or is_simulated_rank():
@@ -83,7 +81,7 @@ def compare_initial_weights(world: World, units: NamedUnits) -> None:
 
 
 def log_slices(world: World) -> None:
-    """Rank 0 logs once how a model is sharded if there are several slices."""
+    """Rank 0 logs how a model is sharded if there are several slices."""
     slices = slices_of_ranks()
     if not slices or xr.global_ordinal() != 0 or is_simulated_rank():
         return
@@ -107,7 +105,7 @@ _REMEDY = (
 
 
 def require_plain_call(name: str) -> None:
-    """Raises RuntimeError inside torch.compile and torch.func; ``name``: of the module."""
+    """Raises RuntimeError inside torch.compile and torch.func."""
     if torch.compiler.is_compiling():
         _raise_compiled(name)
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -145,10 +143,7 @@ class InputDeviceError(RuntimeError):
 def raise_if_on_other_device(
     module: str, inputs: Any, device: torch.device, error: RuntimeError
 ) -> None:
-    """Raises InputDeviceError from ``error`` if ``inputs`` were not all on ``device``.
-
-    A forward may move its inputs and fail for another reason: the message starts with ``error``.
-    """
+    """Raises InputDeviceError from ``error`` if ``inputs`` were not all on ``device``."""
     elsewhere = [tensor for tensor in tensors_in(inputs) if tensor.device != device]
     # Subclasses (torch.OutOfMemoryError) state another reason.
     if elsewhere and type(error) in (RuntimeError, NotImplementedError):
@@ -165,7 +160,7 @@ def warn_if_elsewhere(
 ) -> None:
     """Warns if outputs of a ``module`` on ``device`` are where its inputs are, in ``elsewhere``.
 
-    torch_xla computes most convolutions of a CPU tensor there, and the backward raises.
+    torch_xla computes most convolutions of CPU tensors there, and the backward raises.
     """
     given = [tensor for tensor in tensors_in(inputs) if tensor.device in elsewhere]
     if given:
@@ -180,16 +175,14 @@ def warn_if_elsewhere(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called: a wrapper cannot gather for an ``nn.ModuleList``."""
+    """Whether ``module`` can be called; nothing can be gathered for an ``nn.ModuleList``."""
     none = nn.Module.forward
     forward = getattr(module, "forward", none)
     return type(module).forward is not none or getattr(forward, "__func__", forward) is not none
 
 
 def require_shardable_parameters(path: str, module: nn.Module) -> None:
-    """Raises ValueError, TypeError or RuntimeError if parameters of ``module`` cannot be sharded,
-    or would give other results when sharded.
-    """
+    """Raises if parameters of ``module`` cannot be sharded, or would give other results."""
     name = path or type(module).__name__
     looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not is_ignored(module)
     if looks_up and module.max_norm is not None:
