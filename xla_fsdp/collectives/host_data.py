@@ -16,6 +16,7 @@ from ..ranks.rank import is_simulated_rank
 
 # From so many elements on, a tensor of a plan has no values.
 LARGE = 1 << 16
+# XLA shares only memory at a multiple of this address.
 _ALIGNMENT = 64
 # Pages may exceed the memory of the host. Python 3.13 names it.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)

@@ -1,8 +1,8 @@
 """The order of collectives and computations: the only module that emits optimization barriers.
 
-Without a barrier from shards to a tensor, XLA may gather all units at the start, or merge the
-gathers of forward and backward. The choice of that tensor implements prefetching. Gathers are tied
-to each other too: otherwise the compiler starts those first whose results are needed last.
+Without a barrier from shards to a tensor, XLA may gather all units at the start, or merge gathers
+of forward and backward. The choice of the tensor implements prefetching. Gathers are tied to each
+other: otherwise the compiler starts those first whose results are needed last.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Event(enum.Enum):
     INPUTS = "inputs"  # of a unit's forward
     GRADIENT = "gradient"  # that starts a unit's backward
     RECOMPUTATION = "recomputation"  # the gradient that starts a unit's recomputation
-    REDUCTIONS = "reductions"  # of a unit
-    GATHER = "gather"  # of any unit
+    REDUCTIONS = "reductions"
+    GATHER = "gather"
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Waits for the ``event`` of ``before`` units (or gathers) earlier; 0: of the same unit."""
+    """Waits for ``event`` of the unit (or gather) ``before`` places earlier; 0: of this one."""
 
     event: Event
     before: int

@@ -44,8 +44,7 @@ SHORTEST_ROW, LONGEST_ROW = 4, 16
 
 # Up to these bytes, all-gathers over this many ranks become all-reduces.
 _MANY_RANKS, _SMALL_BYTES = 64, 1 << 24
-# Above these bytes, the compiler pads parts of a reduce-scatter over a ring to a multiple of 8 to
-# 48 rows, and sends about as much again to undo that.
+# Above these bytes, the compiler pads parts of a reduce-scatter over a ring by about these rows.
 _PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
 
 

@@ -299,8 +299,7 @@ class World:
         if order is not None:
             operand = order.depend_on_last(operand)
         else:
-            # torch_xla's token orders collectives, so that they cannot overlap. TPU ranks run the
-            # same program and need no such order.
+            # torch_xla's token prevents overlap, and TPU ranks, with one program, do not need it.
             xlac.set_collective_token(self._device_name, None)
         result = collective(operand, channel)
         if order is not None:
@@ -365,8 +364,6 @@ def _require_replicas(replicas: Groups, groups: Groups) -> None:
             f"{lists(groups)} once, and each must consist of ranks at the same index of their "
             "groups. For sharding_groups=[[0, 1], [2, 3]] pass replication_groups=[[0, 2], [1, 3]]"
         )
-
-
 
 
 def all_gather_object(world: World, tag: str, value: Any) -> list[Any] | None:

@@ -217,8 +217,6 @@ def _by_name(module: ScannedBlocks) -> dict[str, Stack]:
     return {name: stack for stack in [*unit.parameters, *unit.buffers] for name in stack.names}
 
 
-
-
 class _Scan(torch.autograd.Function):
     """``apply(run, x, *constants, *stacked shards)``."""
 
@@ -366,7 +364,7 @@ class _Run:
             shards, slices = slices[pieces : pieces + count], slices[pieces + count :]
             saved = SavedActivations(self.unit.options.keep, slices[: self.recorded])
             buffers = self._buffers(slices[self.recorded :], constants)
-            # In the order of the forward, because this starts with its recomputation.
+            # In the order of the forward, which is recomputed.
             if prefetch:
                 grad, *carry = carry
                 full, carry = carry[-count:], carry[:-count]

@@ -124,7 +124,7 @@ class _Comparison:
         self.attribute = ""
         # From modules, parameters and buffers of either block to their counterparts.
         self._partners: dict[int, Any] = {}
-        # Objects may contain themselves
+        # Objects may contain themselves.
         self._begun: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def note_partners(self, a: Any, b: Any) -> None:
@@ -258,7 +258,6 @@ def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
             f"returned {tuple(y.shape)}, {y.dtype} for an input of {tuple(x.shape)}, {x.dtype}. "
             "Make its forward return a tensor that the next block can take"
         )
-
 
 
 _DRAWS = frozenset(

@@ -78,7 +78,7 @@ class ScanUnit(FSDPState):
     """The shards of ``depth`` equal blocks, each stacked over the blocks.
 
     ``tensors`` and ``slots`` describe every block, without values. ``shards`` are the stacked
-    parameters, attributes of the template, the block that is traced for all.
+    parameters, attributes of the template block.
     """
 
     def __init__(self, options: FSDPOptions, world: World, template: nn.Module) -> None:
@@ -114,7 +114,6 @@ class ScanUnit(FSDPState):
                     self.slots.append(ParameterSlot(module, name, index, stack.value, block))
             for name, dtype in cast.items():
                 self.buffer_dtypes[dotted(block, name)] = dtype
-
 
     def gather_block(
         self,

@@ -45,7 +45,6 @@ class Communicator:
     def _traced(self) -> TraceCache:
         return TraceCache(self.world)
 
-
     def gather(
         self,
         tensors: Sequence[ShardedTensor],
@@ -140,7 +139,6 @@ class Communicator:
         """Number of the tensor that a forward gathers last; 0 if nothing is sent."""
         plan = plan_gathers([tensor.spec for tensor in tensors], self.options, self.world)
         return plan[-1].tensors[-1] if plan else 0
-
 
     def reduce(
         self,
@@ -260,8 +258,6 @@ def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
     return pieces
 
 
-
-
 @dataclass(eq=False)
 class SecondaryShards:
     """Second shards, from a forward to its backward, of fewer ranks (ZeRO++, arXiv 2306.10209).
@@ -271,7 +267,6 @@ class SecondaryShards:
 
     Attributes:
         world: the smaller group.
-        shard_stamps: stamps of the shards that were gathered.
         pieces: this rank's part of the result of each gather, in the communication dtype, by the
             number of the first tensor in that gather. Emptied after the backward.
     """

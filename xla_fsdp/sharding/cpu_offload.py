@@ -87,7 +87,7 @@ class HostShard(ShardedParameter):
         """Equals an earlier value only if the parameter has not changed in between."""
         given, times = vars(self).get(ALIASES, ((), 0))
         if any(one() is not None for one in given):
-            return object()
+            return object()  # an alias may change the values at any time
         stamp: Stamp = stamps([self])[0]
         return stamp, self.dtype, times
 

@@ -16,6 +16,7 @@ from ..wording import join_some
 from .freeing import Stamp, stamps
 from .ignored import is_ignored
 
+# True on a tensor that defer_init made; an UninitializedTensor on a shard or buffer.
 _MARK = "_xla_fsdp_awaited"
 SHOWN = 20
 # The offset in a holder where a layout begins, and the parameter's number in that layout.

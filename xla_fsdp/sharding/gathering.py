@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .state import FSDPState
 
 
-
 class Origin(NamedTuple):
     """The source of a full parameter: member ``member`` of ``tensor``.
 
@@ -61,7 +60,6 @@ class UnshardedParameter(torch.Tensor):
     _is_param = True  # isinstance(it, nn.Parameter)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-
     def __getattr__(self, name: str) -> Any:
         if is_user_attribute(name):
             attributes = self._xla_fsdp_origin.tensor.attributes_of(self._xla_fsdp_origin.member)
@@ -80,7 +78,6 @@ class UnshardedParameter(torch.Tensor):
         self.__getattr__(name)
         origin = self._xla_fsdp_origin
         del origin.tensor.attributes_of(origin.member)[name]
-
 
     @property
     def requires_grad(self) -> bool:
@@ -158,7 +155,6 @@ class UnshardedParameter(torch.Tensor):
             )
         return origin.tensor.shard
 
-
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             copied = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -189,8 +185,6 @@ def _raise_if_registered(module: nn.Module, name: str, parameter: torch.Tensor |
 
 
 register_module_parameter_registration_hook(_raise_if_registered)
-
-
 
 
 class ParameterState(enum.Enum):

@@ -77,7 +77,7 @@ class Layout:
 
     @cached_property
     def comm_shape(self) -> tuple[int, ...]:
-        """In which a shard is gathered, and in which a gradient shard arrives."""
+        """The shape in which a shard is gathered and a gradient shard arrives."""
         if self.kind == "dim0":
             return self.shard_shape
         if len(self.members) == 1 and len(self.members[0].shape) == 2:
@@ -176,7 +176,6 @@ class TensorSpec:
 def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """The dtype in which a parameter in ``stored`` computes if ``compute_dtype`` is ``asked``."""
     return asked if asked is not None and stored.is_floating_point else stored
-
 
 
 # Positions from here on need int64, which is slower on TPUs.

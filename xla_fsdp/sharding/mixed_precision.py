@@ -1,4 +1,4 @@
-"""Dtypes of a wrapper."""
+"""``mixed_precision``: the dtypes of a wrapper."""
 
 from __future__ import annotations
 
@@ -80,8 +80,6 @@ def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence
             f"param_dtype={policy.param_dtype}. Reduce gradients in param_dtype "
             "(reduce_dtype=None) or in torch.float32"
         )
-
-
 
 
 def full_precision_modules(policy: MixedPrecision, modules: Iterable[nn.Module]) -> set[nn.Module]:

@@ -29,7 +29,7 @@ from .sharded_parameter import as_sharded, local
 from .sharded_tensor import require_reduced, sharded_tensor_of, sharded_tensors_of
 from .user_checks import WARNED
 
-# Set on an optimizer, as those below: how many parameters it had when it was checked.
+# Attributes of an optimizer. How many parameters it had when it was checked.
 _CHECKED = "_xla_fsdp_parameters_checked"
 # Its state was loaded by parameter name.
 _BY_NAME = "_xla_fsdp_by_name"
@@ -81,8 +81,6 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for copy in copies:
         if copy.held is not None:  # streamed copies are sent when their wrapper computes
             copy.send()
-
-
 
 
 def state_is_by_name(optimizer: Optimizer) -> None:
@@ -185,8 +183,6 @@ def has_shards(optimizer: Optimizer) -> bool:
     return next(sharded_tensors_of(parameters), None) is not None
 
 
-
-
 def _export_local_state(optimizer: Optimizer) -> None:
     """Makes ``state_dict()`` return plain tensors, and ``load_state_dict`` accept them."""
     if not has_shards(optimizer):
@@ -207,8 +203,6 @@ def _import_local_state(optimizer: Optimizer) -> None:
             for value in tensors_in(state):
                 if tuple(value.shape) == tuple(spec.local_shape):
                     as_sharded(value, spec)
-
-
 
 
 def _unset_fused(optimizer: Optimizer) -> None:
@@ -256,8 +250,6 @@ def _supports_foreach(group: dict[str, Any]) -> bool:
         and (p.grad is None or p.grad.dtype is p.dtype)
         for p in group["params"]
     )
-
-
 
 
 def _checked(function: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:

@@ -149,7 +149,6 @@ def checked_reshard(value: int, size: int) -> bool | int:
     return value if 1 < value < size else value == size > 1
 
 
-# Entry points that take options.
 WRAPPER, FULLY_SHARD, SCAN = "XlaFullyShardedDataParallel", "fully_shard", "scan_blocks"
 
 # With what to use instead. Kept for one release.
@@ -174,7 +173,6 @@ def option(
 
     Args:
         check: applied to each value; ``None``: the code that uses the option checks it.
-        taken_by: the entry points that take it.
         instead: the argument of ``fully_shard`` that replaces it there.
         inherited: False for options of one module, and for options without effect.
     """
@@ -267,8 +265,9 @@ class FSDPOptions:
         sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward of the root.
         disable_reshard_on_root: keep the root's direct parameters from forward to backward.
         compute_dtype: dtype in which parameters are gathered, the module computes and gradients
-            are reduced. Floating-point inputs are cast; shards keep their dtype.
-        buffer_dtype: dtype of floating-point buffers, not of ``SyncBatchNorm``.
+            are reduced. Floating-point inputs are cast; shards keep their dtype. Default: no casts.
+        buffer_dtype: dtype of floating-point buffers, not of ``SyncBatchNorm``. Default:
+            ``compute_dtype``.
         fp32_reduce_scatter: reduce gradients in float32, for up to twice the bytes.
         sharding_groups: groups of ordinals of the ranks that share one copy of the parameters,
             e.g. ``[[0, 1], [2, 3]]``. Default: all ranks; on several TPU slices each slice.

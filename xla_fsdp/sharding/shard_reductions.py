@@ -139,14 +139,12 @@ def _require_one(spec: ShardSpec, name: str) -> None:
         )
 
 
-
-
 class PendingNorm(torch.Tensor):
     """The norm of a sharded tensor before its collective: a sum of powers, or a maximum.
 
     A list of norms is stacked before use, so one collective is enough for it. On the meta device,
-    so that code that bypasses its torch function raises. A norm of several parameters raises
-    ShardedParameterError unless it is used in a list of norms, where it is correct.
+    so that code that bypasses its torch function raises. Outside of a list, the norm of several
+    parameters raises ShardedParameterError.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
@@ -273,8 +271,6 @@ def norm_of_replicated(
     power = wide if math.isinf(order) else wide ** float(order)
     world = World.to_reduce_over(None, value.device)
     return PendingNorm.of(power, world, None, float(order), found.dtype)
-
-
 
 
 def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

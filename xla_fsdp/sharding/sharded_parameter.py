@@ -156,7 +156,6 @@ def local(value: torch.Tensor) -> torch.Tensor:
         return value.detach()
 
 
-
 Answer = Callable[[Any, tuple, dict[str, Any]], Any]
 
 # These read no values, or return only this tensor.

@@ -111,8 +111,6 @@ def raise_replaced(name: str) -> NoReturn:
     )
 
 
-
-
 @dataclass(eq=False)
 class ShardedTensor:
     """One stored tensor: this rank's shard of a parameter, or of several (flattened).
@@ -123,13 +121,13 @@ class ShardedTensor:
     shard: nn.Parameter
     layout: Layout
     key: str  # name in the wrapper that sharded it
-    flattened: bool = False  # registered on the wrapper, not on the modules of its members
+    flattened: bool = False  # registered on the wrapper
     wide: bool = False  # computed in the dtype of the shard
     # The ranks with the other shards; None inside a trace.
     world: World | None = None
-    summoned: object | None = None  # its full parameters outside of a forward, see summon.py
+    summoned: object | None = None  # its full parameters, see summon.py
     unreduced: int = 0  # units that store full gradients of it, inside no_sync
-    copy: ShardCopy | None = None  # the device copy of a shard on the host, see cpu_offload.py
+    copy: ShardCopy | None = None  # on the device, of a shard on the host
     widens: bool = False  # a gradient keeps the dtype of the reduction
     reordered: bool = False  # its values came from files with another order of parameters
     # For a flat vector: by member, attributes that users set.
@@ -147,7 +145,7 @@ class ShardedTensor:
         return self.world is not None and self.world.size > 1
 
     def attributes_of(self, member: int) -> dict[str, Any]:
-        """The attributes of full parameter ``member``; :func:`is_user_attribute` tells whose."""
+        """The attributes of full parameter ``member``, those of users and of this package."""
         return self.attributes[member] if self.flattened else vars(self.shard)
 
     @property
@@ -188,7 +186,7 @@ class ParameterSlot:
             vars(self.module)[self.name] = self.shown
 
 
-# On a shard, and on a parameter that was sharded: its ShardedTensor, and its number in that.
+# On a shard or a parameter that was sharded: its ShardedTensor, and its number there.
 _SHARDED_TENSOR = "_xla_fsdp_sharded_tensor"
 
 
@@ -245,7 +243,6 @@ def require_reduced(parameters: Iterable[object], what: str) -> None:
                 "not reduced yet, so they would be ignored. Run the last backward before it "
                 "outside of no_sync(), or drop them with model.zero_grad()"
             )
-
 
 
 # These need no values, or move modules.

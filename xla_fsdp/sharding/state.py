@@ -74,7 +74,6 @@ class FSDPState(Unit):
         # By autograd graph task: checkpointed layers run a backward inside the outer one.
         self._backward: dict[int, list[Pass]] = {}
 
-
     def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         dtype, policy = self.options.compute_dtype, self.options.mixed_precision
         if policy is not None and not policy.cast_forward_inputs:
@@ -258,7 +257,6 @@ class FSDPState(Unit):
                 self.host_gradients.forget()
             self._restore()
 
-
     def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
         """Gathers pass ``one`` for its backward when its first gradient arrives."""
         task = torch._C._current_graph_task_id()
@@ -328,7 +326,6 @@ class FSDPState(Unit):
                     # torch allows another dtype than the parameter's only through ``grad.data``.
                     holder.grad.data = holder.grad.to(policy.param_dtype)
 
-
     def gather(
         self, events: Sequence[torch.Tensor], backward: bool, secondary: SecondaryShards | None
     ) -> list[torch.Tensor]:
@@ -359,11 +356,10 @@ class FSDPState(Unit):
     def _drop_cache(self) -> None:
         self._caches_by_hand, self._cached = False, None
 
-
     def unshard(self) -> None:
         """Puts full parameters into the modules, where they stay for the next forward."""
         if self.computing or _in_backward():
-            return  # it gathers when it needs them
+            return
         self.require_not_summoned()
         self.release()
         self._caches_by_hand = True
@@ -438,7 +434,7 @@ class FSDPState(Unit):
         self.options = replace(
             self.options, reshard_after_forward=reshards, disable_reshard_on_root=False
         )
-        self.secondary_world = None  # of reshard_after_forward=<int>
+        self.secondary_world = None
 
 
 def unit_of(module: nn.Module) -> FSDPState | None:
@@ -476,8 +472,7 @@ def _require_inner_first(named: NamedUnits) -> None:
                 )
 
 
-
-# On a module, which does not know the wrappers around it: references to those that shard it.
+# On a module: references to the wrappers that shard its parameters.
 _WRAPPERS = "_xla_fsdp_wrappers"
 
 
@@ -519,7 +514,7 @@ def find_outer_wrappers(module: nn.Module) -> list[nn.Module]:
 
 
 def find_sharded_outside(module: nn.Module, units: Iterable[Unit]) -> str | None:
-    """A submodule of ``module`` that none of ``units``, those inside it, shards; or ``None``."""
+    """The name of a submodule that none of ``units``, those inside, shards; or ``None``."""
     held = {slot.module for unit in units for slot in unit.slots}
     for name, inner in module.named_modules():
         if has_sharded_parameters(inner) and inner not in held:

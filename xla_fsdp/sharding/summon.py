@@ -294,7 +294,7 @@ class FullParameters:
 def _full_members(tensor: ShardedTensor, shard: torch.Tensor) -> list[torch.Tensor]:
     """The full members of ``tensor``, from its shard or that of its gradient."""
     spec = tensor.shard_spec()
-    assert spec is not None  # only inside a trace
+    assert spec is not None
     own = local(shard)
     own = own if own.device.type == "xla" else as_data(own, spec.world.device)
     return tensor.layout.split(spec.gather(own))
@@ -302,7 +302,7 @@ def _full_members(tensor: ShardedTensor, shard: torch.Tensor) -> list[torch.Tens
 
 def _cut(tensor: ShardedTensor, full: Sequence[torch.Tensor]) -> torch.Tensor:
     spec = tensor.shard_spec()
-    assert spec is not None  # only inside a trace
+    assert spec is not None
     joined = torch.cat([one.reshape(-1) for one in full]) if tensor.flattened else full[0]
     return spec.cut(joined).to(tensor.shard.device)
 

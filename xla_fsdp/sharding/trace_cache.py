@@ -47,7 +47,7 @@ class TraceCache:
         """
         if not tensors or xlac.is_eager():
             return function(tensors)
-        # With scopes, and on CPU ranks, collectives have another name or number in each call.
+        # Here collectives have another name or number in each call.
         if xlac.has_scopes() or self._world.context is not None:
             known = self._trace(name, function, tensors)
         else:
@@ -100,7 +100,6 @@ class Traced:
     """Traced tensors as a computation, and the sources of its parameters.
 
     Attributes:
-        computation: takes its parameters in the order of their numbers, returns a tuple.
         argument_of: parameter number to the number of the argument.
         hoisted: parameter number to a tensor that is not an argument (constants, closures).
         seed: the parameter that is the seed of random numbers, or ``None``.
@@ -110,8 +109,8 @@ class Traced:
         try:
             self._lower(name, arguments, outputs)
         except RuntimeError:
-            # torch_xla misses tensors that a running program finished since lowering began. Wait
-            # for this device only: other ranks may be waiting for this rank's next program.
+            # torch_xla misses tensors that a program finished since lowering began. Only this
+            # rank's device, because others may be waiting for its next program.
             xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
             self._lower(name, arguments, outputs)
 

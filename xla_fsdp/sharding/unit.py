@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..offload import HostGradients, Stream
 
 
-# With the names of their modules relative to a root, the outermost first.
+# With the names of their modules, the outermost first.
 NamedUnits = Sequence[tuple[str, "Unit"]]
 
 
@@ -34,7 +34,7 @@ class Unit:
     Full parameters are numbered through all members of all sharded tensors, in order.
     """
 
-    # Scanned blocks: the number of blocks that ``module`` represents, and their stacked buffers.
+    # Scanned blocks: how many ``module`` represents, and their stacked buffers.
     depth: int | None = None
     buffers: Sequence[Any] = ()
 
@@ -42,21 +42,20 @@ class Unit:
         self.options = options
         self.world = world
         self.module = module
-        # `fully_shard` made the unit: the module has no wrapper.
+        # `fully_shard` made the unit.
         self.in_place = False
         self.tensors: list[ShardedTensor] = []
-        # `fully_shard` made the unit.
+        # The sharded tensor of each full parameter, and its number there.
         self.members: list[tuple[ShardedTensor, int]] = []
         # The tensors whose shards an optimizer sees: these, or the stacks of scanned blocks.
         self.stored = self.tensors
-        # Those of them that are registered on this unit's wrapper.
+        # Those that are registered on this unit's wrapper.
         self.flattened: list[ShardedTensor] = []
         self.slots: list[ParameterSlot] = []
-        # Those that are registered on this unit's wrapper.
         self.ignored: list[nn.Parameter] = []
         # Without values until a load.
         self.uninitialized: list[UninitializedTensor] = []
-        # Of the full parameters that this rank built, and of the shards cut from them.
+        # Of the full parameters that this rank built, and of their shards.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
         # Buffers that were cast, by dotted name, with the dtype they had.
@@ -167,7 +166,6 @@ class Unit:
         for rnn in self._rnns:
             rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]
 
-
     def reduce_gradients(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> tuple[list[torch.Tensor | None], Sequence[torch.Tensor]]:
@@ -189,7 +187,7 @@ class Unit:
         if not (handed_out or self.require_sync):
             self._store_unsynced(self.comms.join_gradients(self.tensors, reached, {}))
             return [None] * len(self.tensors), ()
-        # If gradients are returned, those stored by no_sync stay: the sum is for .grad.
+        # If gradients are returned, those of no_sync stay: the sum is for .grad.
         summed = [] if handed_out else [number for number in reached if number in self._unsynced]
         accumulated = {number: self._unsynced[number] for number in summed}
         self._drop_unsynced(accumulated)
