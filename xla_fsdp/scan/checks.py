@@ -283,8 +283,8 @@ def forbid_lost_changes(
 ) -> Iterator:
     """Around the call of the template: raises if a change in it would be lost.
 
-    RuntimeError: of a parameter in ``full``. ValueError: of an attribute, or of ``arguments``.
-    ``given``: :func:`inputs_of` its inputs.
+    Raises RuntimeError for a parameter in ``full``, ValueError for an attribute or ``arguments``.
+    ``given``: the ids that :func:`inputs_of` returns for its inputs.
     """
     before, attributes = stamps(full), _attributes(unit)
     items = _items(arguments)

@@ -182,7 +182,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def require_shardable_parameters(path: str, module: nn.Module) -> None:
-    """Raises if parameters of ``module`` cannot be sharded, or would give other results."""
+    """Raises ValueError, TypeError or RuntimeError if ``module`` cannot be sharded correctly."""
     name = path or type(module).__name__
     looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not is_ignored(module)
     if looks_up and module.max_norm is not None:
