@@ -1,8 +1,8 @@
 """The random state of this rank's XLA device, read and restored exactly.
 
 It is the seed of the step and the seed of the last draw. ``torch_xla.sync()`` drops the latter,
-``xm.get_rng_state`` returns only it, and ``xm.set_rng_state`` sets both, so these functions alone do
-not restore a state from within a step.
+``xm.get_rng_state`` returns only it, and ``xm.set_rng_state`` sets both, so these functions alone
+do not restore a state from within a step.
 """
 
 from __future__ import annotations
