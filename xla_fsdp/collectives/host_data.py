@@ -1,8 +1,4 @@
-"""Values of the host as data of a program; in a plan, data without memory.
-
-A plan computes nothing, so large tensors of its simulated rank need no values. On the host they are
-pages that nobody writes, which take up no memory; on the device they share the pages of the host.
-"""
+"""Values of the host as data of a program; in a plan, data without memory."""
 
 from __future__ import annotations
 
@@ -20,9 +16,9 @@ from ..ranks.rank import is_simulated_rank
 
 # From so many elements on, a tensor of a plan has no values.
 LARGE = 1 << 16
-# The address that XLA requires of memory that it shares is a multiple of this.
+# XLA shares only memory at a multiple of this address.
 _ALIGNMENT = 64
-# Reserves no swap space, so that pages may exceed the memory of the host. Python 3.13 names it.
+# Pages may exceed the memory of the host. Python 3.13 names it.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 # What torch exports by DLPack and torch_xla imports.
@@ -33,10 +29,9 @@ _SHARED = frozenset({
 
 
 def as_data(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Sends ``value``, which is on the host, to ``device``.
+    """Sends ``value``, which is on the host, to ``device``: a transfer, no program.
 
-    This is a transfer and no program, whatever the size. ``.to()`` would make a constant of a
-    single element, and the program would differ for each value; all ranks must have the same one.
+    ``.to()`` would make a constant of one element, and another program for each value.
     """
     if is_simulated_rank() and (shared := share(value, device)) is not None:
         return shared
@@ -45,11 +40,7 @@ def as_data(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def share(value: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    """A tensor on ``device`` that uses the memory of ``value`` and keeps it alive; for plans.
-
-    ``None`` where a copy is necessary: ``value`` is small (``.to()`` makes constants of some), or
-    of a kind that can not be shared, or ``device`` has memory of its own.
-    """
+    """For plans: a tensor on ``device`` that shares the memory of ``value``, or ``None``."""
     if not (
         value.numel() >= LARGE
         and value.device.type == "cpu"
@@ -64,11 +55,7 @@ def share(value: torch.Tensor, device: torch.device) -> torch.Tensor | None:
 
 
 def fake_cpu_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU for a plan. Large ones take up no memory as long as nobody writes them.
-
-    The system provides a page at the first write. ``torch.zeros`` may use memory that was written
-    before.
-    """
+    """Zeros on the CPU for a plan; large ones take up no memory until they are written."""
     count = math.prod(shape)
     if count < LARGE:
         return torch.zeros(shape, dtype=dtype, device="cpu")

@@ -1,15 +1,8 @@
 """Stores tensors of a program in host memory instead of HBM.
 
-XLA has no operation for it: a custom call marks a value as stored in host memory, and the TPU
-compiler makes the copies, which are overlapped with compute. It works only within a program: a
-value in host memory must be copied back before it is computed with, and cannot be an output. Other
-compilers do not know the call, so it is left out on CPU ranks.
-
-The compiler starts a copy to the device as early as possible and a copy to the host as late as
-possible, unless a value that is computed in between depends on the copy (barriers have been removed
-by then). So :func:`fetch` reads from an offset that is computed from another tensor, and following
-operations depend on the result of :func:`arrived`, a few elements that were copied to the host.
-Both offsets are always zero.
+A value in host memory must be copied back before it is computed with, and cannot be an output. The
+TPU compiler copies to the device as early and to the host as late as it can, whatever the barriers.
+So :func:`fetch` reads from an offset, always zero, that is computed from other tensors.
 """
 
 from __future__ import annotations
@@ -26,14 +19,11 @@ from .. import xlac
 from ..ranks.rank import current_rank
 
 _CALL = "annotate_device_placement"
-_SUBLANES = 8  # rows of a tile: a matrix can be cut at multiples of it without a copy
+_SUBLANES = 8  # rows of a tile
 
 
 def can_offload(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on a device with separate memory, so that host memory is useful.
-
-    True also on CPU ranks that trace the program of a TPU.
-    """
+    """Whether ``tensor`` is on a TPU, or on a CPU rank that traces the program of a TPU."""
     rank = current_rank()
     return tensor.device.type == "xla" and (
         _on_tpu(tensor) or (rank is not None and rank.as_on_tpu)
@@ -41,30 +31,23 @@ def can_offload(tensor: torch.Tensor) -> bool:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``tensor`` in host memory."""
     return _placed(tensor, "pinned_host")
 
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the device of what :func:`to_host` returned, or of a slice of it."""
+    """A copy on the device of a result of :func:`to_host`, or of a slice of it."""
     return _placed(tensor, "device")
 
 
 def can_be_stored(shape: torch.Size) -> bool:
-    """Whether :func:`store` supports a tensor of this shape.
-
-    A tensor on the host is sliced along one dimension, which must not be one of the last two,
-    because these are tiled. So a tensor is stored as ``(n, 8, w)``, which needs no copy if its
-    number of rows is a multiple of 8, or else as ``(n, s, w)``.
-    """
+    """Whether :func:`store` supports this shape: the last two dimensions cannot be sliced."""
     return len(shape) > 2 or (len(shape) == 2 and shape[0] % _SUBLANES == 0)
 
 
 def store(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in host memory, ``(n + 1, s, w)``, with one unused row at the end.
 
-    The extra row is needed for the slice in :func:`fetch`: a slice of all rows could have only one
-    offset, so the compiler would know the offset without computing it.
+    If :func:`fetch` read all rows, the compiler would know the offset.
     """
     *_, s, w = tensor.shape
     s = _SUBLANES if tensor.shape[-2] % _SUBLANES == 0 else s

@@ -1,16 +1,8 @@
 """The order of collectives and computations: the only module that emits optimization barriers.
 
-XLA may move a gather to the start of the program (then all full parameters are in memory at the
-same time), and may merge the gather of the forward with that of the backward (then full parameters
-stay in between). A barrier that ties the shards to a tensor prevents both: nothing after it starts
-before that tensor exists.
-
-The choice of that tensor implements prefetching. If it is the input of the *previous* unit, a
-gather may run while that unit computes; if it is the input of the same unit, it cannot. A program
-is traced before it runs, so the order of the units need not be known in advance.
-
-Gathers are also tied to each other in sequence. The links carry one at a time anyway, and without
-this the compiler starts those gathers first whose results are needed last.
+Without a barrier from shards to a tensor, XLA may gather all units at the start, or merge gathers
+of forward and backward. The choice of the tensor implements prefetching. Gathers are tied to each
+other: otherwise the compiler starts those first whose results are needed last.
 """
 
 from __future__ import annotations
@@ -28,7 +20,7 @@ from .. import xlac
 from ..ranks.rank import current_rank
 from .host_data import as_data
 
-# Dtypes for which a scalar can replace the tensor to wait for.
+# A scalar can replace a tensor of these to wait for.
 _CAN_WAIT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -40,34 +32,31 @@ class BackwardPrefetch(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What the collectives and the inputs of an FSDP unit may wait for."""
+    """What collectives and inputs of a unit may wait for."""
 
-    INPUTS = "inputs"  # the inputs of a unit's forward exist
-    GRADIENT = "gradient"  # the gradient that starts a unit's backward exists
-    RECOMPUTATION = "recomputation"  # the gradient that starts a unit's recomputation exists
-    REDUCTIONS = "reductions"  # the gradients of a unit are reduced
-    GATHER = "gather"  # a gather of any unit is done
+    INPUTS = "inputs"  # of a unit's forward
+    GRADIENT = "gradient"  # that starts a unit's backward
+    RECOMPUTATION = "recomputation"  # the gradient that starts a unit's recomputation
+    REDUCTIONS = "reductions"
+    GATHER = "gather"
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Waits for the ``event`` of the unit that was ``before`` units (or gathers) earlier; 0: of the
-    same unit."""
+    """Waits for ``event`` of the unit (or gather) ``before`` places earlier; 0: of this one."""
 
     event: Event
     before: int
 
 
 def waits_of_forward(prefetch: bool) -> tuple[Wait, ...]:
-    """The events that the gathers of a forward wait for."""
     return (Wait(Event.INPUTS, 1 if prefetch else 0),)
 
 
 def waits_of_backward(prefetch: BackwardPrefetch | None, limit: bool) -> tuple[Wait, ...]:
     """The events that the gathers of a backward wait for.
 
-    ``limit``: wait also for the reductions of the second unit before (without prefetch: of the unit
-    before, too), so that full gradients of at most two units exist.
+    ``limit``: full gradients of at most two units exist.
     """
     early = prefetch is BackwardPrefetch.BACKWARD_PRE
     waits = [Wait(Event.GRADIENT, 1 if early else 0)]
@@ -78,11 +67,10 @@ def waits_of_backward(prefetch: BackwardPrefetch | None, limit: bool) -> tuple[W
     return tuple(waits)
 
 
-# The events that inputs of a recomputation wait for before they are copied from the host: they are
-# copied while the previous one computes, and the inputs of at most two units are on the device.
+# Inputs are copied from the host while the previous recomputation runs, for two units at most.
 WAITS_OF_RECOMPUTATION = (Wait(Event.RECOMPUTATION, 1), Wait(Event.REDUCTIONS, 2))
 
-# Events that start a unit: if there is no earlier unit, waits for it use the unit's own event.
+# Without an earlier unit, waits for these use the unit's own event.
 _STARTS = (Event.INPUTS, Event.GRADIENT, Event.RECOMPUTATION)
 # The largest ``before`` of a wait.
 _BACK = 2
@@ -91,9 +79,8 @@ _BACK = 2
 class Order:
     """The events so far of the units of one model, in the step that is being traced.
 
-    Lifetime: it refers to inputs and gradients of the last one or two units, and only until the
-    current forward or backward ends, because a tensor that is referenced when the program runs
-    becomes an output of it.
+    It refers to tensors only until the forward or backward ends: a tensor that is referenced when
+    the program runs becomes an output.
     """
 
     def __init__(self) -> None:
@@ -103,14 +90,13 @@ class Order:
         self._on_host: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict) -> Order:
-        """A copied model has no current forward or backward, so the copy is empty."""
+        """A copied model has no current forward or backward."""
         return memo.setdefault(id(self), Order())
 
     def start(
         self, event: Event, tensors: Sequence[torch.Tensor], waits: Sequence[Wait]
     ) -> list[torch.Tensor]:
-        """Records that a unit's forward, backward or recomputation starts from ``tensors``. Returns
-        the tensors that ``waits`` name."""
+        """Records that a unit starts from ``tensors``; returns what ``waits`` name."""
         self._add(event, tensors)
         if event is Event.GRADIENT:
             self._add(Event.REDUCTIONS, [])
@@ -122,26 +108,22 @@ class Order:
         return self._named([Wait(Event.GRADIENT, 0)])
 
     def offload(self, arrived: torch.Tensor) -> torch.Tensor | None:
-        """Records the tensor ``arrived`` that depends on the arrival of a forward's inputs on the
-        host. Returns that of the previous forward, which this one must wait for."""
+        """Records ``arrived``, which depends on offloaded inputs; returns the previous one."""
         before, self._on_host = self._on_host, arrived
         return before
 
     def delay(self, shard: torch.Tensor, wait: Wait | None = None) -> torch.Tensor:
-        """``shard``, tied to the end of the gather of ``wait``, by default the last one."""
+        """``shard``, tied to the end of the gather of ``wait``, by default the last."""
         events = self._named([wait or Wait(Event.GATHER, 0)])
         if not events or shard.dtype not in _CAN_WAIT:
             return shard
         return torch.where(events[0], 0.0, shard)
 
     def add_gather(self, full: torch.Tensor) -> None:
-        """Records ``full``, the result of a gather."""
-        # One element, by slices of each dimension: libtpu 0.0.51 would copy the entire tensor into
-        # another layout to view it as one dimension.
+        # Slices, because libtpu 0.0.51 would copy the entire tensor to view it as one dimension.
         for dim in range(full.dim()):
             full = torch.slice_copy(full, dim, 0, 1)
-        # Always False, even for NaN, but the compiler cannot know it. Not a barrier: the TPU
-        # compiler drops barriers that tie one large tensor to a small one.
+        # Always False. The TPU compiler drops barriers that tie a large tensor to a small one.
         self.last = full.view(-1) > math.inf
 
     @property
@@ -155,16 +137,13 @@ class Order:
         self._add(Event.GATHER, [] if event is None else [event])
 
     def add_reductions(self, shards: Sequence[torch.Tensor]) -> None:
-        """Records ``shards``, gradient shards of the unit whose backward ends."""
         kept = self._events.setdefault(Event.REDUCTIONS, [[]])
         kept[0] = [*kept[0], *shards]
 
     def end_forward(self) -> None:
-        """Clears the events of a forward: the outermost forward ended or failed."""
         self._forget(Event.INPUTS, Event.GATHER)
 
     def end_backward(self) -> None:
-        """Clears the events of a backward, which ended or failed."""
         # Also those of forwards: a recomputation may contain checkpointed modules.
         self._forget(Event.GRADIENT, Event.REDUCTIONS, Event.RECOMPUTATION, Event.GATHER)
 
@@ -188,10 +167,9 @@ class Order:
 
 
 def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of ``tensors`` that exist only after all ``events`` do; the arguments stay unchanged.
+    """Copies of ``tensors`` that exist only after all ``events`` do.
 
-    A barrier replaces the tensors it is applied to. Applied to a parameter itself, it would make
-    the parameter an output of every step. So it is applied to copies, which the compiler removes.
+    A barrier replaces its tensors: a parameter itself would become an output of every step.
     """
     tied = [torch.view_copy(tensor, tensor.shape) for tensor in tensors]
     if tied and events:
@@ -200,17 +178,14 @@ def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> li
 
 
 def prevent_fusion(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``tensor`` that is not fused with other operations.
-
-    If gradients are enabled, they go through the copy to ``tensor``.
-    """
+    """A copy that is not fused with other operations; gradients go through it."""
     copy = torch.view_copy(tensor, tensor.shape)
     xlac.optimization_barrier_([copy])
     return copy
 
 
 def prevent_recomputation(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, marked so that the compiler stores it and does not recompute it."""
+    """``tensor``, which the compiler then stores and does not recompute."""
     return _PreventRecomputation.apply(tensor)
 
 
@@ -226,7 +201,7 @@ class _PreventRecomputation(torch.autograd.Function):
 
 @contextlib.contextmanager
 def separate_collectives(device: torch.device) -> Iterator[None]:
-    """Collectives traced within are not ordered after earlier ones, nor later ones after them."""
+    """Collectives within are not ordered with those outside."""
     rank = current_rank()
     order = None if rank is None else rank.order
     token = xlac.collective_token(str(device))

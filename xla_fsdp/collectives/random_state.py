@@ -1,11 +1,8 @@
 """The random state of this rank's XLA device, read and restored exactly.
 
-A device has two numbers: the seed of the step, and the seed of the last draw, which is computed
-from it. ``torch_xla.sync()``, and everything that calls it (a rendezvous), computes the next step's
-seed from the seed of the step and drops the seed of the last draw. ``xm.get_rng_state`` returns the
-seed of the last draw, and ``xm.set_rng_state`` sets both to one number. With only these two
-functions, a state from the middle of a step would not be restored exactly: its random numbers would
-differ from the next step on.
+It is the seed of the step and the seed of the last draw. ``torch_xla.sync()`` drops the latter,
+``xm.get_rng_state`` returns only it, and ``xm.set_rng_state`` sets both, so these functions alone
+do not restore a state from within a step.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ class DeviceRandomState:
         return cls(seed, draws)
 
     def restore(self) -> None:
-        """Sets the state of this rank's device to this one."""
         xm.set_rng_state(self.seed, str(torch_xla.device()))
         for _ in range(self.draws):
             _draw()
@@ -72,8 +68,7 @@ def preserve_random_state() -> Iterator[DeviceRandomState]:
 
 @contextlib.contextmanager
 def synced_device() -> Iterator[DeviceRandomState]:
-    """For code that reads or saves a model: runs pending programs, and preserves the random
-    state."""
+    """Runs pending programs, and preserves the random state."""
     with preserve_random_state() as state:
         torch_xla.sync()
         yield state

@@ -1,26 +1,12 @@
-"""The route of shards over the links of a TPU slice: in one collective, or in stages.
+"""The route of shards over the links of a TPU slice: in one collective, in stages, or around rings.
 
-The TPU compiler has one algorithm for each set of ranks. Over all ranks of a slice it is often not
-the best that the links allow (docs/design/communication.md lists observations): a reduce-scatter
-becomes an all-reduce and a slice, a small all-gather becomes an all-reduce of padded tensors. In
-stages, a reduce-scatter first sums within groups of ranks, each of which keeps a part, and then
-across the groups; an all-gather does the same in reverse. :class:`Routes` has all routes on a slice
-and picks the one that takes the least time in the model of tpu/links.py.
+Stages: a reduce-scatter sums within groups of ranks, each of which keeps a part, and then across
+groups; an all-gather does the reverse. A rank is a number with coordinates as digits, the slowest
+first: z, y, x, core. After stages in another order, ranks exchange parts: with two digits of 2, the
+fast one first, ranks 1 and 2 swap.
 
-Rank ``r`` must get part ``r`` in the end. Ranks are numbers whose digits are coordinates, the
-slowest first: z, y, x, core (``Slice.coordinates``). Stages over digits from the slowest to the
-fastest give every rank its part. Other orders do not; then each rank sends its part (1/n of the
-tensor) to the rank that needs it. Example with two digits of 2, the fast one first: parts 0, 1, 2
-and 3 arrive at ranks 0, 2, 1 and 3, so ranks 1 and 2 swap.
-
-On chips that benefit from it (``Chip.gains_by_rings``), large gradients are reduced around a ring
-instead, overlapped with compute: during a reduce-scatter the compiler runs nothing else, but it
-starts a permute and continues to compute. The part of rank r starts at its neighbor, and every
-chip on the way adds its own values, until the part reaches r after n-1 steps. This sends as many
-bytes as a reduce-scatter. One half of every part is sent in one direction and the other half in the
-other, so that both links of a chip are used. Example with three ranks in one direction, for part
-0 = [a0 a1 a2] (the values of each rank): rank 1 sends a1 to rank 2, which sends a1+a2 to rank 0,
-which adds a0.
+Rings: a part of a large gradient starts at its rank's neighbor, and every chip on the way adds its
+values, overlapped with compute. Half of it goes each way. See docs/design/communication.md.
 
 This module imports neither torch, torch_xla nor jax.
 """
@@ -40,36 +26,29 @@ from ..tpu.links import Links, OneCollective
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 
-# Stages of a route: digits of a rank by stage. A digit is a coordinate's range, or a part of it.
+# Digits of a rank by stage. A digit is a coordinate's range, or a part of it.
 _Stages = tuple[tuple[int, ...], ...]
 
-# Values of ``collective_routes``. "auto": the fastest route by the model of the links, and large
-# gradients around rings on slices where that makes the step shorter. "default": the compiler's.
 COLLECTIVE_ROUTES = ("auto", "default")
-# Values that were removed, and their replacements. Kept for one release.
+# With their replacements. Kept for one release.
 _REMOVED = {"modelled": "auto", "stages": "auto", "rings": "auto", "at_once": "default"}
 
-# The compiler combines fewer collectives of stages, and moves data that it padded: on v3-8, stages
-# that the model predicts to be 7 % faster each made a step 5 % slower.
+# On v3-8, stages that the model predicts to be 7 % faster each made a step 5 % slower.
 _WORTH = 0.9
-# Around full rows and then across takes about as long as one collective, but the chip itself adds.
-# Four blocks of ViT-10B on v5e:16x16, with prefetch: 107.8 ms a step with no gradients around rows,
-# 104.6 with those of 210 MB, 109.3 with those of 157 and 52 MB too.
+# Four blocks of ViT-10B on v5e:16x16 took 107.8 ms a step with no gradients around rows, 104.6 with
+# those of 210 MB, 109.3 with smaller ones too.
 _ROW_BYTES, _AS_LONG = 192 << 20, 1.1
 
-# The lengths of rows that wrap around, so that both links of a chip lead to neighbors.
+# Lengths of rows that wrap around and whose chips have two neighbors.
 SHORTEST_ROW, LONGEST_ROW = 4, 16
 
-# The compiler turns all-gathers over this many ranks, of up to this many bytes, into all-reduces
-# (if ``Chip.small_gathers_reduce``).
+# Up to these bytes, all-gathers over this many ranks become all-reduces.
 _MANY_RANKS, _SMALL_BYTES = 64, 1 << 24
-# The compiler pads reduce-scatters of more than these bytes over a ring: each part to a multiple
-# of 8 to 48 rows. It sends about as much again to undo that; together about this many rows.
+# Above these bytes, the compiler pads parts of a reduce-scatter over a ring by about these rows.
 _PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
 
 
 def require_collective_routes(how: Any) -> Any:
-    """Returns ``how``, or raises ValueError if ``collective_routes`` does not allow it."""
     allowed = " or ".join(map(repr, COLLECTIVE_ROUTES))
     if isinstance(how, str) and how in _REMOVED:
         raise ValueError(
@@ -84,17 +63,12 @@ def require_collective_routes(how: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rings:
-    """Groups of ranks that each form a separate ring; all rings run at the same time.
-
-    ``rings``: the ranks of each ring in order: each is a neighbor of the next, the last of the
-    first.
-    """
+    """Groups of ranks that each form a ring, in order; all rings run at the same time."""
 
     rings: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        """The number of ranks in each ring."""
         return len(self.rings[0])
 
     def pairs(self, way: int) -> list[tuple[int, int]]:
@@ -107,11 +81,9 @@ class Rings:
         ]
 
     def parts(self, rank: int) -> list[list[int]]:
-        """For each direction, the part to which ``rank`` adds its values at each step; its own part
-        is last.
+        """For each direction, the half part to which ``rank`` adds at each step; its own is last.
 
-        Part ``p`` is for the ``p``-th rank of the group, in ascending order. Counted in halves:
-        half ``2p`` of every part is sent forward and half ``2p + 1`` back.
+        Halves ``2p`` (sent forward) and ``2p + 1`` (back) are for the ``p``-th rank.
         """
         ring = next(ring for ring in self.rings if rank in ring)
         part = {rank: number for number, rank in enumerate(sorted(ring))}
@@ -127,14 +99,11 @@ class Route:
     """How one collective over all ranks of a slice is executed.
 
     Attributes:
-        stages: the groups of ranks of each stage of a reduce-scatter, in order; an all-gather uses
-            them in reverse.
+        stages: the groups of ranks of each stage of a reduce-scatter; an all-gather reverses them.
         moves: (sender, receiver) pairs, each rank once on either side, that put every part in
-            place: after the last stage of a reduce-scatter, or reversed before the first stage of
-            an all-gather. Empty if every part is in place.
+            place after a reduce-scatter or, reversed, before an all-gather.
         seconds: the time that the model predicts.
-        rings: for a reduce-scatter, the rings of each stage that is reduced around rings,
-            overlapped with compute, or ``None``; empty: no rings.
+        rings: for a reduce-scatter, the rings of each stage, or ``None``.
     """
 
     stages: tuple[Groups, ...]
@@ -144,25 +113,20 @@ class Route:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a stage is reduced around rings."""
         return any(rings is not None for rings in self.rings)
 
 
 class Routes:
-    """The routes of all-gathers and reduce-scatters over all ranks of one slice."""
-
     def __init__(self, slice: Slice) -> None:
         self.slice = slice
         around = slice.chip.gains_by_rings and all(slice.wraps)
         self._rows = slice.shape[:2] if around else ()
         self._links = Links(slice)
-        # A cache: every collective of every step needs a route, for few different sizes.
         self._known: dict[tuple[str, int, int], Route] = {}
         self._rings: dict[Groups, Rings | None] = {}
 
     def rings(self, groups: Groups, number_of_bytes: int) -> Rings | None:
-        """Rings for a reduction of N bytes within ``groups``, overlapped with compute, on slices
-        where that makes the step shorter."""
+        """Rings for a reduction of N bytes within ``groups``; ``None`` if they gain nothing."""
         if not self._rows or number_of_bytes < _ROW_BYTES:
             return None
         if groups not in self._rings:
@@ -175,12 +139,11 @@ class Routes:
         return self._fastest("reduce-scatter", number_of_bytes, row_bytes)
 
     def reduction(self, number_of_bytes: int, rows: int) -> Route:
-        """:meth:`scatter` of N bytes in ``rows`` rows, with the rings that it uses."""
+        """:meth:`scatter` of N bytes in ``rows`` rows, with its rings."""
         route = self.scatter(number_of_bytes, number_of_bytes // rows)
         found = []
         for groups in route.stages:
             rings = self.rings(groups, number_of_bytes)
-            # Every part is cut into two halves, one for each direction.
             fits = rings is not None and rows % (2 * rings.size) == 0
             found.append(rings if fits else None)
             rows //= len(groups[0])
@@ -191,7 +154,7 @@ class Routes:
         return self._fastest("all-gather", number_of_bytes)
 
     def all(self, kind: str, number_of_bytes: int, row_bytes: int = 256) -> list[Route]:
-        """Every route, with its predicted seconds; the first is a single collective."""
+        """Every route, with predicted seconds; the first is a single collective."""
         found = []
         for route in starmap(Route, self._ways):
             sent = self.collectives(kind, number_of_bytes, row_bytes, route)
@@ -246,7 +209,7 @@ class Routes:
         if slice.chip.along_all_axes:
             return kind, ""
         if kind == "reduce-scatter":
-            # If the first two axes have equal lengths: uses all links, and sends twice the bytes.
+            # An all-reduce uses all links, and sends twice the bytes.
             square = slice.shape[0] == slice.shape[1] and slice.devices > 4
             return ("all-reduce", "") if square else (kind, "1D")
         torus = all(slice.wraps) and not slice.chip.gathers_along_one_ring
@@ -261,11 +224,9 @@ class Routes:
 def rings_of(
     groups: Sequence[Sequence[int]], places: Sequence[tuple[int, ...]], rows: Sequence[int]
 ) -> Rings | None:
-    """A ring through the chips of each group, over links between neighbors only.
+    """A ring through the chips of each group; ``None`` if a group is no row that wraps around.
 
-    ``places``: ``(x, y)`` of the chip of every rank, one rank each. ``rows``: the number of chips
-    along x and along y, if the last is a neighbor of the first; otherwise 0. ``None`` if a group is
-    not a complete row that wraps around.
+    ``places``: ``(x, y)`` of every rank's chip. ``rows``: chips along x and y, 0 if no ring.
     """
     rings = []
     for group in groups:
@@ -277,7 +238,7 @@ def rings_of(
 
 
 def _row(places: Sequence[tuple[int, ...]], rows: Sequence[int]) -> list[int] | None:
-    """Indices of ``places`` along an axis, if they fill that axis and it wraps around."""
+    """Indices of ``places`` along an axis that they fill and that wraps around."""
     for axis, length in enumerate(rows):
         along = {place[axis]: number for number, place in enumerate(places)}
         straight = len({place[1 - axis] for place in places}) == 1
@@ -289,12 +250,10 @@ def _row(places: Sequence[tuple[int, ...]], rows: Sequence[int]) -> list[int] | 
 def routes_for(
     kind: str, attributes: Sequence[Mapping[str, object]], how: str = "auto"
 ) -> Routes | None:
-    """The routes on the slice that a runtime describes, or None if the slice is not a known one.
+    """The routes on the slice that a runtime describes; ``None`` if that is not one known slice.
 
-    ``kind``: of its devices, such as "TPU v3". ``attributes``: of every device, in any order, such
-    as ``{"name": "TPU:3", "coords": [1, 0, 0], "core_on_chip": 1}``, as torch_xla's runtime returns
-    them (``global_runtime_device_attributes``). ``how``: one of :data:`COLLECTIVE_ROUTES`. Also
-    None if ranks are not on one slice, or if ``how`` leaves the route to the compiler.
+    ``kind``: of its devices, such as "TPU v3". ``attributes``: of all devices, as
+    ``global_runtime_device_attributes`` returns them. ``how``: of :data:`COLLECTIVE_ROUTES`.
     """
     if how == "default":
         return None
@@ -312,8 +271,7 @@ def routes_for(
 
 @lru_cache(maxsize=4)
 def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]) -> Routes | None:
-    """The routes between devices: name, coordinates and core of each. Cached, because every unit of
-    a model calls it."""
+    """The routes between devices: name, coordinates and core of each."""
     chip = chip_of(kind)
     places = {}
     for name, *place in devices:
@@ -332,7 +290,7 @@ def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]
 
 
 def attributes_of(slice: Slice) -> list[dict[str, object]]:
-    """The attributes that a runtime returns for devices of ``slice``: see :func:`routes_for`."""
+    """The attributes that a runtime returns for devices of ``slice``."""
     return [
         {"name": f"TPU:{rank}", "coords": [x, y, z], "core_on_chip": core, "slice_index": number}
         for rank, (number, (x, y, z, core)) in enumerate(
@@ -342,7 +300,7 @@ def attributes_of(slice: Slice) -> list[dict[str, object]]:
 
 
 def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, ...], _Stages]]:
-    """Yields digits (their lengths, slowest first), and the stages that use them."""
+    """Yields the lengths of digits, slowest first, and the stages that use them."""
     digits = tuple(range(len(lengths)))
     for cuts in sorted(product((False, True), repeat=max(len(digits) - 1, 0)), key=sum):
         stages: list[tuple[int, ...]] = [digits[:1]]
@@ -352,8 +310,7 @@ def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, 
             else:
                 stages[-1] += (digit,)
         yield lengths, tuple(stages)
-    # Blocks of neighbors along one axis that extend over the other axes, then across the blocks. In
-    # a block of two axes, a ring uses two links a chip; in a line one.
+    # Blocks that extend over the other axes, then across: a ring in a plane uses two links a chip.
     for axis, length in enumerate(lengths[: len(lengths) - cores]):
         for inner in range(2, length // 2 + 1):
             if length % inner == 0 and len(lengths) - cores > 1:
@@ -363,7 +320,7 @@ def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, 
 
 
 def _groups(ranks: Sequence[tuple[int, ...]], stage: Sequence[int]) -> Groups:
-    """Groups of the ranks that differ only in the digits of ``stage``."""
+    """Of the ranks that differ only in the digits of ``stage``."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, digits in enumerate(ranks):
         key = tuple(digit for place, digit in enumerate(digits) if place not in stage)
@@ -374,7 +331,7 @@ def _groups(ranks: Sequence[tuple[int, ...]], stage: Sequence[int]) -> Groups:
 def _targets(
     ranks: Sequence[tuple[int, ...]], lengths: Sequence[int], stages: _Stages
 ) -> list[int]:
-    """The number of the part that each rank has after the last stage."""
+    """The part that each rank has after the last stage."""
     order = [place for stage in stages for place in stage]
     weights = [prod(lengths[place] for place in order[i + 1 :]) for i in range(len(order))]
     return [

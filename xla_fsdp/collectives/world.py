@@ -1,11 +1,7 @@
-"""The ranks a model is sharded over, and the collectives between them.
+"""The ranks a model is sharded over, and the collectives between them, which are traced, not run.
 
-This is the only module of the engine that emits XLA collectives. Their routes are data
-(``routes.py``).
-
-All collectives are traced, not run: they take lazy tensors and return lazy tensors. They are true
-all-gathers and reduce-scatters with unpinned layouts; a pinned all-gather would be an all-reduce of
-a padded tensor, which sends twice the bytes and differs from rank to rank.
+Only this module of the engine emits XLA collectives. Layouts are unpinned: a pinned all-gather
+would be an all-reduce, which sends twice the bytes and differs from rank to rank.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ from .order import prevent_fusion
 from .random_state import preserve_random_state
 from .routes import Rings, Route, Routes, routes_for
 
-# From this many bytes on, the gradient of a matrix counts as large.
 _LARGE = 1 << 25
 
 
@@ -39,16 +34,12 @@ class World:
 
     Attributes:
         rank: this rank's index among the ``size`` ranks that share one copy of a parameter.
-        size: the number of shards of a parameter.
         groups: global ordinals of every sharding group, ``size`` ordinals each.
-        replica_groups: ordinals that store the *same* shard and average their gradients after the
-            reduce-scatter, or ``()`` if every shard exists once.
-        device: the XLA device of this rank. Stored here because autograd's threads have another
-            default device.
-        context: the rank's state in a CPU launch, which numbers its collectives; ``None`` on TPU.
+        replica_groups: ordinals that store the *same* shard, or ``()`` if every shard exists once.
+        device: the XLA device of this rank; autograd's threads have another default device.
+        context: the rank's state in a CPU launch; ``None`` on TPU.
         device_kind: the runtime's name of the chip, such as "TPU v6 lite"; "" if unknown.
-        routes: the routes over the links if the group is a complete TPU slice; otherwise ``None``,
-            and each collective is left to the compiler.
+        routes: the routes over a complete TPU slice; ``None``: the compiler chooses.
     """
 
     rank: int
@@ -71,9 +62,7 @@ class World:
     ) -> World:
         """The world of the calling rank; the arguments are those of the FSDP constructor.
 
-        Raises:
-            ValueError: ``sharding_groups`` without rank and size, or any of the three that do not
-                fit together.
+        Raises ValueError if the sharding arguments do not fit together.
         """
         total = xr.world_size()
         if sharding_groups is None:
@@ -112,12 +101,9 @@ class World:
 
     @classmethod
     def to_reduce_over(cls, groups: Groups | None, device: torch.device) -> World:
-        """A world of the ranks of ``groups``, or of all ranks, for reductions only: it has no rank.
+        """A world without a rank, for reductions over ``groups`` or all ranks, on any thread.
 
-        Works on autograd's threads too, which do not know their rank.
-
-        Raises:
-            ValueError: ``groups`` do not contain every rank once.
+        Raises ValueError if ``groups`` do not contain every rank once.
         """
         total = xr.world_size()
         if groups is None:
@@ -129,40 +115,36 @@ class World:
             )
         return cls(0, len(groups[0]), groups, device, (), current_rank())
 
-    # Cached: every collective needs it, and a step has hundreds.
     @cached_property
     def _device_name(self) -> str:
         return str(self.device)
 
     @property
     def replicas(self) -> int:
-        """The number of ranks that store the same shard."""
+        """How many ranks store the same shard."""
         return len(self.replica_groups[0]) if self.replica_groups else 1
 
     @property
     def as_on_tpu(self) -> bool:
-        """Whether to trace the program that is best for TPUs.
-
-        XLA on CPUs drops barriers, starts gathers in one collective early, flattens contractions
-        with copies, and needs a separate number for every collective.
+        """Whether to trace the program that is best for TPUs. XLA on CPUs drops barriers, starts
+        gathers early, and needs numbered collectives.
         """
         return self.context is None or self.context.as_on_tpu
 
     def gather_route(self, number_of_bytes: int) -> Route:
-        """The route of an all-gather that results in N bytes on each rank."""
+        """Of an all-gather that results in N bytes on each rank."""
         if self.routes is None or self.size == 1:
             return Route((self.groups,))
         return self.routes.gather(number_of_bytes)
 
     def reduction_route(self, number_of_bytes: int, rows: int) -> Route:
-        """The route of a reduce-scatter of N bytes in ``rows`` rows."""
+        """Of a reduce-scatter of N bytes in ``rows`` rows."""
         if self.routes is None or self.size == 1:
             return Route((self.groups,))
         return self.routes.reduction(number_of_bytes, rows)
 
     def overlaps_reductions(self, number_of_bytes: int) -> bool:
-        """Whether a gradient of N bytes, if it is a large one, is reduced around rings, overlapped
-        with compute."""
+        """Whether large gradients of N bytes are reduced around rings, overlapped with compute."""
         if self.routes is None:
             return False
         size = max(number_of_bytes, _LARGE)
@@ -172,10 +154,7 @@ class World:
     def all_gather(
         self, shard: torch.Tensor, label: str = "", route: Route | None = None
     ) -> torch.Tensor:
-        """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``.
-
-        ``route``: default :meth:`gather_route` for this size.
-        """
+        """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
         if route is None:
             route = self.gather_route(self.size * shard.numel() * shard.element_size())
         if route.moves:
@@ -193,11 +172,7 @@ class World:
     ) -> torch.Tensor:
         """Sums ``full`` over the ranks; returns this rank's rows of dimension 0, times ``scale``.
 
-        Two ranks with ``[1, 2, 3, 4]`` and ``[5, 6, 7, 8]``: rank 0 gets ``[6, 8]`` (1+5, 2+6),
-        rank 1 gets ``[10, 12]`` (3+7, 4+8). ``(size*d, ...)`` to ``(d, ...)``.
-
-        ``route``: default :meth:`reduction_route` for this size. Around rings, sums are rounded to
-        the dtype of ``full`` at every step, as in the compiler's own ring.
+        ``(size*d, ...)`` to ``(d, ...)``. Around rings, sums are rounded at every step.
         """
         if self.size == 1:
             return full if scale == 1.0 else full * scale
@@ -216,10 +191,8 @@ class World:
         return self.permute(shard, route.moves, label) if route.moves else shard
 
     def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
-        """This rank's rows of the sum within its ring."""
         named = _named("reduce_scatter", label)
-        # Behind a barrier, with the view after it. Otherwise the compiler would compute gradients
-        # in the shape of its parts, in a layout that needs copies of activations.
+        # Otherwise the compiler computes gradients in the shape of parts, and copies activations.
         parts = prevent_fusion(full)
         halves = 2 * rings.size
         parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
@@ -243,15 +216,15 @@ class World:
         return {}
 
     def all_reduce_sum(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
-        """The sum of ``value`` over the sharding group; same shape, meant for few elements."""
+        """Over the sharding group; same shape, meant for few elements."""
         return self._all_reduce(value, self.groups, xm.REDUCE_SUM, label)
 
     def all_reduce_max(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
-        """The elementwise maximum of ``value`` over the sharding group; same shape."""
+        """Elementwise, over the sharding group; same shape."""
         return self._all_reduce(value, self.groups, xm.REDUCE_MAX, label)
 
     def sum_over_replicas(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
-        """The sum of a gradient shard over the ranks with the same shard; same shape."""
+        """The sum over the ranks with the same shard; same shape."""
         return self._all_reduce(value, self.replica_groups, xm.REDUCE_SUM, label)
 
     @cached_property
@@ -265,8 +238,7 @@ class World:
         if not groups or len(groups[0]) == 1:
             return value
         if self.context is not None:
-            # torch_xla's all-reduce has no channel id. Without one, ranks on one CPU that compile
-            # separately cannot exchange data.
+            # torch_xla's all-reduce has no channel id, which ranks on one CPU need.
             rows = self._gather(value[None], groups, label)
             return rows.sum(0) if kind == xm.REDUCE_SUM else rows.amax(0)
 
@@ -300,7 +272,7 @@ class World:
     def permute(
         self, value: torch.Tensor, moves: Sequence[Sequence[int]], label: str = ""
     ) -> torch.Tensor:
-        """Sends every rank's ``value`` according to ``moves``, (sender, receiver); same shape."""
+        """Sends every rank's ``value`` according to ``moves``, (sender, receiver)."""
         named = _named("collective_permute", label)
         moved = self._permute(value, moves)
         del named
@@ -318,8 +290,7 @@ class World:
         label: str,
         collective: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
-        """The result of ``collective``, named for readers of the compiled program. On CPU ranks it
-        has a number of its own, and depends on the previous collective."""
+        """The result of ``collective``, named; on CPU ranks numbered and in sequence."""
         named = _named(kind, label)
         channel = order = None
         if self.context is not None:
@@ -328,10 +299,7 @@ class World:
         if order is not None:
             operand = order.depend_on_last(operand)
         else:
-            # torch_xla orders every collective after the previous one by a token, which it adds to
-            # the data as a zero: so collectives could not overlap, and full gradients would be
-            # rewritten. On TPU all ranks run the same program, in the same order, so the token is
-            # not needed.
+            # torch_xla's token prevents overlap, and TPU ranks, with one program, do not need it.
             xlac.set_collective_token(self._device_name, None)
         result = collective(operand, channel)
         if order is not None:
@@ -341,17 +309,16 @@ class World:
 
 
 def _named(kind: str, label: str) -> object:
-    """While the result exists, names what is traced, for readers of the compiled program."""
+    """While the result exists, names what is traced."""
     return xlac.scope(f"{kind}[{label}]") if xlac.has_scopes() else None
 
 
 def lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """``groups`` in the type that torch_xla needs."""
+    """The type that torch_xla needs."""
     return list(map(list, groups))
 
 
 def _place_in_groups(rank: int | None, size: int | None) -> tuple[int, int]:
-    """The rank and size for ``sharding_groups``; raises ValueError if one is missing."""
     if rank is None or size is None:
         raise ValueError(
             "sharding_groups needs sharding_rank and sharding_world_size as well, "
@@ -367,11 +334,9 @@ def _place_in_groups(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:
-    """Checks ``groups``, the argument ``name``: each must have ``size`` ordinals (``None``: as many
-    as the first).
+    """``groups``, the argument ``name``, of ``size`` ordinals each (``None``: as the first).
 
-    Raises:
-        ValueError: a group has another size, or an ordinal is in two groups.
+    Raises ValueError if a group has another size, or an ordinal is in two groups.
     """
     checked = tuple(tuple(int(ordinal) for ordinal in group) for group in groups)
     size = len(checked[0]) if size is None and checked else size
@@ -389,8 +354,7 @@ def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None)
 
 
 def _require_replicas(replicas: Groups, groups: Groups) -> None:
-    """Raises ValueError unless ``replicas`` contain each rank of ``groups`` once, and each of them
-    consists of ranks with the same shard, from different ``groups``."""
+    """Raises ValueError unless ``replicas`` contain each rank once, by index in its group."""
     place = {ordinal: number for group in groups for number, ordinal in enumerate(group)}
     flat = sorted(ordinal for group in replicas for ordinal in group)
     fit = all(len({place.get(ordinal) for ordinal in group}) == 1 for group in replicas)
@@ -402,14 +366,10 @@ def _require_replicas(replicas: Groups, groups: Groups) -> None:
         )
 
 
-# -- values that ranks exchange once, before the first step ----------------------------------------
-
-
 def all_gather_object(world: World, tag: str, value: Any) -> list[Any] | None:
-    """Sends a small picklable ``value`` to all ranks; all must call it.
+    """The values of all ranks, in order, of a small picklable ``value``; all must call it.
 
-    Returns the values of all ranks, in the order of ranks. On CPU ranks only the last rank to call
-    gets them, and the others get ``None``: no rank waits, since ranks may trace one after another.
+    CPU ranks may trace one after another: only the last to call gets them, others get ``None``.
     """
     if world.context is not None:
         return world.context.post(tag, value)
@@ -421,8 +381,7 @@ def all_gather_object(world: World, tag: str, value: Any) -> list[Any] | None:
 def broadcast_from_first(world: World, value: torch.Tensor) -> torch.Tensor:
     """``value`` of the group's first rank, and of the first replica, on this rank's device.
 
-    Internally a sum: the first rank contributes its value and all others zeros. A separate
-    program, since a rank that does not use the result must take part as well.
+    A separate program, because a rank that does not use the result must take part too.
     """
     if is_simulated_rank():
         return value
@@ -433,8 +392,7 @@ def broadcast_from_first(world: World, value: torch.Tensor) -> torch.Tensor:
     firsts = [(world.all_reduce_sum, world.rank == 0)]
     if world.replica_groups:
         firsts.append((world.sum_over_replicas, first_replica))
-    # On CPU ranks: torch_xla's token would include earlier collectives in the program, which would
-    # then be a different one every time.
+    # torch_xla's token would put earlier collectives into the program, so it would always differ.
     alone = contextlib.nullcontext() if world.context is None else world.context.separate_channels()
     with alone:
         for add, first in firsts:

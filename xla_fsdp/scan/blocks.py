@@ -1,16 +1,6 @@
 """``scan_blocks``: equal blocks, traced and compiled once for any number of them, as two loops.
 
-Forward: an iteration gathers one block's parameters, computes, and stores only its input. Backward,
-in reverse: an iteration gathers again, recomputes the block with a graph, and reduce-scatters the
-gradients. All tensors of an iteration end with it, so there is nothing to free, and no barrier is
-needed to keep gathers in their place.
-
-With ``prefetch``, an iteration gathers the parameters of the next block and passes them on, so that
-they are sent while this block computes. The other ties follow from how the TPU compiler behaves
-(docs/design/communication.md). Gathers of one block come after those of the block before; otherwise
-the compiler mixes them, and most gathers are not overlapped. In the backward, the gradient waits
-for the gathers, and a block for the reductions of the block before. So gathers are overlapped with
-the recomputation and not with the reductions, during which nothing else runs.
+Gathers, reductions and compute are tied because of the TPU compiler: docs/design/communication.md.
 """
 
 from __future__ import annotations
@@ -49,41 +39,31 @@ from .unit import ScanBuilder, ScanUnit, Stack
 def scan_blocks(blocks: Iterable[nn.Module], **options: Any) -> ScannedBlocks:
     """Shards equal blocks and runs them one after the other, as a loop of the compiled program.
 
-    The program contains one block's forward and one block's backward for any number of blocks, so
-    neither tracing nor compiling takes longer with depth. An iteration gathers a block's
-    parameters, computes, and frees them. The backward does so again, recomputes the block and
-    reduce-scatters its gradients. Of the activations only the blocks' inputs are stored, as if
-    every block were ``FSDP(checkpoint_module(block))``.
-
-    ``x = scan_blocks(...)(x)``. Further arguments are passed to every block: ``blocks(x, mask)``.
-    Tensors among them may require gradients. Inside a wrapped model the result is a wrapper like
-    any other::
+    Tracing and compiling take the same time for any number of blocks. Only the blocks' inputs are
+    saved for the backward, as if every block were ``FSDP(checkpoint_module(block))``. Call the
+    result as a block, ``blocks(x, mask)``; it is a wrapper like any other::
 
         model.blocks = scan_blocks((Block() for _ in range(32)), compute_dtype=torch.bfloat16)
         model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
 
-    State dicts and shard metadata name every block's parameters (``blocks.3.up.weight``), as if
-    each block were wrapped separately, and can be exchanged with those of such a model. The
-    parameters themselves are stacked, ``(len(blocks), shard)``, and ``named_parameters()`` calls
-    them ``blocks.up.weight``; optimizer state has their shape.
+    State dicts and shard metadata name every block's parameters (``blocks.3.up.weight``). The
+    parameters and optimizer state are stacked, ``(len(blocks), shard)``: ``blocks.up.weight``.
 
     Args:
         blocks: modules that take a tensor and return one of the same shape and dtype, equal in
-            all but the values of their parameters and buffers. A generator is consumed one block
-            at a time, so that only one full block exists. May be on CPU, XLA or meta device.
-        options: those of :class:`~xla_fsdp.FSDPOptions`; ``ignore``, ``offload``, ``prefetch`` and
-            ``keep`` exist only for this function. ``reshard_after_forward=False`` and
-            ``flatten_parameters=True`` are not supported. Barriers and the wrapper's options for
-            prefetching have no effect: see ``prefetch``. ``no_sync()`` has no effect either: a
-            backward always reduces, which gives the same gradients.
+            all but the values of their parameters and buffers. Of a generator only one full block
+            exists at a time. May be on CPU, XLA or meta device.
+        options: those of :class:`~xla_fsdp.FSDPOptions`, except ``reshard_after_forward=False`` and
+            ``flatten_parameters=True``. Barriers, the wrapper's prefetching and ``no_sync()`` have
+            no effect: a backward always reduces.
 
     Raises:
         ValueError: blocks differ (the message says where), share parameters, are wrapped, or
             contain hooks or recurrent modules; or an option is not supported. In the first forward:
             a block does not return a tensor like its input, or does not call a submodule named in
             ``keep``.
-        TypeError: a block is not a module; ``offload`` or ``prefetch`` is not a bool; ``ignore`` or
-            ``keep`` is a string; a submodule in ``keep`` returns no tensor; an option is unknown.
+        TypeError: a block is not a module, an option has a wrong type or is unknown, or a
+            submodule in ``keep`` returns no tensor.
         RuntimeError: on v5e and v6e, where the compiler would crash: the message says what to call
             before ``launch``.
     """
@@ -91,7 +71,7 @@ def scan_blocks(blocks: Iterable[nn.Module], **options: Any) -> ScannedBlocks:
 
 
 class ScannedBlocks(XlaFullyShardedDataParallel):
-    """The result of :func:`scan_blocks`. ``module`` is the block that is traced for all blocks."""
+    """``module`` is the block that is traced for all blocks."""
 
     _unit: ScanUnit
 
@@ -109,7 +89,6 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         self.register_load_state_dict_pre_hook(_stack_state)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs all blocks on ``x``; ``args`` and ``kwargs`` are passed to each."""
         require_plain_call(type(self).__name__)
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             raise TypeError(
@@ -149,8 +128,6 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
 
 
 def _require_scannable(options: FSDPOptions) -> None:
-    """Raises ValueError if ``options`` contain something that a wrapper supports but a loop does
-    not."""
     if not options.reshard_after_forward:
         raise ValueError(
             "reshard_after_forward=False is not supported in scan_blocks, because the loop of the "
@@ -176,7 +153,7 @@ def _unstack_state(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """State-dict hook: splits stacked tensors into a tensor for each block, block by block."""
+    """State-dict hook: splits stacked tensors into a tensor for each block."""
     by_name = _by_name(module)
     inside = prefix + WRAPPED_PREFIX
     rows: dict[str, list[torch.Tensor]] = {}
@@ -189,7 +166,7 @@ def _unstack_state(
     for number in range(len(module)):
         for name, own in rows.items():
             state_dict[prefix + dotted(str(number), name)] = own[number]
-    # Compute all in one program, instead of one program for each copy to the host.
+    # One program instead of one for each copy to the host.
     every = [row for own in rows.values() for row in own if row.device.type == "xla"]
     if every:
         xlac.start_tensors(every)
@@ -240,9 +217,6 @@ def _by_name(module: ScannedBlocks) -> dict[str, Stack]:
     return {name: stack for stack in [*unit.parameters, *unit.buffers] for name in stack.names}
 
 
-# -- the loops ---------------------------------------------------------------------------------
-
-
 class _Scan(torch.autograd.Function):
     """``apply(run, x, *constants, *stacked shards)``."""
 
@@ -251,8 +225,7 @@ class _Scan(torch.autograd.Function):
         y, *kept = run.forward(x)
         if kept:
             ctx.run, ctx.kept = run, len(kept)
-            # Not the shards: torch drops the hooks of a leaf that a custom function saves while
-            # saved-tensor hooks are active, as they are within a wrapper.
+            # Not the shards: torch drops hooks of leaves that are saved within saved-tensor hooks.
             ctx.save_for_backward(*kept, *tensors[: len(run.constants)])
         return y
 
@@ -270,11 +243,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Run:
-    """One call of scanned blocks, until its backward.
-
-    Args:
-        inputs: the further arguments of the blocks besides the carried tensor, ``(args, kwargs)``.
-    """
+    """One call of scanned blocks, until its backward. ``inputs``: further ``(args, kwargs)``."""
 
     def __init__(self, unit: ScanUnit, x: torch.Tensor, inputs: tuple[tuple, dict]):
         checks.require_unchanged_structure(unit)
@@ -282,12 +251,11 @@ class _Run:
         self.constants, self.inputs = separate_tensors(inputs)
         self.sliced = [stack for stack in unit.buffers if not stack.shared]
         self.shared = [stack for stack in unit.buffers if stack.shared]
-        # The current buffers: a forward that updates them replaces the tensors.
+        # A forward that updates buffers replaces the tensors.
         self.buffers = [s.value for s in self.sliced], [s.value for s in self.shared]
         self.needs_backward = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (x, *self.constants, *unit.shards)
         )
-        # Whether the inputs are stored in host memory until the backward.
         self.offloads = unit.options.offload and self.needs_backward and host_memory.can_offload(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
         self.modes = [(module, module.training) for module in unit.module.modules()]
@@ -295,7 +263,7 @@ class _Run:
         self.prefetch = unit.options.prefetch and bool(unit.parameters)
         # Numbers of the parameters of which the forward stores pieces, see SecondaryShards.
         self.pieces: list[int] = []
-        self.recorded = 0  # how many values of a block the forward saves, besides its input
+        self.recorded = 0  # saved values of a block, besides its input
         self.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
 
     def about_second_derivatives(self) -> str:
@@ -309,11 +277,10 @@ class _Run:
     def forward(self, x: torch.Tensor) -> Tensors:
         """The result of the last block, and what the backward needs from all blocks.
 
-        These are: the last block's parameters, if parameters are prefetched, and its input, if
-        inputs are offloaded; the inputs of all blocks, ``(depth, *x.shape)``; the pieces of their
-        parameters from which the backward gathers; and the values that ``keep`` names.
+        In this order: parameters and input of the last block (with prefetch, offload), all inputs
+        ``(depth, *x.shape)``, stored pieces, values of ``keep``.
         """
-        updated: list[int] = []  # numbers of sliced buffers
+        updated: list[int] = []  # of sliced buffers
         stacks = self.unit.sources
         count, prefetch = len(stacks), self.prefetch
 
@@ -349,13 +316,11 @@ class _Run:
             return [y, *following], [*kept, *pieces, *values, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
-        first: Tensors = []  # the parameters of the first block
+        first: Tensors = []
         if prefetch:
             whole, parts = gathered([torch.select_copy(s, 0, 0) for s in stacks], x, Order())
             first = [*whole, *parts]
-        # The backward starts with the last block. Its input need not go to the host: it is part of
-        # the carry, so it is there at the end. So are its parameters, if they are prefetched: the
-        # last iteration has no next block to gather.
+        # The backward starts with the last block: what it needs of that block stays in the carry.
         (y, *last), results = loop(
             body,
             [x, *first, *([x] if self.offloads else [])],
@@ -382,10 +347,8 @@ class _Run:
     ) -> tuple[torch.Tensor, list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Gradients of the first input, of the constants and of the stacked shards.
 
-        Raises RuntimeError if a parameter changed since the forward.
-
-        ``kept``: the results of the forward except the first. ``needed``: which constants and which
-        shards need gradients.
+        ``kept``: results of the forward without the first. ``needed``: which constants and shards
+        need gradients. Raises RuntimeError if a parameter changed since.
         """
         stacks = self.unit.sources
         count, pieces, prefetch = len(stacks), len(self.pieces), self.prefetch
@@ -401,7 +364,7 @@ class _Run:
             shards, slices = slices[pieces : pieces + count], slices[pieces + count :]
             saved = SavedActivations(self.unit.options.keep, slices[: self.recorded])
             buffers = self._buffers(slices[self.recorded :], constants)
-            # In the order of the forward, because this starts with its recomputation.
+            # In the order of the forward, which is recomputed.
             if prefetch:
                 grad, *carry = carry
                 full, carry = carry[-count:], carry[:-count]
@@ -442,7 +405,7 @@ class _Run:
         for stack, found, before in zip(self.unit.parameters, now, self._stamps, strict=True):
             if found != before:
                 raise_changed_before_backward(self.unit.comms.label + stack.name)
-        # Gather nothing early for the next unit: it would stay in memory during the loop.
+        # Gather nothing early for the next unit.
         self.unit.order.end_backward()
         hook_tensors = checks.HookTensors() if self.unit.comms.hook else None
         sliced, shared = self.buffers
@@ -472,13 +435,13 @@ class _Run:
 
     @property
     def unroll(self) -> int:
-        """The number of blocks in one iteration of the compiled loop: two if parameters are
-        prefetched, because these alternate between two places in memory. On CPU ranks always one
-        (a program may use each collective's number only once), with a copy between the places."""
+        """Blocks in one iteration: two with ``prefetch``, which alternate between two buffers.
+
+        On CPU ranks one, because a program may use a collective's number only once.
+        """
         return 2 if self.prefetch and self.unit.world.context is None else 1
 
     def _buffers(self, slices: Tensors, constants: Tensors) -> Tensors:
-        """One block's buffers, in the unit's order."""
         sliced, shared = iter(slices), iter(constants[len(self.constants) :])
         return [next(shared if stack.shared else sliced) for stack in self.unit.buffers]
 
@@ -509,7 +472,6 @@ class _Run:
         return y, after
 
     def _updated(self, before: Tensors, after: Tensors) -> list[int]:
-        """Numbers of the sliced buffers that a forward has updated."""
         numbers = []
         pending = xlac.are_pending(after)
         sliced = 0

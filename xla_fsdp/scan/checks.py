@@ -1,5 +1,4 @@
-"""What scanned blocks must not be or do: differ in more than the values of their parameters and
-buffers, or, in a forward, operations that would be lost or give wrong results in a loop."""
+"""What scanned blocks must not be or do, because a loop would give wrong results."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-# The prefix of attributes that this package sets on parameters; they are not compared.
+# Attributes of this package are not compared.
 _OURS = "_xla_fsdp"
 _MUST_BE_EQUAL = "blocks must be equal in all but the values of parameters and buffers"
 _MAKE_EQUAL = "Make them equal, or wrap each block separately"
@@ -46,11 +45,7 @@ _BY_VALUE = (bool, int, str, bytes, range, torch.dtype, torch.device, types.Code
 
 
 def describe(block: nn.Module) -> Described:
-    """The properties of a block that stacking depends on, by dotted name in the block.
-
-    Classes of modules; names, shapes, dtypes and ``requires_grad`` of parameters; which of them are
-    shared; names, shapes and dtypes of buffers.
-    """
+    """What must be equal in all blocks, by dotted name in the block."""
     found: Described = {}
     first: dict[int, str] = {}
     for path, module in block.named_modules(remove_duplicate=False):
@@ -73,7 +68,6 @@ def describe(block: nn.Module) -> Described:
 
 
 def require_no_hooks(path: str, module: nn.Module) -> None:
-    """Raises ValueError if ``module``, called ``path`` in a block, has hooks."""
     for hooks in _HOOKS:
         registered = getattr(module, hooks, None) or {}
         if not all(map(is_float32_hook, registered.values())):
@@ -85,7 +79,6 @@ def require_no_hooks(path: str, module: nn.Module) -> None:
 
 
 def require_same(first: Described, other: Described, number: int) -> None:
-    """Raises ValueError that names the first difference between block 0 and block ``number``."""
     for name in [*first, *(name for name in other if name not in first)]:
         a, b = first.get(name, _ABSENT), other.get(name, _ABSENT)
         if a != b:
@@ -101,12 +94,9 @@ def require_same(first: Described, other: Described, number: int) -> None:
 def require_same_attributes(
     first: nn.Module, other: nn.Module, number: int, ignore: Collection[str]
 ) -> None:
-    """Raises ValueError unless the attributes of modules, parameters and buffers of ``first`` and
-    of ``other``, which is block ``number``, are known to be equal.
+    """Raises ValueError unless attributes of ``first`` and ``other``, block ``number``, are equal.
 
-    Attributes named in ``ignore`` are left out. Numbers, strings, tensors on the host and
-    containers are compared by value; functions by their code, defaults and closures; every other
-    object by what pickle would store of it.
+    Objects of unknown classes are compared by what pickle would store.
     """
     comparison = _Comparison(number)
     modules = [list(block.named_modules(remove_duplicate=False)) for block in (first, other)]
@@ -129,15 +119,12 @@ def require_same_attributes(
 
 
 class _Comparison:
-    """Compares an attribute of block 0 with that of block ``number``, and raises ValueError unless
-    they are equal."""
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.attribute = ""
-        # Maps modules, parameters and buffers of either block to their counterparts in the other.
+        # From modules, parameters and buffers of either block to their counterparts.
         self._partners: dict[int, Any] = {}
-        # Pairs whose comparison has begun: objects may contain themselves.
+        # Objects may contain themselves.
         self._begun: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def note_partners(self, a: Any, b: Any) -> None:
@@ -260,7 +247,6 @@ def _shown(value: Any) -> str:
 
 
 def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
-    """Raises ValueError unless ``y``, which ``block`` made of ``x``, is a tensor like ``x``."""
     if not isinstance(y, torch.Tensor):
         raise ValueError(
             f"scanned blocks must return one tensor, but {type(block).__name__} returned a "
@@ -274,8 +260,6 @@ def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
         )
 
 
-# -- in a forward ------------------------------------------------------------------------------
-
 _DRAWS = frozenset(
     """bernoulli cauchy dropout exponential geometric log_normal multinomial normal poisson rand
     rand_like randint randint_like randn randn_like random randperm uniform""".split()
@@ -283,8 +267,7 @@ _DRAWS = frozenset(
 
 
 def require_unchanged_structure(unit: ScanUnit) -> None:
-    """Before a forward: raises RuntimeError if a parameter was added to the blocks or removed since
-    they were passed to ``scan_blocks``, and ValueError if a hook was added."""
+    """Raises RuntimeError or ValueError if a parameter or a hook was added or removed."""
     unit.require_shards_installed()
     known = {use for stack in unit.parameters for use in stack.uses}
     for path, module in unit.module.named_modules():
@@ -298,11 +281,10 @@ def require_unchanged_structure(unit: ScanUnit) -> None:
 def forbid_lost_changes(
     unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection[int], arguments: Any
 ) -> Iterator:
-    """Around the call of the template: raises RuntimeError if it changes or replaces one of its
-    parameters ``full``, and ValueError if it stores a computed tensor in an attribute, or changes
-    one of its further ``arguments``.
+    """Around the call of the template: raises if a change in it would be lost.
 
-    ``given``: the result of :func:`inputs_of` for its input tensors.
+    Raises RuntimeError for a parameter in ``full``, ValueError for an attribute or ``arguments``.
+    ``given``: the ids that :func:`inputs_of` returns for its inputs.
     """
     before, attributes = stamps(full), _attributes(unit)
     items = _items(arguments)
@@ -338,8 +320,7 @@ def forbid_lost_changes(
 
 
 def _free(tensors: Sequence[torch.Tensor], unit: ScanUnit) -> None:
-    """Drops the values of traced tensors that something still refers to. Otherwise torch_xla would
-    try to compute them, and what they are views of (``detach()`` is a view)."""
+    """Drops the values of traced tensors: otherwise torch_xla would try to compute them."""
     for tensor in tensors:
         tensor.data = unit.placeholder.clone()
 
@@ -355,8 +336,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def inputs_of(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Ids of the device values that ``tensors`` are computed from, except single numbers, which may
-    be unrelated constants."""
+    """Ids of the device values from which ``tensors`` are computed, except single numbers."""
     on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if not on_device:
         return set()
@@ -377,8 +357,7 @@ def _attributes(unit: ScanUnit) -> dict[tuple[str, str], list[torch.Tensor]]:
 
 
 def require_known_graph(block: nn.Module, y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError if ``y``, made by ``block``, depends on a tensor that needs a gradient and
-    is not in ``leaves``: the loop would not give it a gradient."""
+    """Raises ValueError if ``y`` needs the gradient of a tensor that is not in ``leaves``."""
     known = {id(leaf) for leaf in leaves}
     edges, seen = [(y.grad_fn, 0)], set()
     while edges:
@@ -407,7 +386,6 @@ def require_known_graph(block: nn.Module, y: torch.Tensor, leaves: Sequence[torc
 
 
 def require_no_graph(block: nn.Module, name: str, buffer: torch.Tensor) -> None:
-    """Raises ValueError if the new value of a buffer of ``block`` has a graph."""
     if buffer.requires_grad:
         raise ValueError(
             f"the forward of {type(block).__name__} gives its buffer {name!r} a value that needs "
@@ -417,7 +395,7 @@ def require_no_graph(block: nn.Module, name: str, buffer: torch.Tensor) -> None:
 
 
 class ForbidHostRandomNumbers(TorchFunctionMode):
-    """Around the call of ``block``: random numbers drawn on the host raise ValueError."""
+    """Around the call of ``block``: drawing random numbers on the host raises ValueError."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -439,7 +417,7 @@ class ForbidHostRandomNumbers(TorchFunctionMode):
 
 
 class HookTensors(TorchFunctionMode):
-    """Around the calls of a communication hook: records the tensors that it makes and uses."""
+    """Records the tensors that a communication hook makes and uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,11 +432,7 @@ class HookTensors(TorchFunctionMode):
         return made
 
     def require_none_left(self, arguments: Sequence[torch.Tensor]) -> None:
-        """After the trace: raises RuntimeError if the hook stored a tensor made from ``arguments``.
-
-        Such a tensor has no value, and torch_xla would end the process when it is read. So it is
-        replaced by zeros before the error.
-        """
+        """Raises RuntimeError if the hook stored a tensor made from ``arguments``."""
         if self._computed_from(arguments):
             gc.collect()  # perhaps only reference cycles keep them alive
         left = self._computed_from(arguments)
@@ -466,7 +440,7 @@ class HookTensors(TorchFunctionMode):
             return
         shapes = [tuple(tensor.shape) for tensor in left]
         for tensor in left:
-            # The base of a view lives as long as the view.
+            # torch_xla would end the process when it reads them. A view keeps its base alive.
             for one in (tensor, tensor._base):
                 if one is not None:
                     fill_([one], [torch.zeros_like(one)])
@@ -478,7 +452,6 @@ class HookTensors(TorchFunctionMode):
         )
 
     def _computed_from(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The recorded tensors that are still alive and are computed from ``arguments``."""
         given, own = inputs_of(arguments), set(map(id, arguments))
         alive = (ref() for number, ref in self._tensors.items() if number not in own)
         return [one for one in alive if one is not None and inputs_of([one]) & given]

@@ -1,8 +1,6 @@
-"""A Python function as the body of an XLA while loop.
+"""A Python function as the body of an XLA while loop, which is a node of the lazy graph.
 
-The body is called once, on placeholders, and its trace becomes one computation that the compiled
-program runs ``depth`` times. It may use collectives and draw random numbers. The loop is a node of
-the lazy graph like any operator, and has no gradient.
+The body may use collectives and draw random numbers. The loop has no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from ..sharding.trace_cache import Tensors, Traced, placeholder, separate_copy
 # (carry, slices, constants) -> (carry, results)
 Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 
-# The difference between the seeds of consecutive iterations: 2**64 over the golden ratio, odd.
+# 2**64 over the golden ratio, odd.
 _SEED_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -44,22 +42,18 @@ def loop(
     """Runs ``carry, results[i] = body(carry, [s[i] for s in stacked], constants)`` for every i.
 
     Args:
-        body: traced once. Must return a carry of the shapes and dtypes it got. All tensors that it
-            uses must be arguments: otherwise the full computation of a pending tensor would become
-            part of the body.
-        carry: the values that each iteration passes to the next.
+        body: called once, on placeholders. Must return a carry of the shapes and dtypes it got.
+            All tensors that it uses must be arguments: pending computations would join the body.
         stacked: at least one tensor, ``(depth, ...)`` each.
-        constants: the same in every iteration.
-        device: the XLA device of all of them; autograd's threads have another default device.
-        seed: random numbers in iteration i start from a seed computed from this one and i, in
-            either direction of the loop. Default: the device's random state, which advances.
+        device: of all of them; autograd's threads have another default device.
+        seed: random numbers of iteration i depend on this and i. Default: the device's random
+            state, which advances.
         reverse: from the last i to the first.
-        ahead: numbers of ``stacked`` tensors of which an iteration gets the row of the iteration
-            after it; the last iteration gets its own row.
+        ahead: numbers of ``stacked`` tensors of which an iteration gets the next one's row; the
+            last iteration gets its own.
         traced: called with the arguments of the trace after it; its other tensors are free then.
-        unroll: how many times one iteration of the compiled loop runs the body, each time for
-            another i; the remaining ones run after the loop. A recomputed carry needs two places in
-            memory; with one body for each iteration it is copied from one to the other.
+        unroll: bodies in an iteration of the compiled loop; the rest runs after the loop. With one,
+            a recomputed carry is copied between two places in memory.
 
     Returns:
         The last carry, and the results stacked, ``(depth, ...)`` each.
@@ -68,8 +62,7 @@ def loop(
         try:
             made = _Loop(body, carry, stacked, constants, traced, reverse, ahead, unroll)
         except Exception as error:
-            # Tensors in the frames have no value. An exception that is stored would keep them, and
-            # torch_xla ends the process when it computes them.
+            # Tensors in the frames have no value: torch_xla ends the process when it computes them.
             traceback.clear_frames(error.__traceback__)
             raise
     operands = [*carry, *stacked, *constants, *made.traced.hoisted.values()]
@@ -85,17 +78,6 @@ def loop(
 
 
 class _Loop:
-    """A body, traced on arguments of these shapes, and the loop around it.
-
-    Attributes:
-        depth: the number of iterations.
-        carried: how many arguments the body returns for the next iteration.
-        sliced: arguments that are slices of operands.
-        results: shapes and types of what it returns after the carried ones.
-
-    Further attributes: see :func:`loop`.
-    """
-
     def __init__(
         self,
         body: Body,
@@ -126,7 +108,7 @@ class _Loop:
             traced(arguments)
 
     def build(self, operands: Sequence[torch.Tensor]) -> object:
-        """The loop as a computation of carry, stacked, constants and hoisted tensors."""
+        """A computation of carry, stacked, constants and hoisted tensors."""
         builder = xb.create_builder("scan_blocks")
         shapes = [xb.mkshape(xb.Op.from_torch_type(t.dtype), tuple(t.shape)) for t in operands]
         given = [xb.mkparam(builder, number, shape) for number, shape in enumerate(shapes)]
@@ -201,8 +183,7 @@ def _start(stack: xb.Op, index: xb.Op) -> list[xb.Op]:
 def _fresh_trace(device: torch.device, seed: int | None) -> Iterator[None]:
     """Within, this thread traces for ``device``, independently of everything traced before.
 
-    Otherwise random numbers and reduce-scatters would tie the body to the graph around it. With a
-    ``seed`` the device's random state is restored afterwards.
+    Random numbers and reduce-scatters would tie the body to the graph around it.
     """
     name = str(device)
     thread_device = xlac.default_device()

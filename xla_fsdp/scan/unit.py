@@ -1,5 +1,4 @@
-"""Turns equal blocks into one template module and stacked shards, which loops gather from and
-reduce to."""
+"""Turns equal blocks into one template module and stacked shards."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ class Stack:
         names: dotted names in a block; a shared parameter has several.
         uses: modules of the template that use it, and their attribute names.
         layout: how a block's parameter is cut; ``None`` for a buffer.
-        wide: whether a parameter is computed in the dtype of the shard, whatever compute_dtype is.
         shared: whether a buffer is the same tensor in all blocks, and therefore not stacked.
     """
 
@@ -60,13 +58,11 @@ class Stack:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
         return self.names[0]
 
     @property
     def value(self) -> Any:
-        """A buffer ``(depth, ...)``, or ``(...)`` if shared; a parameter ``(depth, *shard_shape)``,
-        and inside the loop a full parameter, which is no Parameter."""
+        """A buffer, stacked unless shared, or a stacked shard; in the loop a full parameter."""
         module, name = self.uses[0]
         value = (module._buffers if self.layout is None else module._parameters).get(name)
         if value is None:
@@ -74,7 +70,6 @@ class Stack:
         return value
 
     def put(self, value: torch.Tensor) -> None:
-        """Sets the attribute of the template to ``value``."""
         for module, name in self.uses:
             (module._buffers if self.layout is None else module._parameters)[name] = value  # type: ignore[assignment]
 
@@ -82,15 +77,13 @@ class Stack:
 class ScanUnit(FSDPState):
     """The shards of ``depth`` equal blocks, each stacked over the blocks.
 
-    For shard metadata and plans, every block has separate sharded tensors (``tensors`` and
-    ``slots``: names and layouts, without values). ``shards`` are the stacked parameters, which the
-    optimizer sees. They are attributes of the template, the block that is traced for all.
+    ``tensors`` and ``slots`` describe every block, without values. ``shards`` are the stacked
+    parameters, attributes of the template block.
     """
 
     def __init__(self, options: FSDPOptions, world: World, template: nn.Module) -> None:
         super().__init__(options, world, template)
         self.depth: int = 0
-        # `tensors` are the parts of these that belong to each block.
         self.stored: list[ShardedTensor] = []
         self.parameters: list[Stack] = []
         self.buffers: list[Stack] = []
@@ -99,17 +92,14 @@ class ScanUnit(FSDPState):
 
     @property
     def sources(self) -> list[torch.Tensor]:
-        """The tensors that the loops slice: the stacked shards, or their copies on the device."""
+        """The stacked shards, or their copies on the device."""
         return [tensor.source for tensor in self.stored]
 
     def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
-        """Fills in ``stored``, ``tensors``, ``slots`` and ``buffer_dtypes``.
-
-        ``cast``: buffers that were cast, by name in a block, with the dtype they had.
-        """
+        """Fills in ``stored``, ``tensors`` and ``slots``; ``cast``: former dtypes of buffers."""
         self.depth = depth
         for stack in self.parameters:
-            assert stack.layout is not None  # it is a parameter
+            assert stack.layout is not None
             stored = ShardedTensor(stack.value, stack.layout, stack.name, wide=stack.wide)
             stored.world, stored.comms = self.world, self.comms
             self.stored.append(stored)
@@ -125,8 +115,6 @@ class ScanUnit(FSDPState):
             for name, dtype in cast.items():
                 self.buffer_dtypes[dotted(block, name)] = dtype
 
-    # -- one block, inside the loop -------------------------------------------------------------
-
     def gather_block(
         self,
         shards: Sequence[torch.Tensor],
@@ -136,10 +124,8 @@ class ScanUnit(FSDPState):
     ) -> list[torch.Tensor]:
         """The full parameters of one block in compute dtype, from its shards.
 
-        ``x``: a tensor of the carry. The shards are tied to it: otherwise the compiler would move
-        their cast out of the loop and cast all blocks in one operation, so that shards are in
-        memory twice. ``order``: earlier gathers. ``secondary``: as in
-        :meth:`Communicator.trace_gathers`.
+        Ties the shards to ``x``, of the carry: otherwise the compiler casts all blocks before the
+        loop, and shards are in memory twice. ``order``: earlier gathers.
         """
         if secondary is not None and secondary.pieces:
             tied = after(list(secondary.pieces.values()), [x])
@@ -150,7 +136,6 @@ class ScanUnit(FSDPState):
         return self.comms.trace_gathers(self._block(shards), order, (), False, secondary)
 
     def order_after(self, event: torch.Tensor) -> Order:
-        """An order in which gathers come after ``event``."""
         order = Order()
         if self.world.as_on_tpu and event.numel():
             order.add_gather(event)
@@ -159,21 +144,17 @@ class ScanUnit(FSDPState):
     def after_reductions(
         self, tensor: torch.Tensor, shares: Iterable[torch.Tensor]
     ) -> torch.Tensor:
-        """``tensor``, tied to the end of the reductions of ``shares``, if nothing else could run
-        during them."""
+        """``tensor``, tied to the end of the reductions of ``shares`` that nothing can overlap."""
         if self.world.as_on_tpu:
             for share in shares:
-                # The communication dtype or a wider one: an upper bound of the bytes.
+                # An upper bound of the bytes.
                 full = self.world.size * share.numel() * share.dtype.itemsize
                 if not self.world.overlaps_reductions(full):
                     tensor = self.order_after(share).delay(tensor)
         return tensor
 
     def secondary(self, pieces: Mapping[int, torch.Tensor] | None = None) -> SecondaryShards | None:
-        """The second shard that one block's forward stores for its backward; by default empty.
-
-        ``None`` if the backward gathers from the shards.
-        """
+        """One block's second shards; ``None`` if the backward gathers from the shards."""
         if self.secondary_world is None:
             return None
         return SecondaryShards(self.secondary_world, pieces=dict(pieces or {}))
@@ -183,8 +164,7 @@ class ScanUnit(FSDPState):
     ) -> dict[int, torch.Tensor]:
         """Gradient shards of one block, by parameter number, for those with a gradient.
 
-        They keep the communication dtype if no other operation follows the reduction, so that the
-        stack of all blocks' gradients takes half the memory.
+        If nothing follows the reduction, they keep its dtype, which halves the stack.
         """
         present = {number: [grad] for number, grad in enumerate(grads) if grad is not None}
         fulls = self.comms.join_gradients(self._block(shards), present, {})
@@ -220,7 +200,6 @@ class ScanUnit(FSDPState):
 
     def _block(self, shards: Iterable[torch.Tensor]) -> list[ShardedTensor]:
         return [
-            # In the trace a plain tensor replaces the shard.
             replace(stored, shard=shard, world=None, copy=None, comms=None)  # type: ignore[arg-type]
             for shard, stored in zip(shards, self.stored, strict=True)
         ]
@@ -232,7 +211,7 @@ class ScanBuilder(Builder):
     def __init__(self, options: FSDPOptions, world: World):
         super().__init__(options, world)
         self.ignore = frozenset(options.ignore)
-        self.on_device = False  # whether a block was on the XLA device
+        self.on_device = False
         self._template: nn.Module | None = None
         self._described: dict = {}
         self._stacks: dict[str, Stack] = {}
@@ -240,16 +219,15 @@ class ScanBuilder(Builder):
         self._attributes: dict[str, dict] = {}  # that users set on the first block's parameters
         self._cast: dict[str, torch.dtype] = {}
         self._late: dict[str, dict[Key, str]] = {}  # by stack, what has no values
-        # Objects met so far, which stay alive so that identities stay unique.
+        # Keeps parameters alive, so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
     def build(self, blocks: Iterable[nn.Module]) -> ScanUnit:
-        """Raises ValueError, TypeError as :func:`xla_fsdp.scan_blocks` says."""
         checked: Iterable[nn.Module] = (
             self._checked(block, number) for number, block in enumerate(blocks)
         )
         if not isinstance(blocks, Iterator):
-            checked = list(checked)  # check all first: if one raises, no block has been changed
+            checked = list(checked)  # if one raises, no block has been changed
         depth = 0
         for block in checked:
             self._take(block, depth)
@@ -275,7 +253,6 @@ class ScanBuilder(Builder):
         return unit
 
     def _checked(self, block: nn.Module, number: int) -> nn.Module:
-        """Returns ``block`` if it can be scanned together with the blocks before it."""
         if not isinstance(block, nn.Module):
             raise TypeError(f"block {number} must be a torch.nn.Module, got {type(block).__name__}")
         if any(is_wrapper(module) for module in block.modules()):
@@ -319,7 +296,7 @@ class ScanBuilder(Builder):
         self.on_device |= any(p.device.type == "xla" for p in block.parameters())
         for _ in materialize(block, self.options.param_init_fn):
             pass
-        assert self._template is not None  # at least one block has been checked
+        assert self._template is not None
         require_same_attributes(self._template, block, number, self.ignore)
         if block is self._template:
             self._find_stacks(block)

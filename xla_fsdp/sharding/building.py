@@ -34,16 +34,11 @@ from .sharded_tensor import (
 from .state import FSDPState, WrapperReference, mark_sharded
 from .user_checks import require_shardable_parameters
 
-# Number of elements of a parameter that its checksum covers.
 SAMPLE = 1 << 16
 
 
 class Builder:
-    """The common part of building a unit of one module and a unit of scanned blocks.
-
-    Attributes:
-        wide: modules whose parameters and buffers are not cast.
-    """
+    """Common part of the builders. ``wide``: modules whose parameters and buffers are not cast."""
 
     def __init__(self, options: FSDPOptions, world: World) -> None:
         self.options = options
@@ -51,27 +46,20 @@ class Builder:
         self.wide: set[nn.Module] = set()
 
     def layout_of(self, parameter: nn.Parameter) -> Layout:
-        """How ``parameter`` alone is cut."""
         if self.options.shard_param_on_dim_0 and parameter.dim() > 0:
             return Layout.rows(parameter.shape, self.world.size)
         return Layout.flat([parameter.shape], self.world.size)
 
     def agreed(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, or that of the first rank with ``sync_module_states``."""
         return broadcast_from_first(self.world, value) if self.options.sync_module_states else value
 
     def stored(self, shard: torch.Tensor, trained: bool) -> nn.Parameter:
-        """``shard`` as a parameter, on the device or, if shards are offloaded, on the host."""
         if self.options.cpu_offload is None:
             return nn.Parameter(shard.to(self.world.device), requires_grad=trained)
         return HostShard(on_host(shard), requires_grad=trained)
 
     def dtype_of(self, buffer: torch.Tensor, modules: Iterable[nn.Module]) -> torch.dtype:
-        """The dtype to which ``buffer`` of ``modules`` is cast.
-
-        Buffers of ignored modules keep their dtype, and so do those of classes with
-        ``fsdp_keeps_buffer_dtypes`` (see ``SyncBatchNorm``).
-        """
+        """The dtype to which ``buffer`` of ``modules`` is cast."""
         options = self.options
         dtype = options.buffer_dtype or (None if options.mixed_precision else options.compute_dtype)
         if dtype is None or not buffer.is_floating_point():
@@ -86,10 +74,7 @@ class Builder:
 class UnitBuilder(Builder):
     """Shards the parameters in ``module`` that no wrapper inside it has sharded yet.
 
-    Args:
-        module: the module to be wrapped.
-        owner: the wrapper, on which flattened parameters are registered; ``module`` itself if it
-            is sharded in place.
+    ``owner``: the wrapper, on which flattened parameters are registered, or ``module`` in place.
     """
 
     def __init__(
@@ -104,9 +89,8 @@ class UnitBuilder(Builder):
         self.owner = owner
         self.unit = FSDPState(options, world, module)
         self.unit.in_place = owner is module
-        # All paths of every module; the first path names its parameters.
         self.paths: dict[nn.Module, list[str]] = {}
-        # Numbers of the members that have no values until a load, see deferred_values.py.
+        # Members that have no values until a load, see deferred_values.py.
         self.late: dict[ShardedTensor, list[int]] = {}
 
     def build(self) -> FSDPState:
@@ -135,7 +119,7 @@ class UnitBuilder(Builder):
                         self._shard([parameter], layout, key, module in self.wide)
                     self._put(module, name, parameter)
         if on_meta:
-            # Parameters were registered in the order of initialization; restore the module's order.
+            # Initialization has its own order; restore the module's.
             order = {module: number for number, module in enumerate(self.paths)}
             self.unit.slots.sort(key=lambda slot: order[slot.module])
         for module, paths in self.paths.items():
@@ -157,7 +141,7 @@ class UnitBuilder(Builder):
         return self.unit
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules outside inner wrappers, with all paths of each, parents first."""
+        """Modules outside inner wrappers, once for each path, parents first."""
         stack = [("", self.module)]
         while stack:
             path, module = stack.pop()
@@ -170,7 +154,6 @@ class UnitBuilder(Builder):
                     stack.append((dotted(path, key), child))
 
     def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of ``module`` itself that are not ignored."""
         return [
             (name, parameter)
             for name, parameter in module._parameters.items()
@@ -179,7 +162,7 @@ class UnitBuilder(Builder):
 
     def _flatten(self) -> None:
         uses = [(one, *named) for one in self.paths for named in self._own_parameters(one)]
-        # Trainable first, then frozen. A vector has one dtype. Each parameter counts once.
+        # Trainable first, then frozen. A vector has one dtype.
         groups: dict[tuple[bool, torch.dtype, bool], dict[nn.Parameter, None]] = {}
         taken: set[nn.Parameter] = set()
         for module, _, parameter in sorted(uses, key=lambda use: not use[2].requires_grad):
@@ -205,7 +188,7 @@ class UnitBuilder(Builder):
             shard = self.stored(cut, parameters[0].requires_grad)
         late = [number for number, one in enumerate(parameters) if is_deferred(one)]
         if not self.options.flatten_parameters:
-            # Python attributes that users set on a parameter ("no weight decay") move to the shard.
+            # Attributes that users set on a parameter ("no weight decay") move to the shard.
             shard.__dict__.update(parameters[0].__dict__)
         flattened = self.options.flatten_parameters
         tensor = ShardedTensor(shard, layout, key, flattened, wide, self.world)
@@ -228,8 +211,6 @@ class UnitBuilder(Builder):
         self.unit.add_slot(ParameterSlot(module, name, first + number, sharded_value), called)
 
     def _move_buffers(self) -> None:
-        """Moves buffers to the device and casts floating-point ones to ``buffer_dtype``. A shared
-        buffer is moved once."""
         moved: dict[torch.Tensor, torch.Tensor] = {}
         for module in self.paths:
             for name, buffer in list(module._buffers.items()):
@@ -250,15 +231,14 @@ class UnitBuilder(Builder):
 
 
 def own_shard(layout: Layout, values: Sequence[torch.Tensor], world: World) -> torch.Tensor:
-    """This rank's shard of the full ``values``; in a plan, without values if it is large."""
+    """This rank's shard; in a plan, without values if it is large."""
     if is_simulated_rank() and math.prod(layout.shard_shape) >= LARGE:
         return fake_cpu_tensor(layout.shard_shape, values[0].dtype)
     return layout.cut(values, world.rank)
 
 
 def checksum(values: torch.Tensor) -> int:
-    """CRC-32 of up to twice ``SAMPLE`` evenly spaced elements of a CPU tensor. 0 for tensors
-    on other devices, and for tensors without values."""
+    """CRC-32 of a sample of a CPU tensor; 0 if it is elsewhere or has no values."""
     if values.device.type != "cpu" or is_simulated_rank():
         return 0
     flat = values.detach().reshape(-1)

@@ -27,22 +27,14 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """Scales gradient shards so that the norm of all gradients, taken as one vector, is at most
-    ``max_norm``.
+    """Scales gradient shards so that the norm of all full gradients is at most ``max_norm``.
 
-    The result equals ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the
-    coefficient ``min(1, max_norm / (norm + 1e-6))``. Powers of the shards' norms are summed over
-    each FSDP unit's sharding group (or over ``groups``), at least in float32; a parameter used by
-    several units counts once. A parameter that is replicated on every rank (an ignored one) counts
-    once. If ranks have different gradients for it, the mean of their powers counts (for ``inf`` the
-    largest), so that all ranks scale by the same coefficient. Nothing is fetched from the device
-    unless gradients are on the host (``cpu_offload``): then their powers are summed on the host,
-    and the coefficient is fetched.
+    Equals ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the coefficient
+    ``min(1, max_norm / (norm + 1e-6))``. A parameter of several units, or a replicated one, counts
+    once; if ranks have different gradients for it, the mean of their powers counts (``inf``: the
+    largest). The host waits for the device only if gradients are on the host (``cpu_offload``).
 
     Args:
-        units: the FSDP units of the model.
-        parameters: all parameters of the model; those without a gradient count as zero.
-        max_norm: the bound, > 0.
         norm_type: the order p of the norm, > 0, or ``inf``.
         groups: lists of rank ordinals to reduce the norm over, instead of the sharding groups.
 
@@ -69,13 +61,11 @@ def clip_grad_norm_(
         by_world[None] = []
     clipped = [(id(p), p.grad.detach()) for p in parameters if p.grad is not None]
     for identity, grad in clipped:
-        # A parameter that is not sharded is replicated on every rank, and counts once.
         by_world.setdefault(worlds.get(identity), []).append(grad)
 
     everyone = World.to_reduce_over(None, device)
     is_max = math.isinf(norm_type)
-    # A maximum has a second element, which records whether there was a NaN: XLA's maximum does not
-    # always return NaN.
+    # The second element records a NaN: XLA's maximum does not always return NaN.
     zero = torch.zeros((2,) if is_max else (), device=device)
     total = zero
     for world, grads in by_world.items():
@@ -102,7 +92,7 @@ def clip_grad_norm_(
     ratio = max_norm / (total + 1e-6)
     # No clamp: in torch_xla it is a maximum too, and turns NaN into a number on CPUs.
     coefficient = torch.where(ratio > 1, torch.ones_like(ratio), ratio)
-    told: torch.Tensor | None = None  # the coefficient on the host, fetched only if needed
+    told: torch.Tensor | None = None
     for _, grad in clipped:
         factor = coefficient
         if grad.device != device:
@@ -115,15 +105,14 @@ def clip_grad_norm_(
 
 
 def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor) -> torch.Tensor:
-    """Sum of ``|g|**p`` over this rank's gradients, 0-d. For ``inf``: the largest ``|g|``, and 1 if
-    any is NaN."""
+    """Sum of ``|g|**p``, 0-d; for ``inf``: the largest ``|g|``, and 1 if any is NaN."""
     parts = []
     masks: dict[Any, Any] = {}
     for gradient in grads:
         grad, spec = local(gradient), spec_of(gradient)
         if grad.numel():
             grad = grad if spec is None else without_padding(grad, spec, masks=masks)
-            if grad.is_complex():  # |x + iy| is the norm of (x, y)
+            if grad.is_complex():
                 grad = grad.abs() if norm_type != 2 else torch.cat([grad.real, grad.imag])
             grad = grad if grad.dtype is torch.float64 else grad.float()
             if math.isinf(norm_type):

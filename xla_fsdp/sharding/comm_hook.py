@@ -28,8 +28,8 @@ class GradBucket(abc.ABC):
     shards, ``(d, ...)``. Everything is traced, so all ranks must do the same operations.
 
     Attributes:
-        names: dotted names of the parameters, in the order of :meth:`gradients`. For scanned
-            blocks, where the hook is called once for all of them, without the number of the block.
+        names: dotted names of the parameters, in the order of :meth:`gradients`; for scanned
+            blocks, which call the hook once for all, without the block's number.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GradBucket(abc.ABC):
 
     @property
     def divisor(self) -> float:
-        """The divisor of the sum over all ranks: their number, unless divide factors were set."""
+        """The divisor of the sum over all ranks: :attr:`ranks`, unless divide factors were set."""
         return self._comms.divisors.product
 
     @property
@@ -63,19 +63,18 @@ class GradBucket(abc.ABC):
 
     @abc.abstractmethod
     def buffer(self) -> torch.Tensor:
-        """All gradients as one tensor, not divided, in the layout that :meth:`reduce` takes."""
+        """All gradients as one tensor, not divided, as :meth:`reduce` takes it."""
 
     @abc.abstractmethod
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients as separate tensors, in the order of ``names``, not divided."""
+        """The gradients, not divided, in the order of ``names``."""
 
     @abc.abstractmethod
     def reduce(self, buffer: torch.Tensor | None = None, divided_by: float = 1.0) -> torch.Tensor:
-        """This rank's shard of the mean of ``buffer`` over all ranks.
+        """This rank's shard of the mean of ``buffer`` over all ranks, summed in the buffer's dtype.
 
         Args:
-            buffer: a tensor of the shape of :meth:`buffer`, which is the default. Its dtype is the
-                communication dtype, and the sum is computed in it.
+            buffer: a tensor of the shape of :meth:`buffer`, which is the default.
             divided_by: the divisor that the hook has already applied to ``buffer``.
         """
 
@@ -85,13 +84,11 @@ class GradBucket(abc.ABC):
 
     @abc.abstractmethod
     def shard_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's shard of ``gradients``, full mean gradients that this rank already has,
-        shaped like :meth:`gradients`."""
+        """This rank's shard of full mean ``gradients``, shaped like :meth:`gradients`."""
 
 
 class FullGradients(GradBucket):
-    """The local full gradients of a rank, before any reduction: ``buffer()`` is ``(N * d, ...)``,
-    ``gradients()`` have the shapes of the parameters."""
+    """Full gradients of a rank before any reduction: ``buffer()`` is ``(N * d, ...)``."""
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -127,17 +124,16 @@ class FullGradients(GradBucket):
         for tensor in self._tensors:
             count = len(tensor.layout.members)
             by_rank = tensor.layout.join(given[:count]).view(world.size, -1)
-            # The rank is data: a constant in the program would give each rank another program.
+            # The rank is data: a constant would give each rank another program.
             mine.append(torch.index_select(by_rank, 0, world.rank_on_device))
             given = given[count:]
         return torch.cat(mine, dim=1).view(self.shard_shape)
 
 
 class ReplicatedShards(GradBucket):
-    """Gradient shards: already summed over the sharding group, to be averaged over the replicas.
+    """Gradient shards, summed over the sharding group, to be averaged over the replicas.
 
-    ``buffer()`` is this rank's ``(d, ...)``, and ``gradients()`` are pieces of it, one for each
-    sharded tensor (a flattened wrapper has one, its vector), in the shape of its shard.
+    ``gradients()`` are pieces of ``buffer()``, ``(d, ...)``: one shard a sharded tensor.
     """
 
     @cached_property
@@ -184,13 +180,7 @@ OVER = ("all", "replicas")
 
 
 def register(units: Sequence[Unit], state: object, hook: Hook, over: str) -> None:
-    """Makes ``hook`` compute the reductions of ``units``; see the wrapper's ``register_comm_hook``.
-
-    Raises:
-        TypeError: ``hook`` is no function of a state and a bucket, or is one of torch's hooks.
-        ValueError: ``over`` is not an allowed value, or a unit has no replicas.
-        RuntimeError: a unit already has a hook.
-    """
+    """Makes ``hook`` compute the reductions of ``units``: see the wrapper's method."""
     _require_hook(hook)
     if over not in OVER:
         raise ValueError(f"over must be one of {', '.join(map(repr, OVER))}, got {over!r}")

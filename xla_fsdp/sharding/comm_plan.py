@@ -1,13 +1,7 @@
-"""The communication plan: data that says which tensors of an FSDP unit share which collective.
+"""The communication plan: which tensors of an FSDP unit share which collective.
 
-A plan is a list of :class:`Collective`. It is computed from layouts, options and the ranks, without
-tensors; ``comms.py`` executes it.
-
-On a TPU, starting a collective costs as much time as sending a few hundred kilobytes, and XLA's
-combiner does not merge collectives that barriers tie to other tensors. So tensors of up to 128 KiB
-share a collective. A larger tensor has a separate one: then no copies are needed to join and split
-it, and it can be sent while another tensor is used. On CPU ranks, where starting costs almost
-nothing, every tensor has a separate collective.
+On a TPU, starting a collective costs as much as sending a few hundred kilobytes, and XLA does not
+merge collectives that barriers order. So tensors of up to ``SMALL_BYTES`` share one there.
 """
 
 from __future__ import annotations
@@ -26,10 +20,9 @@ from .layout import LANES, TensorSpec
 from .mixed_precision import NARROW
 from .options import FSDPOptions
 
-# Full parameters of up to this many bytes share a collective. Sending 128 KiB over the two links of
-# a v5e ring takes 1.5 us; starting a collective takes 3 us, plus 1 us for every hop.
+# Sending 128 KiB over two links of a v5e ring takes 1.5 us; starting takes 3 us, plus 1 us a hop.
 SMALL_BYTES = 1 << 17
-# The limit of a shared collective: its tensors are in memory twice while they are split.
+# Tensors of a shared collective are in memory twice while they are split.
 BUCKET_BYTES = 1 << 25
 
 
@@ -39,18 +32,12 @@ class Collective:
 
     Attributes:
         kind: ``"all-gather"`` or ``"reduce-scatter"``.
-        name: shown to readers of the compiled program.
         tensors: numbers of the sharded tensors of the unit, in the order in which they are joined.
         shape: of one rank's part, ``(d, ...)``; the full tensor is ``(ranks * d, ...)``.
-        dtype: the communication dtype.
-        ranks: how many ranks take part.
-        route: the path over the links.
         waits: events that must happen before it starts.
-        divide_before: the divisor of full gradients before the reduction.
         scale: the factor that the reduce-scatter itself applies: a power of two, which is exact.
         replica_groups: groups over which the result is then summed.
-        divide_after: the divisor of the final sum; ``None`` if the reduce-scatter already
-            computed the mean.
+        divide_after: the divisor of the final sum, or ``None``.
     """
 
     kind: str
@@ -68,7 +55,7 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Of the full tensor."""
         return math.prod(self.shape) * self.ranks * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -88,8 +75,6 @@ class Collective:
 
 @dataclass(frozen=True)
 class Divisors:
-    """The divisors of gradients before and after the reduction."""
-
     before: float
     after: float
 
@@ -97,8 +82,7 @@ class Divisors:
     def of(cls, world: World, in_float16: bool) -> Divisors:
         """Divisors for the mean over all ranks.
 
-        ``in_float16``: the sum is computed in float16, so the divisor is split evenly. The sum of
-        many ranks without division could overflow (65504), a full division before it underflow.
+        In float16 split evenly: a sum could overflow (65504), a full division underflow.
         """
         ranks, before = world.size * world.replicas, 1
         while in_float16 and before * before < ranks:
@@ -107,12 +91,10 @@ class Divisors:
 
     @property
     def product(self) -> float:
-        """The product of both divisors."""
         return self.before * self.after
 
 
 def reduced_in(dtype: torch.dtype, options: FSDPOptions) -> torch.dtype:
-    """The dtype in which a gradient of ``dtype`` is reduced."""
     return torch.float32 if dtype in NARROW and options.fp32_reduce_scatter else dtype
 
 
@@ -129,11 +111,8 @@ def plan_gathers(
 
     Args:
         label: the unit's name with a dot after it.
-        backward: gather the last tensors first, because the backward needs them first. The compiler
-            keeps the order of tracing if nothing else decides, and a parameter that is gathered too
-            early occupies memory.
-        stored_among: the smaller group that has a second copy (``SecondaryShards``), from which the
-            backward gathers.
+        backward: gather the last tensors first: the compiler keeps the order of tracing.
+        stored_among: the smaller group from whose ``SecondaryShards`` the backward gathers.
     """
     dtypes = [spec.compute_dtype(options.compute_dtype) for spec in specs]
     parts = _parts(specs, dtypes, world)
@@ -169,12 +148,7 @@ def plan_reductions(
     *,
     label: str = "",
 ) -> list[Collective]:
-    """The reductions of gradients, in order.
-
-    Args:
-        dtypes: dtypes of the full gradients, by number of the tensor; tensors without a gradient
-            are missing.
-    """
+    """The reductions of gradients, in order. ``dtypes``: of full gradients, by tensor number."""
     numbers = list(dtypes)
     own = [specs[number] for number in numbers]
     planned = []
@@ -194,11 +168,10 @@ def plan_reduction(
     dtype: torch.dtype,
     divisors: Divisors,
 ) -> Collective:
-    """One reduction whose result is ``(d, ...)`` on each rank."""
+    """One reduction, to ``(d, ...)`` on each rank."""
     full = math.prod(shape) * world.size * dtype.itemsize
     route = world.reduction_route(full, world.size * shape[0])
-    # Scaling inside the collective is free but done in the communication dtype. So it is used only
-    # for a power of two, and only if no second sum follows.
+    # Scaling inside the collective is free, but rounds in the communication dtype.
     exact = scales_in_collective(divisors, world)
     return Collective(
         "reduce-scatter",
@@ -216,12 +189,12 @@ def plan_reduction(
 
 
 def scales_in_collective(divisors: Divisors, world: World) -> bool:
-    """Whether the reduce-scatter itself applies the divisor."""
+    """Whether the reduce-scatter applies the divisor: if that is exact and no sum follows."""
     return math.frexp(divisors.after)[0] == 0.5 and world.replicas == 1
 
 
 def _joined(label: str, specs: Sequence[TensorSpec]) -> tuple[str, tuple[int, ...]]:
-    """The name of a collective of ``specs``, and the shape in which a rank's parts are sent."""
+    """The name of a collective of ``specs``, and the shape of a rank's part."""
     if len(specs) == 1:
         return label + specs[0].key, specs[0].layout.comm_shape
     length = sum(math.prod(spec.layout.shard_shape) for spec in specs)
@@ -232,8 +205,7 @@ def _joined(label: str, specs: Sequence[TensorSpec]) -> tuple[str, tuple[int, ..
 def _along_with_wide(
     specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype]
 ) -> list[torch.dtype]:
-    """``dtypes``, but float32 for small 16-bit tensors if small float32 tensors are among them.
-    Then all share one collective: cheaper than a second one, although more bytes are sent."""
+    """``dtypes``, but float32 for all small tensors if one is: one collective is cheaper."""
     fits = [math.prod(spec.layout.padded_shape) * 4 <= SMALL_BYTES for spec in specs]
     each = list(zip(specs, dtypes, fits, strict=True))
     if not any(spec.wide and dtype is torch.float32 and fit for spec, dtype, fit in each):
@@ -244,8 +216,7 @@ def _along_with_wide(
 def _parts(
     specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], world: World
 ) -> list[tuple[list[int], torch.dtype]]:
-    """Numbers of ``specs`` by collective, with its dtype: first the small ones of each dtype
-    together, then each other one separately. Tensors without elements are not sent."""
+    """Numbers of ``specs`` by collective, small ones first, without empty tensors."""
     sent = [number for number, spec in enumerate(specs) if spec.layout.numel]
     if not world.as_on_tpu:
         return [([number], dtypes[number]) for number in sent]

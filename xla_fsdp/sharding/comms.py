@@ -1,5 +1,4 @@
-"""Executes the communication plan of an FSDP unit: from shards to full parameters, from full
-gradients to gradient shards."""
+"""Executes the communication plan of an FSDP unit."""
 
 from __future__ import annotations
 
@@ -26,17 +25,13 @@ from .options import FSDPOptions
 from .sharded_tensor import ShardedTensor
 from .trace_cache import Tensors, TraceCache
 
-# A user's hook: reduces the full gradients of tensors.
 Reduction = Callable[[Collective, Sequence[ShardedTensor], Tensors], torch.Tensor]
 
 
 class Communicator:
     """Gathers and reduces the sharded tensors of one unit.
 
-    Attributes:
-        label: the unit's name with a dot after it; "" until it is known.
-        divisors: the divisors of gradients.
-        hook: the function that computes each reduction, if the user registered one.
+    ``label``: the unit's name with a dot after it, "" until it is known. ``hook``: the user's.
     """
 
     def __init__(self, options: FSDPOptions, world: World) -> None:
@@ -50,8 +45,6 @@ class Communicator:
     def _traced(self) -> TraceCache:
         return TraceCache(self.world)
 
-    # -- gathering ------------------------------------------------------------------------------
-
     def gather(
         self,
         tensors: Sequence[ShardedTensor],
@@ -60,7 +53,7 @@ class Communicator:
         backward: bool,
         secondary: SecondaryShards | None = None,
     ) -> Tensors:
-        """Does :meth:`trace_gathers`, as one operator (with ``secondary``: as several)."""
+        """Does :meth:`trace_gathers` as one operator, or, with ``secondary``, as several."""
         if not tensors:
             return []
         if not self.world.as_on_tpu or secondary is not None:
@@ -68,7 +61,6 @@ class Communicator:
 
         def gathered(given: Tensors) -> Tensors:
             inside, rest = Order(), iter(given)
-            # In the trace, plain tensors replace the shards.
             own = [replace(t, shard=next(rest), copy=None) for t in tensors]  # type: ignore[arg-type]
             then = [next(rest) for _ in events]
             inside.last = next(rest, None)
@@ -114,15 +106,14 @@ class Communicator:
             else:
                 sources = [tensor.source for tensor in part]
                 shards.append(torch.cat([s if s.dim() == 1 else s.reshape(-1) for s in sources]))
-        # On CPUs a chain of collectives already gives the order, and barriers are dropped.
+        # On CPUs a chain of collectives already gives the order.
         in_turn = self.world.as_on_tpu
         if in_turn:
             shards = after(shards, events)
         full: dict[int, Tensors] = {}
         for one, part, shard in zip(plan, parts, shards, strict=True):
-            # This wait comes before everything else, including the barrier's. The compiler removes
-            # the barrier in the end; operations before the wait that forward and backward both do
-            # on a stored shard (reshape to tiles, cast) would be done once, and stored in between.
+            # First wait: the compiler would do an earlier reshape or cast once for forward and
+            # backward, and keep the result in between.
             if in_turn:
                 shard = order.delay(shard).view(one.shape)
             else:
@@ -145,11 +136,9 @@ class Communicator:
         return [value for number in range(len(tensors)) for value in full[number]]
 
     def last_gathered(self, tensors: Sequence[ShardedTensor]) -> int:
-        """The number of the tensor that a forward gathers last."""
+        """Number of the tensor that a forward gathers last; 0 if nothing is sent."""
         plan = plan_gathers([tensor.spec for tensor in tensors], self.options, self.world)
-        return plan[-1].tensors[-1] if plan else 0  # nothing is sent: any number will do
-
-    # -- reducing -------------------------------------------------------------------------------
+        return plan[-1].tensors[-1] if plan else 0
 
     def reduce(
         self,
@@ -157,9 +146,8 @@ class Communicator:
         grads: Mapping[int, Sequence[torch.Tensor | None]],
         accumulated: Mapping[int, torch.Tensor],
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
-        """Does :meth:`trace_reductions` of ``grads`` and ``accumulated``, joined by
-        :meth:`join_gradients`, as one operator."""
-        # A user's hook may do something else at each step, so it is traced each time.
+        """Does :meth:`join_gradients` and :meth:`trace_reductions`, as one operator."""
+        # A user's hook may differ at each step, so it is traced each time.
         if not self.world.as_on_tpu or self.hook is not None:
             return self.trace_reductions(tensors, self.join_gradients(tensors, grads, accumulated))
         there = {n: tuple(grad is not None for grad in one) for n, one in grads.items()}
@@ -172,7 +160,7 @@ class Communicator:
             return [*(shards[n] for n in there), *arrived]
 
         given = [grad for one in grads.values() for grad in one if grad is not None]
-        # These can change after wrapping: a module may be cast, and divisors may be set.
+        # These can change after wrapping.
         dtypes = tuple(tensor.shard.dtype for tensor in tensors)
         key = tuple(there.items()), tuple(accumulated), dtypes, self.divisors
         found = self._traced("reduce", reduced, [*given, *accumulated.values()], key)
@@ -184,9 +172,7 @@ class Communicator:
         grads: Mapping[int, Sequence[torch.Tensor | None]],
         accumulated: Mapping[int, torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The full gradients of the members of each tensor, joined into one tensor in the shape
-        and dtype of the reduction and added to earlier gradients in ``accumulated``; by number in
-        ``tensors``."""
+        """Full gradients plus ``accumulated``, as one tensor each for the reduction, by number."""
         fulls = {}
         for number, members in grads.items():
             full = tensors[number].layout.join(members)
@@ -197,10 +183,7 @@ class Communicator:
     def trace_reductions(
         self, tensors: Sequence[ShardedTensor], fulls: Mapping[int, torch.Tensor]
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
-        """Gradient shards from the results of :meth:`join_gradients`, by number in ``tensors``.
-
-        Also returns the results of the collectives: once these exist, the reductions are done.
-        """
+        """Gradient shards by number in ``tensors``, and the results of the collectives."""
         shards: dict[int, torch.Tensor] = {}
         arrived = []
         specs = [tensor.spec for tensor in tensors]
@@ -247,8 +230,7 @@ def pack_gradients(fulls: Sequence[torch.Tensor], one: Collective) -> torch.Tens
 
 
 def split_shards(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Tensors:
-    """Splits the result of one reduction into the shard of every tensor."""
-    # No views: torch_xla would keep the base of a view in memory as long as the view lives.
+    # No views: torch_xla keeps the base of a view in memory as long as the view lives.
     if len(tensors) == 1:
         return [torch.view_copy(reduced, tensors[0].layout.shard_shape)]
     flat, first, found = reduced.reshape(-1), 0, []
@@ -261,7 +243,7 @@ def split_shards(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Ten
 
 
 def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
-    """Splits the result of one gather into ``(size * rows, ...)`` of all ranks for each layout."""
+    """The result of one gather as ``(size * rows, ...)`` for each layout."""
     if len(layouts) == 1:
         return [gathered]
     size = layouts[0].size
@@ -276,35 +258,17 @@ def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
     return pieces
 
 
-# -- second shards, stored by fewer ranks ----------------------------------------------------------
-
-
 @dataclass(eq=False)
 class SecondaryShards:
-    """The second shards that one pass stores, from a forward to its backward, by fewer ranks.
+    """Second shards, from a forward to its backward, of fewer ranks (ZeRO++, arXiv 2306.10209).
 
-    ``reshard_after_forward=2`` on four ranks: the forward gathers the shards w0 to w3 of all four.
-    Each rank stores one half of the result, and the backward gathers two halves from two ranks::
-
-        rank 0  [w0]  gather of 4   [w0 w1 w2 w3]  store [w0 w1]   gather of 2   [w0 w1 w2 w3]
-        rank 1  [w1]  ----------->  [w0 w1 w2 w3]  --->  [w2 w3]   ----------->  [w0 w1 w2 w3]
-        rank 2  [w2]                [w0 w1 w2 w3]        [w0 w1]                 [w0 w1 w2 w3]
-        rank 3  [w3]                [w0 w1 w2 w3]        [w2 w3]                 [w0 w1 w2 w3]
-
-    Gradients are still reduced over all four ranks. Wang et al., "ZeRO++: Extremely Efficient
-    Collective Communication for Giant Model Training", 2023 (arXiv 2306.10209), call this
-    hierarchical partitioning; torch's ``fully_shard`` has the same option.
-
-    A stored piece has the shape that is sent: it is part ``i`` of ``k`` of the result of one
-    gather, in the communication dtype. So a gather among ``k`` ranks restores exactly that result.
+    ``reshard_after_forward=2`` on four ranks: each stores half of what the forward gathered, and
+    the backward gathers from two ranks. Gradients are still reduced over all four.
 
     Attributes:
         world: the smaller group.
-        shard_stamps: stamps of the shards that were gathered.
-        pieces: this rank's part of the result of each gather, by the number of the first tensor in
-            that gather; empty before the forward and after the backward.
-
-    Lifetime: the pass owns it, and empties it when its backward is over.
+        pieces: this rank's part of the result of each gather, in the communication dtype, by the
+            number of the first tensor in that gather. Emptied after the backward.
     """
 
     world: World
@@ -314,11 +278,9 @@ class SecondaryShards:
     def keep(self, number: int, gathered: torch.Tensor) -> torch.Tensor:
         """Stores this rank's part of ``gathered``, ``(rows, ...)``, as ``(rows / k, ...)``.
 
-        Returns ``gathered`` with the condition that the part exists before it is used. Otherwise
-        the compiler would delay the cut to the backward, and keep all of it in memory until then.
+        Returns ``gathered``, tied to the part: otherwise the compiler would cut it in the backward.
         """
         parts = gathered.view(self.world.size, -1, *gathered.shape[1:])
-        # The rank is data, not a constant: all ranks must have the same program.
         piece = torch.index_select(parts, 0, self.world.rank_on_device)[0]
         if self.world.as_on_tpu:
             gathered, piece = after([gathered, piece], [piece])
@@ -327,14 +289,13 @@ class SecondaryShards:
 
 
 def subgroup(world: World, size: int) -> World:
-    """The world of this rank's group, if ``world`` is cut into groups of ``size`` consecutive
-    ranks."""
+    """The world of this rank's group of ``size`` consecutive ranks."""
     groups = tuple(
         group[first : first + size]
         for group in world.groups
         for first in range(0, len(group), size)
     )
-    # Routes go over a full slice, so they do not apply to a part of it.
+    # Routes go over a full slice.
     return replace(
         world, rank=world.rank % size, size=size, groups=groups, replica_groups=(), routes=None
     )

@@ -16,20 +16,13 @@ from .sharded_parameter import ShardedParameter
 class CPUOffload:
     """Stores shards in host memory and updates them there: see docs/how-to/cpu-offload.md.
 
-    The shards that an optimizer sees, their gradients and the optimizer state are tensors on the
-    CPU, and the update runs there. The device has a copy of the shards in the dtype in which they
-    are gathered. ``parameters``, ``gradients`` and ``optimizer`` must be equal, because an update
-    needs all three in one place.
+    ``parameters``, ``gradients`` and ``optimizer`` (offload the shards, their gradients, the
+    optimizer state and update) must be equal, because an update needs all three in one place.
 
     Attributes:
-        parameters: offload the shards, in the dtype in which they are stored.
-        gradients: offload the gradients of the shards.
-        optimizer: offload the optimizer state and the update.
-        stream: store the device copy of a wrapper's shards only during its forward, and again
-            during its backward. For models whose copies do not all fit on the device. Each
-            wrapper's forward and backward become separate programs. No effect on the outermost
-            wrapper, whose copy stays. Not supported with ``reshard_after_forward=False`` or a
-            number, nor in ``scan_blocks``.
+        stream: store the device copy of a wrapper's shards only during its forward and backward,
+            which become separate programs. No effect on the outermost wrapper. Not supported with
+            ``reshard_after_forward=False`` or a number, nor in ``scan_blocks``.
 
     Raises:
         TypeError: an attribute is not a bool.
@@ -59,8 +52,7 @@ class CPUOffload:
             )
 
     def require_streamable(self, reshard: bool | int) -> None:
-        """Raises ValueError if shards are streamed and ``reshard_after_forward=reshard`` would keep
-        parameters on the device after a forward."""
+        """Raises ValueError if ``reshard_after_forward=reshard`` would keep streamed parameters."""
         if self.stream and reshard is not True:
             raise ValueError(
                 "CPUOffload(stream=True) keeps nothing of a wrapper on the device after its "
@@ -71,15 +63,13 @@ class CPUOffload:
 
 
 class HostShard(ShardedParameter):
-    """A parameter on the CPU that has a copy on the device, which must be updated after changes.
+    """A parameter on the CPU with a copy on the device, which must be updated after changes.
 
-    torch counts changes in place, but not changes through ``.data``, which has a separate version
-    counter. So this class remembers the tensors that ``.data`` returned.
+    torch does not count changes through ``.data``, so this class remembers what it returned.
     """
 
     @property
     def data(self) -> torch.Tensor:
-        """As for any tensor: its values, without autograd and version counter."""
         alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         given, times = vars(self).get(ALIASES, ((), 0))
         alive = [one for one in given if one() is not None]
@@ -94,16 +84,16 @@ class HostShard(ShardedParameter):
         vars(self)[ALIASES] = (given, times + 1)
 
     def state(self) -> object:
-        """A value that equals an earlier one only if the parameter has not changed in between."""
+        """Equals an earlier value only if the parameter has not changed in between."""
         given, times = vars(self).get(ALIASES, ((), 0))
         if any(one() is not None for one in given):
-            return object()  # someone holds an alias and may change the values at any time
+            return object()  # an alias may change the values at any time
         stamp: Stamp = stamps([self])[0]
         return stamp, self.dtype, times
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
-    """``value`` on the CPU, in memory of its own: what it was cut from is to be freed."""
+    """``value`` on the CPU, in separate memory: what it was cut from is to be freed."""
     value = value.detach().cpu().contiguous()
     shares = value.untyped_storage().nbytes() > value.numel() * value.dtype.itemsize
     return value.clone() if shares else value
@@ -112,8 +102,7 @@ def on_host(value: torch.Tensor) -> torch.Tensor:
 def stay_on_host(
     fn: Callable[[torch.Tensor], torch.Tensor], shards: Iterable[torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``fn``, which may move tensors, changed so that those of ``shards`` that are on the host stay
-    there together with their gradients."""
+    """``fn``, but ``shards`` on the host stay there, with their gradients."""
     stay = {id(one) for s in shards if isinstance(s, HostShard) for one in (s, s.grad)}
     return lambda tensor: fn(tensor).cpu() if id(tensor) in stay else fn(tensor)
 

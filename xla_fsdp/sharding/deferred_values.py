@@ -1,11 +1,4 @@
-"""Modules on the meta device: initializes them one submodule at a time, and tracks which parameters
-and buffers have no values until a load.
-
-``FSDP(meta_model, param_init_fn=defer_init)`` shards a model without initializing it. Until a load,
-shards are NaN. Any operation that gives a shard values later (a load, or ``summon_full_params``)
-changes its stamp, so no explicit notification is needed. One exception: a load of only some of the
-parameters in one vector must report which ones it loads.
-"""
+"""Initializes meta modules one at a time, and tracks which tensors have no values until a load."""
 
 from __future__ import annotations
 
@@ -23,24 +16,21 @@ from ..wording import join_some
 from .freeing import Stamp, stamps
 from .ignored import is_ignored
 
-# Set on a tensor that defer_init made: True. Set on a shard or a buffer: its UninitializedTensor.
+# True on a tensor that defer_init made; an UninitializedTensor on a shard or buffer.
 _MARK = "_xla_fsdp_awaited"
-# The maximum number of names in a message.
 SHOWN = 20
-# A parameter within a holder: the offset where its layout begins, and its number in the layout.
+# The offset in a holder where a layout begins, and the parameter's number in that layout.
 Key = tuple[int, int]
 
 
 def defer_init(module: nn.Module) -> None:
     """For ``param_init_fn``: the parameters of ``module`` on the meta device get values by a load.
 
-    Nothing is initialized, and no full parameter is ever allocated: ``model = FSDP(meta_model,
-    param_init_fn=defer_init)``, then ``load_weights``, ``load_checkpoint``,
-    ``load_full_state_dict`` or ``load_state_dict``. A forward or a save before every parameter and
-    buffer has values raises an error that names those without. Give values to what a checkpoint
-    does not contain (a new head, buffers that are not persistent) within
-    ``with FSDP.summon_full_params(model):``, or in your own ``param_init_fn`` that calls this
-    function.
+    No full parameter is ever allocated: ``model = FSDP(meta_model, param_init_fn=defer_init)``,
+    then ``load_weights``, ``load_checkpoint``, ``load_full_state_dict`` or ``load_state_dict``.
+    Until all have values, shards are NaN, and a forward or a save raises RuntimeError. Initialize
+    what a checkpoint does not contain within ``with FSDP.summon_full_params(model):``, or in a
+    ``param_init_fn`` that calls this function.
     """
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
@@ -54,7 +44,7 @@ def defer_init(module: nn.Module) -> None:
 
 
 def _nothing(like: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``like``, all NaN (or 0), on the CPU, that uses almost no memory."""
+    """A CPU tensor like ``like``, all NaN (or 0), that uses almost no memory."""
     nan = like.is_floating_point() or like.is_complex()
     return torch.full((), float("nan") if nan else 0, dtype=like.dtype, device="cpu").expand(
         like.shape
@@ -62,7 +52,6 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def is_deferred(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` was made by :func:`defer_init`, in place of a tensor without values."""
     return getattr(tensor, _MARK, None) is True
 
 
@@ -70,7 +59,6 @@ class UninitializedTensor:
     """A shard or buffer without values.
 
     Attributes:
-        holder: the shard or buffer.
         names: the dotted names, in the wrapped module, of the members that have no values.
         use: for a buffer: its module and its name there.
     """
@@ -80,7 +68,7 @@ class UninitializedTensor:
     ) -> None:
         self.names = names
         self.use = use
-        self.partly = False  # True: the next assignment does not give values to all of `names`
+        self.partly = False  # the next assignment gives values to some of `names` only
         self.watch_changes(holder)
 
     def watch_changes(self, holder: torch.Tensor) -> None:
@@ -90,7 +78,7 @@ class UninitializedTensor:
         setattr(holder, _MARK, self)
 
     def restart_watch(self) -> None:
-        """Does :meth:`watch_changes` for the current tensor: changes so far gave it no values."""
+        """Does :meth:`watch_changes` again: changes so far gave it no values."""
         there = None if self.use is None else self.use[0]._buffers.get(self.use[1])
         self.watch_changes(self.holder if there is None else there)
 
@@ -101,7 +89,7 @@ class UninitializedTensor:
 
 
 def begin_load(holder: torch.Tensor, keys: Iterable[Key]) -> None:
-    """Announces that the next assignment to ``holder`` gives values only to ``keys``."""
+    """The next assignment to ``holder`` gives values only to ``keys``."""
     uninitialized = getattr(holder, _MARK, None)
     if isinstance(uninitialized, UninitializedTensor):
         for key in keys:
@@ -110,7 +98,6 @@ def begin_load(holder: torch.Tensor, keys: Iterable[Key]) -> None:
 
 
 def end_load(holder: torch.Tensor) -> None:
-    """Reports that the announced assignment to ``holder`` was done."""
     uninitialized = getattr(holder, _MARK, None)
     if isinstance(uninitialized, UninitializedTensor) and uninitialized.partly:
         uninitialized.partly = False
@@ -118,7 +105,7 @@ def end_load(holder: torch.Tensor) -> None:
 
 
 def remaining_uninitialized(uninitialized: list[UninitializedTensor]) -> list[UninitializedTensor]:
-    """Removes from ``uninitialized`` those that have values by now, and returns the rest."""
+    """Removes those that have values by now, and returns the rest."""
     if uninitialized:
         for one in uninitialized:
             if one.is_initialized and getattr(one.holder, _MARK, None) is one:
@@ -128,7 +115,6 @@ def remaining_uninitialized(uninitialized: list[UninitializedTensor]) -> list[Un
 
 
 def require_initialized(holders: Iterable[torch.Tensor], doing: str) -> None:
-    """Raises RuntimeError if one of ``holders``, which ``doing`` needs, has no values yet."""
     marks = [getattr(holder, _MARK, None) for holder in holders]
     if found := [one for one in marks if isinstance(one, UninitializedTensor)]:
         require_all_initialized([("", found)], doing)
@@ -137,11 +123,9 @@ def require_initialized(holders: Iterable[torch.Tensor], doing: str) -> None:
 def require_all_initialized(
     labelled: Sequence[tuple[str, list[UninitializedTensor]]], doing: str
 ) -> None:
-    """Raises RuntimeError if a parameter or buffer of a model has no values yet.
+    """Raises RuntimeError if a parameter or buffer has no values yet.
 
-    Args:
-        labelled: for every FSDP unit the name of its module, and what waits for values.
-        doing: the operation that needs the values, for the message.
+    ``labelled``: for every unit the name of its module, and its tensors without values.
     """
     if is_simulated_rank():
         return
@@ -167,7 +151,7 @@ _REAL = "_xla_fsdp_real"
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether the module itself (not its children) has parameters or buffers without values."""
+    """Whether ``module`` itself (not its children) has tensors on the meta device."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and tensor.is_meta:
             return True
@@ -177,20 +161,13 @@ def is_on_meta(module: nn.Module) -> bool:
 def materialize(
     module: nn.Module, init_fn: Callable[[nn.Module], None] | None, waits: bool = False
 ) -> Iterator[nn.Module]:
-    """Initializes the submodules that are on the meta device, and yields each when it is ready.
+    """Initializes the submodules on the meta device, and yields every submodule, children first.
 
-    The caller may shard a submodule before it takes the next, so that the full model never exists.
-    Yields every submodule, also those that had values before, children first.
+    The caller may shard a submodule before it takes the next, so the full model never exists.
+    Wrappers, ignored modules and what is inside them are not changed. ``waits``: a submodule
+    without ``reset_parameters()`` gets values later, and does not raise.
 
-    Wrappers, ignored submodules and all modules inside them are not changed. With ``init_fn``, each
-    submodule whose own tensors are on meta is passed to it, and must have no meta tensors
-    afterwards. Without, its tensors are allocated on the CPU and its
-    ``reset_parameters()`` is called. A submodule without that method raises; with ``waits`` it gets
-    its values later. Parameters shared between submodules stay shared.
-
-    Raises:
-        RuntimeError: a submodule has no ``reset_parameters``, or has one that does not initialize a
-            parameter or a buffer, or ``init_fn`` left tensors on meta.
+    Raises RuntimeError if ``reset_parameters()`` or ``init_fn`` leaves a tensor without values.
     """
     for name, group in _groups(module, "", set()):
         allocated: list[_Allocated] = []
@@ -207,12 +184,7 @@ def materialize(
 def _groups(
     module: nn.Module, name: str, seen: set[nn.Module]
 ) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Submodules that must have their values at the same time, children before parents.
-
-    A module that initializes its own parameters may initialize those of its children too
-    (attention zeroes the bias of its output projection). So children without children stay in one
-    group with their parent.
-    """
+    """Submodules that get values together: modules may initialize their children's parameters."""
     if module in seen or is_wrapper(module) or is_ignored(module):
         return
     seen.add(module)
@@ -234,7 +206,7 @@ def _initialize(
     name: str,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> list[_Allocated]:
-    """Gives ``module`` values. Returns tensors to check once all of its group is initialized."""
+    """Gives ``module`` values. Returns tensors to check after its group."""
     before = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
     if init_fn is not None:
         init_fn(module)
@@ -242,7 +214,7 @@ def _initialize(
     else:
         allocated = _reset(module, name)
     for key, meta in before.items():
-        # A shared parameter occurs again, perhaps while another wrapper is built.
+        # A shared parameter occurs again.
         real = getattr(meta, _REAL, None)
         if real is None:
             real = module.get_parameter(key)
@@ -288,7 +260,7 @@ def _reset(module: nn.Module, name: str) -> list[_Allocated]:
 
 @dataclass
 class _Allocated:
-    """A tensor of ``module``, filled with a pattern that shows later whether it was initialized."""
+    """A tensor of ``module``, filled with a pattern that shows whether it gets initialized."""
 
     module: nn.Module
     described: str
@@ -306,7 +278,6 @@ class _Allocated:
         self.version = self.tensor._version
 
     def require_values(self) -> None:
-        """Raises RuntimeError if the tensor was not initialized."""
         if getattr(self.module, self.key) is not self.tensor:
             return
         values = self.tensor.detach()

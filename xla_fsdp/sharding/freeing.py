@@ -1,9 +1,7 @@
-"""Frees gathered parameters, and protects what autograd shares with them.
+"""Frees and refills gathered parameters.
 
-Only this module exchanges the data behind an XLA tensor, except for ``ranks/cpu/session.py`` below
-it, which marks tensors that an abort left without a value. An XLA tensor has no storage to release.
-It is freed by resizing it to one element: every reference to the tensor object then no longer holds
-the device buffer (or, while tracing, the pending computation).
+An XLA tensor has no storage to release: it is freed by replacing its data with one element. Only
+this module and ``ranks/cpu/session.py`` exchange the data behind an XLA tensor.
 """
 
 from __future__ import annotations
@@ -14,16 +12,14 @@ import torch
 
 from .. import xlac
 
-# See :func:`stamps`.
 Stamp = tuple[int, int]
 
 
 def stamps(tensors: Iterable[torch.Tensor]) -> list[Stamp]:
     """For each tensor a stamp that changes whenever its value changes.
 
-    On XLA, computations and ``.data = ...`` change the tensor's id, and copies into it change its
-    version. On the CPU, ``.data = ...`` changes its address; see ``cpu_offload.py`` for changes
-    that stamps miss there. Takes a fraction of a microsecond for each tensor.
+    On XLA, computations and ``.data = ...`` change the tensor's id, copies into it its version. On
+    the CPU, see ``cpu_offload.py`` for what stamps miss.
     """
     number = xlac.tensor_id
     with torch._C.DisableTorchFunction():  # CPU ranks intercept every torch function, this one too
@@ -37,9 +33,9 @@ def stamps(tensors: Iterable[torch.Tensor]) -> list[Stamp]:
 
 
 def free_(tensors: Iterable[torch.Tensor], placeholder: torch.Tensor) -> None:
-    """Resizes each tensor to one element, in place. ``placeholder`` is a one-element XLA tensor.
+    """Resizes each tensor to one element, in place; views and copies keep their values.
 
-    Views and copies taken earlier keep their values: on XLA they do not share data.
+    ``placeholder``: a one-element XLA tensor.
     """
     for tensor in tensors:
         _replace(tensor, placeholder)
@@ -52,11 +48,10 @@ def fill_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
 
 
 def assign_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Assigns new values of the same shape to tensors that are not freed. Autograd and views see
-    the change.
+    """Assigns values of the same shape to tensors that are not freed; autograd and views see it.
 
-    Functionalization must be notified too: otherwise tensors derived from one that was once changed
-    in place (``detach()``, and so every state dict) would keep the old value.
+    Without notifying functionalization, tensors derived from one that was once changed in place
+    would keep the old value.
     """
     with torch._C.DisableTorchFunctionSubclass():
         fill_(tensors, values)
@@ -68,7 +63,7 @@ def assign_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
 
 
 def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if tensor.is_inference():  # has no version counter
+    if tensor.is_inference():
         xlac.replace_data(tensor, value)
         return
     with torch.autograd._unsafe_preserve_version_counter(tensor):

@@ -1,10 +1,7 @@
 """Gathers shards into full parameters in the forward, reduces full gradients in the backward.
 
-One autograd node gathers all parameters of an FSDP unit for one forward. Autograd then does the
-bookkeeping: the node's backward runs after every use of every parameter has delivered its gradient,
-an unused parameter delivers ``None``, and the shard's ``.grad`` accumulates over forwards and
-backwards. Frozen parameters are not in the graph. What remains for this package is to communicate,
-and to free everything in between.
+One autograd node gathers all parameters of a unit. Its backward runs after all their gradients have
+been delivered, ``None`` for an unused parameter.
 """
 
 from __future__ import annotations
@@ -36,23 +33,13 @@ from .sharded_tensor import ShardedTensor
 if TYPE_CHECKING:
     from .state import FSDPState
 
-# -- the full parameter that a module has in a forward and its backward ----------------------------
-#
-# For autograd it is not a leaf, because it is computed from the shards. To code that uses it, it
-# behaves like the ``nn.Parameter`` that the module was built with: same class, ``requires_grad``,
-# attributes and hooks. Requests that only the shard can answer, or that can be answered only later,
-# raise.
-
 
 class Origin(NamedTuple):
     """The source of a full parameter: member ``member`` of ``tensor``.
 
     Attributes:
-        name: returns its dotted name.
-        alone: whether the tensor contains nothing else. A flat vector and a stack of scanned blocks
-            contain several parameters.
-        source: returns the pass that gathered it, as long as that exists; its number there is
-            ``number``.
+        alone: whether the tensor contains nothing else (it may be a flat vector or a stack).
+        source: returns the pass that gathered it, as long as that exists; ``number``: there.
     """
 
     tensor: ShardedTensor
@@ -64,14 +51,14 @@ class Origin(NamedTuple):
 
 
 class UnshardedParameter(torch.Tensor):
-    """A full parameter, made by :func:`make_unsharded`."""
+    """A full parameter in a forward and its backward: to users, the ``nn.Parameter`` of the module.
+
+    It is no leaf, because it is computed from shards; what only the shard can answer raises.
+    """
 
     _xla_fsdp_origin: Origin
     _is_param = True  # isinstance(it, nn.Parameter)
-    # Results of operations are plain tensors, as for a Parameter.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    # -- user attributes: stored where the sharded parameter stores them -------------------------
 
     def __getattr__(self, name: str) -> Any:
         if is_user_attribute(name):
@@ -81,7 +68,7 @@ class UnshardedParameter(torch.Tensor):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(getattr(type(self), name, None), "__set__"):  # of every tensor
+        if hasattr(getattr(type(self), name, None), "__set__"):
             super().__setattr__(name, value)
         else:
             origin = self._xla_fsdp_origin
@@ -92,11 +79,8 @@ class UnshardedParameter(torch.Tensor):
         origin = self._xla_fsdp_origin
         del origin.tensor.attributes_of(origin.member)[name]
 
-    # -- autograd ---------------------------------------------------------------------------------
-
     @property
     def requires_grad(self) -> bool:
-        """That of the sharded parameter, even if gradients are disabled."""
         return self._xla_fsdp_origin.tensor.shard.requires_grad
 
     @requires_grad.setter
@@ -104,11 +88,7 @@ class UnshardedParameter(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UnshardedParameter:
-        """Accepts only the current value, which changes nothing.
-
-        Raises:
-            RuntimeError: the call would change ``requires_grad``.
-        """
+        """Raises RuntimeError if the call would change ``requires_grad``."""
         if requires_grad is not self.requires_grad:
             raise RuntimeError(
                 f"requires_grad={requires_grad} was set on parameter "
@@ -120,21 +100,15 @@ class UnshardedParameter(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True, as for a parameter."""
         return True
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
-        """None, as for a parameter, although the graph leads to the shard."""
         return None
 
     @property
     def grad(self) -> None:
-        """None while there is no gradient.
-
-        Raises:
-            RuntimeError: the shard has a gradient, or a backward may be computing one.
-        """
+        """None; raises RuntimeError if the shard has, or a backward may compute, a gradient."""
         tensor = self._xla_fsdp_origin.tensor
         computing = torch._C._current_graph_task_id() != -1 and self.requires_grad
         if computing or tensor.shard.grad is not None or tensor.unreduced:
@@ -159,14 +133,14 @@ class UnshardedParameter(torch.Tensor):
         )
 
     def retain_grad(self) -> None:
-        """Changes nothing, as for every leaf."""
+        """Changes nothing."""
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """On the sharded parameter: called with the reduced gradient, in every backward."""
+        """On the sharded parameter: called with the reduced gradient."""
         return self._hooked("register_hook").register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """On the sharded parameter: called once its gradient is reduced, in every backward."""
+        """On the sharded parameter: called once its gradient is reduced."""
         name = "register_post_accumulate_grad_hook"
         return self._hooked(name).register_post_accumulate_grad_hook(hook)
 
@@ -180,8 +154,6 @@ class UnshardedParameter(torch.Tensor):
                 "without flatten_parameters, each block separately"
             )
         return origin.tensor.shard
-
-    # -- copies: plain parameters that are not sharded --------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -198,13 +170,12 @@ class UnshardedParameter(torch.Tensor):
 
 
 def make_unsharded(full: torch.Tensor, origin: Origin) -> None:
-    """Makes ``full``, the value of a parameter, behave like that parameter."""
     full.__class__ = UnshardedParameter
     full.__dict__["_xla_fsdp_origin"] = origin
 
 
 def _raise_if_registered(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
-    """Raises RuntimeError if a forward assigns a full parameter to another name or module."""
+    """Raises RuntimeError if a forward assigns a full parameter elsewhere."""
     if isinstance(parameter, UnshardedParameter) and parameter is not module._parameters.get(name):
         raise RuntimeError(
             f"a forward assigned its parameter {parameter._xla_fsdp_origin.name()!r} to the "
@@ -216,20 +187,15 @@ def _raise_if_registered(module: nn.Module, name: str, parameter: torch.Tensor |
 register_module_parameter_registration_hook(_raise_if_registered)
 
 
-# -- passes ----------------------------------------------------------------------------------------
-
-
 class ParameterState(enum.Enum):
     """Which parameters of a unit a pass stores in device memory."""
 
-    # Only the shards: the full tensors have one element each. With reshard_after_forward=<int>,
-    # the pieces of a `SecondaryShards` are stored too until the backward is over.
+    # The full tensors have one element each; a `SecondaryShards` may store pieces.
     SHARDED = enum.auto()
     UNSHARDED = enum.auto()  # the full parameters, in compute dtype
 
 
 def raise_changed_in_forward(name: str) -> NoReturn:
-    """Raises RuntimeError because a forward changed its parameter ``name``."""
     raise RuntimeError(
         f"the forward changed its parameter {name!r} (in place, through .data, or by an option "
         "such as Embedding's max_norm), but the full parameter is a temporary copy, so the change "
@@ -240,7 +206,6 @@ def raise_changed_in_forward(name: str) -> NoReturn:
 
 
 def raise_changed_before_backward(name: str) -> NoReturn:
-    """Raises RuntimeError because parameter ``name`` changed between forward and backward."""
     raise RuntimeError(
         f"parameter {name!r} was changed between a forward and its backward (by an optimizer step, "
         "a load or in place), but the backward needs the values that the forward used. Call "
@@ -251,13 +216,8 @@ def raise_changed_before_backward(name: str) -> NoReturn:
 class Pass:
     """One forward of a unit, until its backward is over.
 
-    The pass stores the tensor objects that the forward computed with. They stay in the autograd
-    graph as long as they exist; their values are freed and gathered again (see
-    :class:`ParameterState`).
-
-    Lifetime: the graph's saved recipes and output hooks refer to the pass, the pass refers to the
-    full tensors, and these to the gathering node, which has only a weak reference to the pass. So
-    everything is freed together with the graph, without the garbage collector.
+    References go from the graph to the pass, the full tensors, the gathering node, which has only
+    a weak one to the pass: all is freed with the graph, without the garbage collector.
     """
 
     def __init__(self, unit: FSDPState, secondary: SecondaryShards | None = None):
@@ -265,14 +225,12 @@ class Pass:
         self.secondary = secondary
         self.full: list[torch.Tensor] = []
         self.state = ParameterState.SHARDED
-        # Called at the end of every backward; the root wrapper's function finishes all units.
         self.on_backward_end: Callable[[], None] | None = None
-        # Stamps of the shards and of the full parameters at the gather: see :func:`stamps`.
+        # Taken at the gather.
         self._shard_stamps: dict[ShardedTensor, Stamp] = {}
         self._full_stamps: list[Stamp] = []
 
     def gather(self, events: Sequence[torch.Tensor]) -> None:
-        """Gathers the parameters for the forward, after ``events`` exist."""
         shards = self.unit.shards
         self.full = list(Gather.apply(self, events, *shards))
         source = weakref.ref(self)
@@ -286,11 +244,7 @@ class Pass:
         self._full_stamps = stamps(self.full)
 
     def require_full_unchanged(self) -> None:
-        """After the forward: raises RuntimeError if it changed one of its parameters.
-
-        Each rank has a separate copy, which is freed now: the change would be lost, and the
-        backward would compute with a different value than the forward.
-        """
+        """Raises RuntimeError if the forward changed a full parameter."""
         for index, (now, before) in enumerate(
             zip(stamps(self.full), self._full_stamps, strict=True)
         ):
@@ -298,35 +252,31 @@ class Pass:
                 raise_changed_in_forward(self.unit.name_of(index))
 
     def require_shards_unchanged(self, index: int | None = None) -> None:
-        """Raises RuntimeError if the shard of parameter ``index`` (``None``: any) has changed since
-        the forward gathered it, because the backward would compute with a different value."""
+        """Raises RuntimeError if shard ``index`` (``None``: any) changed since the gather."""
         for number in range(len(self.full)) if index is None else [index]:
             tensor, _ = self.unit.members[number]
             if stamps([tensor.shard]) != [self._shard_stamps[tensor]]:
                 raise_changed_before_backward(self.unit.name_of(number))
 
     def unshard(self, events: Sequence[torch.Tensor]) -> None:
-        """Gathers (``UNSHARDED``), after ``events`` exist; does nothing if it is gathered."""
+        """Gathers after ``events`` exist; does nothing if it is gathered."""
         if self.state is ParameterState.SHARDED:
             with torch.no_grad():
                 fill_(self.full, self.unit.gather(events, True, self.secondary))
             self.state = ParameterState.UNSHARDED
 
     def reshard(self) -> None:
-        """Frees the full parameters (``SHARDED``)."""
         if self.state is ParameterState.UNSHARDED:
             free_(self.full, self.unit.placeholder)
             self.state = ParameterState.SHARDED
 
     def finish(self) -> None:
-        """After the backward: frees the full parameters and the secondary copies."""
         self.reshard()
         if self.secondary is not None:
             self.secondary.pieces.clear()
 
     def value(self, index: int) -> torch.Tensor:
-        """Full parameter ``index``, detached. Gathers the unit if its backward has not started (its
-        outputs got no gradient, but a saved tensor of it is needed)."""
+        """Full parameter ``index``, detached; gathered here if its backward has not started."""
         self.require_shards_unchanged(index)
         self.unshard(())
         return self.full[index].detach()
@@ -336,13 +286,12 @@ _passes: ContextVar[tuple[Pass, ...]] = ContextVar("xla_fsdp_passes", default=()
 
 
 def computing_passes() -> tuple[Pass, ...]:
-    """The passes whose forward this thread is executing, outermost first."""
+    """The passes whose forward this thread executes, outermost first."""
     return _passes.get()
 
 
 @contextlib.contextmanager
 def computing(passes: tuple[Pass, ...]) -> Iterator[None]:
-    """Within, this thread also executes the forward of ``passes``."""
     token = _passes.set(_passes.get() + passes)
     try:
         yield
@@ -351,10 +300,7 @@ def computing(passes: tuple[Pass, ...]) -> Iterator[None]:
 
 
 class Gather(torch.autograd.Function):
-    """``apply(source, events, *shards)`` returns every full parameter of a unit.
-
-    Full parameters of frozen shards require no gradient.
-    """
+    """``apply(source, events, *shards)`` returns every full parameter of a unit."""
 
     @staticmethod
     def forward(
@@ -400,7 +346,7 @@ def _about_second_derivatives(unit: FSDPState) -> str:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """``apply(message, count, *gradients, *sources)`` returns the ``count`` gradients."""
+    """Identity of the first ``count`` of ``tensors``, whose backward raises."""
 
     @staticmethod
     def forward(
@@ -419,9 +365,7 @@ def without_second_derivative(
     sources: Sequence[torch.Tensor],
     message: Callable[[], str],
 ) -> list[torch.Tensor | None]:
-    """``gradients``, computed with ``create_graph=True`` if gradients are enabled now. Then a
-    backward through them, and one that asks for their gradients with respect to ``sources``, raise
-    RuntimeError with ``message``."""
+    """``gradients``, whose backward (with ``create_graph=True``) raises RuntimeError."""
     given = [gradient for gradient in gradients if gradient is not None]
     if not (torch.is_grad_enabled() and given):
         return list(gradients)
@@ -429,25 +373,13 @@ def without_second_derivative(
     return [None if gradient is None else next(marked) for gradient in gradients]
 
 
-# The class of the nodes that Gather creates in the graph.
 GatherNode = Gather._backward_cls
 
 
-# -- what autograd saves of a gathered parameter -------------------------------------------------
-#
-# Autograd does not save the value of a gathered parameter, but how to get it again. Operators save
-# their inputs for the backward. If an input is a gathered parameter, or a view or a cast of one
-# (``weight.t()`` in a linear layer, ``weight.to(bfloat16)`` under autocast, a chunk of a fused
-# projection), the saved tensor would keep the full parameter in memory until the backward. So a
-# recipe is saved instead: which parameter, and which casts and views of it. When the backward needs
-# the tensor, the recipe is applied to the parameter, which is gathered again.
-#
-# A view refers to its base, and can be replayed on another tensor. A cast does not refer to its
-# input, and autocast casts inside other operators, so the cast operator itself records the input on
-# its result. Neither needs an autograd graph, so frozen parameters are recognized too.
+# Saved for the backward, full parameters, their views and casts would stay in memory: recipes are
+# saved instead. A view refers to its base and can be replayed; a cast's input is recorded.
 
-# A cast to a dtype, or a view of a tensor on the meta device, which uses no memory. (A view on XLA
-# keeps its base and each view in between alive, although they share no data.)
+# A dtype to cast to, or a view of a meta tensor: a view on XLA keeps its base alive.
 Step = torch.dtype | torch.Tensor
 
 
@@ -470,7 +402,6 @@ class Recipe:
         return value
 
 
-# Set on the result of a cast: a `_Cast`.
 _CAST = "_xla_fsdp_cast"
 
 
@@ -489,10 +420,9 @@ class _Cast:
 
 @contextlib.contextmanager
 def parameters_saved_as_recipes() -> Iterator[None]:
-    """Within, autograd saves gathered parameters, their views and their casts as recipes.
+    """Within, autograd saves gathered parameters, their views and casts as recipes.
 
-    Every other tensor is passed to the saved-tensor hooks that were active before (for activation
-    offloading, say), or is saved itself.
+    Other tensors go to the saved-tensor hooks that were active before, if any.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is not None and outer[0] is _pack:
@@ -539,7 +469,7 @@ def _delegating(outer_pack: Callable, outer_unpack: Callable) -> tuple[Callable,
 
 
 def recipe_of(tensor: torch.Tensor) -> Recipe | None:
-    """How to rebuild ``tensor`` from a full parameter, or ``None`` if it does not come from one."""
+    """How to rebuild ``tensor`` from a full parameter; ``None`` if it does not come from one."""
     viewed = tensor._base
     base = tensor if viewed is None else viewed
     steps: tuple[Step, ...]
@@ -551,15 +481,13 @@ def recipe_of(tensor: torch.Tensor) -> Recipe | None:
         if cast is None:
             return None
         source, index, steps = cast.source(), cast.index, cast.steps
-    # If the pass is gone, there are no values to rebuild from, and its tensors belong to the user.
-    # A tensor that was changed in place cannot be rebuilt from its recipe.
+    # Without its pass, and after a change in place, a tensor cannot be rebuilt.
     if source is None or tensor._version:
         return None
     return Recipe(source, index, steps if viewed is None else (*steps, _on_meta(tensor, viewed)))
 
 
 def _on_meta(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """``view`` as a view on the meta device: of a meta tensor like ``base``."""
     empty = torch.empty(base.shape, dtype=base.dtype, device="meta")
     with torch.no_grad(), _force_original_view_tracking(True):
         try:
@@ -574,8 +502,6 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class _Contiguous(TorchDispatchMode):
-    """Within, views on the meta device are contiguous."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -585,12 +511,12 @@ class _Contiguous(TorchDispatchMode):
         )
 
 
-# The operator behind every cast on XLA devices, whoever calls it. Called with its dispatch keys.
+# Behind every cast on XLA devices. Called with its dispatch keys.
 _cast = torch.library.get_kernel("aten::_to_copy", "AutogradXLA")
 
 
 def _noted_cast(keys: Any, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The cast operator, which records on its result the full parameter that it casts."""
+    """Casts, and records on the result the full parameter that it casts."""
     result = _cast.call_boxed(keys, tensor, **options)
     made = recipe_of(tensor)
     if made is not None and result.device == tensor.device:

@@ -1,11 +1,7 @@
-"""Ignored modules and parameters: the user excluded them from sharding, so every rank has them all.
+"""Ignored modules and parameters, which are replicated on every rank.
 
-As in torch FSDP1, they are not gathered, cast or initialized, and their gradients are not reduced.
-Unlike in FSDP1, they are moved to the device of the shards, where the forward needs them, and
-``average_ignored_gradients`` averages their gradients as the reduction does for shards.
-
-An ignored module or parameter is marked, so that the wrappers inside and around the wrapper that
-received the option recognize it too.
+As in torch FSDP1, they are not gathered, cast, initialized or reduced. Unlike there, they move to
+the shards' device, and ``average_ignored_gradients`` averages their gradients.
 """
 
 from __future__ import annotations
@@ -21,17 +17,14 @@ from ..names import dotted, is_wrapper
 from .shard_reductions import norm_of_replicated
 from .sharded_tensor import sharded_tensor_of
 
-# Set on an ignored module: its id, which differs for a copy. Set on an ignored parameter: its
-# IgnoredMark.
+# On a module: its id, which differs for a copy. On a parameter: its IgnoredMark.
 _MARK = "_xla_fsdp_ignored"
 
 
 class IgnoredGradient(torch.Tensor):
     """The gradient of an ignored parameter, computed from this rank's batch.
 
-    It behaves like a plain tensor, except that in a list of norms (when gradients are clipped) its
-    norm is the mean of the powers of all ranks. So all ranks scale by the same coefficient, even
-    before the gradients are averaged.
+    In a list of norms it counts as the mean of all ranks' powers, so that all scale it equally.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
@@ -59,7 +52,6 @@ class IgnoredParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's gradient."""
         found = _GRAD.__get__(self)
         if type(found) is torch.Tensor and xr.world_size() > 1:
             found.__class__ = IgnoredGradient
@@ -78,7 +70,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class IgnoredMark:
-    """The mark of an ignored parameter. ``averaged``: whether we ever averaged its gradient."""
+    """``averaged``: whether the gradient of the parameter was ever averaged."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -90,11 +82,11 @@ def mark_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_parameters: Iterable[nn.Parameter] | None,
 ) -> None:
-    """Checks the options of these names against ``module``, and marks what they name.
+    """Marks ``ignored_modules`` and ``ignored_parameters``.
 
     Raises:
-        ValueError: an ignored object is not in ``module``, is the module itself or a wrapper, is
-            sharded already, or has no values.
+        ValueError: one is not in ``module``, is ``module`` or a wrapper, is sharded already, or has
+            no values.
     """
     modules, parameters = tuple(ignored_modules or ()), tuple(ignored_parameters or ())
     _require_inside(module, modules, parameters)
@@ -114,17 +106,15 @@ def mark_ignored(
 
 
 def is_ignored(module: nn.Module) -> bool:
-    """Whether a wrapper ignores ``module``."""
     return vars(module).get(_MARK) == id(module)
 
 
 def ignored_mark_of(parameter: object) -> IgnoredMark | None:
-    """The mark of an ignored parameter; ``None`` for other parameters."""
     return getattr(parameter, _MARK, None)
 
 
 def restore_ignored_marks(parameters: Iterable[nn.Parameter]) -> None:
-    """Marks copies of ignored parameters, which have lost their marks."""
+    """Marks copies of ignored parameters again."""
     for parameter in parameters:
         if ignored_mark_of(parameter) is None:
             _mark(parameter)
@@ -139,8 +129,7 @@ def _mark(parameter: nn.Parameter) -> None:
 def move_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.Parameter]:
     """Moves the ignored parameters that ``module`` itself has to ``device``; the objects stay.
 
-    Raises:
-        RuntimeError: a parameter cannot be moved because something else refers to it.
+    Raises RuntimeError if something else refers to one.
     """
     found = []
     for name, parameter in module._parameters.items():
@@ -166,15 +155,11 @@ def move_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.
 
 
 def as_list(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The values of the option ``name`` as a list, all of ``kinds``; empty for ``None``.
-
-    Raises:
-        TypeError: the option is not an iterable of ``kinds``.
-    """
+    """The values of the option ``name``; raises TypeError unless all are of ``kinds``."""
     if given is None:
         return []
     wanted = " or ".join(f"torch.nn.{one.__name__}" for one in kinds)
-    # One can iterate over a tensor or a ModuleList, but a tensor is not accepted as a list.
+    # A tensor is iterable, but not accepted as a list.
     if isinstance(given, (str, bytes, torch.Tensor)) or not isinstance(given, Iterable):
         raise TypeError(f"{name} must be an iterable of {wanted}, got {_shown(given)}. Pass a list")
     values = list(given)
@@ -185,7 +170,7 @@ def as_list(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    # Do not show the values of a parameter (they may be on the device), nor long module reprs.
+    # Do not show values of a parameter (they may be on the device), nor long module reprs.
     long = isinstance(value, (torch.Tensor, nn.Module))
     return type(value).__name__ if long else repr(value)
 
@@ -235,7 +220,6 @@ def _require_inside(
 
 
 def _outside_wrappers(module: nn.Module) -> Iterable[nn.Module]:
-    """``module`` and all modules inside it, without wrappers and the modules inside them."""
     if not is_wrapper(module):
         yield module
         for child in module.children():

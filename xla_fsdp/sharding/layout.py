@@ -1,16 +1,9 @@
 """Cuts parameters into shards and puts them together again, in plain torch.
 
-A *layout* says how one stored tensor (a parameter, or several flattened one after the other) is
-split over ``size`` ranks. Shape letters in the comments: ``n`` elements, ``p`` elements with
-padding, ``c = p / size`` elements a rank.
-
-Layout ``flat``: the elements in order, zero-padded to a multiple of ``size * 128``. Rank ``r``
-stores elements ``r*c .. (r+1)*c``. If these are complete rows of a matrix that fill TPU vector
-registers (8 sublanes of 128 lanes), shards are sent as such rows, and a gathered matrix needs no
-copy before its use. Otherwise they are sent as ``(c/128, 128)``. The compiler makes a
-reduce-scatter of both shapes; for a vector it would make an all-reduce.
-
-Layout ``dim0``: rows, zero-padded to a multiple of ``size``; the other dimensions stay.
+``flat``: the elements in order, zero-padded to a multiple of ``size * 128``, sent as rows of the
+matrix if these fill TPU vector registers, so that a gathered matrix needs no copy, else as
+``(n, 128)``: for a vector the compiler would make an all-reduce. ``dim0``: rows, zero-padded to a
+multiple of ``size``.
 """
 
 from __future__ import annotations
@@ -32,8 +25,6 @@ SUBLANES = 8
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter inside a stored tensor: its shape, and where its elements start."""
-
     shape: tuple[int, ...]
     offset: int
 
@@ -44,7 +35,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one stored tensor is split over the ranks. ``kind`` is ``"flat"`` or ``"dim0"``."""
+    """How a stored tensor, one parameter or several, is split over ``size`` ranks.
+
+    ``kind``: ``"flat"`` or ``"dim0"``.
+    """
 
     kind: str
     members: tuple[Member, ...]
@@ -52,7 +46,6 @@ class Layout:
 
     @classmethod
     def flat(cls, shapes: Sequence[torch.Size], size: int) -> Layout:
-        """Members of the given shapes, joined one after the other into one vector."""
         members: list[Member] = []
         offset = 0
         for shape in shapes:
@@ -62,17 +55,16 @@ class Layout:
 
     @classmethod
     def rows(cls, shape: torch.Size, size: int) -> Layout:
-        """One parameter, split along dimension 0."""
         return cls("dim0", (Member(tuple(shape), 0),), size)
 
     @cached_property
     def numel(self) -> int:
-        """The number of elements without padding."""
+        """Without padding."""
         return self.members[-1].offset + self.members[-1].numel
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of the shards of all ranks put together."""
+        """Of the shards of all ranks put together."""
         if self.kind == "dim0":
             rows, *rest = self.members[0].shape
             return (math.ceil(rows / self.size) * self.size, *rest)
@@ -85,7 +77,7 @@ class Layout:
 
     @cached_property
     def comm_shape(self) -> tuple[int, ...]:
-        """The shape in which a shard is gathered, and in which a gradient shard arrives."""
+        """The shape in which a shard is gathered and a gradient shard arrives."""
         if self.kind == "dim0":
             return self.shard_shape
         if len(self.members) == 1 and len(self.members[0].shape) == 2:
@@ -95,11 +87,7 @@ class Layout:
         return (self.shard_shape[0] // LANES, LANES)
 
     def cut(self, values: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-        """This rank's shard of the full ``values`` (one tensor for each member); a copy.
-
-        Only the members that reach into the shard are read, so cutting a vector of many large
-        parameters does not build that vector.
-        """
+        """A rank's shard of the full ``values``, one a member; never joins all of them."""
         if self.kind == "dim0":
             rows = self.shard_shape[0]
             kept = values[0][rank * rows : (rank + 1) * rows]
@@ -114,11 +102,9 @@ class Layout:
         return torch.cat([*pieces, values[0].new_zeros(length - filled)])
 
     def pieces(self, rank: int) -> list[tuple[int, int, int]]:
-        """The part of each member that a rank's shard contains: elements ``begin .. end`` of the
-        flattened member, at position ``at`` of the flattened shard; ``begin == end`` if none.
+        """Each member's part in a rank's shard: ``(begin, end, at)``, ``(0, 0, 0)`` if none.
 
-        Example: two ranks, shards of 128 elements, members of 100 and 60. Rank 0 has
-        ``(0, 100, 0)`` and ``(0, 28, 100)``, rank 1 ``(0, 0, 0)`` and ``(28, 60, 0)``.
+        Elements ``begin .. end`` of the flattened member are at ``at`` in the flattened shard.
         """
         length = math.prod(self.shard_shape)
         first = rank * length
@@ -132,7 +118,7 @@ class Layout:
     def split(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """The full values of the members, from the shards of all ranks in ``comm_shape``.
 
-        The results are not views: freeing one must free its memory even while another lives.
+        No views: freeing one must free its memory even while another lives.
         """
         if self.kind == "dim0":
             (member,) = self.members
@@ -151,10 +137,9 @@ class Layout:
         return full
 
     def join(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Full gradients (one for each member, ``None`` for zero) in the reduce-scatter's layout.
+        """Full gradients, one a member, as ``(size * comm_shape[0], ...)`` for the reduce-scatter.
 
-        Returns ``(size * comm_shape[0], ...)``, zero in the padding. At least one gradient must be
-        given.
+        ``None`` stands for zero; at least one must be given. The padding is zero.
         """
         like = next(grad for grad in grads if grad is not None)
         if self.kind == "dim0":
@@ -174,12 +159,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The properties of a sharded tensor that the communication plan needs.
+    """What the communication plan needs of a sharded tensor.
 
-    Attributes:
-        key: its name in the unit.
-        dtype: the dtype of the stored shard.
-        wide: computed in the dtype of the shard, whatever ``compute_dtype`` is.
+    ``wide``: computed in the dtype of the shard, whatever ``compute_dtype`` is.
     """
 
     key: str
@@ -188,19 +170,15 @@ class TensorSpec:
     wide: bool = False
 
     def compute_dtype(self, asked: torch.dtype | None) -> torch.dtype:
-        """The dtype in which its members compute, if the option ``compute_dtype`` is ``asked``."""
         return computed_in(self.dtype, None if self.wide else asked)
 
 
 def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a parameter computes that is stored in ``stored``, if ``compute_dtype`` is
-    ``asked`` (``None``: the stored dtype)."""
+    """The dtype in which a parameter in ``stored`` computes if ``compute_dtype`` is ``asked``."""
     return asked if asked is not None and stored.is_floating_point else stored
 
 
-# -- the spec of a sharded tensor ------------------------------------------------------------------
-
-# Positions from here on do not fit int32, which is faster than int64 on TPUs.
+# Positions from here on need int64, which is slower on TPUs.
 _INT32 = 1 << 31
 
 
@@ -210,14 +188,10 @@ class ShardedParameterError(RuntimeError):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a local part relates to the full tensor.
-
-    Two tensors with equal specs have the same elements of tensors of the same shape, so elementwise
-    operations on them need no communication.
+    """How a local part relates to the full tensor; equal specs need no communication.
 
     Attributes:
         layout: how the full tensor is cut; for a stack, the layout of one block.
-        world: the ranks that share it.
         depth: for a stack of scanned blocks the number of blocks, else 0.
         flat: whether it is a vector of several parameters, ``flatten_parameters``.
         owner: provides the name; ignored when specs are compared.
@@ -234,18 +208,17 @@ class ShardSpec:
 
     @property
     def name(self) -> str:
-        """The name of the parameter in its wrapper."""
         owner = None if self.owner is None else self.owner()
         return "of a model that no longer exists" if owner is None else str(owner.name)
 
     @property
     def several(self) -> bool:
-        """Whether the tensor contains more than one parameter."""
+        """Whether it contains more than one parameter."""
         return self.depth > 1 or len(self.layout.members) > 1
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the full tensor."""
+        """Of the full tensor."""
         if self.flat:
             return torch.Size((self.layout.numel,))
         shape = self.layout.members[0].shape
@@ -253,26 +226,22 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of this rank's part."""
+        """Of this rank's part."""
         shape = self.layout.shard_shape
         return torch.Size((self.depth, *shape) if self.depth else shape)
 
     @property
     def numel(self) -> int:
-        """The number of elements of the full tensor."""
+        """Of the full tensor."""
         return self.layout.numel * max(self.depth, 1)
 
     @property
     def padded(self) -> bool:
-        """Whether some rank has padding: elements that belong to no parameter."""
+        """Whether some rank has padding."""
         return math.prod(self.layout.padded_shape) != self.layout.numel
 
     def inside(self, local: torch.Tensor) -> torch.Tensor:
-        """A mask: for each element of ``local``, whether it belongs to the full tensor.
-
-        Padding is at different positions on each rank. The rank is data, so that all ranks have the
-        same program.
-        """
+        """A mask of the elements of ``local`` that are no padding; one program for all ranks."""
         length, size = math.prod(self.layout.shard_shape), self.world.size
         dtype = torch.int32 if size * length < _INT32 else torch.int64
         position = torch.arange(length, dtype=dtype, device=local.device)
@@ -284,7 +253,7 @@ class ShardSpec:
         return inside.expand(self.local_shape) if self.depth else inside
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Gathers the full tensor from ``local`` on all ranks, on this rank's device."""
+        """The full tensor, on this rank's device; collective."""
         layout, size = self.layout, self.world.size
         if not layout.numel:
             return local.new_zeros(self.shape)
@@ -295,7 +264,7 @@ class ShardSpec:
         return full[:, : self._length].reshape(self.shape)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``full``, on the device of ``full``."""
+        """This rank's part of ``full``, on its device."""
         layout, blocks = self.layout, max(self.depth, 1)
         if not layout.numel:
             return full.new_zeros(self.local_shape)
@@ -313,12 +282,11 @@ class ShardSpec:
 
     @property
     def _length(self) -> int:
-        """The length of a block's full tensor, without padding, in the first dimension."""
+        """Of a block's full tensor in the first dimension."""
         return self.layout.members[0].shape[0] if self.layout.kind == "dim0" else self.layout.numel
 
 
 def unsupported(operation: str, spec: ShardSpec, why: str = "") -> ShardedParameterError:
-    """The error of ``operation``, which needs more than one rank's part of a parameter."""
     module = spec.name.rpartition(".")[0] or "the module"
     why = why or "this rank has only its shard"
     return ShardedParameterError(
@@ -336,12 +304,11 @@ def unsupported(operation: str, spec: ShardSpec, why: str = "") -> ShardedParame
     )
 
 
-# Set on a sharded tensor: its ShardSpec.
 SPEC = "_xla_fsdp_spec"
 
 
 def spec_of(value: Any) -> ShardSpec | None:
-    """The spec of ``value``; ``None`` if it is not a sharded tensor."""
+    """The spec of ``value``; ``None`` if it is not sharded."""
     if not isinstance(value, torch.Tensor):
         return None
     found: ShardSpec | None = value.__dict__.get(SPEC)

@@ -14,12 +14,12 @@ from .sharded_parameter import ShardedValue, as_sharded
 from .sharded_tensor import ShardedTensor, sharded_tensor_of
 from .unit import NamedUnits
 
-# Set on a wrapper while it loads: the list of load errors.
+# On a wrapper while it loads.
 _ERRORS = "_xla_fsdp_load_errors"
 
 FORMAT, VERSION = "xla_fsdp", 1
 
-# Parts of the names in state dicts of torch_xla.distributed.fsdp.
+# In state dicts of torch_xla.distributed.fsdp.
 _INTREE_SHARD = "_fsdp_shard"
 _INTREE_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 _INTREE_FLATTENED = "_fpw_module."
@@ -28,8 +28,7 @@ _INTREE_FLATTENED = "_fpw_module."
 def shard_metadata(units: NamedUnits) -> dict[str, Any]:
     """The result of ``get_shard_metadata``; the README of ``consolidate`` describes the format.
 
-    ``units``: the FSDP units of a wrapper, the outermost first. Names are relative to that wrapper;
-    a parameter with several names lists all of them.
+    Names are relative to the first of ``units``, the outermost.
     """
     keys: dict[ShardedTensor, str] = {}
     buffers: dict[str, str] = {}
@@ -39,7 +38,6 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
         for name, dtype in unit.buffer_dtypes.items():
             buffers[dotted(path, name)] = str(dtype).removeprefix("torch.")
     parameters = {
-        # A flattened vector is stored under its own name, a parameter under its first name.
         keys.get(tensor, members[0][0]): _described(tensor.layout, members)
         for tensor, members in sharded_names(units).items()
         if any(members)  # otherwise the module has been removed since
@@ -56,7 +54,6 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
 
 
 def sharded_names(units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
-    """The names of every member of every sharded tensor of ``units``."""
     names: dict[ShardedTensor, list[list[str]]] = {}
     for path, unit in units:
         for tensor in unit.tensors:
@@ -86,11 +83,11 @@ def _described(layout: Layout, names: list[list[str]]) -> dict[str, Any]:
 def clean_state_dict_keys(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """State-dict hook: ``prefix + "_fsdp_wrapped_module.x"`` becomes ``prefix + "x"``."""
+    """State-dict hook: removes ``_fsdp_wrapped_module.`` after ``prefix``."""
     export_local_tensors(module, state_dict, prefix, local_metadata)
     inside = prefix + WRAPPED_PREFIX
     for key in list(state_dict):
-        # Every key is removed and inserted again, so that the order stays the same.
+        # Every key is inserted again, so that the order stays the same.
         value = state_dict.pop(key)
         state_dict[prefix + key[len(inside) :] if key.startswith(inside) else key] = value
 
@@ -107,7 +104,7 @@ def export_local_tensors(
 
 @names_hook
 def import_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Load hook of each module with shards: accepts plain tensors of a shard's shape as shards."""
+    """Load hook of each module with shards: accepts plain tensors of a shard's shape."""
     for name, shard in module._parameters.items():
         value, spec = state_dict.get(prefix + name), spec_of(shard)
         if spec is None or not isinstance(value, torch.Tensor):
@@ -138,15 +135,12 @@ def restore_state_dict_keys(
         "the shards that the wrapper gathers",
         lambda name: name if name in own else WRAPPED_PREFIX + name,
     )
-    import_local_tensors(module, state_dict, prefix)  # flattened vectors
+    import_local_tensors(module, state_dict, prefix)
     module.__dict__[_ERRORS] = errors
 
 
 def _note_order(module: nn.Module, keys: list[str]) -> None:
-    """Records the order of parameters in a checkpoint of torch_xla's class: it lists a wrapper's
-    direct parameters before those of inner wrappers, and the optimizer states saved with it number
-    parameters in that order. Only our outermost wrapper sees the original keys, because it passes
-    renamed keys to inner ones."""
+    """Marks parameters that torch_xla's class, and its optimizer states, have in another order."""
     theirs = dict.fromkeys(intree_name(key) for key in keys if _INTREE_SHARD in key)
     if not theirs:
         return
@@ -163,8 +157,7 @@ def _note_order(module: nn.Module, keys: list[str]) -> None:
 def require_copying(
     state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], holders: str
 ) -> None:
-    """Raises ValueError if a load would assign tensors in place of ``holders``."""
-    # torch records this in the metadata of the state dict, which the next load may receive again.
+    # The next load may receive the same metadata again.
     assigns = local_metadata.pop("assign_to_params_buffers", False)
     if assigns and any(key.startswith(prefix) for key in state_dict):
         raise ValueError(
@@ -180,11 +173,7 @@ def rename_loaded(
     holders: str,
     renamed: Callable[[str], str],
 ) -> None:
-    """For load hooks: replaces each key with ``prefix`` by ``renamed`` of its clean name.
-
-    Raises:
-        ValueError: the load would assign tensors in place of ``holders`` instead of copying.
-    """
+    """For load hooks: replaces each key with ``prefix`` by ``renamed`` of its clean name."""
     require_copying(state_dict, prefix, local_metadata, holders)
     for key in list(state_dict):
         if key.startswith(prefix):
@@ -194,16 +183,16 @@ def rename_loaded(
 
 @names_hook
 def clean_reported_keys(module: nn.Module, incompatible: tuple[list[str], list[str]]) -> None:
-    """Load hook: reports missing, unexpected and mismatched keys under their clean names."""
+    """Load hook: reports missing, unexpected and mismatched keys under clean names."""
     for names in (*incompatible, module.__dict__.pop(_ERRORS, [])):
         names[:] = [name.replace(WRAPPED_PREFIX, "") for name in names]
 
 
 def intree_name(key: str) -> str:
-    """The dotted parameter name of a state-dict key of ``torch_xla.distributed.fsdp``.
+    """The parameter name of a state-dict key of ``torch_xla.distributed.fsdp``.
 
     ``_fsdp_wrapped_module.0._fsdp_shard<S>_fsdp_wrapped_module<S>_fpw_module<S>fc<S>weight``,
-    ``<S>`` being a separator, is ``0.fc.weight``. Clean names are returned as they are.
+    ``<S>`` being a separator, is ``0.fc.weight``.
     """
     key = key.replace(_INTREE_SEPARATOR, ".").replace(f"{_INTREE_SHARD}.", "")
     return key.replace(WRAPPED_PREFIX, "").replace(_INTREE_FLATTENED, "")

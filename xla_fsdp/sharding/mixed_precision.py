@@ -1,4 +1,4 @@
-"""``mixed_precision``: torch FSDP's names for the dtypes of a wrapper."""
+"""``mixed_precision``: the dtypes of a wrapper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in float32 if its dtype is a narrower floating-point dtype."""
     return tensor.float() if tensor.dtype in NARROW else tensor
 
 
@@ -29,19 +28,14 @@ class MixedPrecision:
         param_dtype: the dtype in which parameters are gathered and used; ``compute_dtype``.
         reduce_dtype: the dtype in which gradients are reduced: ``param_dtype`` (default), or
             ``torch.float32``, which means ``fp32_reduce_scatter``.
-        buffer_dtype: the dtype of floating-point buffers. Default: they keep their dtype (with
-            ``compute_dtype`` alone they are cast to it).
-        keep_low_precision_grads: after a backward, gradients have ``param_dtype`` instead of the
-            dtype of their shard. For optimizers that support this: torch's SGD, Adagrad and RMSprop
-            (without ``foreach=True``) do, its Adam and AdamW raise.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype`` in every wrapper that
-            has this policy.
-        cast_root_forward_inputs: cast them in the outermost wrapper, whatever
-            ``cast_forward_inputs`` is.
-        _module_classes_to_ignore: classes of modules that compute in the dtype in which their
-            parameters are stored. Their parameters and buffers are not cast, 16-bit inputs become
-            float32, and outputs get the dtype of the inputs. This works without
-            ``auto_wrap_policy`` too, and these modules get no separate FSDP units or collectives.
+        buffer_dtype: the dtype of floating-point buffers. Default: unchanged.
+        keep_low_precision_grads: gradients have ``param_dtype``, not the dtype of their shard.
+            torch's SGD, Adagrad and RMSprop (without ``foreach=True``) support this, its Adam and
+            AdamW raise.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype`` in every wrapper.
+        cast_root_forward_inputs: cast them in the outermost wrapper in any case.
+        _module_classes_to_ignore: classes that are not cast: their 16-bit inputs become float32,
+            and outputs get the dtype of the inputs. They get no separate FSDP units.
     """
 
     param_dtype: torch.dtype | None = None
@@ -69,8 +63,7 @@ class MixedPrecision:
 
 
 def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence[str]) -> None:
-    """Raises ValueError if an attribute of ``policy`` is not a bool or not a supported dtype, or if
-    its ``reduce_dtype`` is incompatible with its ``param_dtype``."""
+    """Raises ValueError for a wrong flag or dtype of ``policy``, or incompatible dtypes."""
     kind = type(policy).__name__
     for name in flags:
         value = getattr(policy, name)
@@ -89,16 +82,8 @@ def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence
         )
 
 
-# -- modules that compute in float32 within a unit that computes in a narrower dtype ---------------
-#
-# torch FSDP makes each module of ``_module_classes_to_ignore`` a unit with separate collectives.
-# Here its parameters are gathered together with those of the surrounding unit, in the dtype in
-# which they are stored (see ``comm_plan.py``), and its inputs and outputs are cast.
-
-
 def full_precision_modules(policy: MixedPrecision, modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The ``modules`` whose parameters and buffers are not cast: instances of the classes that
-    ``policy`` names, and all modules inside them."""
+    """Instances of the policy's classes, and all modules inside them."""
     classes, found = tuple(policy._module_classes_to_ignore), set[nn.Module]()
     for module in modules:
         if isinstance(module, classes):
@@ -107,12 +92,7 @@ def full_precision_modules(policy: MixedPrecision, modules: Iterable[nn.Module])
 
 
 def compute_in_float32(policy: MixedPrecision, modules: Iterable[nn.Module]) -> None:
-    """Makes every instance among ``modules`` of the classes that ``policy`` names compute in
-    float32.
-
-    16-bit floating-point inputs become float32, and outputs get the dtype of the inputs.
-    ``SyncBatchNorm`` already computes in float32 internally, so its inputs are not cast.
-    """
+    """Casts inputs of the policy's modules to float32 and outputs back, except SyncBatchNorm's."""
     if policy.param_dtype not in NARROW:
         return
     classes = tuple(policy._module_classes_to_ignore)
@@ -127,7 +107,6 @@ def compute_in_float32(policy: MixedPrecision, modules: Iterable[nn.Module]) -> 
 
 
 def is_float32_hook(hook: object) -> bool:
-    """Whether :func:`compute_in_float32` has registered ``hook``."""
     return isinstance(getattr(hook, "__self__", hook), _Float32Hooks)
 
 

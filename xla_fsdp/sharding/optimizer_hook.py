@@ -1,21 +1,4 @@
-"""Checks around optimizer steps: one hook for mistakes that the type of a shard cannot detect.
-
-The import of this module registers the hook.
-
-| problem | detected by | action |
-|---|---|---|
-| made before ``module.to(device)``, which replaces parameters | marks of ``moves.py`` | raises |
-| made before wrapping | the parameter is not the shard of its sharded tensor | raises |
-| state loaded by position, weights of torch_xla's class | a mark on the sharded tensor | raises |
-| a step before a load has given values | ``deferred_values.py`` | raises |
-| gradients that ``no_sync`` stores | a counter in the sharded tensor | raises |
-| gradients of this rank only | parameters outside of every FSDP unit | warns once |
-| steps without ``torch_xla.sync()`` | a shard whose value is not computed yet | warns once |
-| plain local tensors in loaded state | they have the shape of the shard | get the shard's type |
-| a loop over parameters where lists give the same | ``foreach`` is None | set for this step |
-| ``fused=True`` with parameters on XLA | the groups | unset, with a warning |
-| shards on the host | the sharded tensor has a copy on the device | sent as soon as they are new |
-"""
+"""Checks around every optimizer step, in hooks that the import of this module registers."""
 
 from __future__ import annotations
 
@@ -46,19 +29,17 @@ from .sharded_parameter import as_sharded, local
 from .sharded_tensor import require_reduced, sharded_tensor_of, sharded_tensors_of
 from .user_checks import WARNED
 
-# Set on an optimizer: how many parameters it had when it was checked.
+# Attributes of an optimizer. How many parameters it had when it was checked.
 _CHECKED = "_xla_fsdp_parameters_checked"
-# Set on an optimizer: its state was loaded by parameter name.
+# Its state was loaded by parameter name.
 _BY_NAME = "_xla_fsdp_by_name"
-# Set on an optimizer: for each current step (the steps of a plan are nested) the groups that use
-# ``foreach`` until it ends. A step that raised leaves it set, which changes no value.
+# For each current step (a plan nests them) the groups that use ``foreach`` until it ends.
 _CHOSEN = "_xla_fsdp_foreach"
-# Set on an optimizer: how many of its last steps have not run; None after the warning.
+# How many of its last steps have not run; None after the warning.
 _PENDING = "_xla_fsdp_pending_steps"
 # More than a script traces into one program on purpose.
 _MANY = 8
-# Optimizers of torch whose ``foreach`` results are bit-identical and take half the host time
-# (benchmarks/LOG.md). Those of Adagrad, NAdam, RAdam, ASGD and Rprop are not identical.
+# ``foreach`` is bit-identical and takes half the host time (benchmarks/LOG.md); not so for others.
 _SAME = (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, optim.Adamax)
 
 
@@ -83,7 +64,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    # Restore the user's choice, so that a saved state contains it too.
+    # A saved state must contain the user's choice.
     begun = optimizer.__dict__.get(_CHOSEN)
     for group in begun.pop() if begun else ():
         group["foreach"] = None
@@ -97,23 +78,17 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
                 # torch's fused kernels do not increase the version of what they change.
                 torch.autograd.graph.increment_version(parameter)
                 copies.append(sharded.copy)
-    for copy in copies:  # sent while the host makes the next batch and traces the next step
+    for copy in copies:
         if copy.held is not None:  # streamed copies are sent when their wrapper computes
             copy.send()
 
 
-# -- checks ------------------------------------------------------------------------------------
-
-
 def state_is_by_name(optimizer: Optimizer) -> None:
-    """Records that the optimizer state was loaded by parameter name, so its order is right."""
     optimizer.__dict__[_BY_NAME] = True
 
 
 def _require_current_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if the optimizer has parameters from before the move or the wrapping of
-    the model, or if state was loaded by position before the first step, together with weights of
-    torch_xla's class, whose optimizers number parameters in another order."""
+    """Raises RuntimeError if parameters were replaced, or their order differs."""
     kind = type(optimizer).__name__
     left = next((parameter for parameter in every if hasattr(parameter, REPLACED)), None)
     # If other code still uses the old parameters, they have gradients.
@@ -153,7 +128,6 @@ def _require_current_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -
 
 
 def _warn_of_unreduced(optimizer: Optimizer) -> None:
-    """Warns about gradients that are not averaged because no wrapper has their parameters."""
     if xr.world_size() == 1:
         return
     shards = has_shards(optimizer)
@@ -185,7 +159,6 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
 
 
 def _warn_without_sync(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
-    """Warns once if the values of several steps were only traced and not computed."""
     pending = optimizer.__dict__.get(_PENDING, 0)
     if pending is None or is_simulated_rank():
         return
@@ -206,17 +179,12 @@ def _warn_without_sync(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
 
 
 def has_shards(optimizer: Optimizer) -> bool:
-    """Whether one of the optimizer's parameters is a shard."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return next(sharded_tensors_of(parameters), None) is not None
 
 
-# -- state -------------------------------------------------------------------------------------
-
-
 def _export_local_state(optimizer: Optimizer) -> None:
-    """Makes ``state_dict()`` of ``optimizer`` return plain tensors, as that of a wrapper does, and
-    ``load_state_dict`` accept them."""
+    """Makes ``state_dict()`` return plain tensors, and ``load_state_dict`` accept them."""
     if not has_shards(optimizer):
         return
 
@@ -228,7 +196,7 @@ def _export_local_state(optimizer: Optimizer) -> None:
 
 
 def _import_local_state(optimizer: Optimizer) -> None:
-    """Gives plain tensors in the state that have the shape of their shard the shard's type."""
+    """Makes plain tensors in the state that have a shard's shape shards."""
     for parameter, state in optimizer.state.items():
         spec = spec_of(parameter)
         if spec is not None:
@@ -237,14 +205,10 @@ def _import_local_state(optimizer: Optimizer) -> None:
                     as_sharded(value, spec)
 
 
-# -- lists -------------------------------------------------------------------------------------
-
-
 def _unset_fused(optimizer: Optimizer) -> None:
-    """Has groups with ``fused=True`` and parameters on XLA take the default algorithm, and warns.
+    """Makes groups with ``fused=True`` on XLA use the default algorithm, and warns.
 
-    Raises:
-        RuntimeError: the gradients are scaled, which only a fused kernel undoes.
+    Raises RuntimeError if gradients are scaled, which only a fused kernel undoes.
     """
     fused = [
         group
@@ -269,12 +233,12 @@ def _unset_fused(optimizer: Optimizer) -> None:
 
 
 def _supports_foreach(group: dict[str, Any]) -> bool:
-    """Whether torch's ``foreach`` step gives the same result; by default torch uses it on GPUs."""
+    """Whether torch's ``foreach`` step gives the same result."""
     if group.get("foreach", False) is not None or group.get("fused"):
         return False
     if group.get("capturable") or group.get("differentiable"):
         return False
-    # Learning rates that are tensors are supported without ``foreach`` only.
+    # ``foreach`` supports no learning rates that are tensors.
     for name, value in group.items():
         several = value if isinstance(value, (list, tuple)) else (value,)
         if name != "params" and any(isinstance(each, Tensor) for each in several):
@@ -286,9 +250,6 @@ def _supports_foreach(group: dict[str, Any]) -> bool:
         and (p.grad is None or p.grad.dtype is p.dtype)
         for p in group["params"]
     )
-
-
-# -- functions of torch_xla --------------------------------------------------------------------
 
 
 def _checked(function: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:

@@ -1,8 +1,6 @@
 """Every option, declared once: its type, default and check, and which entry points take it.
 
-To add an option, add a field to :class:`FSDPOptions`, a line to its docstring, the code that uses
-it, and a test. Signatures, the list of known names, and the options that wrapped submodules inherit
-are derived from the fields.
+To add an option, add a field to :class:`FSDPOptions`, a line to its docstring, code and a test.
 """
 
 from __future__ import annotations
@@ -37,14 +35,13 @@ class ShardingStrategy(enum.Enum):
 
     FULL_SHARD = enum.auto()  # parameters, gradients, optimizer state (ZeRO-3)
     SHARD_GRAD_OP = enum.auto()  # the same, but full parameters stay until the backward (ZeRO-2)
-    NO_SHARD = enum.auto()  # nothing: everything is replicated, and gradients are averaged
+    NO_SHARD = enum.auto()  # everything is replicated, and gradients are averaged
     HYBRID_SHARD = enum.auto()  # FULL_SHARD within groups; gradients are averaged over groups
     _HYBRID_SHARD_ZERO2 = enum.auto()  # SHARD_GRAD_OP within such groups
 
 
 S = ShardingStrategy
 _HYBRID = (S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2)
-# For NO_SHARD, reshard_after_forward decides whether a second copy of the parameters is stored.
 _RESHARDS = {
     S.FULL_SHARD: True,
     S.HYBRID_SHARD: True,
@@ -54,14 +51,9 @@ _RESHARDS = {
 
 
 def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
-    """The ordinals of ``device_mesh``, one- or two-dimensional.
+    """The ordinals of ``device_mesh``: a tensor, nested lists, or an object with a ``.mesh``.
 
-    Args:
-        device_mesh: a tensor or nested lists of ordinals, or an object with such a ``.mesh``
-            (``torch.distributed.device_mesh.DeviceMesh``).
-
-    Raises:
-        ValueError: it is something else, or does not contain every rank once.
+    Raises ValueError if it is something else, or does not contain every rank once.
     """
     ranks = list(range(xr.world_size()))
     try:
@@ -81,14 +73,9 @@ def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
 
 
 def mesh_of_slices(strategy: ShardingStrategy | None) -> list[list[int]] | None:
-    """The 2-D mesh of a launch on several slices if the user names no ranks: one row for each
-    slice. ``None`` on one slice, and for a strategy without replicas.
+    """The default 2-D mesh, with one row a slice; ``None`` on one slice, or without replicas.
 
-    The network between slices has at most a tenth of the bandwidth of the links within a slice. So
-    gathers stay within a slice, and a step sends one shard of gradients over that network.
-
-    Raises:
-        ValueError: the slices have different sizes.
+    Raises ValueError if the slices have different sizes.
     """
     if strategy is not None and strategy not in _HYBRID:
         return None
@@ -113,10 +100,7 @@ def strategy_options(
 ) -> dict[str, Any]:
     """The options that ``sharding_strategy`` and ``device_mesh`` set, by name.
 
-    ``sharding_groups`` and ``replication_groups`` are the options of these names.
-
-    Raises:
-        ValueError: the strategy is incompatible with the mesh or the groups.
+    Raises ValueError if the strategy is incompatible with the mesh or the groups.
     """
     rows = None if mesh is None else torch.tensor(mesh)
     hybrid = strategy in _HYBRID
@@ -154,12 +138,7 @@ def strategy_options(
 
 
 def checked_reshard(value: int, size: int) -> bool | int:
-    """Checks ``reshard_after_forward``, a number, among ``size`` ranks: True, False or a number in
-    between.
-
-    Raises:
-        ValueError: it does not divide ``size``.
-    """
+    """Checks ``reshard_after_forward``; raises ValueError unless it divides ``size`` ranks."""
     allowed = [number for number in range(1, size + 1) if size % number == 0]
     if value not in allowed:
         raise ValueError(
@@ -167,20 +146,18 @@ def checked_reshard(value: int, size: int) -> bool | int:
             f"{size} ranks that share the parameters, got {value}. Pass one of {allowed}, or True "
             "or False"
         )
-    # A group of one stores the full parameters, a group of all stores what the shards are.
     return value if 1 < value < size else value == size > 1
 
 
-# The entry points that take options.
 WRAPPER, FULLY_SHARD, SCAN = "XlaFullyShardedDataParallel", "fully_shard", "scan_blocks"
 
-# Removed options, and what to use instead. Kept for one release.
+# With what to use instead. Kept for one release.
 _REMOVED = {
     "gather_dtype": "gathering in 8 bits made no step shorter. Leave it out; "
     "compute_dtype=torch.bfloat16 gathers in 16 bits",
 }
 
-# A check: takes the name of an option and its value; returns the value to store, or raises.
+# From an option's name and value to the value to store; may raise.
 Check = Callable[[str, Any], Any]
 
 
@@ -196,10 +173,8 @@ def option(
 
     Args:
         check: applied to each value; ``None``: the code that uses the option checks it.
-        taken_by: the entry points that take it.
-        instead: for an option that ``fully_shard`` does not take: its argument that replaces it.
-        inherited: whether submodules that a policy wraps inherit it, and the wrapper has it as an
-            attribute. False for options of one module, and for options without effect.
+        instead: the argument of ``fully_shard`` that replaces it there.
+        inherited: False for options of one module, and for options without effect.
     """
     taken_by = [one for one in taken_by if not (instead and one == FULLY_SHARD)]
     how = {"check": check, "taken_by": taken_by, "instead": instead, "inherited": inherited}
@@ -276,98 +251,62 @@ _ALONE: Any = {"taken_by": (WRAPPER,), "inherited": False}
 @dataclass(frozen=True)
 class FSDPOptions:
     """Options of :class:`~xla_fsdp.XlaFullyShardedDataParallel`, :func:`~xla_fsdp.fully_shard` and
-    :func:`~xla_fsdp.scan_blocks`. The constructor checks their values.
+    :func:`~xla_fsdp.scan_blocks`, in more detail in docs/reference/options.md.
 
     Attributes:
-        reshard_after_forward: free the full parameters after the forward and gather them again
-            for the backward (ZeRO-3). ``False``: keep them until the backward (ZeRO-2). A number
-            ``k``: store one ``k``-th of them on each of ``k`` consecutive ranks, and gather for the
-            backward among these ranks (ZeRO++'s hpZ, as in torch's ``fully_shard``). ``k`` must
-            divide the number of ranks that share the parameters.
-        flatten_parameters: store all parameters of this wrapper in one vector, ``flat_param_0``,
-            ... (a separate one for each dtype, and for trainable and for frozen parameters).
-        execute_sharding_on_init: cut the parameters immediately if the module was on the XLA
-            device, so that its full parameters leave device memory before the next layer is
-            wrapped.
-        optimization_barrier_in_forward: gather only when the module's inputs exist. Without it the
-            compiler may gather all units at the start of the step.
-        optimization_barrier_in_backward: gather for the backward only when the gradient of the
-            module's outputs exists.
-        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward of the root
-            wrapper, so that the optimizer step is a separate program.
-        disable_reshard_on_root: keep the root's direct parameters from forward to backward,
-            whatever ``reshard_after_forward`` says, because its backward follows immediately.
+        reshard_after_forward: free full parameters after the forward and gather them again for the
+            backward (ZeRO-3). ``False``: keep them (ZeRO-2). ``k``, a divisor of the ranks: store
+            one ``k``-th on each of ``k`` consecutive ranks (ZeRO++'s hpZ).
+        flatten_parameters: store all parameters of this wrapper in a vector for each dtype,
+            trainable and frozen ones separately: ``flat_param_0``, ...
+        execute_sharding_on_init: cut the parameters immediately if the module was on the device.
+        optimization_barrier_in_forward: gather only when the module's inputs exist.
+        optimization_barrier_in_backward: gather only when the gradient of its outputs exists.
+        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward of the root.
+        disable_reshard_on_root: keep the root's direct parameters from forward to backward.
         compute_dtype: dtype in which parameters are gathered, the module computes and gradients
-            are reduced: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``. Floating-point
-            inputs are cast to it. Shards keep the dtype of the parameters. Default: no casts.
-        buffer_dtype: dtype of floating-point buffers (default ``compute_dtype``), except those of
-            ``SyncBatchNorm``, which keep theirs.
-        fp32_reduce_scatter: reduce gradients in float32 even if they are computed in a narrower
-            ``compute_dtype``; doubles the bytes of the reduction.
-        sharding_groups: groups of global ordinals of the ranks that share one copy of the
-            parameters, e.g. ``[[0, 1], [2, 3]]``; needs ``sharding_rank`` (this rank's index in its
-            group) and ``sharding_world_size``. Default: one group of all ranks; on several TPU
-            slices one group for each slice, as replicas: docs/how-to/several-slices.md.
+            are reduced. Floating-point inputs are cast; shards keep their dtype. Default: no casts.
+        buffer_dtype: dtype of floating-point buffers, not of ``SyncBatchNorm``. Default:
+            ``compute_dtype``.
+        fp32_reduce_scatter: reduce gradients in float32, for up to twice the bytes.
+        sharding_groups: groups of ordinals of the ranks that share one copy of the parameters,
+            e.g. ``[[0, 1], [2, 3]]``. Default: all ranks; on several TPU slices each slice.
+        sharding_rank, sharding_world_size: this rank's index in its group, and the group's size.
         shard_param_on_dim_0: shard along dimension 0 and keep the other dimensions.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
-            accepted without effect, for scripts of torch_xla's class. Layouts are never pinned (a
-            pinned gather is an all-reduce of twice the bytes), and every FSDP unit gathers and
-            reduces its parameters together.
-        auto_wrap_policy: wraps submodules first, see :mod:`xla_fsdp.wrap`. They inherit all
-            options that are not for one module only.
+            accepted without effect, for scripts of torch_xla's class.
+        auto_wrap_policy: wraps submodules first, see :mod:`xla_fsdp.wrap`.
         auto_wrapper_callable: called to wrap submodules instead of the class, e.g.
             ``lambda m, *a, **k: FSDP(checkpoint_module(m), *a, **k)``.
-        param_init_fn: initializes a submodule that is on the meta device. Default: its
-            ``reset_parameters()``, one submodule at a time.
-        replication_groups: groups of ordinals that store the same shard, e.g. ``[[0, 2], [1, 3]]``,
-            over which gradients are averaged in addition (hybrid sharding). Without it, the copies
-            of ``sharding_groups`` are independent, as with tensor-parallel groups.
-        forward_prefetch: gather the parameters of the next wrapper while this one computes its
-            forward. Full parameters of two wrappers are then in memory at a time.
-        backward_prefetch: when to gather the parameters of the next wrapper for its backward.
-            ``BackwardPrefetch.BACKWARD_PRE``: while this wrapper computes its backward;
-            ``BACKWARD_POST``: after that, while its gradients are reduced; ``None``: after these
-            are reduced.
-        limit_all_gathers: gather for a backward only when the gradients of the second wrapper
-            before it are reduced, so that full gradients of at most two wrappers are in memory.
-            Without it the compiler may delay reductions to the end of the step.
-        sync_module_states: broadcast parameters and buffers from the first rank (of each of
-            ``sharding_groups``, in the first replica) to all ranks: one collective for each.
-        sharding_strategy: torch FSDP's name for ``reshard_after_forward`` and the groups, see
-            :class:`~xla_fsdp.ShardingStrategy`.
-        device_mesh: the groups, as ordinals of all ranks. The ranks of a 1-D mesh share the
-            parameters; in a 2-D ``(replicate, shard)`` mesh each row does, and gradients are
-            averaged over the columns.
-        mixed_precision: torch FSDP's names for the dtypes and for which inputs are cast, see
-            :class:`~xla_fsdp.MixedPrecision`.
-        cpu_offload: ``CPUOffload()`` stores shards, gradients and optimizer state in host memory,
-            and the update runs there: docs/how-to/cpu-offload.md.
-        ignored_modules, ignored_parameters: submodules (with all modules inside, except wrappers)
-            and parameters that stay replicated on every rank. Their gradients are not reduced, see
-            ``average_ignored_gradients``, and policies do not wrap them. ``ignored_states`` is
-            torch FSDP's name for either.
-        collective_routes: how collectives over all ranks of a TPU slice use its links. ``"auto"``:
-            along one axis after the other if the model of the links predicts a gain, and large
-            gradients around rings of chips if that makes the step shorter. ``"default"``: as the
-            compiler chooses. No effect elsewhere: docs/design/communication.md.
-        ignore: for ``scan_blocks``: names of attributes in which the blocks may differ
-            (``"layer_idx"``). Those of the first block are used for all.
-        offload: for ``scan_blocks``: on TPU, store the blocks' inputs in host memory until the
-            backward, as ``checkpoint_module(block, offload=True)`` does.
-        prefetch: for ``scan_blocks``: gather the next block's parameters while a block computes.
-            The step is shorter if gathers overlap with compute and take a large part of it (a
-            slice of many v5e chips), and longer otherwise. Full parameters of two blocks instead of
-            one are in memory, and compiling takes longer. Compare both with ``plan``.
-        keep: for ``scan_blocks``: what the forward saves for the backward, which then does not
-            recompute it: names of submodules of a block that return a tensor (``"mlp.up"``), and
-            ``"attention"`` for :func:`xla_fsdp.layers.scaled_dot_product_attention`. Those of all
-            blocks stay in HBM until the backward, in addition to the blocks' inputs.
+        param_init_fn: initializes a submodule on the meta device, default ``reset_parameters()``.
+        replication_groups: groups of ordinals that store the same shard and average gradients,
+            e.g. ``[[0, 2], [1, 3]]``. Default: the copies of ``sharding_groups`` are independent.
+        forward_prefetch: gather the next wrapper while this one computes its forward.
+        backward_prefetch: gather the next wrapper while this one computes (``BACKWARD_PRE``) or
+            reduces (``BACKWARD_POST``) its backward, or after that (``None``).
+        limit_all_gathers: gather for a backward only after the gradients of the second wrapper
+            before it are reduced.
+        sync_module_states: broadcast parameters and buffers from the first rank of each group.
+        sharding_strategy: torch FSDP's name for ``reshard_after_forward`` and the groups.
+        device_mesh: ordinals of all ranks, which share the parameters; of a 2-D ``(replicate,
+            shard)`` mesh each row does, and columns average gradients.
+        mixed_precision: torch FSDP's names for dtypes, see :class:`~xla_fsdp.MixedPrecision`.
+        cpu_offload: see :class:`~xla_fsdp.CPUOffload`.
+        ignored_modules, ignored_parameters, ignored_states: submodules and parameters (or either)
+            that stay replicated. Their gradients are not reduced.
+        collective_routes: ``"auto"``: stages or rings over a TPU slice where the link model
+            predicts a gain. ``"default"``: the compiler chooses.
+        ignore: for ``scan_blocks``: names of attributes in which the blocks may differ.
+        offload: for ``scan_blocks``: on TPU, store the blocks' inputs in host memory.
+        prefetch: for ``scan_blocks``: gather the next block while a block computes.
+        keep: for ``scan_blocks``: what the backward does not recompute: names of submodules that
+            return a tensor (``"mlp.up"``), and ``"attention"``.
 
     Raises:
         ValueError, TypeError: a value is not allowed, or two values contradict each other.
     """
 
-    # In the order of the wrapper's positional arguments, which begins like that of torch_xla's.
+    # The order of the wrapper's positional arguments, which begins like that of torch_xla's.
     reshard_after_forward: bool | int = option(True, _reshard)
     flatten_parameters: bool = option(False, flag, (WRAPPER, SCAN))
     execute_sharding_on_init: bool = option(True, flag)
@@ -419,9 +358,7 @@ class FSDPOptions:
     def of(cls, entry: str, /, *args: Any, **given: Any) -> Self:
         """The options that ``entry`` received, by name or in the order of its parameters.
 
-        Raises:
-            ValueError: an option was removed, or is not an option of ``entry``; see the class.
-            TypeError: an option never existed; see the class.
+        Raises ValueError for a removed option or one of another entry, TypeError for others.
         """
         signature = cls.signature(entry)
         for name, value in given.items():
@@ -445,7 +382,6 @@ class FSDPOptions:
 
     @classmethod
     def signature(cls, entry: str) -> inspect.Signature:
-        """The options that ``entry`` takes, as the signature of a function."""
         every = inspect.signature(cls).parameters.items()
         declared = cls.__dataclass_fields__
         return inspect.Signature(
@@ -491,12 +427,7 @@ class FSDPOptions:
         object.__setattr__(self, name, value)
 
     def _agreed(self, source: str, meant: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that ``source`` sets.
-
-        Raises:
-            ValueError: one of them was also passed with another value. (Wrapped children receive
-                both, with equal values.)
-        """
+        """The options that ``source`` sets; raises ValueError if one has another value already."""
         agreed = {}
         for name, value in meant.items():
             given, default = getattr(self, name), self.__dataclass_fields__[name].default
@@ -515,8 +446,7 @@ class FSDPOptions:
     def resolved(self) -> Self:
         """The options with the calling rank's groups, and the options that depend on them.
 
-        Raises:
-            ValueError: a value is not possible with these ranks.
+        Raises ValueError if a value is not possible with these ranks.
         """
         ranks = mesh = None if self.device_mesh is None else checked_mesh(self.device_mesh)
         groups = self.sharding_groups, self.replication_groups
@@ -545,7 +475,6 @@ class FSDPOptions:
 
     @classmethod
     def inherits(cls, name: str) -> bool:
-        """Whether submodules that a policy wraps inherit an option of this name."""
         declared = cls.__dataclass_fields__.get(name)
         if declared is None:
             return False
@@ -558,7 +487,7 @@ class FSDPOptions:
         }
 
     def world(self) -> World:
-        """The world of the calling rank; see :meth:`World.current` for what it raises."""
+        """The world of the calling rank; raises as :meth:`World.current` does."""
         return World.current(
             self.sharding_groups,
             self.sharding_rank,

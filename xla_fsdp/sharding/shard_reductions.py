@@ -1,12 +1,7 @@
 """Reductions over all elements of sharded tensors: a local reduction, then one collective.
 
-They reduce over the ranks that share the tensor, not over its replicas, so all these ranks must
-call them. Sums are accumulated at least in float32; infinity and NaN behave as in plain torch.
-Padding does not count.
-
-Every rank computes with the same result, but possibly a different loss (the loss of its batch times
-a norm). Gradients of parameters are means over all ranks, and therefore the gradient from a result
-to the shards is a mean too.
+All ranks that share the tensor (not its replicas) must call them. Sums are accumulated at least in
+float32; padding does not count. Gradients to the shards are means over the ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +24,7 @@ _LABEL = "reduction over shards"
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks that share a tensor; with ``mean`` the mean over all ranks of the
-    model, replicas included. The gradient of both is the mean."""
+    """The sum over the ranks that share a tensor; with ``mean`` the mean, replicas included."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World, mean: bool) -> torch.Tensor:
@@ -62,8 +56,7 @@ class _Shared(torch.autograd.Function):
 
 
 def shared(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """``value``, a plain number with a graph, for use in computations on the local part of
-    ``spec``."""
+    """``value``, a plain number with a graph, for computations on the local part of ``spec``."""
     found: torch.Tensor = _Shared.apply(value, spec.world)
     return found
 
@@ -114,7 +107,6 @@ def sums(world: World, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """``value`` in the dtype in which it is summed."""
     if value.is_complex() or value.dtype is torch.float64:
         return value
     return value.float() if value.is_floating_point() else value.long()
@@ -125,8 +117,7 @@ def without_padding(
 ) -> torch.Tensor:
     """``value``, the local part of ``spec``, with ``fill`` in the padding.
 
-    An elementwise operation such as ``grad.add_(1)`` changes the padding too. ``masks``: keeps
-    masks for further tensors of the same shapes, which saves most of the tracing time.
+    ``masks``: a cache for tensors of the same shapes, which saves tracing time.
     """
     if not spec.padded:
         return value
@@ -138,7 +129,6 @@ def without_padding(
 
 
 def _total(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """The sum of all elements."""
     return sums(spec.world, [without_padding(value, spec, 0).sum()])[0]
 
 
@@ -149,20 +139,12 @@ def _require_one(spec: ShardSpec, name: str) -> None:
         )
 
 
-# -- norms -------------------------------------------------------------------------------------
-
-
 class PendingNorm(torch.Tensor):
-    """The norm of a sharded tensor before its collective: this rank's sum of powers, or its largest
-    element.
+    """The norm of a sharded tensor before its collective: a sum of powers, or a maximum.
 
-    The norms of a list (gradients to be clipped) are stacked before anything is computed with them,
-    so one collective sums all of them. A pending norm has no value (it is a tensor on the meta
-    device), so code that bypasses its type's torch function raises.
-
-    Raises:
-        ShardedParameterError: the norm of a tensor of several parameters is used separately. In a
-            list of norms it is correct: these combine to the norm of all elements.
+    A list of norms is stacked before use, so one collective is enough for it. On the meta device,
+    so that code that bypasses its torch function raises. Outside of a list, the norm of several
+    parameters raises ShardedParameterError.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
@@ -183,8 +165,7 @@ class PendingNorm(torch.Tensor):
         order: float,
         dtype: torch.dtype,
     ) -> PendingNorm:
-        """``power``: this rank's sum of ``|x| ** order``; ``spec``: ``None`` for a tensor that
-        every rank of ``world`` has, perhaps with different values."""
+        """``power``: this rank's sum of ``|x| ** order``; ``spec``: ``None`` if replicated."""
         made = torch.Tensor._make_subclass(cls, torch.empty((), dtype=dtype, device="meta"))
         made._power, made._world, made._spec = power, world, spec
         made._order, made._dtype, made._norm = order, dtype, None
@@ -207,10 +188,7 @@ class PendingNorm(torch.Tensor):
 
     @classmethod
     def added_up(cls, arguments: Any, listed: bool = False) -> Any:
-        """``arguments`` with pending norms replaced by norms; one collective for all of them.
-
-        ``listed``: they are used as a list of norms.
-        """
+        """``arguments`` with norms for pending ones, in one collective; ``listed``: of a list."""
         by_world: dict[World, list[PendingNorm]] = {}
         for one in tensors_in(arguments, cls):
             if one._spec is None and not listed:
@@ -258,7 +236,6 @@ _METADATA = frozenset(
 
 
 def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None) -> torch.Tensor:
-    """The vector norm of all elements of the tensor whose local part is ``value``."""
     order = 2.0 if order is None or order == "fro" else order
     if not isinstance(order, (int, float)):
         raise unsupported(f"norm of order {order!r}", spec)
@@ -286,8 +263,7 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
 def norm_of_replicated(
     function: Callable[..., torch.Tensor], value: torch.Tensor, order: Any = 2.0, **kwargs: Any
 ) -> torch.Tensor:
-    """``function(value, order, **kwargs)``, a vector norm, of a tensor that every rank has, perhaps
-    with different values. In a list of norms, the mean of the powers of all ranks counts."""
+    """A vector norm of a replicated tensor; a list of norms takes the mean of all ranks' powers."""
     found = function(value, order, **kwargs)
     if found.dim() or not isinstance(order, (int, float)) or order <= 0:
         return found
@@ -295,9 +271,6 @@ def norm_of_replicated(
     power = wide if math.isinf(order) else wide ** float(order)
     world = World.to_reduce_over(None, value.device)
     return PendingNorm.of(power, world, None, float(order), found.dtype)
-
-
-# -- the others --------------------------------------------------------------------------------
 
 
 def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -397,8 +370,7 @@ def _linalg_norm(
     return _norm(value, spec, ord, dim, *rest, **kw)
 
 
-# By name: the reduction, called with the local part, the spec and further arguments of torch's
-# function of this name, except dimensions.
+# Called with the local part, the spec and torch's further arguments, except dimensions.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": _sum_of, "mean": _mean, "max": _max, "min": _min, "amax": _max, "amin": _min,
     "any": _any, "all": _all, "count_nonzero": _count, "var": _var, "std": _std, "norm": _norm,

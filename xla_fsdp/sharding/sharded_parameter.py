@@ -1,10 +1,6 @@
 """The types of sharded parameters and of values computed from them: what each torch operation does.
 
-A ``ShardedParameter`` contains this rank's part and its :class:`ShardSpec`. Gradients, optimizer
-state, ``clone()`` and similar values are ``ShardedValue`` with the same spec. Elementwise
-operations are local and reductions over all elements are collectives. Operations that need more of
-the full tensor raise :class:`ShardedParameterError`. The table of operations is in
-``docs/reference/sharded-parameters.md``.
+The table is in ``docs/reference/sharded-parameters.md``.
 """
 
 from __future__ import annotations
@@ -23,8 +19,6 @@ from .layout import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
 
 
 class _Sharded:
-    """The common part of both types; a mixin of ``torch.Tensor``."""
-
     answers_first = True  # see ranks/cpu/mode.py
 
     @classmethod
@@ -46,19 +40,19 @@ class _Sharded:
                 return args[0] if args and found is mine[0] else found
 
     def to_local(self) -> torch.Tensor:
-        """This rank's part, a plain tensor without a graph that shares memory with this one."""
+        """This rank's part, a plain tensor without a graph that shares memory."""
         return local(self)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
-        """The full tensor, a plain one without a graph, on the device. All ranks must call it."""
+        """The full tensor, without a graph, on the device. All ranks must call it."""
         spec, own = self.__dict__[SPEC], local(self)  # type: ignore[arg-type]
         own = own if own.device == spec.world.device else own.to(spec.world.device)
         full: torch.Tensor = spec.gather(own)
         return full
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a plain CPU tensor, so that files need neither this package nor torch_xla."""
+        """A plain CPU tensor, so that files need neither this package nor torch_xla."""
         return local(self).cpu().__reduce_ex__(protocol)  # type: ignore[arg-type]
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:
@@ -115,9 +109,7 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
         return torch.Tensor.register_hook(self, call)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        """As for any tensor; not called in a backward that gives the parameter no gradient."""
-        # One graph node represents all parameters of a unit, so autograd also calls the hooks of
-        # parameters that get no gradient from it.
+        # Autograd also calls hooks of parameters that get no gradient from their unit's node.
         came = [False]
 
         def note(grad: torch.Tensor | None) -> None:
@@ -130,47 +122,43 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
         return torch.Tensor.register_post_accumulate_grad_hook(self, after)
 
 
-# The prefix of attributes that sharding sets on a parameter; all other attributes are the user's.
+# All other attributes are the user's.
 _OURS = "_xla_fsdp_"
 
 
 def is_user_attribute(attribute: str) -> bool:
-    """Whether the attribute ``attribute`` of a parameter was set by the user."""
     return not attribute.startswith(_OURS)
 
 
 def make_sharded(parameter: nn.Parameter, spec: ShardSpec) -> None:
-    """Makes ``parameter``, this rank's part of ``spec``, a ``ShardedParameter``."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ShardedParameter
     parameter.__dict__[SPEC] = spec
 
 
 def as_sharded(value: torch.Tensor, spec: ShardSpec) -> Any:
-    """Makes ``value``, this rank's part of ``spec``, a ``ShardedValue``, and returns it."""
+    """Makes ``value``, this rank's part of ``spec``, a ``ShardedValue``."""
     if type(value) is torch.Tensor:
         value.__class__ = ShardedValue
         value.__dict__[SPEC] = spec
     return value
 
 
-# Within this context, operations treat sharded tensors as the plain local tensors.
+# Within, operations treat sharded tensors as the plain local tensors.
 on_local_parts = torch._C.DisableTorchFunctionSubclass
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``value`` if it is sharded, without its graph; otherwise ``value``."""
+    """This rank's part of ``value`` without a graph, or ``value`` if it is not sharded."""
     if not isinstance(value, _Sharded):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach()
 
 
-# -- the table of operations ---------------------------------------------------------------------
-
 Answer = Callable[[Any, tuple, dict[str, Any]], Any]
 
-# Metadata, autograd and Python methods: these read no values, or return only this tensor.
+# These read no values, or return only this tensor.
 _PLAIN = frozenset(
     """element_size is_floating_point is_complex
     is_signed is_contiguous is_inference is_pinned is_shared get_device data_ptr
@@ -180,14 +168,14 @@ _PLAIN = frozenset(
     is_set_to can_cast result_type promote_types new_empty new_zeros new_ones new_full new_tensor
     dim_order has_names _is_zerotensor _is_functional_tensor _nested_tensor_size""".split()
 )
-# Functions that return the same elements, moved, cast or with new values.
+# The same elements, moved, cast or with new values.
 _SAME_ELEMENTS = frozenset(
     """detach detach_ clone contiguous to cpu xla cuda type float double half bfloat16 int long
     short char byte bool chalf cfloat cdouble pin_memory zeros_like ones_like empty_like full_like
     zero_ fill_ constant_ alias type_as conj resolve_conj resolve_neg real imag positive
     __pos__""".split()
 )
-# Elementwise, but not tagged as pointwise: view_as and the like work on tensors of one spec.
+# Elementwise, but not tagged as pointwise.
 _POINTWISE = frozenset(
     """isfinite isinf isnan isreal isclose isposinf isneginf signbit fix masked_fill where
     view_as expand_as reshape_as float_power square clip rsub nan_to_num""".split()
@@ -205,7 +193,6 @@ _ALIASES = {
 }  # fmt: skip
 _OPERATORS_IN_PLACE = ("iadd", "isub", "imul", "idiv", "itruediv", "ifloordiv", "imod", "ipow",
                        "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
-# Metadata of the full tensor.
 _METADATA: dict[str, Callable[..., Any]] = {
     "shape": lambda shape: shape,
     "size": lambda shape, dim=None: shape if dim is None else shape[dim],
@@ -237,7 +224,6 @@ def is_pointwise(name: str) -> bool:
 
 @functools.cache
 def _answer_of(func: Any) -> Answer:
-    """The function that handles ``func``, one of torch's functions."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         descriptor = func.__self__
@@ -335,9 +321,8 @@ def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
-    """This rank's part of ``value``, for assignment to a tensor of ``spec``."""
     theirs = spec_of(value)
-    if spec is None:  # a plain tensor: full
+    if spec is None:
         assert theirs is not None
         raise unsupported(f"{name} into a tensor that is not sharded", theirs)
     if not isinstance(value, torch.Tensor):
@@ -371,7 +356,7 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None:
-    """The spec that all ``tensors`` share, except numbers; ``None`` if none of them is sharded."""
+    """The spec that all ``tensors`` except numbers share, if any."""
     spec, plain = None, None
     for one in tensors:
         theirs = one.__dict__.get(SPEC)
@@ -402,8 +387,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if spec is not None and any(spec_of(one) is None for one in tensors):
 
         def number(value: torch.Tensor) -> torch.Tensor:
-            """A plain number in a shape that fits the local part. If it has a graph, it gets
-            gradients from the elements of all ranks."""
+            """A plain number in a shape that fits; all ranks contribute to its gradient."""
             if spec_of(value) is not None:
                 return value
             if value.dim() > max(len(spec.shape), 1):
@@ -446,7 +430,7 @@ def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     value = args[0] if args else kwargs.pop("input", kwargs.pop("self", None))
     other = args[1] if len(args) > 1 else kwargs.get("other")
     if spec_of(value) is None or isinstance(other, torch.Tensor):
-        if name in ("max", "min"):  # of two tensors
+        if name in ("max", "min"):
             return _pointwise(func, args, kwargs)
         return _unsupported(func, args, kwargs)
     found = reductions.reduce(name, value, *args[1:], **kwargs)
@@ -504,7 +488,7 @@ def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Handles a gradient scaler's check of a list of gradients: one collective for each world."""
+    """Handles a gradient scaler's check of gradients: one collective for each world."""
     grads, found, inverse = args
     for grad in grads:
         spec = spec_of(grad)
@@ -541,7 +525,7 @@ _ANSWERS: dict[str, Answer] = {
 
 
 def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
-    """Adds the local ``grad`` to the gradient of ``shard`` as autograd would, with hooks."""
+    """Adds ``grad`` to the gradient of ``shard`` as autograd would, with hooks."""
     spec = spec_of(shard)
     grad = grad if spec is None else as_sharded(grad, spec)
     for hook in list((shard._backward_hooks or {}).values()):
@@ -549,7 +533,7 @@ def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
         grad = grad if changed is None else changed
     if shard.grad is None:
         shard.grad = grad
-    elif grad.device.type == "cpu":  # add in place: host memory may be scarce
+    elif grad.device.type == "cpu":  # host memory may be scarce
         shard.grad.add_(grad)
     else:
         shard.grad = shard.grad + grad

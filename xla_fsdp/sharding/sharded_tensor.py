@@ -1,12 +1,4 @@
-"""The data classes of sharding: a stored tensor, and a module attribute that uses part of it.
-
-While a parameter is sharded, ``module.weight`` is the shard, a tensor subclass. A parameter inside
-a flattened vector has no separate shard: its module has a :class:`FlattenedParameter` instead. The
-object that was the parameter before the wrapping becomes a :class:`ReleasedParameter`: a module
-that also stores its parameters in a list, a closure, or an optimizer that was made too early may
-still refer to it. Both raise when something is computed with them; without the check, a sum over a
-released parameter, which is empty, would silently be 0.
-"""
+"""A stored tensor, and the module attributes and released parameters that belong to it."""
 
 from __future__ import annotations
 
@@ -30,12 +22,9 @@ if TYPE_CHECKING:
 
 
 class FlattenedParameter(torch.Tensor):
-    """The placeholder of a parameter whose values are inside a flattened vector.
+    """The placeholder of a parameter in a flattened vector: its shape, dtype and device, no values.
 
-    Has the shape, dtype and device of the full parameter, but no values.
-
-    Raises:
-        RuntimeError: by every operation that needs its values; names the parameter and the fixes.
+    Operations that need its values raise RuntimeError.
     """
 
     _owner: Communicator
@@ -55,7 +44,6 @@ class FlattenedParameter(torch.Tensor):
 
     @property
     def name(self) -> str:
-        """The dotted name, from the root module if that is known."""
         return self._owner.label + self._own_name
 
     @classmethod
@@ -86,7 +74,6 @@ def _accessors(*names: str) -> Iterator[Any]:
         yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
 
 
-# Operations on a parameter that users do, and that only the vector supports.
 _OF_THE_VECTOR = frozenset(
     [
         torch.Tensor.requires_grad_,
@@ -99,7 +86,7 @@ _OF_THE_VECTOR = frozenset(
 
 
 def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:
-    """The parameters of ``module``, by name, that are in a flattened vector, not gathered now."""
+    """Placeholders among the attributes of ``module``, by name."""
     found = vars(module).items()
     return {name: value for name, value in found if isinstance(value, FlattenedParameter)}
 
@@ -116,7 +103,6 @@ def _raise_flattened(parameter: FlattenedParameter, operation: str) -> NoReturn:
 
 
 def raise_replaced(name: str) -> NoReturn:
-    """Raises RuntimeError because parameter ``name`` was replaced by a tensor that is no shard."""
     raise RuntimeError(
         f"parameter {name!r} is not the shard that the wrapper gathers: it was assigned "
         "(module.weight = ...), deleted, or given to torch.func.functional_call. To change values, "
@@ -125,36 +111,32 @@ def raise_replaced(name: str) -> NoReturn:
     )
 
 
-# -- stored tensors ------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class ShardedTensor:
-    """One stored tensor: this rank's shard, and how it relates to the parameters in it.
+    """One stored tensor: this rank's shard of a parameter, or of several (flattened).
 
-    Usually it contains one parameter; with ``flatten_parameters`` several. A parameter that other
-    units also use (tied weights) is the same object in all of them.
+    Units that share a parameter (tied weights) have the same object.
     """
 
     shard: nn.Parameter
     layout: Layout
     key: str  # name in the wrapper that sharded it
-    flattened: bool = False  # registered on the wrapper, not on the modules of its members
-    wide: bool = False  # computed in the dtype of the shard, whatever compute_dtype is
-    # The ranks with the other shards; None inside a trace. Optimizers find it here.
+    flattened: bool = False  # registered on the wrapper
+    wide: bool = False  # computed in the dtype of the shard
+    # The ranks with the other shards; None inside a trace.
     world: World | None = None
-    summoned: object | None = None  # its full parameters outside of a forward, see summon.py
-    unreduced: int = 0  # number of units that store full gradients of it, inside no_sync
-    copy: ShardCopy | None = None  # the device copy of a shard on the host, see cpu_offload.py
-    widens: bool = False  # a gradient keeps the dtype of the reduction; its receiver casts it
-    reordered: bool = False  # its values came from files that list parameters in another order
-    # For a flat vector: by member, the attributes that users set on the parameter.
+    summoned: object | None = None  # its full parameters, see summon.py
+    unreduced: int = 0  # units that store full gradients of it, inside no_sync
+    copy: ShardCopy | None = None  # on the device, of a shard on the host
+    widens: bool = False  # a gradient keeps the dtype of the reduction
+    reordered: bool = False  # its values came from files with another order of parameters
+    # For a flat vector: by member, attributes that users set.
     attributes: Sequence[dict[str, Any]] = ()
-    comms: Communicator | None = None  # of the unit that sharded it; has the unit's name
+    comms: Communicator | None = None  # of the unit that sharded it
 
     @property
     def name(self) -> str:
-        """The dotted name, from the root module if that is known."""
+        """From the root module if that is known."""
         return self.key if self.comms is None else self.comms.label + self.key
 
     @property
@@ -163,13 +145,11 @@ class ShardedTensor:
         return self.world is not None and self.world.size > 1
 
     def attributes_of(self, member: int) -> dict[str, Any]:
-        """The dict that contains the attributes of full parameter ``member``: those that users set,
-        and others (:func:`is_user_attribute` distinguishes them)."""
+        """The attributes of full parameter ``member``, those of users and of this package."""
         return self.attributes[member] if self.flattened else vars(self.shard)
 
     @property
     def spec(self) -> TensorSpec:
-        """The properties that a communication plan needs."""
         return TensorSpec(self.key, self.layout, self.shard.dtype, self.wide)
 
     @property
@@ -178,7 +158,6 @@ class ShardedTensor:
         return local(self.shard) if self.copy is None else self.copy.send()
 
     def shard_spec(self) -> ShardSpec | None:
-        """The spec of the shard."""
         if self.world is None:
             return None
         shape = local(self.shard).shape
@@ -188,42 +167,37 @@ class ShardedTensor:
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A module attribute that must be full parameter ``index`` while the unit computes."""
+    """A module attribute that is full parameter ``index`` while the unit computes."""
 
     module: nn.Module
     name: str
     index: int
     sharded_value: nn.Parameter | None  # its value otherwise: the shard, or None if flattened
-    block: str = ""  # for scanned blocks: the number of the block; one module represents all
-    shown: FlattenedParameter | None = None  # a placeholder attribute, if `sharded_value` is None
+    block: str = ""  # for scanned blocks: the number of the block
+    shown: FlattenedParameter | None = None  # a placeholder, if `sharded_value` is None
 
     def put(self, full: Any) -> None:
-        """Sets the attribute to ``full``, the full parameter."""
         vars(self.module).pop(self.name, None)
         self.module._parameters[self.name] = full
 
     def restore_sharded(self) -> None:
-        """Sets the attribute back to its value outside of computations."""
         self.module._parameters[self.name] = self.sharded_value
         if self.shown is not None:
             vars(self.module)[self.name] = self.shown
 
 
-# Set on a shard: the ShardedTensor it belongs to. Set on a parameter that has been sharded (other
-# modules may still refer to it, tied weights): the ShardedTensor and the parameter's number in it.
+# On a shard or a parameter that was sharded: its ShardedTensor, and its number there.
 _SHARDED_TENSOR = "_xla_fsdp_sharded_tensor"
 
 
 def set_sharded_tensor(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) -> None:
-    """Marks ``parameter``: its values are those of member ``number`` of ``tensor``."""
     setattr(parameter, _SHARDED_TENSOR, (tensor, number))
 
 
 def mark_shards(tensors: Iterable[ShardedTensor]) -> None:
-    """Marks the shards of ``tensors`` with their tensor, and gives them their type.
+    """Marks shards with their tensor and type.
 
-    Lifetime: the wrapper refers to ``tensors``, these to the shards, and shards only weakly back.
-    So device memory is freed together with the model, without the garbage collector.
+    They refer only weakly back, so device memory is freed without the garbage collector.
     """
     for tensor in tensors:
         setattr(tensor.shard, _SHARDED_TENSOR, (weakref.ref(tensor), 0))
@@ -233,11 +207,9 @@ def mark_shards(tensors: Iterable[ShardedTensor]) -> None:
 
 
 def sharded_tensor_of(parameter: object) -> ShardedTensor | None:
-    """The sharded tensor with the values of ``parameter``, a shard or a parameter that was sharded;
-    ``None`` for other objects.
+    """The sharded tensor of ``parameter``, a shard or sharded since; ``None`` for others.
 
-    Raises:
-        RuntimeError: it is a shard of a wrapper that no longer exists.
+    Raises RuntimeError for a shard of a wrapper that no longer exists.
     """
     sharded, _ = getattr(parameter, _SHARDED_TENSOR, (None, 0))
     if not isinstance(sharded, weakref.ref):
@@ -254,18 +226,15 @@ def sharded_tensor_of(parameter: object) -> ShardedTensor | None:
 
 
 def sharded_tensors_of(parameters: Iterable[object]) -> Iterator[ShardedTensor]:
-    """:func:`sharded_tensor_of` of those ``parameters`` that have one."""
     return filter(None, map(sharded_tensor_of, parameters))
 
 
 def member_number_of(parameter: nn.Parameter) -> int:
-    """The number of the member of its :func:`sharded_tensor_of` that ``parameter`` is."""
     return getattr(parameter, _SHARDED_TENSOR)[1]
 
 
 def require_reduced(parameters: Iterable[object], what: str) -> None:
-    """Raises RuntimeError if ``no_sync`` stores gradients of one of ``parameters``, which ``what``
-    would ignore."""
+    """Raises RuntimeError if ``no_sync`` stores gradients, which ``what`` would ignore."""
     for parameter in parameters:
         sharded = sharded_tensor_of(parameter)
         if sharded is not None and sharded.unreduced:
@@ -276,9 +245,7 @@ def require_reduced(parameters: Iterable[object], what: str) -> None:
             )
 
 
-# -- parameter objects of before the wrapping ------------------------------------------------------
-
-# Operations that are allowed: those that need no values, and those that move modules.
+# These need no values, or move modules.
 _HARMLESS = frozenset(
     """__get__ __set__ __delete__ __hash__ __repr__ __deepcopy__ size dim ndimension numel nelement
     element_size is_floating_point is_complex is_signed is_contiguous is_inference is_pinned
@@ -297,10 +264,9 @@ _GETS_GRAD = _GRAD.__get__
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter whose values have moved to the shards of a wrapper.
+    """The object that was a parameter before it was sharded, and that a list or closure may keep.
 
-    Raises:
-        RuntimeError: by every operation on its values; names the parameter and the fix.
+    It is empty: a sum over it would silently be 0. So operations on its values raise RuntimeError.
     """
 
     @classmethod
@@ -316,19 +282,14 @@ class ReleasedParameter(nn.Parameter):
             _raise_released(name, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-            # Ours is empty, like this object; any other gradient was set by the user.
+            # Ours is empty; any other gradient was set by the user.
             ours = type(found) is torch.Tensor and found.numel() <= 1
             return found.as_subclass(cls) if ours and args and found is not args[0].grad else found
 
 
 @torch.no_grad()
 def release(parameter: nn.Parameter) -> None:
-    """Frees the values of ``parameter``, which has been sharded. The object stays, empty, and
-    raises when something is computed with it.
-
-    Other modules may still refer to the object (tied weights that are wrapped later), so dropping
-    our reference is not enough: the full values would stay in memory.
-    """
+    """Frees the values of ``parameter``, to which other modules may still refer."""
     if parameter.device.type == "xla":
         free_([parameter], parameter.new_zeros(1))
     else:
@@ -338,7 +299,6 @@ def release(parameter: nn.Parameter) -> None:
 
 
 def _require_no_gradient(parameter: torch.Tensor) -> None:
-    """Raises RuntimeError if ``.grad`` is read, but only the shard has a gradient."""
     sharded = sharded_tensor_of(parameter)
     if sharded is not None and sharded.shard.grad is not None:
         raise RuntimeError(
@@ -349,10 +309,8 @@ def _require_no_gradient(parameter: torch.Tensor) -> None:
 
 
 def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:
-    """Raises RuntimeError if ``requires_grad`` of ``parameter`` is changed, which has no effect."""
     sharded = sharded_tensor_of(parameter)
-    # A parameter that was moved is another object, without a sharded tensor; it gets the first
-    # one's value.
+    # A moved parameter is another object, and gets the first one's value.
     moved = sharded is None and requires_grad
     if parameter.requires_grad is not requires_grad and not moved:
         which = "now in scanned blocks" if sharded is None else f"{sharded.key!r} in its wrapper"

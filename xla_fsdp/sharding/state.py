@@ -38,9 +38,6 @@ from .user_checks import (
 class FSDPState(Unit):
     """An FSDP unit, and which of its parameters are full at the moment.
 
-    Between uses the module has shards. :meth:`run` gathers, computes and frees. The first gradient
-    that reaches the outputs gathers again for the backward, whose end frees.
-
     Attributes:
         is_root: whether no other unit is around this one; unknown until the first forward.
         order: what was gathered and reduced last, shared by the units of a model.
@@ -49,7 +46,7 @@ class FSDPState(Unit):
         summoned: whether modules have full parameters outside of a forward, see summon.py.
         forward_methods: methods of the module that compute like its forward.
 
-    Attributes that only ``fully_shard`` sets:
+    Only ``fully_shard`` sets:
 
     Attributes:
         output_dtype: the dtype that floating-point outputs are cast to.
@@ -70,18 +67,14 @@ class FSDPState(Unit):
         self.caches_after_backward = False
         self._caches_by_hand = False
         self._secondaries: list[weakref.ref[SecondaryShards]] = []
-        # The full parameters gathered last, and the stamps of their shards.
+        # Gathered last, with the stamps of their shards.
         self._cached: list[torch.Tensor] | None = None
         self._cached_of: list[Stamp] = []
         self._syncs = self._all_reduces = True
-        # Passes whose backward is running, by autograd graph task (checkpointed layers run a
-        # separate backward inside the outer one).
+        # By autograd graph task: checkpointed layers run a backward inside the outer one.
         self._backward: dict[int, list[Pass]] = {}
 
-    # -- forward --------------------------------------------------------------------------------
-
     def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The inputs of a forward in the dtype in which it computes."""
         dtype, policy = self.options.compute_dtype, self.options.mixed_precision
         if policy is not None and not policy.cast_forward_inputs:
             if self.is_root is False or not policy.cast_root_forward_inputs:
@@ -89,11 +82,11 @@ class FSDPState(Unit):
         return (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Calls ``forward(*args, **kwargs)``, of the module or a method, with full parameters."""
+        """Calls ``forward``, of the module or a method, with full parameters."""
         called = type(self.module).__name__
         require_plain_call(called)
         args, kwargs = self.cast_inputs(args, kwargs)
-        if self.computing:  # a module that calls itself: its parameters are full already
+        if self.computing:  # a module that calls itself
             return forward(*args, **kwargs)
         self.release()
         if self.is_root is None:
@@ -156,10 +149,7 @@ class FSDPState(Unit):
         return bool(self.options.reshard_after_forward)
 
     def _begin(self, inputs: Any, keep: bool) -> Pass:
-        """Gathers for a forward on ``inputs`` and puts the full parameters into the modules.
-
-        ``keep``: these stay until the backward.
-        """
+        """Gathers for a forward on ``inputs``; ``keep``: until the backward."""
         if self.active is None:
             self.require_shards_installed()
         recomputes = _in_backward()
@@ -180,8 +170,7 @@ class FSDPState(Unit):
         return one
 
     def _second_shards(self, recomputes: bool, keep: bool) -> SecondaryShards | None:
-        """What a forward fills; in a recomputation what the forward filled, if that still exists
-        and the shards have the same values; ``None`` if no second shards are stored."""
+        """What a forward fills; in a recomputation, what the forward filled, if still valid."""
         world = self.secondary_world
         if world is None or not torch.is_grad_enabled() or (keep and not recomputes):
             return None
@@ -194,14 +183,12 @@ class FSDPState(Unit):
         return known[-1]
 
     def require_shards_installed(self) -> None:
-        """Raises RuntimeError if a module attribute is not the shard that was put there."""
         self.require_not_summoned()
         for slot in self.slots:
             if slot.module._parameters.get(slot.name) is not slot.sharded_value:
                 raise_replaced(self.name_of(slot.index))
 
     def require_not_summoned(self) -> None:
-        """Raises RuntimeError if the modules have full parameters outside of a forward."""
         if self.summoned:
             raise RuntimeError(
                 f"the forward of {self.title!r} was called within summon_full_params or apply. "
@@ -209,7 +196,6 @@ class FSDPState(Unit):
             )
 
     def _end(self, one: Pass, keep: bool) -> None:
-        """Ends the forward, also after an exception in it."""
         self.computing -= 1
         self._restore()
         if not keep:
@@ -220,9 +206,10 @@ class FSDPState(Unit):
             self.order.end_forward()
 
     def _finish(self, one: Pass, outputs: Any) -> tuple[Any, set[torch.device]]:
-        """``outputs``, in which parameters that would be freed are replaced by copies, and other
-        devices than the unit's of those that require a gradient. The first gradient that reaches
-        them starts the backward of pass ``one``."""
+        """``outputs``, with copies of freed parameters, and hooks that start the backward.
+
+        Also returns other devices of outputs that require a gradient.
+        """
         own = set(map(id, one.full))
         elsewhere: set[torch.device] = set()
 
@@ -239,17 +226,15 @@ class FSDPState(Unit):
         return map_tensors(finish, outputs), elsewhere
 
     def _install(self, one: Pass) -> None:
-        """Puts the pass's full parameters into the module attributes."""
         self.active = one
         for slot in self.slots:
-            # Not a Parameter, which would be a leaf of the graph, but it behaves like one.
             slot.put(one.full[slot.index])
         if self.linears:
             linear.replace_forwards(self.linears, self.world)
         self.refresh_rnns()
 
     def _restore(self) -> None:
-        """Undoes the last install: restores an enclosing backward's parameters, or the shards."""
+        """Restores an enclosing backward's parameters, or the shards."""
         enclosing = [*chain.from_iterable(self._backward.values())]
         if enclosing:
             self._install(enclosing[-1])
@@ -272,10 +257,8 @@ class FSDPState(Unit):
                 self.host_gradients.forget()
             self._restore()
 
-    # -- backward -------------------------------------------------------------------------------
-
     def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
-        """Gathers pass ``one`` for its backward, when ``grad`` is the first gradient of it."""
+        """Gathers pass ``one`` for its backward when its first gradient arrives."""
         task = torch._C._current_graph_task_id()
         passes = self._backward.get(task)
         if passes is None:
@@ -302,7 +285,6 @@ class FSDPState(Unit):
         self._install(one)
 
     def leave_backward(self) -> None:
-        """Frees what the current backward has gathered."""
         self._leave_backward(torch._C._current_graph_task_id())
 
     def _leave_backward(self, task: int) -> None:
@@ -314,8 +296,7 @@ class FSDPState(Unit):
         self._restore()
 
     def _end_backward_of_model(self) -> None:
-        """For the outermost unit of a forward: reduces what remains, and sends gradients to the
-        host if offloaded."""
+        """For the outermost unit: reduces what remains, and waits for gradients on the host."""
         units = list(dict.fromkeys([self, *unique_units(self.module)]))
         with torch.no_grad():
             for unit in units:
@@ -324,7 +305,7 @@ class FSDPState(Unit):
         hosts = [unit.host_gradients for unit in units if unit.host_gradients is not None]
         starts = self.options.sync_on_finalization
         if starts or hosts:
-            for unit in units:  # parameters that are still full would be outputs of the program
+            for unit in units:  # full parameters would be outputs of the program
                 unit.leave_backward()
         for host in hosts:
             host.arrive()
@@ -335,11 +316,7 @@ class FSDPState(Unit):
             xlac.start_program(self.world.device)
 
     def _narrow_gradients(self) -> None:
-        """Casts gradients to the compute dtype of the unit, if
-        ``MixedPrecision(keep_low_precision_grads=True)`` is set.
-
-        torch accumulates the gradients of the next backward in that dtype.
-        """
+        """Applies ``keep_low_precision_grads``."""
         policy = self.options.mixed_precision
         if policy is None or not policy.keep_low_precision_grads or policy.param_dtype is None:
             return
@@ -349,16 +326,12 @@ class FSDPState(Unit):
                     # torch allows another dtype than the parameter's only through ``grad.data``.
                     holder.grad.data = holder.grad.to(policy.param_dtype)
 
-    # -- communication --------------------------------------------------------------------------
-
     def gather(
         self, events: Sequence[torch.Tensor], backward: bool, secondary: SecondaryShards | None
     ) -> list[torch.Tensor]:
         """Every full parameter in compute dtype, traced to run after ``events``.
 
-        Each pass frees its tensors. So if they are cached, the pass gets copies, which the compiler
-        removes. A cache is not used after a shard has changed: a forgotten ``reshard()`` costs
-        memory, but never gives wrong results.
+        Each pass frees its tensors, so it gets copies of cached ones; the compiler removes these.
         """
         given = self.tensors, self.order, events, backward, secondary
         if not (self._caches_by_hand or self.caches_after_backward):
@@ -371,7 +344,6 @@ class FSDPState(Unit):
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """Does :meth:`reduce_gradients`, in the order of the model."""
         shards, arrived = self.reduce_gradients(grads, needed, leaves)
         # ``order`` is cleared at the end of the backward.
         if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
@@ -384,12 +356,10 @@ class FSDPState(Unit):
     def _drop_cache(self) -> None:
         self._caches_by_hand, self._cached = False, None
 
-    # -- explicit calls: fully_shard only --------------------------------------------------------
-
     def unshard(self) -> None:
         """Puts full parameters into the modules, where they stay for the next forward."""
         if self.computing or _in_backward():
-            return  # the current forward or backward gathers when it needs them
+            return
         self.require_not_summoned()
         self.release()
         self._caches_by_hand = True
@@ -403,13 +373,12 @@ class FSDPState(Unit):
     def has_full_parameters(self) -> bool:
         """Whether modules have full parameters: in a forward or backward, or after ``unshard``.
 
-        Raises:
-            RuntimeError: the parameters have changed since ``unshard``.
+        Raises RuntimeError if the parameters have changed since ``unshard``.
         """
         if self.computing:
             return True
         if self.unsharded is None:
-            self.reset_after_failure()  # clear what an exception left behind
+            self.reset_after_failure()
         elif self.active is not None and self._cache_is_stale():
             raise RuntimeError(
                 f"parameters of {self.title!r} were changed by an optimizer step or a load after "
@@ -423,11 +392,9 @@ class FSDPState(Unit):
         self.release()
 
     def release(self) -> None:
-        """Replaces the full parameters of ``unshard`` by the shards. Passes that computed with the
-        full parameters keep them.
+        """Replaces the full parameters of ``unshard`` by the shards.
 
-        Raises:
-            RuntimeError: full parameters were changed or replaced, which would be lost.
+        Raises RuntimeError if full parameters were changed or replaced, which would be lost.
         """
         held, self.unsharded = self.unsharded, None
         if held is None:
@@ -449,15 +416,13 @@ class FSDPState(Unit):
                 raise_replaced(self.name_of(slot.index))
 
     def install_shards(self) -> None:
-        """Puts the shards into the module attributes."""
         self.release()
         self.reset_after_failure()
 
     def set_sync(self, syncs: bool | None = None, all_reduces: bool | None = None) -> None:
         """Sets whether backwards reduce, and over replicas; ``None``: unchanged.
 
-        If there are replicas and ``all_reduces`` is False, nothing is reduced: the final gradient
-        is the same, and no half-reduced gradient exists in between.
+        If ``all_reduces=False`` with replicas, nothing is reduced: the sum is the same.
         """
         self._syncs = self._syncs if syncs is None else syncs
         self._all_reduces = self._all_reduces if all_reduces is None else all_reduces
@@ -465,27 +430,25 @@ class FSDPState(Unit):
         self.require_sync = self._syncs and (self._all_reduces or not replicated)
 
     def set_reshard_after_forward(self, reshards: bool) -> None:
-        """Sets whether full parameters are freed after the forward, also if this is the root."""
+        """Applies to the root too."""
         self.options = replace(
             self.options, reshard_after_forward=reshards, disable_reshard_on_root=False
         )
-        self.secondary_world = None  # of reshard_after_forward=<int>
+        self.secondary_world = None
 
 
 def unit_of(module: nn.Module) -> FSDPState | None:
-    """The unit of a wrapper, or of a module that is sharded in place; ``None`` for others."""
+    """The unit of a wrapper or of a module that is sharded in place, else ``None``."""
     return vars(module)["_unit"] if is_wrapper(module) else None
 
 
 def units_in(root: nn.Module) -> list[tuple[str, FSDPState]]:
-    """The units in ``root``, including its own, with their modules' names relative to ``root``. A
-    module with two names occurs twice."""
+    """The units in ``root`` by module name; one with two names occurs twice."""
     modules = root.named_modules(remove_duplicate=False)
     return [(name, unit) for name, module in modules if (unit := unit_of(module)) is not None]
 
 
 def unique_units(root: nn.Module) -> list[FSDPState]:
-    """The units in ``root``, including its own, each once."""
     found = map(unit_of, root.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
@@ -495,8 +458,7 @@ def _in_backward() -> bool:
 
 
 def _require_inner_first(named: NamedUnits) -> None:
-    """Raises RuntimeError if a module was sharded after a module around it, so that its parameters
-    belong to two units."""
+    """Raises RuntimeError if a module was sharded after one around it."""
     owners: dict[tuple[nn.Module, str], str] = {}
     for path, unit in named:
         for slot in unit.slots:
@@ -510,18 +472,12 @@ def _require_inner_first(named: NamedUnits) -> None:
                 )
 
 
-# -- the wrappers outside a module that shard its parameters ---------------------------------------
-#
-# A wrapper knows the modules inside it, but these modules do not know the wrapper. A call that
-# starts inside (a method of the wrapped module that saves it, or computes with it) must find the
-# wrapper, or at least detect that one exists, because the module has only this rank's shards.
-
-# Set on a module: references to the wrappers whose FSDP units shard its parameters.
+# On a module: references to the wrappers that shard its parameters.
 _WRAPPERS = "_xla_fsdp_wrappers"
 
 
 class WrapperReference:
-    """A weak reference from a module to the wrapper that shards its parameters."""
+    """A weak reference to a wrapper."""
 
     def __init__(self, wrapper: nn.Module | None) -> None:
         self._known = None if wrapper is None else weakref.ref(wrapper)
@@ -536,18 +492,16 @@ class WrapperReference:
 
 
 def mark_sharded(module: nn.Module, *wrappers: WrapperReference) -> None:
-    """Marks ``module``: an FSDP unit, that of one of ``wrappers``, shards parameters of it."""
     vars(module).setdefault(_WRAPPERS, []).extend(wrappers)
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:
-    """Whether an FSDP unit shards parameters of ``module`` itself (not of its children)."""
+    """Whether a unit shards parameters of ``module`` itself, not of its children."""
     return _WRAPPERS in vars(module)
 
 
 def find_outer_wrappers(module: nn.Module) -> list[nn.Module]:
-    """The wrappers around ``module`` that shard parameters in it, the outermost first. ``module``
-    itself is included if it shards some."""
+    """The wrappers that shard parameters in ``module``, the outermost first, including itself."""
     inside = set(module.modules()) - {module}
     found: dict[nn.Module, None] = {}
     for inner in module.modules():
@@ -555,13 +509,12 @@ def find_outer_wrappers(module: nn.Module) -> list[nn.Module]:
             wrapper = reference.wrapper
             if wrapper is not None and wrapper not in inside:
                 found[wrapper] = None
-    # All of these contain the module, so each contains the next: the outermost has most modules.
+    # Each contains the next, so the outermost has most modules.
     return sorted(found, key=lambda wrapper: -sum(1 for _ in wrapper.modules()))
 
 
 def find_sharded_outside(module: nn.Module, units: Iterable[Unit]) -> str | None:
-    """The name of a submodule of ``module`` whose parameters belong to a wrapper around ``module``,
-    that is to none of ``units`` (the FSDP units inside). ``None`` if there is none."""
+    """The name of a submodule that none of ``units``, those inside, shards; or ``None``."""
     held = {slot.module for unit in units for slot in unit.slots}
     for name, inner in module.named_modules():
         if has_sharded_parameters(inner) and inner not in held:

@@ -1,10 +1,4 @@
-"""Full parameters outside of a forward: to read them, to change them, to initialize them.
-
-While parameters are summoned, the modules have full ``nn.Parameter``s instead of the shards (and
-the wrapper has no flattened vectors), so ``module.weight``, ``named_parameters()`` and
-``state_dict()`` are those of the unwrapped module. The shards continue to exist, and receive their
-part of the changes at the end.
-"""
+"""Full parameters outside of a forward: to read them, to change them, to initialize them."""
 
 from __future__ import annotations
 
@@ -38,18 +32,15 @@ def summon_full_params(
     """Within, the modules in ``module`` have full parameters. All ranks must enter the context.
 
     They are ``nn.Parameter`` in the dtype in which they are stored, under their names in the
-    unwrapped module. Afterwards the modules have the shards again, the same objects as before. An
-    optimizer needs the shards, so make it outside of this context.
+    unwrapped module. Optimizers need the shards: make them outside of this context.
 
     Args:
         module: a wrapper, or a module with wrappers in it. Without any wrapper, nothing happens.
-        recurse: summon the parameters of all wrappers in ``module``. ``False``: of ``module``
-            itself only.
-        writeback: copy changes into the shards at the end, on every rank into its own, so all ranks
-            must make the same changes. After an exception nothing is copied.
-        rank0_only: only rank 0 gets full parameters; other ranks keep shards. Not with
-            ``writeback``.
-        offload_to_cpu: parameters are on the CPU, on every rank that gets them.
+        recurse: summon the parameters of all wrappers in ``module``, not only of itself.
+        writeback: copy each rank's changes into its shards at the end, so all ranks must make the
+            same changes. After an exception nothing is copied.
+        rank0_only: other ranks keep shards. Not with ``writeback``.
+        offload_to_cpu: parameters are on the CPU.
         with_grads: ``.grad`` is the full gradient, and its changes are copied back too.
 
     Raises:
@@ -57,7 +48,7 @@ def summon_full_params(
         ValueError: arguments exclude each other, ``module`` contains scanned blocks, or a wrapper
             around ``module`` has parameters of it.
         RuntimeError: called in a forward or backward, or parameters are summoned already. At the
-            end: a parameter was replaced by another tensor, or its shape or dtype was changed.
+            end: a parameter was replaced, or its shape or dtype was changed.
     """
     given = locals()
     if not isinstance(module, nn.Module):
@@ -92,10 +83,9 @@ def summon_full_params(
 
 
 def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
-    """The full parameters of ``unit`` while it has them: summoned, or in a forward or backward.
+    """The full parameters of ``unit``: summoned, or in a forward or backward.
 
-    Raises:
-        RuntimeError: the unit has no full parameters now.
+    Raises RuntimeError if the unit has none now.
     """
     if unit.summoned:
         summoned = [_of(tensor) for tensor in unit.tensors]
@@ -112,7 +102,6 @@ def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
 
 
 def require_no_scanned(units: Sequence[FSDPState]) -> None:
-    """Raises ValueError if one of ``units`` has scanned blocks."""
     if any(unit.depth for unit in units):
         raise ValueError(
             "scanned blocks cannot be summoned: one traced module represents all of them, so there "
@@ -152,18 +141,15 @@ def _require_possible(
 
 
 class _Summoned:
-    """The full parameters of one context, and how to undo it."""
-
     def __init__(self, how: _Arguments) -> None:
         self.how = how
-        # Other ranks take part in the gathers, but get no full parameters.
+        # Other ranks take part in the gathers.
         self.wanted = xr.global_ordinal() == 0 or not how.rank0_only
         # Without tied parameters that an outer context has already.
         self.summoned: dict[ShardedTensor, FullParameters] = {}
         self.entered: list[tuple[nn.Module, FSDPState]] = []
 
     def add(self, wrapper: nn.Module, unit: FSDPState) -> None:
-        """Puts full parameters into the modules of ``unit``, which is that of ``wrapper``."""
         for tensor in unit.tensors:
             if tensor.summoned is not None and _of(tensor).how != self.how:
                 raise RuntimeError(
@@ -217,7 +203,6 @@ class _Summoned:
         return value.cpu() if self.how.offload_to_cpu else value
 
     def require_writable(self) -> None:
-        """Raises RuntimeError if changes cannot be copied into the shards."""
         for _, unit in self.entered:
             for slot in unit.slots:
                 own = _parameter(unit, slot.index)
@@ -240,7 +225,6 @@ class _Summoned:
                     )
 
     def restore(self) -> None:
-        """Puts the shards back into the modules."""
         for wrapper, unit in self.entered:
             unit.summoned = False
             for tensor in unit.tensors:
@@ -254,7 +238,6 @@ class _Summoned:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copies changes into the shards."""
         for tensor, full in self.summoned.items():
             values, grads = full.changed()
             if values:
@@ -285,7 +268,7 @@ def _of(tensor: ShardedTensor) -> FullParameters:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The arguments of the context, the same on every rank."""
+    """Equal on all ranks."""
 
     writeback: bool
     rank0_only: bool
@@ -295,7 +278,7 @@ class _Arguments:
 
 @dataclass(frozen=True, eq=False)
 class FullParameters:
-    """The full parameters of one sharded tensor, and their state when they were gathered."""
+    """Of one sharded tensor, with their state when they were gathered."""
 
     how: _Arguments
     parameters: list[nn.Parameter]
@@ -309,24 +292,23 @@ class FullParameters:
 
 
 def _full_members(tensor: ShardedTensor, shard: torch.Tensor) -> list[torch.Tensor]:
-    """The full members of ``tensor``, gathered from ``shard``: its own, or one of its gradient."""
+    """The full members of ``tensor``, from its shard or that of its gradient."""
     spec = tensor.shard_spec()
-    assert spec is not None  # only inside a trace
+    assert spec is not None
     own = local(shard)
     own = own if own.device.type == "xla" else as_data(own, spec.world.device)
     return tensor.layout.split(spec.gather(own))
 
 
 def _cut(tensor: ShardedTensor, full: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's shard of the ``full`` members of ``tensor``, on the device of the shard."""
     spec = tensor.shard_spec()
-    assert spec is not None  # only inside a trace
+    assert spec is not None
     joined = torch.cat([one.reshape(-1) for one in full]) if tensor.flattened else full[0]
     return spec.cut(joined).to(tensor.shard.device)
 
 
 def _seen(parameters: Sequence[nn.Parameter]) -> tuple[list[object], list[object]]:
-    """Two results are equal if neither values nor gradients of ``parameters`` changed between."""
+    """Equal if neither values nor gradients of ``parameters`` changed in between."""
     return [_mark(one) for one in parameters], [_mark(one.grad) for one in parameters]
 
 

@@ -1,9 +1,7 @@
 """Functions of tensors that are traced once, and called as a single operator afterwards.
 
-Every operator that a step traces costs the host a few microseconds, in every step. Gathering the
-parameters of a unit takes a hundred operators, the same ones every time. So the first trace is
-stored as an XLA computation. The compiler inlines such computations where they are called, so the
-program is the same.
+A traced operator costs the host a few microseconds, and a gather has a hundred. The compiler
+inlines such computations, so the program is the same.
 """
 
 from __future__ import annotations
@@ -23,13 +21,11 @@ from ..collectives.world import World
 Tensors = list[torch.Tensor]
 
 
-# The maximum number of computations in a cache. A unit needs three for each shape of its inputs.
+# A unit needs three for each shape of its inputs.
 _MAX_CACHED = 16
 
 
 class TraceCache:
-    """Calls functions of tensors, and traces each one only the first time."""
-
     def __init__(self, world: World) -> None:
         self._world = world
         self._known: dict[Hashable, _Computation] = {}
@@ -45,15 +41,13 @@ class TraceCache:
         tensors: Tensors,
         key: Hashable,
     ) -> Tensors:
-        """The result of ``function(tensors)``. The call has no gradient.
+        """The result of ``function(tensors)``, without a gradient.
 
-        Args:
-            key: must determine, together with ``name`` and the shapes and dtypes of ``tensors``,
-                what the function does.
+        ``key``, ``name`` and the shapes and dtypes of ``tensors`` must determine what it does.
         """
         if not tensors or xlac.is_eager():
             return function(tensors)
-        # With scopes, and on CPU ranks, collectives have another name or number in each call.
+        # Here collectives have another name or number in each call.
         if xlac.has_scopes() or self._world.context is not None:
             known = self._trace(name, function, tensors)
         else:
@@ -79,7 +73,6 @@ class TraceCache:
         try:
             # Otherwise collectives inside would be ordered with those outside.
             with separate_collectives(self._world.device):
-                # Of the dtypes that the tensors have on the device.
                 shapes = [xlac.shape_on_device(tensor, device) for tensor in tensors]
                 arguments = [xlac.placeholder(shape) for shape in shapes]
                 pairs = zip(arguments, tensors, strict=True)
@@ -91,7 +84,7 @@ class TraceCache:
         finally:
             xlac.set_default_device(default)
         operands = traced.argument_of | traced.hoisted
-        if not operands:  # parameters without elements: there is no argument to call with
+        if not operands:  # parameters without elements
             return _Computation(None, [])
         return _Computation(
             traced.computation, [operands[number] for number in range(len(operands))]
@@ -107,21 +100,17 @@ class Traced:
     """Traced tensors as a computation, and the sources of its parameters.
 
     Attributes:
-        computation: takes its parameters in the order of their numbers, returns a tuple.
         argument_of: parameter number to the number of the argument.
-        hoisted: parameter number to a tensor that is not an argument (constants that are on the
-            device, closures).
-        seed: the hoisted parameter that is the seed of random numbers, or ``None``.
+        hoisted: parameter number to a tensor that is not an argument (constants, closures).
+        seed: the parameter that is the seed of random numbers, or ``None``.
     """
 
     def __init__(self, name: str, arguments: Tensors, outputs: Tensors) -> None:
         try:
             self._lower(name, arguments, outputs)
         except RuntimeError:
-            # torch_xla identifies tensors by their memory, and does not know one that had none when
-            # the lowering began, because a running program finished it since. With all programs
-            # done, only other errors remain. Only this rank's device: other ranks may be waiting
-            # for this rank's next program.
+            # torch_xla misses tensors that a program finished since lowering began. Only this
+            # rank's device, because others may be waiting for its next program.
             xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
             self._lower(name, arguments, outputs)
 
@@ -152,6 +141,6 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def separate_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A separate tensor with the same value, for a function that may change it in place."""
+    """Equal to ``tensor``; for a function that may change it in place."""
     other = torch.empty_like(tensor)
     return other.copy_(tensor)  # no computation: it takes the same value

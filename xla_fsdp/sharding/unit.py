@@ -1,5 +1,4 @@
-"""An FSDP unit: parameters that are gathered, freed and reduced together, and the processing of
-their full gradients. See also ``state.py``."""
+"""An FSDP unit: parameters that are gathered, freed and reduced together. See also ``state.py``."""
 
 from __future__ import annotations
 
@@ -25,71 +24,63 @@ if TYPE_CHECKING:
     from ..offload import HostGradients, Stream
 
 
-# With the names of their modules relative to a root, the outermost first: see state.units_in.
+# With the names of their modules, the outermost first.
 NamedUnits = Sequence[tuple[str, "Unit"]]
 
 
 class Unit:
-    """The parameters of one module, in shards.
+    """The parameters of ``module``, the wrapped one or that of ``fully_shard``, in shards.
 
     Full parameters are numbered through all members of all sharded tensors, in order.
-
-    Args:
-        module: the wrapped module, or the module that ``fully_shard`` was called on.
     """
 
-    # The number of equal blocks that ``module`` represents (scanned blocks); None: only itself.
+    # Scanned blocks: how many ``module`` represents, and their stacked buffers.
     depth: int | None = None
-    # The buffers of scanned blocks, stacked into one tensor each.
     buffers: Sequence[Any] = ()
 
     def __init__(self, options: FSDPOptions, world: World, module: nn.Module) -> None:
         self.options = options
         self.world = world
         self.module = module
-        # Whether `fully_shard` made the unit: the module has no wrapper.
+        # `fully_shard` made the unit.
         self.in_place = False
         self.tensors: list[ShardedTensor] = []
         # The sharded tensor of each full parameter, and its number there.
         self.members: list[tuple[ShardedTensor, int]] = []
         # The tensors whose shards an optimizer sees: these, or the stacks of scanned blocks.
         self.stored = self.tensors
-        # Those of them that are registered on this unit's wrapper.
+        # Those that are registered on this unit's wrapper.
         self.flattened: list[ShardedTensor] = []
         self.slots: list[ParameterSlot] = []
-        # Parameters in the module that are replicated: see ignored.py.
         self.ignored: list[nn.Parameter] = []
-        # Tensors that a load must give values before the first forward.
+        # Without values until a load.
         self.uninitialized: list[UninitializedTensor] = []
-        # The checksum of the full parameters that this rank built, and of the shards cut from them.
+        # Of the full parameters that this rank built, and of their shards.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
-        # Buffers that were cast, by dotted name in the wrapped module, with the dtype they had.
+        # Buffers that were cast, by dotted name, with the dtype they had.
         self.buffer_dtypes: dict[str, torch.dtype] = {}
-        # The content of freed parameters: code that kept one and computes with it gets NaN.
+        # Freed parameters contain NaN, so that code that kept one gets NaN.
         nan = float("nan")
         if world.as_on_tpu:
             self.placeholder = torch.full((1,), nan, device=world.device)
-        else:  # data: a constant would make the programs of the first and second step different
+        else:  # data: a constant would make the programs of the first two steps different
             self.placeholder = torch.full((1,), nan, device="cpu").to(world.device)
         self.comms = Communicator(options, world)
-        # Whether a backward reduces; False inside no_sync.
+        # False inside no_sync.
         self.require_sync = True
-        # Full gradients of micro-batches inside no_sync, by index in `tensors`.
+        # Full gradients inside no_sync, by index in `tensors`.
         self._unsynced: dict[int, torch.Tensor] = {}
-        # Receives the gradient shards, if shards are on the host.
         self.host_gradients: HostGradients | None = None
-        # The ranks that store second shards; only with reshard_after_forward=<int>.
+        # The ranks that store second shards.
         size = options.reshard_after_forward
         self.secondary_world = None if isinstance(size, bool) else subgroup(world, size)
-        # Set if shards are on the device only while the unit computes.
         self.stream: Stream | None = None
         self._rnns: list[nn.RNNBase] = []
-        # Linear layers that compute with full parameters in our implementation.
         self.linears: linear.Layers = {}
 
     def add_tensor(self, tensor: ShardedTensor) -> int:
-        """Adds a sharded tensor; returns the number of its first full parameter."""
+        """Returns the number of its first full parameter."""
         if tensor not in self.tensors:
             self.tensors.append(tensor)
             tensor.comms = tensor.comms or self.comms
@@ -97,7 +88,6 @@ class Unit:
         return self.members.index((tensor, 0))
 
     def mark_uninitialized(self) -> None:
-        """Marks the shards as without values, until they are given some."""
         names: dict[ShardedTensor, dict[tuple[int, int], str]] = {}
         for slot in self.slots:
             tensor, member = self.members[slot.index]
@@ -119,8 +109,7 @@ class Unit:
         return f"{slot.name} of a {type(slot.module).__name__} that was removed from the module"
 
     def named_slots(self) -> Iterator[tuple[ParameterSlot, list[str]]]:
-        """Every slot with the current dotted names of its parameter in the unit's module; no name
-        if the slot has been removed from the module."""
+        """Every slot with the dotted names of its parameter, none if it was removed."""
         paths: dict[nn.Module, list[str]] = {}
         for path, module in self.module.named_modules(remove_duplicate=False):
             paths.setdefault(module, []).append(path)
@@ -129,7 +118,7 @@ class Unit:
             yield slot, [dotted(slot.block, dotted(path, slot.name)) for path in own]
 
     def names_of(self, tensor: ShardedTensor, members: int) -> list[str]:
-        """The names of the first ``members`` full parameters of a sharded tensor."""
+        """Of the first ``members`` full parameters of ``tensor``."""
         first, names = self.add_tensor(tensor), []
         for member in range(members):
             used = any(slot.index == first + member for slot in self.slots)
@@ -139,14 +128,10 @@ class Unit:
 
     @property
     def title(self) -> str:
-        """The name of the wrapper for messages, from the root if that is known."""
         return self.comms.label.rstrip(".") or "the wrapper"
 
     def add_slot(self, slot: ParameterSlot, name: str) -> None:
-        """Registers a module attribute that uses a full parameter, and puts its shard there.
-
-        ``name``: the dotted name of the parameter in the unit's module.
-        """
+        """Registers a module attribute that uses parameter ``name``, and puts its shard there."""
         self.slots.append(slot)
         if slot.sharded_value is None:
             tensor, member = self.members[slot.index]
@@ -160,12 +145,11 @@ class Unit:
 
     @property
     def shards(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer sees."""
+        """What an optimizer sees."""
         return [tensor.shard for tensor in self.stored]
 
     def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
-        """For every sharded tensor, the parameter that an optimizer sees, and the offset of the
-        tensor's elements in that flattened parameter."""
+        """Every sharded tensor, the parameter that an optimizer sees, and its offset there."""
         shards, found = self.shards, []
         for number, tensor in enumerate(self.tensors):
             block, index = divmod(number, len(shards))
@@ -173,28 +157,22 @@ class Unit:
         return found
 
     def mark_shards(self) -> None:
-        """Marks every parameter that an optimizer sees with the tensor that it is a shard of."""
         mark_shards(self.stored)
         restore_ignored_marks(self.ignored)
         for one in self.uninitialized:
             one.restart_watch()
 
     def refresh_rnns(self) -> None:
-        """Updates the lists of parameters that recurrent modules compute with."""
         for rnn in self._rnns:
             rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]
-
-    # -- full gradients -------------------------------------------------------------------------
 
     def reduce_gradients(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> tuple[list[torch.Tensor | None], Sequence[torch.Tensor]]:
-        """A gradient shard for every sharded tensor, from the full gradients of its members, and
-        the results of the collectives.
+        """A gradient shard for every sharded tensor, and the results of the collectives.
 
-        The gradient shard is ``None`` if no member got a gradient, if none is needed, inside
-        ``no_sync``, and if it goes to the host. ``leaves``: the graph nodes that deliver gradients
-        to the shards.
+        ``None`` without a gradient, inside ``no_sync``, and if it goes to the host. ``leaves``: the
+        graph nodes that deliver gradients to the shards.
         """
         handed_out = False
         if not self.require_sync or self._unsynced or self.host_gradients is not None:
@@ -209,7 +187,7 @@ class Unit:
         if not (handed_out or self.require_sync):
             self._store_unsynced(self.comms.join_gradients(self.tensors, reached, {}))
             return [None] * len(self.tensors), ()
-        # Without those stored by no_sync if gradients are returned: the sum is for .grad.
+        # If gradients are returned, those of no_sync stay: the sum is for .grad.
         summed = [] if handed_out else [number for number in reached if number in self._unsynced]
         accumulated = {number: self._unsynced[number] for number in summed}
         self._drop_unsynced(accumulated)
@@ -220,8 +198,7 @@ class Unit:
     def given_gradients(
         self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The gradients that autograd delivers to ``shards``: ``grads``, or ``None`` if the host
-        receives those that the current backward computes."""
+        """The gradients for autograd to deliver; ``None`` for those that the host receives."""
         if self.host_gradients is None:
             return grads
         given = [number for number, grad in enumerate(grads) if grad is not None]
@@ -241,9 +218,7 @@ class Unit:
         return [None] * len(grads)
 
     def _asked_for(self, leaves: Sequence[Any], needed: Sequence[bool]) -> tuple[list[bool], bool]:
-        """For which of ``leaves`` the current backward computes a gradient (``inputs`` may be
-        passed to it), and whether it returns them (``torch.autograd.grad``) instead of accumulating
-        them."""
+        """For which ``leaves`` the backward computes a gradient, and whether it returns them."""
         accumulated, handed_out = [], []
         for leaf, yes in zip(leaves, needed, strict=True):
             try:
@@ -263,12 +238,10 @@ class Unit:
         return handed_out, True
 
     def forget_gradients(self) -> None:
-        """Drops the gradients that ``no_sync`` stored."""
         self._drop_unsynced(dict(self._unsynced))
 
     def flush_gradients(self) -> None:
-        """Reduces gradients stored by ``no_sync`` for tensors that the last backward did not
-        reach."""
+        """Reduces gradients of ``no_sync`` for tensors that the last backward did not reach."""
         if self.require_sync and self._unsynced:
             give = accumulate if self.host_gradients is None else self.host_gradients.take
             shards, _ = self.comms.trace_reductions(self.tensors, self._unsynced)

@@ -1,5 +1,4 @@
-"""Checks of how a script uses a wrapped model: parameters at wrapping, the first forward, inputs,
-and transformations that would bypass a forward."""
+"""Checks of how a script uses a wrapped model."""
 
 from __future__ import annotations
 
@@ -24,19 +23,18 @@ from .ignored import ignored_mark_of, is_ignored
 from .sharded_tensor import ReleasedParameter, flattened_in, sharded_tensor_of
 from .unit import NamedUnits
 
-# Set on a parameter that no wrapper shards, once a warning has named it.
+# On a parameter that no wrapper shards, once a warning has named it.
 WARNED = "_xla_fsdp_warned_unsharded"
 
 
 def require_values(units: NamedUnits, doing: str) -> None:
-    """Raises RuntimeError if ``doing`` happens before parameters of ``units`` have values."""
     waiting = [(path, unit.uninitialized) for path, unit in units if unit.uninitialized]
     if waiting:
         require_all_initialized(waiting, doing)
 
 
 def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
-    """Warns about trainable parameters in ``root`` that none of the FSDP units in it shards."""
+    """Warns about trainable parameters in ``root`` that no unit in it shards."""
     sharded = {shard for _, unit in units for shard in unit.shards}
     names = []
     for name, parameter in root.named_parameters():
@@ -55,11 +53,9 @@ def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
 
 
 def compare_initial_weights(world: World, units: NamedUnits) -> None:
-    """Warns if ranks built the model with different weights; once, before the first forward.
+    """Warns, once, if ranks built the model with different weights. All ranks must call it.
 
-    Each rank cut its shard from its own full parameters, so the sharded model would be a mixture.
-    Parameters that were loaded or changed since are not compared. All ranks must call it. Groups
-    with independent copies are not compared with each other.
+    Parameters that were changed since, and groups with independent copies, are not compared.
     """
     holders = world.size * world.replicas
     if holders == 1 or holders != xr.world_size() or is_simulated_rank():
@@ -85,7 +81,7 @@ def compare_initial_weights(world: World, units: NamedUnits) -> None:
 
 
 def log_slices(world: World) -> None:
-    """Rank 0 logs once how a model is sharded if there are several slices."""
+    """Rank 0 logs how a model is sharded if there are several slices."""
     slices = slices_of_ranks()
     if not slices or xr.global_ordinal() != 0 or is_simulated_rank():
         return
@@ -109,7 +105,7 @@ _REMEDY = (
 
 
 def require_plain_call(name: str) -> None:
-    """Raises RuntimeError inside torch.compile and torch.func; ``name``: of the module."""
+    """Raises RuntimeError inside torch.compile and torch.func."""
     if torch.compiler.is_compiling():
         _raise_compiled(name)
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -123,7 +119,6 @@ def require_plain_call(name: str) -> None:
 
 
 def require_uncompiled(root: nn.Module) -> None:
-    """Raises RuntimeError if a module in ``root`` is compiled by torch.compile."""
     for name, module in root.named_modules():
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             raise RuntimeError(
@@ -142,20 +137,15 @@ def _raise_compiled(name: str) -> NoReturn:
 
 
 class InputDeviceError(RuntimeError):
-    """Raised if the forward of a wrapped module failed and some inputs are not on the device of its
-    parameters. ``__cause__`` is the original error."""
+    """The forward of a wrapped module failed, and some inputs are not on its device."""
 
 
 def raise_if_on_other_device(
     module: str, inputs: Any, device: torch.device, error: RuntimeError
 ) -> None:
-    """Raises InputDeviceError from ``error`` if ``inputs`` were not all on ``device``.
-
-    ``error`` is the error of the forward of a ``module`` (the name of its class). That forward may
-    move its inputs itself and fail for another reason, so the message starts with ``error``.
-    """
+    """Raises InputDeviceError from ``error`` if ``inputs`` were not all on ``device``."""
     elsewhere = [tensor for tensor in tensors_in(inputs) if tensor.device != device]
-    # Subclasses, from this package or torch (torch.OutOfMemoryError), state another reason.
+    # Subclasses (torch.OutOfMemoryError) state another reason.
     if elsewhere and type(error) in (RuntimeError, NotImplementedError):
         raise InputDeviceError(
             f"{error}\nThe forward of {module} that raised this got a tensor of shape "
@@ -168,11 +158,9 @@ def raise_if_on_other_device(
 def warn_if_elsewhere(
     module: str, inputs: Any, elsewhere: set[torch.device], device: torch.device
 ) -> None:
-    """Warns if outputs of a ``module`` with parameters on ``device`` are where its inputs are, on
-    one of the devices ``elsewhere``.
+    """Warns if outputs of a ``module`` on ``device`` are where its inputs are, in ``elsewhere``.
 
-    Given a tensor on the CPU, torch_xla computes most convolutions there without an error, and
-    torch raises in the backward. A module that moves inputs and outputs itself is right.
+    torch_xla computes most convolutions of CPU tensors there, and the backward raises.
     """
     given = [tensor for tensor in tensors_in(inputs) if tensor.device in elsewhere]
     if given:
@@ -187,16 +175,14 @@ def warn_if_elsewhere(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called. A wrapper cannot gather for a module that is never called
-    (``nn.ModuleList``, ``nn.ParameterDict``)."""
+    """Whether ``module`` can be called; nothing can be gathered for an ``nn.ModuleList``."""
     none = nn.Module.forward
     forward = getattr(module, "forward", none)
     return type(module).forward is not none or getattr(forward, "__func__", forward) is not none
 
 
 def require_shardable_parameters(path: str, module: nn.Module) -> None:
-    """Raises ValueError, TypeError or RuntimeError if parameters of ``module``, called ``path``,
-    cannot be sharded, or would give other results when sharded."""
+    """Raises ValueError, TypeError or RuntimeError if ``module`` cannot be sharded correctly."""
     name = path or type(module).__name__
     looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not is_ignored(module)
     if looks_up and module.max_norm is not None:
