@@ -1,7 +1,6 @@
 """Lists which elements of each parameter of the unsharded model this rank stores.
 
-With any wrapping (nested, auto-wrapped, flattened, scanned or none), a rank stores one range of
-consecutive elements of each flattened parameter. A checkpoint needs no other description.
+With any wrapping, these are one range of consecutive elements of each flattened parameter.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class ParameterShard:
         holder: the parameter that the optimizer sees: a shard, a vector or stack of the shards of
             several parameters, or the full parameter if it is not sharded.
         writes: whether this rank saves its copy. Other ranks may have the same elements.
-        layout, member, world: how the holder is sharded, and which member of the layout this
-            parameter is; ``layout`` and ``world`` are ``None`` if it is not sharded.
+        layout, member, world: how the holder is sharded, and the number of this parameter in it;
+            ``None``, 0, ``None`` if it is not sharded.
         first: index in the flattened ``holder`` at which its layout begins.
-        sharding_rule: says which rank saves which elements, ``None`` if there is no such rule.
+        sharding_rule: which rank saves which elements, ``None`` if there is no such rule.
     """
 
     names: tuple[str, ...]
@@ -67,7 +66,6 @@ class ParameterShard:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full parameter."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -83,7 +81,7 @@ class ReplicatedBuffer:
     Attributes:
         names: the dotted name of the buffer, then the names of buffers tied to it.
         tensor: the buffer, or for scanned blocks the stack of the blocks' buffers.
-        restore: the dtype before the buffer was cast for computing, ``None`` if it was not cast.
+        restore: the original dtype of a buffer that was cast for computing.
         row: index of this buffer in the stack, ``None`` without a stack.
     """
 
@@ -107,17 +105,15 @@ class ReplicatedBuffer:
 
     def value(self) -> torch.Tensor:
         """The value on the CPU, in the dtype from before wrapping. It may be the buffer itself."""
-        # Copy to the CPU first: on the device, selecting a row compiles one program per row.
+        # On the device, selecting a row would compile one program per row.
         value = self.tensor.detach().cpu()
         value = value if self.row is None else value[self.row]
         return value.to(self.dtype)
 
     def copy_to(self, device: torch.device) -> torch.Tensor:
-        """A copy of :meth:`value` on ``device``."""
         return self.value().clone() if device == CPU else self.value().to(device)
 
 
-# A parameter or buffer, each of which has an entry in a state dict.
 Entry = ParameterShard | ReplicatedBuffer
 
 
@@ -135,7 +131,6 @@ class Inventory:
     world_size: int
 
     def by_holder(self) -> dict[nn.Parameter, list[ParameterShard]]:
-        """The parameters in each tensor that an optimizer sees."""
         found: dict[nn.Parameter, list[ParameterShard]] = {}
         for shard in self.parameters:
             found.setdefault(shard.holder, []).append(shard)
@@ -149,7 +144,6 @@ class Inventory:
         return list(found.values())
 
     def entries(self) -> tuple[Entry, ...]:
-        """All parameters and buffers, which are the entries of a state dict except extra state."""
         return (*self.parameters, *self.buffers)
 
 
@@ -158,9 +152,8 @@ def make_inventory(model: nn.Module) -> Inventory:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``model`` is sharded over groups of ranks whose copies may differ, has
-            parameters or buffers on the meta device, or is inside a wrapper that shards its
-            parameters.
+        ValueError: ``model`` is sharded over groups of ranks whose copies may differ, has tensors
+            on the meta device, or is inside a wrapper that shards its parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -349,12 +342,7 @@ def _all_names(model: nn.Module) -> Iterator[str]:
 
 
 def agree_on_inventory(exchange: RankExchange, model: nn.Module) -> Inventory:
-    """The inventory of ``model``. Raises on every rank if the models of two ranks differ.
-
-    Raises:
-        TypeError, ValueError: see :func:`make_inventory`.
-        MetadataMismatchError: the models of two ranks differ.
-    """
+    """:func:`make_inventory`. Raises MetadataMismatchError if the models of two ranks differ."""
 
     def make() -> tuple[Inventory, str]:
         made = make_inventory(model)
@@ -378,9 +366,9 @@ def gather_members(
 ) -> list[torch.Tensor] | None:
     """Gathers the full tensors of ``members`` on the device ``to``. Call it on every rank.
 
-    ``members``: an element of :meth:`Inventory.parts`. ``value``: this rank's shard, which is their
-    holder or has its shape. Ranks that pass ``None`` for ``to`` take part in the collective and get
-    ``None``. Only these members are gathered at a time.
+    ``members``: an element of :meth:`Inventory.parts`. ``value``: this rank's shard, of the shape
+    of their holder. Ranks that pass ``None`` for ``to`` take part in the collective and get
+    ``None``.
     """
     value, layout = local(value).detach(), members[0].layout
     if layout is None:
@@ -394,7 +382,7 @@ def gather_members(
         tensors = layout.split(full)
         torch_xla.sync(wait=True)
         return [tensors[shard.member] for shard in members]
-    # Padding is at the end in both layouts, so each member is a range of the flattened tensor.
+    # Padding is at the end in both layouts.
     flat = full.cpu().view(-1)
     tensors = []
     for shard in members:
@@ -412,8 +400,7 @@ def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:
     shard = value.to(world.device)
     if count == 0:
         return shard.new_zeros(layout.padded_shape)
-    # One of several stacked blocks. Its index is an input: a constant would compile one program for
-    # each block.
+    # The index of a stacked block is an input: a constant would compile a program per block.
     if shard.numel() != count:
         block = torch.tensor([first.first // count]).to(world.device)
         shard = torch.index_select(shard.view(-1, count), 0, block)

@@ -1,7 +1,4 @@
-"""Matches stored tensors and optimizer state with a model and its optimizer by name.
-
-All of it is checked before anything is changed.
-"""
+"""Matches stored tensors and optimizer state with a model and its optimizer by name."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ from .optimizers import (
 )
 from .readable_tensor import ReadableTensor, as_readable, same_bits
 
-# Options that select an implementation. The optimizer's own values are kept, not the saved ones.
+# Options that select an implementation. The optimizer's own values remain.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
-# Options that torch added later: state saved by earlier versions lacks them.
+# State of earlier torch versions lacks these options.
 _LATE = {*_HOW, "maximize", "decoupled_weight_decay"}
 
 
@@ -48,7 +45,7 @@ class LoadedKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """The stored value for each parameter, buffer and module. All of it is checked."""
+    """The stored value for each parameter, buffer and module."""
 
     parameters: dict[ParameterShard, ReadableTensor]
     buffers: dict[ReplicatedBuffer, ReadableTensor]
@@ -74,18 +71,14 @@ def match_model(
         strict: every name of the model must be available, and no other. For a tied parameter, one
             of its names is enough.
         cast: floating-point tensors may have another floating-point dtype than the parameter.
-        same_run: the values are from a checkpoint of a sharded model, to resume training.
-            Parameters must then have the dtype in which the model stores them, and parameters that
-            are tied in the model must have been tied when they were saved. Buffers may have the
-            dtype for computing. Without ``same_run`` (weight files do not record tied parameters)
-            equal values are enough.
-        reported: missing and unexpected names that ``load_state_dict`` of the module reported. By
-            default they are derived from the names in ``offered``.
+        same_run: the values are from a checkpoint to resume training. Then parameters must have the
+            stored dtype, and parameters that are tied in the model must have been tied. Otherwise
+            (weight files do not record ties), equal values are enough.
+        reported: missing and unexpected names that ``load_state_dict`` of the module reported.
 
     Raises:
         ModelMismatchError: names, kinds, shapes or dtypes do not match, or the names of a tied
-            parameter have different values. The message lists the first few problems and counts
-            the others.
+            parameter have different values.
     """
     problems: list[str] = []
     missing: list[str] = []
@@ -145,13 +138,11 @@ def match_model(
 
 
 def raise_if_any(problems: Sequence[str], label: str) -> None:
-    """Raises one :class:`ModelMismatchError` that lists the first few problems."""
     if problems:
         raise ModelMismatchError(f"{label}: {join_some(problems, 5, '; ')}")
 
 
 def format_names(names: Iterable[Any]) -> str:
-    """The first six of ``names`` and the number of the others, for messages."""
     return join_some([repr(name) for name in names], 6)
 
 
@@ -167,10 +158,7 @@ def _misfit(name: str, stored: ReadableTensor, entry: Entry, cast: bool, remedy:
 
 
 def _untied(found: Mapping[ReadableTensor, str], entry: Entry, same_run: bool) -> Iterable[str]:
-    """Problems if the tensors for one parameter have different bits.
-
-    If they are in files, each rank compares only its part.
-    """
+    """Yields problems if tensors for one parameter differ. Of files, compares this rank's part."""
     if not found:
         return
     first, *rest = found
@@ -228,8 +216,7 @@ class Elements:
     members: Mapping[ParameterShard, ReadableTensor | None]
 
 
-# The state of a holder by key: its elements, or after reading this rank's part of them; one value;
-# or one value or None for each parameter of the unsharded model in it.
+# By key: elements (or their values, after reading), one value, or one value or None per member.
 HolderState = dict[str, "Elements | torch.Tensor | Number | tuple[Any, ...]"]
 
 
@@ -255,13 +242,9 @@ def match_optimizer(
     saved: OptimizerState,
     label: str,
 ) -> OptimizerMatch:
-    """Finds the state of every parameter of the optimizer.
+    """Finds the state of every parameter of the optimizer. Parameters without state have none.
 
-    A parameter that never had a gradient has no state. If it shares a flattened vector with
-    parameters that have state, its elements get zeros.
-
-    Args:
-        groups: for each group of the optimizer, the parameters to load options and state for.
+    ``groups``: for each group of the optimizer, the parameters to load options and state for.
 
     Raises:
         ModelMismatchError: class, names, groups, options, shapes or keys do not match; or
@@ -293,7 +276,7 @@ def match_optimizer(
     member_state = None if saver is None else saver.member_state
     if saved.kind is None and saver is None:
         state = {**_classify_values(state, problems)}
-    elif saved.kind is None:  # :func:`convert_numbers_to_names` has converted the state
+    elif saved.kind is None:  # :func:`convert_numbers_to_names` has converted it
         state = {
             shard: {k: v if isinstance(v, ReadableTensor) else Number(v) for k, v in own.items()}
             for shard, own in state.items()
@@ -316,9 +299,8 @@ def _match_groups(
 ) -> list[dict[str, Any] | None]:
     """The new options of each of the optimizer's groups.
 
-    Groups are matched by the names of their parameters, groups without parameters by their order.
-    As in torch, a key that is not an option of the optimizer (``initial_lr`` of a scheduler) is in
-    the result only if it was saved.
+    Groups are matched by the names of their parameters, empty groups by their order. As in torch,
+    keys of others (``initial_lr`` of a scheduler) are in the result only if they were saved.
     """
     problems: list[str] = []
     home: dict[ParameterShard, int] = {}
@@ -385,9 +367,7 @@ def _match_groups(
 def _classify_values(
     state: Mapping[ParameterShard, Mapping[str, Any]], problems: list[str]
 ) -> dict[ParameterShard, dict[str, ReadableTensor | Number]]:
-    """Converts elementwise state to :class:`ReadableTensor`, other values to :class:`Number`.
-
-    Elementwise state has one element for each element of the parameter.
+    """Makes state of the parameter's shape a :class:`ReadableTensor`, the rest a :class:`Number`.
     """
     elementwise = elementwise_keys(
         (key, value, shard.shape) for shard, own in state.items() for key, value in own.items()
@@ -489,11 +469,8 @@ def convert_numbers_to_names(
 ) -> OptimizerState:
     """Converts the state dict of an optimizer of the unwrapped model to names.
 
-    ``optimizer``: to load into. If it converts its state, the result is converted.
-
-    Raises:
-        ModelMismatchError: ``saved`` is not an optimizer's state dict, or it numbers parameters and
-            matches neither the groups nor the model.
+    If ``optimizer`` converts its state, so does this. Raises ModelMismatchError if ``saved`` is not
+    an optimizer's state dict, or has numbers that match neither the groups nor the model.
     """
     if not isinstance(saved, Mapping) or not saved.keys() >= {"state", "param_groups"}:
         raise ModelMismatchError(
@@ -549,7 +526,7 @@ def convert_numbers_to_names(
 def _names_of_numbers(
     saved_groups: Sequence[Mapping[str, Any]], inventory: Inventory, groups: Groups, label: str
 ) -> dict[int, str]:
-    if all("param_names" in group for group in saved_groups):  # made from named_parameters()
+    if all("param_names" in group for group in saved_groups):
         return {
             number: dotted("", name)  # removes the names of torch's wrappers
             for group in saved_groups
@@ -559,9 +536,8 @@ def _names_of_numbers(
     if [len(group["params"]) for group in saved_groups] == [len(own) for own in groups]:
         ordered = [sorted(own, key=place.__getitem__) for own in groups]
         for number, own in enumerate(groups):
-            # The order inside flattened vectors and stacks is fixed. Only parameters that are
-            # sharded separately show in which order the user put them into the group.
-            # Their layout, without padding or stacking, has no other elements.
+            # The order inside vectors and stacks is fixed. Only parameters that are sharded
+            # separately show the order in which the user put them into the group.
             single = [
                 place[shard]
                 for shard in own

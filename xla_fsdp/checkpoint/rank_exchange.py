@@ -15,15 +15,14 @@ from ..consolidate.errors import MetadataMismatchError, OtherRankError
 
 T = TypeVar("T")
 
-# Longest time, in seconds, until a file that one host wrote is visible on another host.
 _VISIBLE_SECONDS = 30.0
 
 
 class RankExchange:
-    """All ranks of the launch. Call its methods on every rank, in the same order.
+    """All ranks of the launch. Call its methods on every rank, in the same order: each is a
+    barrier.
 
-    Each method is also a barrier. ``what`` says what the ranks do, for messages: "rank 1 could not
-    ``what``".
+    Messages are "rank 1 could not ``what``".
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class RankExchange:
             return [value]
         # ASCII, because a path may have characters that UTF-8 cannot encode.
         own = json.dumps([self.rank, value]).encode("ascii")
-        # Pad to a power of two: on TPU, each length of the payload compiles a separate program.
+        # Pad to a power of two: on TPU, each length compiles a separate program.
         own = own.ljust(1 << max(8, (len(own) - 1).bit_length()))
         with preserve_random_state():
             payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", own)
@@ -44,10 +43,7 @@ class RankExchange:
         return [found[rank] for rank in range(self.size)]
 
     def run(self, what: str, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """Calls ``work`` on every rank.
-
-        It returns two values: this rank's result, which may be any object, and a JSON value, of
-        which all ranks get a list in rank order.
+        """Calls ``work`` on every rank. Returns its result, and all ranks' second values (JSON).
 
         Raises:
             OtherRankError: ``work`` raised on another rank. If it raised on this rank, that
@@ -65,32 +61,22 @@ class RankExchange:
         return result, [value for value, _ in outcomes]
 
     def run_and_gather(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Calls ``work`` on every rank and returns all results (JSON values), in rank order.
-
-        Raises as :meth:`run`.
-        """
+        """Returns the results (JSON values) of all ranks, in rank order. Raises as :meth:`run`."""
         return self.run(what, lambda: (None, work()))[1]
 
     def run_on_each_rank(self, what: str, work: Callable[[], T]) -> T:
-        """Calls ``work`` on every rank and returns this rank's result, which may be any object.
-
-        Raises as :meth:`run`.
-        """
+        """Returns this rank's result, which may be any object. Raises as :meth:`run`."""
         return self.run(what, lambda: (work(), None))[0]
 
     def run_on_first_rank(self, what: str, work: Callable[[], Any]) -> Any:
-        """Calls ``work`` on rank 0 only and returns its result on every rank.
-
-        Raises as :meth:`run`.
-        """
+        """Calls ``work`` on rank 0. Returns its result on every rank. Raises as :meth:`run`."""
         return self.run_and_gather(what, work if self.rank == 0 else lambda: None)[0]
 
     def run_and_compare(self, what: str, work: Callable[[], tuple[T, Any]], differ: str) -> T:
         """:meth:`run`, with a check that the second value is the same on every rank.
 
-        Raises:
-            MetadataMismatchError: a rank has another value than rank 0. The message is ``differ``,
-                with the first such rank for ``{rank}``.
+        Raises MetadataMismatchError, with ``differ.format(rank=rank)``, if a rank differs from rank
+        0.
         """
         result, values = self.run(what, work)
         for rank, value in enumerate(values):
@@ -106,10 +92,7 @@ def describe_error(error: Exception) -> str:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    """Waits up to 30 s until ``condition()`` is true, and returns whether it is.
-
-    On network file systems, a file becomes visible on other hosts with a delay.
-    """
+    """Waits up to 30 s: a network file system shows a new file on other hosts with a delay."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     wait = 0.01
     while not condition():
