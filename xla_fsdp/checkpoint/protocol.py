@@ -1,9 +1,7 @@
-"""Calls torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module.
+"""Calls torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module, with its hooks.
 
-So overridden methods, hooks, and renamed or omitted keys have their usual effect. The calls use a
-tree of modules without wrappers, in which a :class:`PlaceholderTensor`
-replaces each parameter and persistent buffer; therefore nothing is gathered or read.
-If the module computes with values, the call is repeated with full (unsharded) values.
+The modules have a :class:`PlaceholderTensor` for each parameter and persistent buffer, so nothing
+is gathered or read. If the module computes with values, the call is repeated with full values.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
 
 _ATEN = torch.ops.aten
-# Operations that read or replace values but do not call torch's dispatcher.
+# Operations on values that do not call torch's dispatcher.
 _AROUND_THE_DISPATCHER = {
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
     torch.Tensor.numpy,
@@ -63,11 +61,11 @@ class Uses:
 
 
 class PlaceholderTensor(torch.Tensor):
-    """A placeholder that has the shape and dtype of ``source``, but no values.
+    """Has the shape and dtype of ``source``, but no values.
 
     ``detach()`` and other views of the full tensor have the same source. ``copy_`` of a tensor of
-    its shape into it is recorded in ``uses``. Every other operation raises
-    :class:`ValuesNeededError`, and records it in ``uses`` in case the caller catches the error.
+    its shape is recorded in ``uses``. Other operations raise :class:`ValuesNeededError`, and are
+    recorded in case the caller catches the error.
     """
 
     source: Any
@@ -82,7 +80,7 @@ class PlaceholderTensor(torch.Tensor):
         return own
 
     def __init__(self, *args: Any) -> None:
-        pass  # __new__ sets all attributes
+        pass
 
     @classmethod
     def __torch_function__(
@@ -140,9 +138,7 @@ _HOOKS = (
 class CapturedLoad:
     """The values that ``load_state_dict`` of the unwrapped module took from a state dict.
 
-    Attributes:
-        values: tensors as :class:`ReadableTensor` and extra states of modules, by name.
-        missing, unexpected: the names that ``load_state_dict`` reported.
+    ``values``: tensors as :class:`ReadableTensor` and extra states of modules, by name.
     """
 
     values: dict[str, Any]
@@ -164,10 +160,10 @@ def state_dict_of(
 def placeholder_state_dict(
     model: nn.Module, inventory: Inventory, path: str = ""
 ) -> Mapping[str, Any] | None:
-    """:func:`state_dict_of` with a :class:`PlaceholderTensor` for each value.
+    """:func:`state_dict_of` with a :class:`PlaceholderTensor` for each value, or ``None``.
 
-    The source of each is a :class:`ParameterShard` or :class:`ReplicatedBuffer`. Returns ``None``
-    if the module computes with values.
+    Their sources are :class:`ParameterShard` and :class:`ReplicatedBuffer`. ``None``: the module
+    computes with values.
     """
     uses = Uses()
     try:
@@ -188,20 +184,17 @@ def capture_loaded_values(
 ) -> CapturedLoad | None:
     """The values that ``load_state_dict`` of the unwrapped module takes from ``given()``.
 
-    Call it on every rank. Parameters and persistent buffers keep their values. The module's own
-    code runs: load hooks and overrides of ``_load_from_state_dict`` may change other things. They
-    run twice if one of them needs values.
+    Call it on every rank. Parameters and persistent buffers keep their values. Load hooks of the
+    module run, twice if one of them needs values, and may change other things.
 
     Args:
         label: names the values in messages.
         doing: says what is done, for messages. It must be the same on every rank.
-        given: returns the state dict of this rank, with tensors or :class:`ReadableTensor`. If it
-            returns ``None``, this function returns ``None`` too.
+        given: returns this rank's state dict, with tensors or :class:`ReadableTensor`, or ``None``.
 
     Raises:
         ModelMismatchError: ``load_state_dict`` raised an error, such as a size mismatch.
-        Exception: any exception of hooks and the module's own methods; :class:`OtherRankError` on
-            the other ranks.
+        Exception: any exception of hooks and the module's own methods.
     """
 
     def try_with_placeholders() -> tuple[Any, bool]:
@@ -219,8 +212,7 @@ def capture_loaded_values(
             if not uses.values_needed:
                 raise
         finally:
-            # Placeholders and this list refer to each other: all values would stay in memory until
-            # a garbage collection.
+            # Placeholders and this list form a cycle, which would keep all values in memory.
             uses.copied.clear()
         return (state, captured), uses.values_needed
 
@@ -257,7 +249,6 @@ def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, to
 
 
 def _make_placeholders(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Tensor]:
-    """A :class:`PlaceholderTensor` for each parameter and persistent buffer."""
     return {
         entry: PlaceholderTensor(entry, uses, entry.shape, entry.dtype)
         for entry in inventory.entries()
@@ -322,8 +313,8 @@ def _load(
             untouched.update(entry.names)
         for name, value in offered.items():
             if isinstance(value, PlaceholderTensor) and value.source is entry:
-                continue  # unchanged
-            # The same object under several names becomes one ReadableTensor, and is not compared.
+                continue
+            # The same object under several names is not compared.
             found[name] = seen.setdefault(id(value), _stored(name, value, label))
     for name, state in extra.items():
         found[name] = state.source if isinstance(state, PlaceholderTensor) else state
@@ -347,10 +338,9 @@ def _stored(name: str, value: torch.Tensor, label: str) -> ReadableTensor:
 def _reported(
     reported: Any, inventory: Inventory, untouched: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Missing and unexpected keys, as ``load_state_dict`` returned them.
+    """Missing and unexpected keys. For a tied parameter, one name is enough.
 
-    For a tied parameter, one name is enough. An overridden ``load_state_dict`` may return nothing;
-    then the ``untouched`` names are missing.
+    If an overridden ``load_state_dict`` returned nothing, the ``untouched`` names are missing.
     """
     absent = set(getattr(reported, "missing_keys", untouched))
     missing = []
@@ -395,7 +385,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
     inner = module._modules.get(WRAPPED)
     if inner is not None:
         unit = unit_of(module)
-        if unit is not None and unit.depth:  # scanned blocks have no separate modules: make them
+        if unit is not None and unit.depth:  # scanned blocks have no separate modules
             inner = nn.Module()
             for number in range(unit.depth):
                 inner.add_module(str(number), _copied_tree(unit.module, {}))
@@ -404,7 +394,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
     if module in seen:
         return module
     seen.add(module)
-    if is_wrapper(module):  # restore the original class, whose methods may be overridden
+    if is_wrapper(module):  # the methods of the original class may be overridden
         sharded: Any = type(module)
         undo.callback(setattr, module, "__class__", sharded)
         module.__class__ = sharded._fsdp_original
@@ -450,7 +440,7 @@ def _held_by(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _identities(root: nn.Module) -> dict[str, tuple[int, int]]:
-    """For each tensor in ``root``, a value that changes when the tensor is replaced or changed."""
+    """Values that change when a tensor is replaced or changed, by name."""
     return {name: (id(value), value._version) for name, value in _held_by(root).items()}
 
 

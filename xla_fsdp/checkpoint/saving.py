@@ -1,8 +1,7 @@
 """``save_checkpoint``, which returns when a checkpoint is complete, and ``AsyncCheckpointer``.
 
-Every rank writes one file into a partial folder. When all files are durable, rank 0 writes the
-manifest and renames the folder, which makes it a checkpoint. A failure before that leaves earlier
-checkpoints unchanged; the next save removes the partial folder.
+When all ranks' files in the partial folder are durable, rank 0 writes the manifest and renames the
+folder. After a failure before that, the next save removes the partial folder.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ from .contents import Contents, list_contents
 from .rank_exchange import RankExchange, describe_error, wait_until
 
 _STARTED_FILE = "begun"
-# Maximum number of concurrent requests of rank 0 to the store.
 _MAX_CONCURRENT_REQUESTS = 32
-# Longest time, in seconds, between two checks for the files of other ranks.
+# Seconds between two checks for the files of other ranks.
 _LONGEST_WAIT = 0.5
-# Seconds that rank 0 waits for the other ranks' files after its main thread has ended.
+# Seconds that rank 0 waits after its main thread has ended.
 _SECONDS_AFTER_EXIT = 120.0
 
 
@@ -62,7 +60,6 @@ class Request:
     def agree(
         cls, exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
     ) -> Request:
-        """Validates the arguments on all ranks."""
         return exchange.run_on_each_rank(
             "save with these arguments", lambda: cls(os.fsdecode(path), step, keep_last)
         )
@@ -89,11 +86,9 @@ def save_checkpoint(
 ) -> str:
     """Saves a checkpoint into a new folder ``step-XXXXXXXX`` in ``path``. Call it on every rank.
 
-    Each rank writes its shards. The checkpoint can be loaded by any number of ranks and with any
-    wrapping of the model (:func:`load_checkpoint`), and converted into one file
-    (``python -m xla_fsdp.consolidate``). The folder appears only when the checkpoint is complete: a
-    save that fails or is killed leaves all earlier checkpoints unchanged. Host memory: one tensor
-    at a time.
+    Any number of ranks can load it, with any wrapping of the model (:func:`load_checkpoint`), and
+    ``python -m xla_fsdp.consolidate`` converts it into one file. A save that fails or is killed
+    leaves all earlier checkpoints unchanged. Host memory: one tensor at a time.
 
     Args:
         path: a folder that all ranks share: local, mounted, or a URL of fsspec (``gs://...``).
@@ -126,7 +121,7 @@ def save_checkpoint(
             saved: str = exchange.run_on_first_rank(
                 "complete the checkpoint", lambda: incomplete.commit(written)
             )
-    if exchange.rank == 0:  # the other ranks continue training
+    if exchange.rank == 0:
         incomplete.remove_old_checkpoints()
     return saved
 
@@ -134,11 +129,9 @@ def save_checkpoint(
 class AsyncCheckpointer:
     """Saves as :func:`save_checkpoint` does, but blocks training only for the copy to the host.
 
-    On each rank, a thread writes the rank's file. The thread of rank 0 completes the checkpoint
-    when all files are written. Ranks report to rank 0 through small files, not through collectives,
-    so the devices continue training. Only one save runs at a time: the next ``save`` waits for the
-    previous one. An error is raised on all ranks by the next call of a method. Call all methods on
-    every rank. As a context manager, it waits for the last save at the end::
+    A thread of each rank writes its file. Only one save runs at a time: the next ``save`` waits for
+    the previous one. An error is raised on all ranks by the next call of a method. Call all methods
+    on every rank. As a context manager, it waits for the last save at the end::
 
         with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
             for step in range(1, steps + 1):
@@ -166,10 +159,9 @@ class AsyncCheckpointer:
         step: int,
         extra: Any = None,
     ) -> None:
-        """Starts a save and returns when all values are copied to the host.
+        """Starts a save. When it returns, all values are copied and training may change the model.
 
-        Training may change the model after that. The arguments are those of
-        :func:`save_checkpoint`.
+        The arguments are those of :func:`save_checkpoint`.
 
         Raises:
             CheckpointError: the previous save failed, and this one was not started; or this one
@@ -187,23 +179,22 @@ class AsyncCheckpointer:
         self._running = RunningSave(replace(incomplete, contents=contents), exchange)
 
     def wait(self) -> str | None:
-        """Waits until the running save is complete and returns the path of its checkpoint.
-
-        Returns ``None`` if no save is running.
+        """Waits for the running save and returns the path of its checkpoint, ``None`` if none is
+        running.
 
         Raises:
             CheckpointError: the checkpoint could not be saved. Earlier checkpoints are unchanged.
         """
         running, self._running = self._running, None
-        # Also without a running save: a resumed run has none at first, and must act the same.
+        # Also without a running save: a resumed run must do the same as others.
         with synced_device():
             path = None if running is None else running.finish()
         if running is not None:
-            running.wait_for_removal()  # rank 0 waits here, the other ranks do not
+            running.wait_for_removal()  # only rank 0 waits here
         return path
 
     def close(self) -> None:
-        """Same as :meth:`wait`, so that the object can be closed like a file."""
+        """Same as :meth:`wait`."""
         self.wait()
 
     def __enter__(self) -> AsyncCheckpointer:
@@ -212,7 +203,7 @@ class AsyncCheckpointer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:
             self.wait()
-        # After an exception, other ranks may not reach a barrier. The thread ends on its own.
+        # After an exception, other ranks may not reach a barrier.
 
 
 @dataclass(frozen=True)
@@ -222,8 +213,8 @@ class IncompleteSave:
     Attributes:
         root: the folder of all checkpoints, in the store. The user wrote it as ``path``.
         place: step and version of this one.
-        locks: on rank 0, the lock of the partial folder. While it exists, other saves see that
-            this one is running.
+        locks: on rank 0, the lock of the partial folder, by which other saves see that this one
+            runs.
     """
 
     store: Store
@@ -237,7 +228,6 @@ class IncompleteSave:
 
     @property
     def folder(self) -> str:
-        """Path of the complete checkpoint."""
         return join(self.root, self.place.name)
 
     @property
@@ -247,23 +237,19 @@ class IncompleteSave:
 
     @property
     def partial(self) -> str:
-        """The folder for files that are not part of the checkpoint. In a store that can rename
-        folders, it also has the files of the checkpoint until the save is complete."""
+        """The folder for files of the running save; also for its data if the store can rename
+        folders."""
         return join(self.root, self.place.partial_name(self.contents.manifest.save_id))
 
     @property
     def data(self) -> str:
-        """The folder into which the ranks write their files."""
         return self.partial if self.store.renames else self.folder
 
     def file(self, rank: int) -> str:
         return join(self.data, manifest.file_name(rank, self.contents.manifest.world_size))
 
     def write(self) -> dict[str, Any]:
-        """Writes this rank's file. Returns its :class:`FileRecord` as a JSON object.
-
-        The file is durable when this returns.
-        """
+        """Writes this rank's file durably. Returns its :class:`FileRecord` as a JSON object."""
         record = write_file(
             self.store, self.file(self.rank), self.contents.items, self.contents.metadata(self.rank)
         )
@@ -273,14 +259,9 @@ class IncompleteSave:
     def commit(self, written: Sequence[dict[str, Any]]) -> str:
         """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
 
-        :meth:`remove_old_checkpoints` later removes the checkpoints that this one replaces.
-
-        Args:
-            written: the result of :meth:`write` of each rank.
-
-        Raises:
-            OutputError: another save removed the files of this one.
-            SharedStorageError: rank 0 does not see the file of another rank.
+        ``written``: the result of :meth:`write` of each rank. Raises OutputError if another save
+        removed the files of this one, SharedStorageError if rank 0 does not see the file of another
+        rank.
         """
         if not self.store.renames and _STARTED_FILE not in self.store.list(self.partial):
             raise OutputError(
@@ -309,11 +290,10 @@ class IncompleteSave:
             raise
 
     def remove_files(self) -> None:
-        """Removes the files of this save, as far as possible. Called on rank 0 when no rank writes
-        any more."""
+        """Removes the files of this save. Called on rank 0 when no rank writes any more."""
         for path in {self.partial, self.data}:
             with contextlib.suppress(CheckpointError):
-                # The checkpoint may be complete: the failure may have come after the manifest.
+                # The failure may have come after the manifest.
                 if not folders.has_manifest(self.store, path) or path == self.partial:
                     self.store.remove(path)
 
@@ -333,11 +313,8 @@ class IncompleteSave:
             )
 
     def remove_old_checkpoints(self) -> None:
-        """Removes old checkpoints and temporary files. Called on rank 0 after :meth:`commit`.
-
-        Removing may take long; the other ranks do not wait for it.
-        """
-        # The checkpoint is complete. The next save removes what cannot be removed now.
+        """Removes old checkpoints and temporary files. Called on rank 0; may take long."""
+        # The next save removes what cannot be removed now.
         try:
             if not self.store.renames:
                 self.store.remove(self.partial)
@@ -358,10 +335,10 @@ class IncompleteSave:
 
 
 def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> list[T]:
-    """Calls ``work`` with each of the tuples of ``arguments``, and returns the results.
+    """Calls ``work`` with each of the tuples of ``arguments``: requests to an object store take
+    long.
 
-    A request to an object store takes long, and there may be thousands of files. An executor would
-    not work while the interpreter ends, when the thread of a :class:`RunningSave` still runs.
+    An executor would not work while the interpreter ends, when a :class:`RunningSave` still runs.
     """
     try:
         pool = ThreadPool(min(_MAX_CONCURRENT_REQUESTS, len(arguments) or 1))
@@ -372,7 +349,6 @@ def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> lis
 
 
 def _warn(text: str) -> None:
-    # If warnings are errors, ignore the exception: the checkpoint is complete.
     with contextlib.suppress(Warning):
         warnings.warn(text, stacklevel=3)
 
@@ -388,11 +364,8 @@ def begin_save(
 ) -> IncompleteSave:
     """Starts a save: all ranks check their values and the folder. Called on every rank.
 
-    ``random``: the random state of the device before the save.
-
-    Raises:
-        CheckpointError, TypeError, ValueError: a value cannot be saved, or the path is not usable.
-        SharedStorageError: a rank does not see the folder that rank 0 made.
+    ``random``: the random state of the device before the save. Raises CheckpointError, TypeError
+    and ValueError, and SharedStorageError if a rank does not see the folder of rank 0.
     """
 
     def describe() -> tuple[tuple[Store, str], Contents]:
@@ -406,13 +379,12 @@ def begin_save(
 def agree_on_contents(
     exchange: RankExchange, describe: Callable[[], tuple[T, Contents]]
 ) -> tuple[T, Contents]:
-    """Returns the result of ``describe()``, after a check that its contents of this rank's file
-    match those of other ranks.
+    """Returns the result of ``describe()``. Raises if the contents differ between ranks.
 
     Raises:
-        UnsupportedValueError, ModelMismatchError: the ranks have different models, optimizers,
-            steps or single values of optimizer state.
-        CheckpointError, TypeError, ValueError: a value cannot be saved.
+        UnsupportedValueError: single values of optimizer state differ.
+        ModelMismatchError: models, optimizers or steps differ.
+        Exception: any exception of ``describe``; OtherRankError on other ranks.
     """
 
     def own() -> tuple[tuple[T, Contents], list[str]]:
@@ -438,10 +410,7 @@ def agree_on_contents(
 def create_folder(
     exchange: RankExchange, request: Request, opened: tuple[Store, str], contents: Contents
 ) -> IncompleteSave:
-    """Makes the partial folder for ``contents``. Called on every rank.
-
-    Raises as :func:`begin_save`.
-    """
+    """Makes the partial folder. Called on every rank. Raises as :func:`begin_save`."""
     store, root = opened
     if store.renames:
         root = os.path.abspath(root)  # the thread of a save uses it after a chdir, too
@@ -486,8 +455,6 @@ def create_folder(
 
 def _prepare(store: Store, root: str, step: int) -> list:
     """Removes leftovers and makes the partial folder. Returns the id and the version of the save.
-
-    The version counts the saves of the same step.
     """
     store.make_folder(root)
     if store.renames:
@@ -502,7 +469,7 @@ def _prepare(store: Store, root: str, step: int) -> list:
     save_id = secrets.token_hex(8)
     partial = join(root, place.partial_name(save_id))
     store.make_folder(partial)
-    if not store.renames:  # an object store has no empty folders: mark it with a file
+    if not store.renames:  # an object store has no empty folders
         write(store, join(partial, _STARTED_FILE), save_id.encode())
     return [save_id, place.version]
 
@@ -517,14 +484,14 @@ class RunningSave:
         self.incomplete = incomplete
         self.exchange = exchange
         self._written: Future[dict[str, Any]] = Future()
-        # On rank 0 the path, when the checkpoint is complete. Old ones may still be removed then.
+        # On rank 0 the path, when the checkpoint is complete. Removal may still run.
         self._completed: Future[str | None] = Future()
         self._records: list[dict[str, Any]] | None = None  # of all ranks, in :meth:`finish`
         self._cancelled = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
             name=f"xla_fsdp checkpoint, rank {incomplete.rank}",
-            daemon=False,  # the default is that of the current thread, which may be a daemon
+            daemon=False,  # the default is that of the current thread
         )
         self._thread.start()
 
@@ -544,11 +511,10 @@ class RunningSave:
         return path
 
     def wait_for_removal(self) -> None:
-        """Waits until the checkpoints that this one replaces are removed."""
         self._thread.join()
 
     def is_finished(self) -> bool:
-        """Whether this rank has finished, so that :meth:`finish` does not wait for it."""
+        """Whether :meth:`finish` does not have to wait for this rank."""
         return self._completed.done()
 
     def _run(self) -> None:
@@ -564,7 +530,7 @@ class RunningSave:
             self._completed.set_result(path)
             if path is not None:
                 self.incomplete.remove_old_checkpoints()
-        # Frees the copies on the host.
+        # Free the copies on the host.
         self.incomplete = replace(
             self.incomplete, contents=replace(self.incomplete.contents, items=[])
         )
@@ -625,7 +591,7 @@ class RunningSave:
         store, path = self.incomplete.store, self._announcement(self.incomplete.rank, kind)
         written = f"{path}.new" if store.renames else path
         write(store, written, write_json([value]))
-        if store.renames:  # so that the file is never visible before its content is
+        if store.renames:  # the file must not be visible before its content
             store.rename(written, path)
 
     def _announcement(self, rank: int, kind: str) -> str:

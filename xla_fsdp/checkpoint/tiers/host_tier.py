@@ -1,13 +1,10 @@
-"""The fast tier of one host: a folder in host memory.
-
-It has the files of the ranks that run on this host, and copies of files of another host::
+"""The fast tier of one host: a folder with the files of its ranks, and copies of another host's::
 
     /dev/shm/run/save-00000120-0186f3a1c2d4e5f6/rank-00003-of-00008.safetensors
                                                /rank-00003-of-00008.json
 
-The second file is the card of the first: it records the size and digests, the save and the run. It
-is written last, by a rename; a file without a card is ignored. The card of rank 0 also has the
-manifest without the list of files, which is known only when all hosts have reported their files.
+The second file, the card, is renamed into place last; a file without a card is ignored. The card of
+rank 0 also has the manifest, without the list of files.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}\.draft")
 
 @dataclass(frozen=True, order=True)
 class Save:
-    """One save. The id of a later save is greater, also if another process made it, unless the
-    clock was set back."""
+    """Later saves have greater ids, also of other processes, unless the clock was set back."""
 
     step: int
     save_id: str
@@ -52,7 +48,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Card:
-    """Describes the file of one rank.
+    """Describes the file of one rank: its size and digests, the save and the run.
 
     Attributes:
         run: digest of the durable path, which distinguishes training runs that use the same folder.
@@ -90,7 +86,7 @@ class Card:
 
     @classmethod
     def load(cls, data: bytes, label: str) -> Card:
-        """Reads a card. InvalidMetadataError: ``data`` is not a card, or was changed."""
+        """Reads a card. Raises InvalidMetadataError if ``data`` is not a card, or was changed."""
         outer = read_json(data, label)
         if not (
             isinstance(outer, list)
@@ -166,9 +162,7 @@ class HostTier:
             return []
 
     def cards(self, save: Save) -> list[Card]:
-        """The cards of this run for files of ``save`` on this host, in rank order.
-
-        Skips damaged cards, and cards whose file is missing or has another size.
+        """This run's valid cards of ``save``, in rank order, whose file exists with the right size.
         """
         folder, found = self.folder(save), []
         for name in self.store.list(folder):
@@ -184,11 +178,8 @@ class HostTier:
         return sorted(found, key=lambda card: card.rank)
 
     def card(self, wanted: Card) -> Card:
-        """This host's card for the file of ``wanted``, including the manifest.
-
-        Raises:
-            CheckpointNotFoundError: this host does not have the file.
-        """
+        """This host's card for the file of ``wanted``, with manifest. Raises
+        CheckpointNotFoundError."""
         for card in self.cards(wanted.save):
             if card.without_manifest() == wanted:
                 return card

@@ -1,13 +1,8 @@
-"""The hosts of a job. Each host runs a TCP server from which other hosts read files of its fast
-tier, and to which they send copies of files.
+"""The hosts of a job. Each runs a TCP server for files of its fast tier and copies of other hosts'.
 
-A connection starts with a random number of the server. The client answers with the HMAC of that
-number under the key of the job, which rank 0 generates and sends to all ranks; other clients are
-rejected. Then each request is a line of JSON, perhaps followed by bytes, and so is each answer. A
-request names a save and a rank, so only files of the tier can be read or written. The bytes are not
-encrypted; neither are those of collectives.
-
-:class:`MultiHostStore` presents one save, whose files are on several hosts, as a checkpoint folder.
+The server sends a random number; the client answers with its HMAC under the key that rank 0 gave to
+all ranks. Then requests and answers are lines of JSON, perhaps followed by bytes, not encrypted. A
+request names a save and a rank, so only files of the tier can be read or written.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ from ..rank_exchange import RankExchange, describe_error
 from .host_tier import Card, HostTier
 
 _PIECE = 1 << 22
-_LINE = 1 << 26  # maximum bytes of a line: the card of rank 0 includes the manifest
+_LINE = 1 << 26  # maximum bytes: the card of rank 0 includes the manifest
 _NONCE = 32
 # Seconds without a byte after which a connection is closed.
 TIMEOUT = 60.0
@@ -59,9 +54,9 @@ class Hosts:
     Attributes:
         number: index of this host.
         leaders: the first rank of each host, which runs its server.
-        leads: whether this rank is the leader of its host.
+        is_leader: whether this rank is the leader of its host.
         peers: a client for each host.
-        server: the server of this host; ``None`` on ranks that do not lead, or with one host.
+        server: ``None`` on ranks that do not lead, or with one host.
         stride: distance in the list from a host to the one that stores its copies.
     """
 
@@ -98,7 +93,6 @@ class Hosts:
         return cls(number, leaders, is_leader, peers, servers[0] if servers else None, stride)
 
     def partner(self) -> Peer:
-        """The host that stores the copies of this host's files."""
         return self.peers[(self.number + self.stride) % len(self.peers)]
 
     def close(self) -> None:
@@ -112,13 +106,8 @@ class Hosts:
 def hosts_apart(leaders: Sequence[int], slices: Groups) -> int:
     """Distance in the list of hosts from a host to the one that stores its copies.
 
-    It is 1 (the next host). If the hosts are in the order of several slices of equal size, it is
-    the number of hosts of a slice, so that the copies are on the next slice: a slice fails as a
-    unit.
-
-    Args:
-        leaders: the first rank of each host.
-        slices: for each slice, the ordinals of its ranks.
+    It is 1, or with slices of equal size, in order, the hosts of a slice: a slice fails as a unit.
+    ``leaders``: the first rank of each host. ``slices``: the ordinals of the ranks of each slice.
     """
     on = [number for rank in leaders for number, one in enumerate(slices) if rank in one]
     each = len(leaders) // max(len(slices), 1)
@@ -147,8 +136,6 @@ def _own_address() -> str:
 
 
 class TierServer(socketserver.ThreadingTCPServer):
-    """A server for the folder of this host. It runs until it is closed."""
-
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
@@ -196,7 +183,7 @@ class _Handler(socketserver.StreamRequestHandler):
                     _send(tier, card, begin, count, self.wfile)
             except (CheckpointError, KeyError, ValueError, TypeError) as error:
                 _send_line(self.wfile, {"error": describe_error(error)})
-                return  # close the connection: the rest of the request was not read
+                return  # the rest of the request was not read
 
 
 def _send(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
@@ -248,7 +235,7 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
         with contextlib.suppress(CheckpointError):
             tier.store.remove(temporary)
         raise
-    tier.store.remove(join(folder, card.name))  # an earlier copy of the same file
+    tier.store.remove(join(folder, card.name))
     tier.store.rename(temporary, join(folder, card.name))
     tier.add_card(card)
 
@@ -263,11 +250,7 @@ class Peer:
         self._stream: BufferedRWPair | None = None
 
     def read_into(self, card: Card, begin: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes of a file from ``begin``.
-
-        Raises:
-            UnreadableFileError: the host does not answer, or does not have the file.
-        """
+        """Fills ``out`` with the bytes of a file from ``begin``. Raises UnreadableFileError."""
 
         def receive(source: BufferedIOBase) -> None:
             done = 0
@@ -292,11 +275,7 @@ class Peer:
         return Card.load(answer["card"].encode(), self.name)
 
     def put(self, tier: HostTier, card: Card) -> None:
-        """Copies a file of ``tier`` and its card to the host.
-
-        Raises:
-            OutputError: the host does not answer, or has not enough space.
-        """
+        """Copies a file of ``tier`` and its card to the host. Raises OutputError."""
         what = f"{join(tier.folder(card.save), card.name)} cannot be copied there"
 
         def send(sink: BufferedIOBase) -> None:
@@ -317,10 +296,7 @@ class Peer:
         send: Callable[[BufferedIOBase], None] = lambda sink: None,
         receive: Callable[[BufferedIOBase], None] = lambda source: None,
     ) -> dict[str, Any]:
-        """Sends a request and what ``send`` writes, and returns the answer.
-
-        If that fails, raises an error of class ``kind``, whose message begins with ``what``.
-        """
+        """Sends a request and what ``send`` writes. Returns the answer, or raises ``kind``."""
         with self._lock:
             try:
                 stream = self._connected()
@@ -373,17 +349,16 @@ def _require(source: BufferedIOBase) -> dict[str, Any]:
 
 
 class MultiHostStore(LocalStore):
-    """A store with one folder, whose files may be on other hosts. Nothing is written into it.
+    """A read-only store with one folder, whose files may be on other hosts.
 
     A chunk that is damaged on one host is read from the next host, with a warning. The caller must
-    compare all bytes with the digests of the manifest, because those of the last host are not
-    checked here.
+    check digests, because those of the last host are not checked here.
 
     Args:
         cards: for each rank, the card of its file.
         manifest: bytes of the manifest.
-        copies_of: returns the hosts that have the file of a rank, in the order in which to read
-            from them. ``None`` is this host.
+        copies_of: returns the hosts that have the file of a rank, in the order to read from them.
+            ``None`` is this host.
     """
 
     def __init__(
