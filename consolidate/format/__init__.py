@@ -1,1 +1,1 @@
-"""Reads and writes the checkpoint format, defined in ``consolidate/README.md``. Needs torch only."""
+"""Reads and writes the checkpoint format, defined in ``consolidate/README.md``."""

@@ -1,4 +1,4 @@
-"""Converts small Python values to JSON (``consolidate/README.md``) and back, without running code."""
+"""Converts small Python values to JSON, as ``consolidate/README.md`` defines, and back."""
 
 from __future__ import annotations
 

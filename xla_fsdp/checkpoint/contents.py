@@ -43,7 +43,6 @@ class Contents:
 
     Attributes:
         manifest: without file records. Only rank 0 sets the scheduler, ``extra`` and extra state.
-        items: the tensors of the rank's file.
         begins: by parameter, the index of the first element that this rank saves.
     """
 
@@ -52,11 +51,8 @@ class Contents:
     begins: Mapping[str, int]
 
     def agreement(self) -> list[str]:
-        """Two digests that must be equal on all ranks.
-
-        The first is of the model, optimizer and step, the second of single values of the optimizer
-        state.
-        """
+        """Digests that must be equal on all ranks: of model, optimizer and step; of single state
+        values."""
         singles: dict[str, Any] = {}
         common = replace(self.manifest, scheduler=None, extra=None, extra_state=None)
         if common.optimizer is not None:
@@ -73,17 +69,13 @@ class Contents:
         return {**self.manifest.identity(rank), "begins": begins}
 
     def on_host(self) -> Contents:
-        """Copies all tensors to the host, so that training can continue."""
         return replace(self, items=[_copied(item) for item in self.items])
 
 
 def list_contents(
     model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any, random: DeviceRandomState
 ) -> Contents:
-    """Lists what this rank has to save, and copies only small values.
-
-    Raises TypeError, ValueError or CheckpointError if something cannot be saved.
-    """
+    """Lists what this rank has to save. Raises TypeError, ValueError or CheckpointError."""
     inventory = make_inventory(model)
     require_values(units_in(model), "saving was called")
     first = inventory.rank == 0
@@ -119,7 +111,7 @@ def list_contents(
 
 
 def _sharding_rules(inventory: Inventory) -> dict[str, ShardingRule] | None:
-    """Which rank saves which elements of each parameter. ``None`` if there is no rule for one."""
+    """``None`` if there is no rule for one of the parameters."""
     sharding_rules = {}
     for shard in inventory.parameters:
         if shard.sharding_rule is None:
@@ -155,7 +147,7 @@ def _described(buffer: ReplicatedBuffer) -> Tensor:
 
 
 class HostCopies:
-    """Copies tensors to the host. The last copy is cached, because its pieces are read in turn."""
+    """Copies tensors to the host. The last copy is cached: its pieces are read in turn."""
 
     def __init__(self) -> None:
         self._tensor: torch.Tensor | LazyState | None = None

@@ -66,10 +66,10 @@ class IndexRange(NamedTuple):
 
 
 def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[IndexRange]:
-    """Splits the range ``begin <= i < end`` of a flattened tensor into index ranges, in order.
+    """Splits a range of a flattened tensor into index ranges, at most ``2 * n - 1`` for ``n``
+    dimensions.
 
-    A tensor of ``n`` dimensions needs at most ``2 * n - 1``. With shape ``(3, 4)``, the range 2 to
-    9 is two elements of row 0, all of row 1, and one element of row 2.
+    With shape ``(3, 4)``, 2 to 9 is two elements of row 0, all of row 1, and one element of row 2.
     """
     if begin >= end:
         return []
@@ -114,10 +114,10 @@ def from_dcp(
 ) -> LoadedKeys:
     """Loads a directory that ``torch.distributed.checkpoint`` or :func:`to_dcp` wrote.
 
-    Call it on every rank. All ranks must see the directory, written by any number of GPUs with any
-    parallelism. The model may be at the top level or under ``"model"``, the optimizer under
-    ``"optim"`` or ``"optimizer"``; both may also be inside ``"app"``. Host memory: one chunk (a
-    GPU's shard of a parameter) at a time. Everything is checked before anything is changed.
+    Call it on every rank; all must see the directory. Any number of GPUs with any parallelism may
+    have written it. The model may be at the top level or under ``"model"``, the optimizer under
+    ``"optim"`` or ``"optimizer"``, both also inside ``"app"``. Host memory: one chunk (a GPU's
+    shard of a parameter) at a time. Everything is checked before anything is changed.
 
     Args:
         allow_pickle: must be ``True``. The metadata is a pickle: reading it runs code of everyone
@@ -134,7 +134,7 @@ def from_dcp(
         UnreadableFileError, ForeignFileError, CoverageError: the directory is damaged, has another
             format, or lacks elements of a tensor.
         ModelMismatchError: names, shapes, dtypes or parameter groups do not match.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -182,10 +182,7 @@ def from_dcp(
 
 
 def _keys(model: nn.Module, inventory: Inventory) -> list[str]:
-    """The keys of ``state_dict()`` of the unwrapped module.
-
-    If ``state_dict()`` computes with values, these are the names of parameters and buffers.
-    """
+    """Keys of the unwrapped ``state_dict()``; names of tensors if it computes with values."""
     state = placeholder_state_dict(model, inventory)
     if state is not None:
         return list(state)
@@ -202,7 +199,7 @@ def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str])
             f"{directory.path}: has no tensor of the model, such as 'model.{names[0]}'. It has "
             f"{format_names(directory.tensors)}. Pass the directory of this model."
         )
-    # Without a prefix, tensors of model and optimizer are at the same level.
+    # Without a prefix, the optimizer is at the same level.
     others = _OPTIMIZER if not prefix else ()
 
     def below(keys: Iterable[str]) -> list[str]:
@@ -224,7 +221,7 @@ def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str])
 
 
 def _optimizer_in(directory: _Directory) -> dict[str, Any]:
-    """The optimizer's state dict, by parameter name or number. Reads all layouts that torch writes.
+    """The optimizer's state dict, by name or number, from any layout that torch writes.
 
     ``"lists_all_groups"`` is ``False`` if groups without parameters are not recorded.
     """
@@ -273,7 +270,7 @@ def _optimizer_in(directory: _Directory) -> dict[str, Any]:
 
 
 class _Directory:
-    """A directory, with its tensors as :class:`ReadableTensor`. Opening it loads a pickle."""
+    """A directory with its tensors. Opening it loads a pickle."""
 
     def __init__(self, path: str):
         self.path = path
@@ -302,7 +299,6 @@ class _Directory:
                 self.tensors[key] = self._stored(key, about)
 
     def objects_at(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Reads the values at ``keys`` that are not tensors."""
         keys = list(keys)
         none = torch.Size((0,))
         items = [
@@ -314,8 +310,7 @@ class _Directory:
         return found
 
     def nested(self, top: str, keys: list[str]) -> Any:
-        """Rebuilds the value saved as ``top``: torch splits dicts, and lists with dicts, into
-        leaves."""
+        """Rebuilds the value saved as ``top``, which torch has split into leaves."""
         values = self.objects_at(key for key in keys if key not in self.tensors)
         for key in keys:
             if key in self.tensors:
@@ -373,8 +368,7 @@ def _guarded(path: str, what: str) -> Iterator[None]:
 
 
 class _Properties(TensorProperties):
-    """Ignores properties of later versions: torch 2.15 writes the strides too, 2.9 raises for it.
-    """
+    """torch 2.15 also writes the strides of a tensor, for which torch 2.9 raises."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[:5])
@@ -394,7 +388,7 @@ def _read_metadata(path: str) -> Any:
 
 
 def _inside(top: str, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """The part of ``path``, the names that make up ``key``, after ``top``."""
+    """The part of ``path`` (the names in ``key``) after ``top``."""
     for start in range(len(path)):
         if ".".join(map(str, (top, *path[start:]))) == key:
             return path[start:]

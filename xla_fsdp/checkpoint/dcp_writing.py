@@ -1,8 +1,6 @@
 """``to_dcp``: writes a directory that ``torch.distributed.checkpoint`` loads, for example on GPUs.
 
-The keys are those of ``torch.distributed.checkpoint.state_dict``: ``model.<name>``,
-``optim.state.<name>.<key>`` and ``optim.param_groups.<i>.<option>``. Rank 0 writes the metadata
-last.
+Keys: ``model.<name>``, ``optim.state.<name>.<key>``, ``optim.param_groups.<i>.<option>``.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ from .optimizers import local_state, members_of_groups, options, state_converter
 from .protocol import PlaceholderTensor, placeholder_state_dict
 from .rank_exchange import RankExchange, wait_until
 
-# Files of a directory whose metadata is not written yet.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 
 # torch collects the content of a file in host memory before writing it.
@@ -67,8 +64,7 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
         model_state, optim_state = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
 
-    Every rank writes its own shards into files of up to 256 MiB, with one of them in host memory. A
-    tied parameter is written once, under all its names.
+    Every rank writes its shards into files of up to 256 MiB, one of them in host memory at a time.
 
     Args:
         path: a directory on a file system that all ranks share: new, empty, or with only files of
@@ -79,7 +75,7 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
         SharedStorageError: a rank does not see the directory.
         TypeError, ValueError, ModelMismatchError: see :func:`full_state_dict` and
             :func:`full_optim_state_dict`.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -213,9 +209,8 @@ class _DcpContents(DefaultSavePlanner):
     """The values that this rank writes, and the keys of the complete checkpoint.
 
     Attributes:
-        values: replicated tensors (buffers and 0-d tensors) and other values, by key.
-        shards: by key of a sharded tensor, its parameter and this rank's part, shaped as the
-            holder.
+        values: replicated tensors and other values, by key.
+        shards: parameters and this rank's part of the tensor, by key.
         shapes: shape and dtype of every tensor.
         paths: by key, the parts that make it up.
         aliases: by key, other keys of the same tensor.
@@ -241,7 +236,6 @@ class _DcpContents(DefaultSavePlanner):
         self.aliases[first] = more
 
     def add(self, path: _Path, value: Any) -> None:
-        """Adds a tensor or object that is the same on every rank."""
         if _is_taken_apart(value):
             each = value.items() if isinstance(value, Mapping) else enumerate(value)
             for name, inner in each:

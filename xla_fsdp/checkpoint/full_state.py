@@ -85,8 +85,8 @@ def gather_state(
 ) -> dict[str, Any]:
     """Returns the entries of :func:`full_state_dict` for whose name ``wanted`` is true.
 
-    ``path``: name of a module in ``model``, whose state dict is returned. Only wanted parameters
-    are gathered, unless a hook computes with values.
+    ``path``: name of a module in ``model``, whose state dict is returned. Other parameters are
+    gathered only if a hook computes with values.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -146,7 +146,6 @@ def gather_state(
 def _device_of_result(
     exchange: RankExchange, rank0_only: bool, offload_to_cpu: bool
 ) -> torch.device | None:
-    """Where this rank gets the result. ``None`` if it does not get it."""
     if rank0_only and exchange.rank:
         return None
     return CPU if offload_to_cpu else torch_xla.device()
@@ -159,12 +158,10 @@ def load_full_state_dict(
     """Loads a full (unsharded) state dict into a sharded model. Call it on every rank.
 
     Overridden ``load_state_dict()`` methods and hooks of the unwrapped module run on the ranks that
-    have the state dict. If one of them computes with parameters, it is called a second time, with
-    all full parameters in the memory of these ranks.
-
-    If only rank 0 has the state dict, the other ranks pass ``None`` and receive it through
-    collectives, in blocks of at most 16 MiB. Parameters stay the same objects, so optimizers remain
-    valid. Everything is checked before anything is changed.
+    have the state dict, a second time with all full parameters in memory if they compute with
+    parameters. If only rank 0 has it, the other ranks pass ``None`` and receive it in blocks of at
+    most 16 MiB. Parameters stay the same objects, so optimizers remain valid. Everything is checked
+    before anything is changed.
 
     Args:
         state_dict: for a tied parameter, one of its names is enough. Floating-point tensors are
@@ -181,7 +178,7 @@ def load_full_state_dict(
         ValueError: ``state_dict`` is ``None`` on rank 0, or ``model`` cannot be loaded into (see
             :func:`full_state_dict`).
         UnsupportedValueError: rank 0 cannot send an extra state.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -210,8 +207,7 @@ def match_given(
     """Matches ``given`` if every rank has it, or else the values that rank 0 sends.
 
     ``look`` converts ``given``, called ``label`` in messages, into the argument of ``match``, with
-    tensors as :class:`~.readable_tensor.ReadableTensor`. Raises ValueError if ``given`` is ``None``
-    on rank 0, and any exception of the functions.
+    tensors as ReadableTensor. Raises ValueError if ``given`` is ``None`` on rank 0.
     """
     having = exchange.gather_values(f"who has {label}", given is not None)
     if not having[0]:
@@ -246,15 +242,17 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """Returns the full (unsharded) optimizer state by parameter name. Call it on every rank.
 
-    The result has the format of torch FSDP: ``{"state": {name: {key: value}}, "param_groups":
-    [{option: value, "params": [name, ...]}]}``. A tied parameter appears under its first name.
-    State of the parameter's shape is gathered, one tensor at a time. Other state (``step``) of a
-    flattened vector or of stacked blocks is copied for each of their parameters. Ranks that do not
-    get the result get ``{}``.
+    The result has the format of torch FSDP::
 
-    Optimizers of ``xla_fsdp.optim`` with state of other shapes give the state of the same optimizer
-    on the unwrapped model, ``Adafactor`` that of ``torch.optim.Adafactor``. ``AdamW8bit`` encodes
-    the full parameter again, in blocks (exact where blocks do not change).
+        {"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}
+
+    A tied parameter appears under its first name. State of the parameter's shape is gathered, one
+    tensor at a time. Other state (``step``) of a flattened vector or of stacked blocks is copied
+    for each of their parameters. Ranks that do not get the result get ``{}``.
+
+    Optimizers of ``xla_fsdp.optim`` whose state has other shapes give that of the same optimizer on
+    the unwrapped model (``Adafactor``: of ``torch.optim.Adafactor``). ``AdamW8bit`` encodes the
+    full parameter again, in blocks (exact where blocks do not change).
 
     Args:
         rank0_only, offload_to_cpu: see :func:`full_state_dict`.
@@ -263,7 +261,7 @@ def full_optim_state_dict(
         TypeError: a state has neither its parameter's shape nor is it a number or 0-d tensor.
         ModelMismatchError: the optimizer has parameters that are not in the model.
         MetadataMismatchError: the optimizers of two ranks have different state.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -309,10 +307,10 @@ def load_full_optim_state_dict(
 ) -> None:
     """Loads the full optimizer state of an unsharded model. Call it on every rank.
 
-    If only rank 0 has the state, the other ranks pass ``None`` and receive it through collectives.
-    State keeps its dtype. A 0-d tensor such as ``step`` goes to the device of the optimizer's
-    present value; without one, to the CPU, or to the XLA device with ``capturable`` or ``fused``.
-    In a flattened vector, parameters without state get zeros.
+    If only rank 0 has the state, the other ranks pass ``None``. State keeps its dtype. A 0-d tensor
+    such as ``step`` goes to the device of the optimizer's present value; without one, to the CPU,
+    or to the XLA device with ``capturable`` or ``fused``. In a flattened vector, parameters without
+    state get zeros.
 
     Args:
         optim_state_dict: state by name, as :func:`full_optim_state_dict` and
@@ -325,7 +323,7 @@ def load_full_optim_state_dict(
         ModelMismatchError: parameters, groups, shapes or options do not match. Nothing is changed.
         ValueError: ``optim_state_dict`` is ``None`` on rank 0.
         UnsupportedValueError: rank 0 cannot send an option or state.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -363,7 +361,7 @@ def _gather_converted(
             else:
                 saved[shard][key] = [value] if key in saver.member_state else value
     for lazy, (key, shards) in made.items():
-        values = lazy.make().reshape(-1)[first : first + shape.numel()]  # one of the stacked blocks
+        values = lazy.make().reshape(-1)[first : first + shape.numel()]
         full = gather_members(members, values.view(shape), None if to is None else CPU)
         for shard, each in zip(members, full or (), strict=full is not None):
             if shard in shards:
@@ -384,10 +382,7 @@ def _gather_converted(
 def state_kinds(
     exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
 ) -> Groups:
-    """Returns the parameters in each group. All ranks' state must have the same keys and dtypes.
-
-    Raises the errors of :func:`full_optim_state_dict`.
-    """
+    """Returns the parameters of each group. Raises as :func:`full_optim_state_dict`."""
     converts = state_converter_of(optimizer) is not None
 
     def look() -> tuple[Groups, list[Any]]:
@@ -436,5 +431,4 @@ def _kind(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
 
 
 def _detached(value: Any) -> Any:
-    """A copy of ``value``. A tensor is copied to the CPU."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

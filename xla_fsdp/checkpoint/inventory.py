@@ -1,6 +1,6 @@
 """Lists which elements of each parameter of the unsharded model this rank stores.
 
-With any wrapping, these are one range of consecutive elements of each flattened parameter.
+With any wrapping, they are one range of the flattened parameter.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ParameterShard:
         holder: the parameter that the optimizer sees: a shard, a vector or stack of the shards of
             several parameters, or the full parameter if it is not sharded.
         writes: whether this rank saves its copy. Other ranks may have the same elements.
-        layout, member, world: how the holder is sharded, and the number of this parameter in it;
-            ``None``, 0, ``None`` if it is not sharded.
+        layout, world: how the holder is sharded, ``None`` if it is not.
+        member: number of this parameter in the layout.
         first: index in the flattened ``holder`` at which its layout begins.
         sharding_rule: which rank saves which elements, ``None`` if there is no such rule.
     """
@@ -70,7 +70,6 @@ class ParameterShard:
 
     @property
     def length(self) -> int:
-        """Number of elements that this rank stores."""
         return self.end - self.begin
 
 
@@ -79,7 +78,7 @@ class ReplicatedBuffer:
     """One persistent buffer, replicated on every rank.
 
     Attributes:
-        names: the dotted name of the buffer, then the names of buffers tied to it.
+        names: its dotted name, then the names of buffers tied to it.
         tensor: the buffer, or for scanned blocks the stack of the blocks' buffers.
         restore: the original dtype of a buffer that was cast for computing.
         row: index of this buffer in the stack, ``None`` without a stack.
@@ -119,10 +118,7 @@ Entry = ParameterShard | ReplicatedBuffer
 
 @dataclass(frozen=True)
 class Inventory:
-    """The parameters and buffers of a model that this rank stores.
-
-    ``extra_state``: the modules that implement ``get_extra_state``, by key of the state dict.
-    """
+    """``extra_state``: the modules that implement ``get_extra_state``, by key of the state dict."""
 
     parameters: tuple[ParameterShard, ...]
     buffers: tuple[ReplicatedBuffer, ...]
@@ -148,7 +144,7 @@ class Inventory:
 
 
 def make_inventory(model: nn.Module) -> Inventory:
-    """Lists the parameters, buffers and extra state of ``model`` that this rank stores.
+    """Lists what this rank stores of ``model``.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -204,7 +200,7 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard
     seen = set()
     for _, unit in units:
         for tensor, holder, first in unit.holders():
-            if tensor in seen:  # shared by two units, or under two names of a unit
+            if tensor in seen:  # shared by two units, or under two names
                 continue
             seen.add(tensor)
             pieces = tensor.layout.pieces(unit.world.rank)
@@ -255,7 +251,7 @@ def _sharding_rule(world: World, chunk: int, offset: int) -> ShardingRule | None
 def _unsharded_parameters(
     model: nn.Module, holders: set, rank: int, size: int
 ) -> Iterator[ParameterShard]:
-    """Parameters that are not sharded. The ranks save them in turn."""
+    """Unsharded parameters. The ranks save them in turn."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
@@ -284,7 +280,7 @@ def _buffers(model: nn.Module, units: NamedUnits) -> Iterator[ReplicatedBuffer]:
     }
     stacks = {}
     for path, unit in units:
-        for stack in unit.buffers:  # scanned blocks
+        for stack in unit.buffers:
             stacks[id(stack.value)] = path, unit.depth or 1, stack
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -367,8 +363,7 @@ def gather_members(
     """Gathers the full tensors of ``members`` on the device ``to``. Call it on every rank.
 
     ``members``: an element of :meth:`Inventory.parts`. ``value``: this rank's shard, of the shape
-    of their holder. Ranks that pass ``None`` for ``to`` take part in the collective and get
-    ``None``.
+    of their holder. With ``None`` for ``to``, a rank only takes part in the collective.
     """
     value, layout = local(value).detach(), members[0].layout
     if layout is None:
@@ -393,9 +388,8 @@ def gather_members(
 
 
 def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:
-    """Gathers the tensor in which ``first`` is the first member."""
     layout, world = first.layout, first.world
-    assert layout is not None and world is not None  # it is sharded
+    assert layout is not None and world is not None
     count = torch.Size(layout.shard_shape).numel()
     shard = value.to(world.device)
     if count == 0:

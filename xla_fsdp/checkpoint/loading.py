@@ -76,7 +76,6 @@ class Reader:
         return self.checkpoint.manifest.world_size == self.exchange.size
 
     def tensors(self) -> dict[ReadableTensor, Tensor]:
-        """All parameters and buffers, each with its description in the manifest."""
         manifest = self.checkpoint.manifest
         found = {self.stored(each): each for each in manifest.parameters.values()}
         return found | {self._buffer(each): each for each in manifest.buffers.values()}
@@ -97,8 +96,7 @@ class Reader:
         return ReadableTensor(tensor.shape, DTYPES[dtype or tensor.dtype], fill, kind="parameter")
 
     def _buffer(self, tensor: Tensor) -> ReadableTensor:
-        # Buffers may differ between ranks (batch statistics). With another number of ranks, use
-        # rank 0's.
+        # Buffers may differ between ranks (batch statistics).
         rank = self.exchange.rank if self.same_world else 0
 
         def fill(out: torch.Tensor, begin: int) -> None:
@@ -110,8 +108,6 @@ class Reader:
 
 @dataclass
 class Prepared:
-    """All new values, read to the host and checked."""
-
     result: LoadedCheckpoint
     tensors: list[tuple[torch.Tensor, torch.Tensor]]
     extra_state: dict[nn.Module, Any]
@@ -227,11 +223,9 @@ def _optimizer_state(
 
 
 def _require_alike(scheduler: Any, saved: dict[str, Any], label: str) -> None:
-    """Raises an error if the saved state is of another kind of scheduler, which torch does not
-    check.
+    """Raises an error if the saved state is of another kind of scheduler; torch does not check.
 
-    Another torch version may only add or only remove fields. If both sides have fields that the
-    other lacks, the kinds differ.
+    Another torch version may only add or only remove fields, so two kinds differ in both.
     """
     if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
         raise TypeError(
@@ -301,14 +295,11 @@ def load_checkpoint(
         step: load the last checkpoint of this step in the folder ``path``, not the newest.
         weights: load parameters and buffers. ``False`` leaves ``model`` unchanged.
 
-    Returns:
-        The path, the step and ``extra`` of the checkpoint, and the number of ranks that saved it.
-
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no complete checkpoint.
         CheckpointError: files are damaged, missing, or from different saves.
         ModelMismatchError: the checkpoint does not match the model or the optimizer.
-        OtherRankError: another rank failed. If one rank raises, all ranks do.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     with synced_device():
@@ -329,10 +320,7 @@ def load_checkpoint(
 
 
 def open_checkpoint(found: list[Any]) -> ShardedCheckpoint:
-    """Opens on this rank the checkpoint that rank 0 found with :func:`find_checkpoint`.
-
-    Raises MixedSaveError if another save has replaced the folder.
-    """
+    """Opens what :func:`find_checkpoint` found. Raises MixedSaveError if it was replaced since."""
     checkpoint = retry_while_missing(lambda: ShardedCheckpoint(found[0]))
     if checkpoint.manifest.save_id != found[1]:
         raise MixedSaveError(

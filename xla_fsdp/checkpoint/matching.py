@@ -45,8 +45,6 @@ class LoadedKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """The stored value for each parameter, buffer and module."""
-
     parameters: dict[ParameterShard, ReadableTensor]
     buffers: dict[ReplicatedBuffer, ReadableTensor]
     extra_state: dict[nn.Module, Any]
@@ -62,11 +60,11 @@ def match_model(
     same_run: bool = False,
     reported: LoadedKeys | None = None,
 ) -> Match:
-    """Finds a tensor for every parameter and buffer of the model.
+    """Finds a tensor for every parameter and buffer of the model. Raises ModelMismatchError.
 
     Args:
-        offered: the available values by name: tensors as :class:`ReadableTensor` (the same object
-            for all names of a tied tensor), and extra state.
+        offered: tensors as :class:`ReadableTensor` (the same object for all names of a tied
+            tensor), and extra state, by name.
         label: where the values come from, for messages.
         strict: every name of the model must be available, and no other. For a tied parameter, one
             of its names is enough.
@@ -75,10 +73,6 @@ def match_model(
             stored dtype, and parameters that are tied in the model must have been tied. Otherwise
             (weight files do not record ties), equal values are enough.
         reported: missing and unexpected names that ``load_state_dict`` of the module reported.
-
-    Raises:
-        ModelMismatchError: names, kinds, shapes or dtypes do not match, or the names of a tied
-            parameter have different values.
     """
     problems: list[str] = []
     missing: list[str] = []
@@ -178,8 +172,7 @@ def _untied(found: Mapping[ReadableTensor, str], entry: Entry, same_run: bool) -
 class Number:
     """State that is one value for a parameter, not one value for each of its elements.
 
-    Attributes:
-        on_device: whether it was a tensor on the parameter's device; ``None`` if not known.
+    ``on_device``: whether it was a tensor on the parameter's device; ``None`` if not known.
     """
 
     value: Any
@@ -191,14 +184,12 @@ class OptimizerState:
     """State of an unsharded optimizer.
 
     Attributes:
-        state: values by parameter name and key. If ``kind`` is not ``None``, each is a
-            :class:`~.readable_tensor.ReadableTensor` or a :class:`Number`; otherwise it may also
-            be a tensor or a plain value.
+        state: values by parameter name and key: :class:`~.readable_tensor.ReadableTensor` or
+            :class:`Number`; without ``kind`` also tensors and plain values.
         groups: for each parameter group, the options and the names of its parameters.
-        kind: class name of the optimizer if it was saved in a checkpoint to resume training. Then
-            the groups must be the same, and options that select an implementation are loaded too.
-        lists_all_groups: ``False`` if options are stored by parameter. Then groups without
-            parameters are not recorded.
+        kind: class name of the optimizer in a checkpoint to resume training. Then the groups must
+            be the same, and options that select an implementation are loaded too.
+        lists_all_groups: ``False`` if groups without parameters are not recorded.
     """
 
     state: Mapping[str, Mapping[str, Any]]
@@ -222,11 +213,10 @@ HolderState = dict[str, "Elements | torch.Tensor | Number | tuple[Any, ...]"]
 
 @dataclass(frozen=True)
 class OptimizerMatch:
-    """The new options and state of an optimizer. All of it is checked.
+    """The new options and state of an optimizer.
 
     Attributes:
-        groups: for each group, all options, as torch's ``load_state_dict`` would set them;
-            ``None`` leaves the options of the group unchanged.
+        groups: for each group, all options, or ``None`` to leave them unchanged.
         state: for each holder, the state by key.
     """
 
@@ -242,13 +232,9 @@ def match_optimizer(
     saved: OptimizerState,
     label: str,
 ) -> OptimizerMatch:
-    """Finds the state of every parameter of the optimizer. Parameters without state have none.
+    """Finds the state of every parameter of the optimizer. Raises ModelMismatchError.
 
     ``groups``: for each group of the optimizer, the parameters to load options and state for.
-
-    Raises:
-        ModelMismatchError: class, names, groups, options, shapes or keys do not match; or
-            parameters that share a vector in this model had different single values (``step``).
     """
     own_kind = type(optimizer).__name__
     if saved.kind not in (None, own_kind):
@@ -297,10 +283,9 @@ def _match_groups(
     saved: OptimizerState,
     label: str,
 ) -> list[dict[str, Any] | None]:
-    """The new options of each of the optimizer's groups.
+    """The new options of each of the optimizer's groups, matched by names, empty groups by order.
 
-    Groups are matched by the names of their parameters, empty groups by their order. As in torch,
-    keys of others (``initial_lr`` of a scheduler) are in the result only if they were saved.
+    As in torch, keys that are no options (``initial_lr`` of a scheduler) are used only if saved.
     """
     problems: list[str] = []
     home: dict[ParameterShard, int] = {}
@@ -367,8 +352,7 @@ def _match_groups(
 def _classify_values(
     state: Mapping[ParameterShard, Mapping[str, Any]], problems: list[str]
 ) -> dict[ParameterShard, dict[str, ReadableTensor | Number]]:
-    """Makes state of the parameter's shape a :class:`ReadableTensor`, the rest a :class:`Number`.
-    """
+    """Makes state of the parameter's shape a ReadableTensor, the rest a Number."""
     elementwise = elementwise_keys(
         (key, value, shard.shape) for shard, own in state.items() for key, value in own.items()
     )
@@ -384,7 +368,7 @@ def _classify_values(
                     f"{key!r} of {shard.name!r} has shape {list(value.shape)}, but the parameter "
                     f"has {list(shard.shape)}"
                 )
-            # The value of this key may be None (no momentum yet), and a tensor elsewhere.
+            # This value may be None (no momentum yet), and others with this key tensors.
             found[shard][key] = Number(value)
     return found
 
@@ -398,8 +382,8 @@ def _match_holder(
 ) -> HolderState:
     """The state of one holder, a tensor that the optimizer sees.
 
-    ``member_state``: for an optimizer that converts its state, the keys of values that differ
-    between parameters. Then parameters may also have different keys.
+    ``member_state``: keys of values that differ between parameters, if the optimizer converts its
+    state. Then parameters may also have different keys.
     """
     first, reference = next(iter(own.items()))
     if member_state is not None:
@@ -467,11 +451,7 @@ def _equal(one: Any, two: Any) -> bool:
 def convert_numbers_to_names(
     saved: Any, inventory: Inventory, optimizer: torch.optim.Optimizer, label: str
 ) -> OptimizerState:
-    """Converts the state dict of an optimizer of the unwrapped model to names.
-
-    If ``optimizer`` converts its state, so does this. Raises ModelMismatchError if ``saved`` is not
-    an optimizer's state dict, or has numbers that match neither the groups nor the model.
-    """
+    """Converts the state dict of an unwrapped model's optimizer. Raises ModelMismatchError."""
     if not isinstance(saved, Mapping) or not saved.keys() >= {"state", "param_groups"}:
         raise ModelMismatchError(
             f"{label}: is {type(saved).__name__}, expected a dict with 'state' and 'param_groups'. "
@@ -509,7 +489,7 @@ def convert_numbers_to_names(
     saver = state_converter_of(optimizer)
     if saver is not None:
         by_name = convert_state_to_load(saver, by_name, inventory, label)
-    else:  # 0-d tensors such as ``step`` stay plain values
+    else:
         for own in by_name.values():
             for key, value in own.items():
                 if isinstance(value, torch.Tensor) and value.dim():
@@ -536,8 +516,8 @@ def _names_of_numbers(
     if [len(group["params"]) for group in saved_groups] == [len(own) for own in groups]:
         ordered = [sorted(own, key=place.__getitem__) for own in groups]
         for number, own in enumerate(groups):
-            # The order inside vectors and stacks is fixed. Only parameters that are sharded
-            # separately show the order in which the user put them into the group.
+            # Only parameters that are sharded separately show in which order the user put them
+            # there.
             single = [
                 place[shard]
                 for shard in own

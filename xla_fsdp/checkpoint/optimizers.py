@@ -1,7 +1,7 @@
 """Lists the optimizer state that this rank stores, by parameter of the unsharded model.
 
 State with the shape of its parameter is sharded like it. Other state (``step``) is one value, the
-same on every rank. Optimizers with other shapes convert their state: :mod:`xla_fsdp.optim.saved`.
+same on every rank. :mod:`xla_fsdp.optim.saved` converts state of other shapes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from ..sharding.sharded_parameter import local, on_local_parts
 from .inventory import Inventory, ParameterShard
 from .readable_tensor import ReadableTensor
 
-# By group of the optimizer, parameters of the unsharded model.
+# By group of the optimizer.
 Groups = list[list[ParameterShard]]
 
-# Their state is one number for a parameter in all optimizers of torch.
+# These are numbers in all optimizers of torch.
 _NUMBERS = {"step", "mu", "eta", "mu_product"}
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerStateShard:
-    """One tensor of optimizer state, and the parameters whose elements it belongs to."""
-
     key: str
     tensor: torch.Tensor | LazyState
     parameters: list[ParameterShard]
@@ -44,8 +42,7 @@ def describe_optimizer(
 ) -> tuple[Optimizer, list[OptimizerStateShard]]:
     """Describes the optimizer for the manifest, and lists the state tensors of this rank.
 
-    Raises as :func:`members_of_groups`; UnsupportedValueError also if state is neither a tensor of
-    the parameter's shape nor a plain value.
+    Raises as :func:`members_of_groups`, and UnsupportedValueError for state of other shapes.
     """
     members = members_of_groups(inventory, optimizer)
     elementwise = elementwise_keys(
@@ -103,8 +100,7 @@ def describe_optimizer(
 def _state_of_members(
     optimizer: torch.optim.Optimizer, inventory: Inventory
 ) -> Iterator[tuple[list[ParameterShard], Mapping[str, Any]]]:
-    """Yields state with its parameters: those of a holder, or one if the optimizer converts state.
-    """
+    """Yields state with its parameters: one if the optimizer converts state, else the holder's."""
     for holder, shards in inventory.by_holder().items():
         converted = convert_state_to_save(optimizer, holder, shards)
         if converted is None:
@@ -114,23 +110,21 @@ def _state_of_members(
 
 
 def local_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """The state of ``parameter``. Sharded tensors are replaced by this rank's plain part."""
+    """The state of ``parameter``, with this rank's plain part for sharded tensors."""
     own = optimizer.state.get(parameter, {})
     return {key: local(v) if isinstance(v, torch.Tensor) else v for key, v in own.items()}
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
     return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
 def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
-    """The parameters of the unsharded model in each of the optimizer's groups.
+    """The parameters of the unsharded model in each group. Raises TypeError without a torch
+    optimizer.
 
-    Raises:
-        TypeError: ``optimizer`` is not a torch optimizer.
-        ModelMismatchError: the optimizer has a parameter that is not in the model.
-        UnsupportedValueError: it has state that belongs to no parameter.
+    Raises ModelMismatchError for parameters that are not in the model, and UnsupportedValueError
+    for state that belongs to no parameter.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -161,8 +155,8 @@ def elementwise_keys(seen: Iterable[tuple[str, Any, Sequence[int]]]) -> set[str]
     """Keys of state that has one element for each element of the parameter.
 
     For a 0-d parameter, other parameters with the same key decide. If there are none, all keys are
-    elementwise except the counters of torch's optimizers. ``seen``: keys, values, and shapes of the
-    parameters.
+    elementwise except the counters of torch's optimizers. ``seen``: key, value, shape of the
+    parameter.
     """
     elementwise: set[str] = set()
     single: set[str] = set()
@@ -193,7 +187,7 @@ def _refuse_tensors_in(value: Any, where: str) -> None:
 def convert_state_to_save(
     optimizer: torch.optim.Optimizer, holder: nn.Parameter, shards: Sequence[ParameterShard]
 ) -> list[tuple[ParameterShard, Mapping[str, Any]]] | None:
-    """The converted state of each of ``shards``, those in ``holder``; None without a converter."""
+    """The converted state of ``shards``, which are in ``holder``. None without a converter."""
     saver = state_converter_of(optimizer)
     if saver is None:
         return None
@@ -206,17 +200,14 @@ def convert_state_to_save(
 
 
 def unsharded_placeholder(shard: ParameterShard) -> nn.Parameter:
-    """The shape of the unsharded parameter, on the CPU, with one element stored."""
+    """A CPU tensor with the shape of the unsharded parameter that stores one element."""
     return nn.Parameter(torch.zeros((), dtype=shard.dtype).expand(shard.shape), requires_grad=False)
 
 
 def convert_state_to_load(
     saver: StateConverter, state: Mapping[str, Mapping[str, Any]], inventory: Inventory, label: str
 ) -> dict[str, dict[str, Any]]:
-    """Converts the ``state`` of an unsharded optimizer, by name. Elements are read on request.
-
-    Raises ModelMismatchError if it is not that of this kind of optimizer.
-    """
+    """Converts the ``state`` of an unsharded optimizer, by name. Raises ModelMismatchError."""
     known = {name: shard for shard in inventory.parameters for name in shard.names}
     found: dict[str, dict[str, Any]] = {}
     for name, own in state.items():

@@ -63,9 +63,9 @@ class Uses:
 class PlaceholderTensor(torch.Tensor):
     """Has the shape and dtype of ``source``, but no values.
 
-    ``detach()`` and other views of the full tensor have the same source. ``copy_`` of a tensor of
-    its shape is recorded in ``uses``. Other operations raise :class:`ValuesNeededError`, and are
-    recorded in case the caller catches the error.
+    ``detach()`` and other views of the full tensor have the same source. ``copy_`` is recorded.
+    Other operations raise :class:`ValuesNeededError`, and are recorded in case the caller catches
+    it.
     """
 
     source: Any
@@ -136,10 +136,7 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class CapturedLoad:
-    """The values that ``load_state_dict`` of the unwrapped module took from a state dict.
-
-    ``values``: tensors as :class:`ReadableTensor` and extra states of modules, by name.
-    """
+    """The values that ``load_state_dict`` of the unwrapped module took, by name."""
 
     values: dict[str, Any]
     missing: list[str]
@@ -149,10 +146,7 @@ class CapturedLoad:
 def state_dict_of(
     model: nn.Module, values: Mapping[Entry, torch.Tensor], path: str = ""
 ) -> Mapping[str, Any]:
-    """``state_dict()`` of the unwrapped module, or of its submodule at ``path``.
-
-    ``values`` are those of all parameters and persistent buffers.
-    """
+    """``state_dict()`` of the unwrapped module, or of its submodule at ``path``."""
     with _unwrapped(model, values) as root:
         return root.get_submodule(path).state_dict()
 
@@ -160,11 +154,7 @@ def state_dict_of(
 def placeholder_state_dict(
     model: nn.Module, inventory: Inventory, path: str = ""
 ) -> Mapping[str, Any] | None:
-    """:func:`state_dict_of` with a :class:`PlaceholderTensor` for each value, or ``None``.
-
-    Their sources are :class:`ParameterShard` and :class:`ReplicatedBuffer`. ``None``: the module
-    computes with values.
-    """
+    """:func:`state_dict_of` with placeholders; ``None`` if the module computes with values."""
     uses = Uses()
     try:
         state = state_dict_of(model, _make_placeholders(inventory, uses), path)
@@ -184,17 +174,9 @@ def capture_loaded_values(
 ) -> CapturedLoad | None:
     """The values that ``load_state_dict`` of the unwrapped module takes from ``given()``.
 
-    Call it on every rank. Parameters and persistent buffers keep their values. Load hooks of the
-    module run, twice if one of them needs values, and may change other things.
-
-    Args:
-        label: names the values in messages.
-        doing: says what is done, for messages. It must be the same on every rank.
-        given: returns this rank's state dict, with tensors or :class:`ReadableTensor`, or ``None``.
-
-    Raises:
-        ModelMismatchError: ``load_state_dict`` raised an error, such as a size mismatch.
-        Exception: any exception of hooks and the module's own methods.
+    Call it on every rank, with the same ``doing`` (for messages). Parameters and persistent buffers
+    keep their values. Load hooks run, twice if one of them needs values, and may change other
+    things. Raises their exceptions, and ModelMismatchError for those of ``load_state_dict``.
     """
 
     def try_with_placeholders() -> tuple[Any, bool]:
@@ -235,10 +217,7 @@ def capture_loaded_values(
 
 
 def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, torch.Tensor]:
-    """Copies of all full (unsharded) parameters and persistent buffers, on the device ``to``.
-
-    Call it on every rank. Ranks that pass ``None`` for ``to`` get an empty dict.
-    """
+    """Copies of all full values. Call it on every rank. Ranks that pass ``None`` get none."""
     values: dict[Entry, torch.Tensor] = {}
     for members in inventory.parts():
         full = gather_members(members, members[0].holder, to)
@@ -407,7 +386,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
 
 
 def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
-    """Adds to ``inner`` the hooks that a user has registered on ``wrapper``, until ``undo``."""
+    """Adds the hooks that a user has registered on ``wrapper`` to ``inner``, until ``undo``."""
     for kind in _HOOKS:
         own = vars(inner)[kind]
         for number, hook in vars(wrapper)[kind].items():

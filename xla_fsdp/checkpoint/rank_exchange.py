@@ -20,10 +20,7 @@ _VISIBLE_SECONDS = 30.0
 
 class RankExchange:
     """All ranks of the launch. Call its methods on every rank, in the same order: each is a
-    barrier.
-
-    Messages are "rank 1 could not ``what``".
-    """
+    barrier."""
 
     def __init__(self) -> None:
         self.rank = xr.global_ordinal()
@@ -45,9 +42,7 @@ class RankExchange:
     def run(self, what: str, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
         """Calls ``work`` on every rank. Returns its result, and all ranks' second values (JSON).
 
-        Raises:
-            OtherRankError: ``work`` raised on another rank. If it raised on this rank, that
-                exception is raised.
+        Raises OtherRankError, "rank 1 could not ``what``", if ``work`` raised on another rank only.
         """
         try:
             result, value = work()
@@ -75,8 +70,7 @@ class RankExchange:
     def run_and_compare(self, what: str, work: Callable[[], tuple[T, Any]], differ: str) -> T:
         """:meth:`run`, with a check that the second value is the same on every rank.
 
-        Raises MetadataMismatchError, with ``differ.format(rank=rank)``, if a rank differs from rank
-        0.
+        Otherwise raises MetadataMismatchError with the text ``differ.format(rank=rank)``.
         """
         result, values = self.run(what, work)
         for rank, value in enumerate(values):
@@ -86,7 +80,6 @@ class RankExchange:
 
 
 def describe_error(error: Exception) -> str:
-    """One line with the type and the message of ``error``, to send to other ranks."""
     text = " ".join(str(error).splitlines())
     return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__
 

@@ -29,7 +29,7 @@ class ReadableTensor:
             dtype, with the elements of the flattened tensor from ``begin``.
         collective: every rank must read, in the same order, even an empty range.
         in_memory: all values are in this rank's memory.
-        kind: whether it was a parameter or a buffer of the saved model, ``None`` if not known.
+        kind: what it was in the saved model, ``None`` if not known.
     """
 
     shape: tuple[int, ...]
@@ -61,8 +61,6 @@ class ReadableTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> ReadableTensor:
-        """Makes a :class:`ReadableTensor` of a tensor in memory or mapped from a file."""
-
         def fill(out: torch.Tensor, begin: int) -> None:
             out.copy_(tensor.detach().reshape(-1)[begin : begin + out.numel()].cpu())
 
@@ -84,8 +82,8 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 def describe(value: Any, where: str) -> Any:
     """Describes a value as JSON, so that rank 0 can send it. ``where`` names it in messages.
 
-    ``value``: a :class:`ReadableTensor`, a dict with such values in it, or a plain value, which
-    becomes part of the description. Raises UnsupportedValueError if it cannot be sent.
+    A plain value becomes part of the description. Raises UnsupportedValueError if it cannot be
+    sent.
     """
     if isinstance(value, ReadableTensor):
         return {"shape": list(value.shape), "dtype": dtype_name(value.dtype, where)}
@@ -97,8 +95,7 @@ def describe(value: Any, where: str) -> Any:
 def sent_by_first_rank(world: World, described: Any, value_on_first_rank: Any, where: str) -> Any:
     """Returns the value of rank 0 on every rank. Its tensors are sent when they are read.
 
-    ``described``: the result of :func:`describe` on rank 0. ``value_on_first_rank``: ``None`` on
-    other ranks.
+    ``described``: the result of :func:`describe` on rank 0. ``value_on_first_rank``: else ``None``.
     """
     if "value" in described:
         return decode(described["value"], where)

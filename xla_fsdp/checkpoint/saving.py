@@ -1,7 +1,6 @@
 """``save_checkpoint``, which returns when a checkpoint is complete, and ``AsyncCheckpointer``.
 
-When all ranks' files in the partial folder are durable, rank 0 writes the manifest and renames the
-folder. After a failure before that, the next save removes the partial folder.
+When all ranks' files in the partial folder are durable, rank 0 writes the manifest and renames it.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request:
-    """The user's arguments, validated."""
-
     path: str
     step: int
     keep_last: int | None
@@ -165,7 +162,7 @@ class AsyncCheckpointer:
 
         Raises:
             CheckpointError: the previous save failed, and this one was not started; or this one
-                cannot start, see :func:`save_checkpoint`.
+                cannot start.
         """
         with synced_device() as random:
             self.wait()
@@ -179,7 +176,7 @@ class AsyncCheckpointer:
         self._running = RunningSave(replace(incomplete, contents=contents), exchange)
 
     def wait(self) -> str | None:
-        """Waits for the running save and returns the path of its checkpoint, ``None`` if none is
+        """Waits for the running save. Returns the path of its checkpoint, ``None`` if none is
         running.
 
         Raises:
@@ -213,8 +210,7 @@ class IncompleteSave:
     Attributes:
         root: the folder of all checkpoints, in the store. The user wrote it as ``path``.
         place: step and version of this one.
-        locks: on rank 0, the lock of the partial folder, by which other saves see that this one
-            runs.
+        locks: on rank 0, the lock by which other saves see that this one is running.
     """
 
     store: Store
@@ -237,8 +233,7 @@ class IncompleteSave:
 
     @property
     def partial(self) -> str:
-        """The folder for files of the running save; also for its data if the store can rename
-        folders."""
+        """The folder for temporary files, and if the store can rename folders, for the data."""
         return join(self.root, self.place.partial_name(self.contents.manifest.save_id))
 
     @property
@@ -257,11 +252,11 @@ class IncompleteSave:
         return asdict(record)
 
     def commit(self, written: Sequence[dict[str, Any]]) -> str:
-        """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
+        """Completes the checkpoint and returns its path. Called on rank 0 after all ranks have
+        ``written``.
 
-        ``written``: the result of :meth:`write` of each rank. Raises OutputError if another save
-        removed the files of this one, SharedStorageError if rank 0 does not see the file of another
-        rank.
+        Raises OutputError if another save removed the files of this one, SharedStorageError if rank
+        0 does not see the file of another rank.
         """
         if not self.store.renames and _STARTED_FILE not in self.store.list(self.partial):
             raise OutputError(
@@ -335,11 +330,7 @@ class IncompleteSave:
 
 
 def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> list[T]:
-    """Calls ``work`` with each of the tuples of ``arguments``: requests to an object store take
-    long.
-
-    An executor would not work while the interpreter ends, when a :class:`RunningSave` still runs.
-    """
+    """An executor would not work while the interpreter ends and a :class:`RunningSave` runs."""
     try:
         pool = ThreadPool(min(_MAX_CONCURRENT_REQUESTS, len(arguments) or 1))
     except RuntimeError:  # Python 3.12 starts no thread while the interpreter ends
@@ -362,11 +353,7 @@ def begin_save(
     extra: Any,
     random: DeviceRandomState,
 ) -> IncompleteSave:
-    """Starts a save: all ranks check their values and the folder. Called on every rank.
-
-    ``random``: the random state of the device before the save. Raises CheckpointError, TypeError
-    and ValueError, and SharedStorageError if a rank does not see the folder of rank 0.
-    """
+    """Starts a save: all ranks check their values and the folder. Called on every rank."""
 
     def describe() -> tuple[tuple[Store, str], Contents]:
         opened = open_store(request.path)
@@ -379,13 +366,7 @@ def begin_save(
 def agree_on_contents(
     exchange: RankExchange, describe: Callable[[], tuple[T, Contents]]
 ) -> tuple[T, Contents]:
-    """Returns the result of ``describe()``. Raises if the contents differ between ranks.
-
-    Raises:
-        UnsupportedValueError: single values of optimizer state differ.
-        ModelMismatchError: models, optimizers or steps differ.
-        Exception: any exception of ``describe``; OtherRankError on other ranks.
-    """
+    """Returns the result of ``describe()``. Raises if its contents differ between ranks."""
 
     def own() -> tuple[tuple[T, Contents], list[str]]:
         described = describe()
@@ -410,7 +391,7 @@ def agree_on_contents(
 def create_folder(
     exchange: RankExchange, request: Request, opened: tuple[Store, str], contents: Contents
 ) -> IncompleteSave:
-    """Makes the partial folder. Called on every rank. Raises as :func:`begin_save`."""
+    """Makes the partial folder. Called on every rank."""
     store, root = opened
     if store.renames:
         root = os.path.abspath(root)  # the thread of a save uses it after a chdir, too
@@ -454,8 +435,7 @@ def create_folder(
 
 
 def _prepare(store: Store, root: str, step: int) -> list:
-    """Removes leftovers and makes the partial folder. Returns the id and the version of the save.
-    """
+    """Removes leftovers and makes the partial folder. Returns the save's id and version."""
     store.make_folder(root)
     if store.renames:
         with contextlib.suppress(CheckpointError):  # no permission to read the parent
@@ -484,9 +464,8 @@ class RunningSave:
         self.incomplete = incomplete
         self.exchange = exchange
         self._written: Future[dict[str, Any]] = Future()
-        # On rank 0 the path, when the checkpoint is complete. Removal may still run.
         self._completed: Future[str | None] = Future()
-        self._records: list[dict[str, Any]] | None = None  # of all ranks, in :meth:`finish`
+        self._records: list[dict[str, Any]] | None = None  # of all ranks
         self._cancelled = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
@@ -530,7 +509,6 @@ class RunningSave:
             self._completed.set_result(path)
             if path is not None:
                 self.incomplete.remove_old_checkpoints()
-        # Free the copies on the host.
         self.incomplete = replace(
             self.incomplete, contents=replace(self.incomplete.contents, items=[])
         )
@@ -568,7 +546,6 @@ class RunningSave:
         return self.incomplete.commit(records)
 
     def _collect(self, found: dict[int, dict[str, Any]]) -> None:
-        """Reads the new announcements of other ranks."""
         store = self.incomplete.store
         names = set(store.list(self.incomplete.partial))
         new = [rank for rank in range(self.exchange.size) if rank not in found]
@@ -595,5 +572,4 @@ class RunningSave:
             store.rename(written, path)
 
     def _announcement(self, rank: int, kind: str) -> str:
-        """The path of the file by which ``rank`` reports to rank 0."""
         return join(self.incomplete.partial, f"rank-{rank:05d}.{kind}")

@@ -24,7 +24,6 @@ from .readable_tensor import ReadableTensor
 
 
 def load_model_values(inventory: Inventory, match: Match) -> None:
-    """Copies the values into the model, one tensor at a time. Parameters stay the same objects."""
     for pair in iterate_new_values(inventory, match):
         set_tensor_values([pair])
     for module, state in match.extra_state.items():
@@ -71,8 +70,7 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
             optimizer.state[holder] = state
     numbers = [v for own in match.state.values() for v in own.values() if isinstance(v, Number)]
     if saver is None and not all(isinstance(one.value, torch.Tensor) for one in numbers):
-        # As in torch, the optimizer converts state of earlier versions, whose steps were no
-        # tensors.
+        # As in torch, the optimizer converts old state, whose steps were no tensors.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
@@ -91,7 +89,7 @@ def read_to_host(match: OptimizerMatch) -> OptimizerMatch:
 def iterate_new_values(
     inventory: Inventory, match: Match
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each tensor to change and its new value, which is read when the pair is requested."""
+    """Yields each tensor to change and its new value, which is read on request."""
     for holder, members in inventory.by_holder().items():
         found = {shard: match.parameters.get(shard) for shard in members}
         if any(found.values()):
@@ -152,7 +150,7 @@ def read_holder_values(
 
 
 def _to_saved_value(value: Elements | torch.Tensor | Number | tuple[Any, ...]) -> Any:
-    """The value of a key as :class:`~xla_fsdp.optim.saved.StateConverter` takes it."""
+    """The value as :class:`~xla_fsdp.optim.saved.StateConverter` takes it."""
     if isinstance(value, Elements):
         return read_holder_values(value.shape, value.dtype, value.members)
     if isinstance(value, Number):

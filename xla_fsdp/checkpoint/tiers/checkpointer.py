@@ -45,10 +45,9 @@ class TieredCheckpointer:
     """Saves checkpoints every few steps in host memory, and less often in a durable store.
 
     Each rank writes its file into a folder in the memory of its host, and sends a copy to the next
-    host. Every ``drain_every``-th save is also written to ``path``. All of this is overlapped with
-    training. If one host fails, :meth:`load` loads the newest complete step, from memory or from
-    ``path``, on any number of ranks. Bytes that are damaged on one host are read from the copy,
-    with a warning. ::
+    host. All of this is overlapped with training. If one host fails, :meth:`load` loads the newest
+    complete step, from memory or from ``path``, on any number of ranks. Bytes that are damaged on
+    one host are read from the copy, with a warning. ::
 
         with xla_fsdp.TieredCheckpointer("gs://bucket/run", fast="/dev/shm/run") as tiers:
             loaded = tiers.load(model, optimizer, scheduler, missing_ok=True)
@@ -70,8 +69,7 @@ class TieredCheckpointer:
             still being written. 0: only saves with ``durable=True``.
         mirror: send copies to the next host, if there are several hosts.
         host: a name that distinguishes this host from others. Default: its host name and boot id.
-        address: an address of this host that other hosts can reach. Default: the address that its
-            host name resolves to.
+        address: an address of this host that other hosts can reach. Default: that of its host name.
 
     Raises:
         ValueError, TypeError: an argument is not valid.
@@ -134,7 +132,7 @@ class TieredCheckpointer:
 
         Raises:
             CheckpointError: the previous save failed, and this one was not started; or this one
-                cannot start, see :func:`save_checkpoint`. If one rank raises, all ranks do.
+                cannot start.
         """
         with synced_device() as random:
             exchange = self._exchange
@@ -147,8 +145,7 @@ class TieredCheckpointer:
             save_id = exchange.run_on_first_rank("name the save", lambda: f"{time.time_ns():016x}")
             save = Save(step, save_id)
             if self._hosts.is_leader:
-                # Training went back, or the clock was set back: greater saves must not be loaded
-                # again.
+                # If training went back to an earlier step, later saves must not be loaded again.
                 self._tier.discard([old for old in self._tier.present() if old > save])
             contents_on_host = exchange.run_on_each_rank("copy to the host", contents.on_host)
             drained = self._drain(request, contents_on_host, durable)
@@ -269,8 +266,7 @@ class TieredCheckpointer:
     def _read_newest(
         self, step: int | None, missing_ok: bool, read: Callable[[ShardedCheckpoint], Prepared]
     ) -> Prepared | None:
-        """Returns the result of ``read`` for the newest save that all ranks can read, ``None`` if
-        none.
+        """Returns the result of ``read`` for the newest save that all ranks can read, or ``None``.
 
         ``read`` must not change anything: after damage, it is called again for an older save.
         """
@@ -310,7 +306,6 @@ class TieredCheckpointer:
         return [found for found in saves if found is not None]
 
     def _open_chosen_save(self, choice: SaveChoice) -> MultiHostStore:
-        """A store with the chosen save, from which this rank can read."""
         tier, hosts, save = self._tier, self._hosts, choice.save
         assert save is not None
 
@@ -342,16 +337,14 @@ class TieredCheckpointer:
                     failed = error
             raise failed
 
-        # A gather pads the values of all ranks to the longest one, so it must not have the
-        # manifest.
+        # Not in the gather, which pads the values of all ranks to the longest one.
         cards[0] = self._exchange.run_on_each_rank("read the manifest", with_manifest)
         return MultiHostStore(tier, cards, manifest_of(cards), copies_of)
 
     def _raise_if_damaged_or_missing(
         self, choice: SaveChoice, damaged: Mapping[Save, str], missing_ok: bool
     ) -> None:
-        """Raises for damage also with ``missing_ok``: a new run would remove files of use for
-        repair."""
+        """Raises for damage also with ``missing_ok``: a new run would remove repairable files."""
         root, where = self._tier.root, os.fsdecode(self.path)
         skipped = "; ".join(choice.skipped.values()) or f"there is no save of this run in {root}"
         if damaged:
@@ -388,12 +381,9 @@ def _try(
 
 @dataclass(frozen=True)
 class SaveChoice:
-    """The newest complete save in memory.
+    """The newest complete save in memory, or ``None``.
 
-    Attributes:
-        save: the save, ``None`` if none is complete.
-        hosts_by_rank: for each rank, the hosts that have its file.
-        skipped: for each newer step that was skipped, the reason.
+    ``hosts_by_rank``: the hosts with its file. ``skipped``: by newer step, the reason to skip it.
     """
 
     save: Save | None
@@ -419,8 +409,7 @@ def choose_save(
 ) -> SaveChoice:
     """Chooses the newest save of which ``hosts`` together have all files.
 
-    ``hosts``: for each host, its saves. ``step``: consider only this one. ``damaged``: saves to
-    skip, with the reason.
+    ``hosts``: the saves of each host. ``damaged``: saves to skip, with the reason.
     """
     found: dict[tuple[Save, int], dict[int, list[int]]] = {}
     for host, saves in enumerate(hosts):

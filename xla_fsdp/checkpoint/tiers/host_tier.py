@@ -67,7 +67,6 @@ class Card:
         return file_name(self.rank, self.world_size)
 
     def without_manifest(self) -> Card:
-        """The card without the manifest, which is long. It still identifies the file."""
         return replace(self, manifest="")
 
     def dump(self) -> bytes:
@@ -86,7 +85,7 @@ class Card:
 
     @classmethod
     def load(cls, data: bytes, label: str) -> Card:
-        """Reads a card. Raises InvalidMetadataError if ``data`` is not a card, or was changed."""
+        """Raises InvalidMetadataError if ``data`` is not a card, or was changed."""
         outer = read_json(data, label)
         if not (
             isinstance(outer, list)
@@ -120,14 +119,10 @@ class HostTier:
         return join(self.root, save.folder)
 
     def temporary_file(self, save: Save) -> str:
-        """A new path for a file that is being written."""
         return join(self.folder(save), f".{secrets.token_hex(8)}.draft")
 
     def write(self, save: Save, contents: Contents, rank: int) -> Card:
-        """Writes a rank's file and its card. The file is valid when this returns.
-
-        ``contents``: its manifest has the id of ``save``.
-        """
+        """Writes a rank's file and card. The manifest of ``contents`` must have the id of ``save``."""
         world = contents.manifest.world_size
         self.store.make_folder(self.folder(save))
         name, temporary = file_name(rank, world), self.temporary_file(save)
@@ -162,8 +157,7 @@ class HostTier:
             return []
 
     def cards(self, save: Save) -> list[Card]:
-        """This run's valid cards of ``save``, in rank order, whose file exists with the right size.
-        """
+        """This run's cards of ``save``, in rank order, without damaged or incomplete ones."""
         folder, found = self.folder(save), []
         for name in self.store.list(folder):
             if not _CARD.fullmatch(name):
@@ -178,8 +172,7 @@ class HostTier:
         return sorted(found, key=lambda card: card.rank)
 
     def card(self, wanted: Card) -> Card:
-        """This host's card for the file of ``wanted``, with manifest. Raises
-        CheckpointNotFoundError."""
+        """This host's card, with manifest. Raises CheckpointNotFoundError if it has no such file."""
         for card in self.cards(wanted.save):
             if card.without_manifest() == wanted:
                 return card
@@ -209,7 +202,6 @@ def _card_name(file: str) -> str:
 
 
 def manifest_of(cards: Mapping[int, Card]) -> bytes:
-    """The manifest of a save, made from the cards of all ranks."""
     first = cards[0]
     records = [cards[rank].record for rank in range(first.world_size)]
     return with_files(first.manifest.encode(), records, f"manifest of {first.save.folder}")

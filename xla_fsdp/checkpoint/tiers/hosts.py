@@ -1,8 +1,8 @@
 """The hosts of a job. Each runs a TCP server for files of its fast tier and copies of other hosts'.
 
-The server sends a random number; the client answers with its HMAC under the key that rank 0 gave to
-all ranks. Then requests and answers are lines of JSON, perhaps followed by bytes, not encrypted. A
-request names a save and a rank, so only files of the tier can be read or written.
+A client answers the server's random number with its HMAC under the job's key. Then requests and
+answers are lines of JSON, perhaps followed by bytes. Nothing is encrypted. A request names a save
+and a rank, so only files of the tier can be read or written.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class Hosts:
     Attributes:
         number: index of this host.
         leaders: the first rank of each host, which runs its server.
-        is_leader: whether this rank is the leader of its host.
-        peers: a client for each host.
         server: ``None`` on ranks that do not lead, or with one host.
         stride: distance in the list from a host to the one that stores its copies.
     """
@@ -197,7 +195,6 @@ def _send(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBas
 
 
 def _copy(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
-    """Writes bytes of the file of ``card`` to ``out``."""
     path = join(tier.folder(card.save), card.name)
     piece = memoryview(bytearray(min(count, _PIECE)))
     for at in range(begin, begin + count, _PIECE):
@@ -269,7 +266,7 @@ class Peer:
         )
 
     def card(self, card: Card) -> Card:
-        """Reads from the host the card that includes the manifest; ``card`` has none."""
+        """Reads the card that includes the manifest; ``card`` has none."""
         what = f"the manifest of {card.save.folder} cannot be read"
         answer = self._request({"do": "card"}, card, what, UnreadableFileError)
         return Card.load(answer["card"].encode(), self.name)
@@ -317,7 +314,7 @@ class Peer:
     def _connected(self) -> BufferedRWPair:
         if self._stream is None:
             with socket.create_connection(self.address, TIMEOUT) as connection:
-                self._stream = connection.makefile("rwb")  # which keeps the connection open
+                self._stream = connection.makefile("rwb")
             self._stream.write(_answer(self._key, self._stream.read(_NONCE)))
         return self._stream
 
@@ -338,7 +335,6 @@ def _send_line(out: BufferedIOBase, value: dict[str, Any]) -> None:
 
 
 def _require(source: BufferedIOBase) -> dict[str, Any]:
-    """Reads an answer. Raises an error if the answer reports one."""
     line = source.readline(_LINE)
     if not line:
         raise ConnectionError("the connection ended")
@@ -352,13 +348,8 @@ class MultiHostStore(LocalStore):
     """A read-only store with one folder, whose files may be on other hosts.
 
     A chunk that is damaged on one host is read from the next host, with a warning. The caller must
-    check digests, because those of the last host are not checked here.
-
-    Args:
-        cards: for each rank, the card of its file.
-        manifest: bytes of the manifest.
-        copies_of: returns the hosts that have the file of a rank, in the order to read from them.
-            ``None`` is this host.
+    check digests, because those of the last host are not checked here. ``copies_of`` returns the
+    hosts that have the file of a rank, in the order to read from them; ``None`` is this host.
     """
 
     def __init__(
@@ -410,7 +401,6 @@ class MultiHostStore(LocalStore):
         return inside == 0 and len(out) == length and digest(out) == card.record.digests[number]
 
     def _move_to_end(self, card: Card, peer: Peer | None, wrong: str) -> None:
-        """Moves a host to the end of the list, so that further chunks are read from others."""
         copies = [other for other in self._copies[card.rank] if other is not peer]
         self._copies[card.rank] = [*copies, peer]
         warnings.warn(
