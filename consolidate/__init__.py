@@ -1,8 +1,4 @@
-"""Consolidate, reshard and verify checkpoints of sharded models. Needs torch, not torch_xla.
-
-``format`` is the checkpoint format; ``legacy`` reads per-rank torch files of version 1 and of
-torch_xla's ``XlaFullyShardedDataParallel``; ``stream`` writes results with constant memory.
-"""
+"""Consolidate, reshard and verify checkpoints of sharded models. Needs torch, not torch_xla."""
 
 from .errors import (
     CheckpointError,

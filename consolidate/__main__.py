@@ -21,12 +21,11 @@ from .stream.stage import silent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs with `argv` (default: ``sys.argv``) and returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         print(_run(arguments))
     except CheckpointError as error:
-        # Print one line: messages of libraries and file names may have line breaks.
+        # File names and messages of libraries may have line breaks.
         message = str(error).replace("\r", "\\r").replace("\n", "\\n")
         print(f"{type(error).__name__}: {message}", file=sys.stderr)
         return 2

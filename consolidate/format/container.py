@@ -1,7 +1,7 @@
 """Reads and writes headers of safetensors files.
 
-A file is: the length of the header (8 bytes, little-endian); the JSON header ``{name: {"dtype",
-"shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``; the bytes of the tensors.
+The header's length (8 bytes, little-endian) precedes the JSON header ``{name: {"dtype", "shape",
+"data_offsets": [begin, end]}, "__metadata__": {str: str}}``. The bytes of the tensors follow it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Container:
-    """The content of a header. ``size``: number of bytes of the file."""
+    """A header. ``size``: number of bytes of the file."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
@@ -60,7 +60,7 @@ def layout(
         spans.append((name, dtype, tuple(shape), begin, end))
         begin = end
     header = write_json(offsets)
-    # Align tensors to eight bytes, so that a memory-mapped file can be used directly.
+    # Align tensors to eight bytes, so that a mapped file can be used directly.
     header += b" " * (-len(header) % 8)
     start = 8 + len(header)
     entries = {n: Entry(d, s, start + b, start + e) for n, d, s, b, e in spans}
@@ -69,7 +69,7 @@ def layout(
 
 
 def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> Container:
-    """Reads the header of a file of ``size`` bytes with ``read(begin, end)``.
+    """Reads the header of a file of ``size`` bytes.
 
     Raises:
         UnreadableFileError: the file is truncated, too long, or not a safetensors file.

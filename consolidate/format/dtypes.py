@@ -26,7 +26,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-# Elements copied at a time. torch uses several threads for more than twice this number.
+# torch copies more than twice this number of elements with several threads.
 _SERIAL = 1 << 14
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -59,7 +59,7 @@ def flatten_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_into(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Fills ``out`` with ``values``, cast to its dtype. Returns ``out``."""
-    # Copy small parts in this thread: torch's thread pool would busy-wait on the cores that read.
+    # Stay in this thread: torch's thread pool would busy-wait on the cores that read.
     step = _SERIAL if out.is_cpu else max(len(values), 1)
     for begin in range(0, len(values), step):
         out[begin : begin + step].copy_(values[begin : begin + step])

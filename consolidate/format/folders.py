@@ -1,13 +1,8 @@
-"""Finds, names and removes checkpoints in a folder, one for each step.
+"""Finds, names and removes checkpoints in a folder, one for each step::
 
-::
-
-    runs/vit/step-00001000/manifest.json, rank-00000-of-00008.safetensors, ...
-    runs/vit/step-00002000.2/...                     step 2000 saved again
-    runs/vit/.step-00003000.5f0c9d41a7b8e6f2.partial/   being saved, or a leftover
-
-A folder without a manifest is not a checkpoint. If ``Store.renames``, one rename makes the partial
-folder a checkpoint. Otherwise files are written to their final paths, the manifest last.
+runs/vit/step-00001000/manifest.json, rank-00000-of-00008.safetensors, ...
+runs/vit/step-00002000.2/...                     step 2000 saved again
+runs/vit/.step-00003000.5f0c9d41a7b8e6f2.partial/   being saved, or a leftover
 """
 
 from __future__ import annotations
@@ -84,11 +79,8 @@ def find_newest(store: Store, root: str, step: int | None = None) -> CheckpointF
 def resolve_checkpoint(path: Any, step: int | None = None) -> tuple[Store, str]:
     """The store and folder of the checkpoint at ``path``.
 
-    If ``path`` has checkpoints, it is the newest, or the last save of ``step``.
-
-    Raises:
-        CheckpointNotFoundError: there is no folder, or no checkpoint of this step.
-        IncompleteCheckpointError: there is a folder, but no manifest.
+    If ``path`` has checkpoints, it is the newest, or the last save of ``step``. Raises
+    CheckpointNotFoundError, IncompleteCheckpointError.
     """
     store, folder = open_store(path)
     names = store.list(folder)
@@ -137,8 +129,8 @@ def find_superseded(
 ) -> list[str]:
     """Paths of the checkpoints to remove after the save of ``saved``, oldest first.
 
-    These are earlier saves of the same steps, and all but the ``keep_last`` newest steps (None: no
-    limit). Later steps than that of ``saved`` belong to another run and are not removed.
+    These are earlier saves of the same steps, and all but the ``keep_last`` newest steps. Later
+    steps than that of ``saved`` belong to another run and are not removed.
     """
     complete = [
         place

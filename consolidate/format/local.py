@@ -1,4 +1,4 @@
-"""A store on a local or mounted file system, with fsync before the next step of a save."""
+"""A store on a local or mounted file system."""
 
 from __future__ import annotations
 

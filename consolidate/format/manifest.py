@@ -81,12 +81,10 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """Which rank stores which elements of a parameter, so that a reader opens only the files it
-    needs.
+    """Which rank stores which elements of a parameter, as ``consolidate/README.md`` defines
+    (``spans``).
 
-    The ``i``-th of the ranks ``first, first + step, ...`` stores the elements ``i * chunk -
-    offset`` to ``(i + 1) * chunk - offset``, limited to the parameter. ``offset`` is the index of
-    the parameter's first element in a vector of several parameters.
+    ``offset``: index of the parameter's first element in a vector of several parameters.
     """
 
     first: int
@@ -123,7 +121,7 @@ class Manifest:
         parameters, buffers: by first name.
         files: in rank order.
         scheduler, extra, extra_state: encoded by ``values``.
-        sharding_rules: by parameter. ``None`` if only the headers of the files say who stores what.
+        sharding_rules: by parameter. ``None``: only the headers of the files say who stores what.
     """
 
     save_id: str
@@ -139,7 +137,6 @@ class Manifest:
     sharding_rules: Mapping[str, ShardingRule] | None = None
 
     def identity(self, rank: int) -> dict[str, str]:
-        """The values in the header of a rank's file that identify the save and the rank."""
         return {
             "format": FORMAT,
             "version": str(VERSION),
@@ -167,7 +164,7 @@ def state_key(key: str, name: str) -> str:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The bytes of the file. Raises UnsupportedValueError if they are too many."""
+    """Raises UnsupportedValueError if the manifest is too large."""
     optimizer, rules = manifest.optimizer, manifest.sharding_rules
     body = {
         "format": FORMAT,
@@ -224,12 +221,7 @@ def is_ended(store: Store, path: str) -> bool:
 
 
 def load_manifest(data: bytes, label: str) -> Manifest:
-    """Reads the bytes of a manifest file.
-
-    Raises:
-        CorruptFileError: the bytes do not match the digest.
-        InvalidMetadataError: a field is missing or not valid, or the version is unknown.
-    """
+    """Raises CorruptFileError if the digest differs, InvalidMetadataError for other defects."""
     found = Fields(read_json(_body(data, label), label), label)
     found.require_format(FORMAT, VERSION)
     save_id, world_size = found.text("save_id"), found.integer("world_size", least=1)
@@ -264,7 +256,6 @@ def load_manifest(data: bytes, label: str) -> Manifest:
 
 
 def _body(data: bytes, label: str) -> bytes:
-    """The JSON object, after a check of its digest."""
     match = _SEALED.fullmatch(data)
     if match is None or digest(match[2]).encode() != match[1]:
         raise CorruptFileError(
@@ -310,7 +301,7 @@ def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
 
 
 def load_file(found: Fields, rank: int, world_size: int) -> FileRecord:
-    """Reads the record of ``rank``, one element of :func:`dump_files`."""
+    """Reads one element of :func:`dump_files`."""
     name, size, digests = found.text("name"), found.integer("size"), found.text("digests")
     if name != file_name(rank, world_size):
         found.fail(

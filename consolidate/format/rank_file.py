@@ -16,16 +16,13 @@ from .digests import ChunkDigests, chunk_bytes, digest
 from .dtypes import DTYPES, flatten_on_host, tensor_bytes
 from .store import Store, creating
 
-# Bytes written at a time.
 _PIECE_BYTES = 1 << 24
-# Minimum and maximum size of the cache of chunks that were read in part.
+# Minimum and maximum size of the cache.
 _CACHED_BYTES, _MOST_CACHED_BYTES = 1 << 25, 1 << 29
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file in the manifest. ``chunk``: number of bytes for each digest."""
-
     name: str
     size: int
     chunk: int
@@ -56,9 +53,8 @@ def write_file(
 ) -> FileRecord:
     """Writes a safetensors file, durable when this returns. Memory: one tensor at a time.
 
-    Raises:
-        OutputError: the file cannot be written. The caller must remove the incomplete file.
-        ShardMismatchError: a tensor changed its dtype or size during the save.
+    Raises OutputError (the caller must remove the incomplete file), or ShardMismatchError if a
+    tensor changed its dtype or size during the save.
     """
     items = widest_first(items)
     container, header = layout([(i.key, i.dtype, i.shape) for i in items], metadata)
@@ -89,7 +85,7 @@ def _pieces(path: str, header: bytes, items: Iterable[Item]) -> Iterator[memoryv
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """Reads chunks of a file. Apart from `CheckedFile`, because a cache refers to it."""
+    """Apart from `CheckedFile`, because a cache refers to it."""
 
     store: Store
     path: str
@@ -119,8 +115,8 @@ LoadChunk = Callable[[_Chunks, int], bytearray]
 def cached_loader(records: Iterable[FileRecord]) -> LoadChunk:
     """Makes a function that loads chunks of several files through one cache of limited size.
 
-    The cache has room for a chunk of each file, within limits. With less room, reading tensors one
-    after the other would read a chunk again for each tensor in it.
+    It has room for a chunk of each file, within limits: with less, reading tensors one after the
+    other would read a chunk again for each tensor in it.
     """
     records = list(records)
     chunk = max((min(record.chunk, record.size) for record in records), default=1) or 1
@@ -131,8 +127,7 @@ def cached_loader(records: Iterable[FileRecord]) -> LoadChunk:
 class CheckedFile:
     """A file whose bytes are compared with the digests of its record when they are read.
 
-    Files that share ``load`` share its memory limit. Raises CorruptFileError if the size or the
-    bytes differ from the record.
+    Files that share ``load`` share its memory limit. Raises CorruptFileError.
     """
 
     def __init__(self, store: Store, path: str, record: FileRecord, load: LoadChunk | None = None):
@@ -174,7 +169,6 @@ class CheckedFile:
                 done += len(part)
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
-        """Reads the elements ``begin .. end`` of a flattened tensor."""
         out = torch.empty(end - begin, dtype=DTYPES[self.container.entries[key].dtype])
         self.read_to(out, key, begin)
         return out

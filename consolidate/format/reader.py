@@ -34,7 +34,7 @@ from .store import Store, join, open_store, read
 from .strict import read_json
 
 _RANK_FILE = re.compile(r"rank-\d+-of-\d+\..*")
-# begin, end, rank: a range of elements of a tensor, and the rank that stores it.
+# begin, end, rank
 Piece = tuple[int, int, int]
 
 
@@ -92,7 +92,6 @@ class ShardedCheckpoint:
             )
 
     def file(self, rank: int) -> RankFile:
-        """The file of a rank. Its header is checked."""
         if rank not in self._files:
             self._files[rank] = RankFile(self.store, self.folder, self.manifest, rank, self._load)
         return self._files[rank]
@@ -107,10 +106,7 @@ class ShardedCheckpoint:
         return self._pieces[name]
 
     def require_coverage(self) -> None:
-        """Opens all files, and checks that they have every element of every parameter once.
-
-        Raises CoverageError otherwise.
-        """
+        """Opens all files. Raises CoverageError unless they have every element exactly once."""
         if self._pieces is not None:
             return
         pieces: dict[str, list[Piece]] = {name: [] for name in self.manifest.parameters}
@@ -219,7 +215,7 @@ def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
 
 
 class RankFile(CheckedFile):
-    """The file of one rank. Opening it checks that it belongs to the manifest and matches it.
+    """The file of one rank. Opening it checks that it matches the manifest.
 
     ``begins``: by parameter, the first element that the rank stores.
     """

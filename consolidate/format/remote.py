@@ -1,7 +1,4 @@
-"""A store on any file system of fsspec: ``gs://``, ``s3://``, ``memory://``.
-
-An object appears completely when its file is closed. Answers of the store are not trusted.
-"""
+"""A store on any file system of fsspec. Answers of the store are not trusted."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ from ..errors import (
 
 T = TypeVar("T")
 
-# Limit for one request. Clients retry automatically, for minutes.
+# Clients retry automatically, for minutes.
 _SECONDS_VARIABLE, _SECONDS = "XLA_FSDP_STORE_SECONDS", 600.0
-_SLOWEST = 1 << 20  # bytes per second; each read gets its size divided by this in addition
+_SLOWEST = 1 << 20  # bytes per second; added to the limit of a read
 _USER = re.compile(r"(?<=://)[^/\s?#@]*@")
 _QUERY = re.compile(r"(\w+://[^\s?#'\"]*)\?[^\s'\")]*")
 
@@ -168,7 +165,7 @@ class RemoteStore:
             for found in sorted(self.files.find(path)):
                 if found.startswith(f"{path}/") and ".." not in found.split("/"):
                     self.files.rm_file(found)
-            with contextlib.suppress(Exception):  # most object stores have no folders
+            with contextlib.suppress(Exception):  # most have no folders
                 self.files.rmdir(path)
 
     def sync_folder(self, path: str) -> None:
@@ -203,7 +200,7 @@ class RemoteOutput:
         with contextlib.suppress(Exception):
             self._file.discard() if hasattr(self._file, "discard") else None
         with contextlib.suppress(Exception):
-            self._file.closed = True  # otherwise deleting the object closes it
+            self._file.closed = True  # else deleting it closes it
 
 
 def _reason(error: Exception) -> str:

@@ -21,7 +21,7 @@ class Output(Protocol):
     def close(self) -> None: ...
 
     def discard(self) -> None:
-        """Closes the file after an error, without making it durable."""
+        """Closes the file after an error."""
 
 
 class Store(Protocol):
@@ -43,7 +43,7 @@ class Store(Protocol):
         """Fills ``out`` from ``begin``. Raises UnreadableFileError if the file is too short."""
 
     def list(self, path: str) -> list[str]:
-        """Names in a folder, empty if there is no folder."""
+        """Names in a folder, empty if there is none."""
 
     def is_folder(self, path: str) -> bool: ...
 
@@ -82,7 +82,6 @@ def content_equals(store: Store, path: str, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def creating(store: Store, path: str) -> Iterator[Any]:
-    """A new :class:`Output`, durable when the context ends without an error."""
     output = store.create(path)
     try:
         yield output
@@ -93,7 +92,6 @@ def creating(store: Store, path: str) -> Iterator[Any]:
 
 
 def write(store: Store, path: str, data: bytes) -> None:
-    """Writes a small file, durable when this returns."""
     with creating(store, path) as output:
         output.write(data)
 
@@ -103,14 +101,11 @@ def join(*parts: str) -> str:
 
 
 def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
-    """Opens the store of ``path``, a local path or a URL for fsspec. Returns it and the path inside
-    it.
+    """Opens the store of ``path``, a local path or a URL for fsspec. Returns it and the path
+    inside.
 
-    ``label`` names the argument in messages.
-
-    Raises:
-        TypeError: ``path`` is not a path.
-        OptionsError: it is empty, or its protocol is not installed.
+    ``label`` names the argument in messages. Raises TypeError if ``path`` is not a path,
+    OptionsError if it is empty or its protocol is not installed.
     """
     try:
         text = os.fspath(path)

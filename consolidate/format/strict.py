@@ -63,10 +63,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether ``value`` is a list of sizes that a tensor can have.
-
-    torch multiplies all sizes except zeros in 64 bits, so ``[2**62, 2**62, 0]`` is not valid.
-    """
+    """Whether torch can have such sizes. It multiplies all sizes except zeros in 64 bits."""
     return (
         isinstance(value, (list, tuple))
         and len(value) <= 64
@@ -142,18 +139,15 @@ class Fields:
         return self.child(name)._found
 
     def child(self, name: str) -> Fields:
-        """A field that must be an object."""
         return Fields(self.json(name), f"{self.label}: {name!r:.80}")
 
     def children(self) -> dict[str, Fields]:
-        """All fields, which must be objects."""
         return {name: self.child(name) for name in self}
 
     def objects(self, name: str) -> Sequence[Fields]:
-        """A field that must be a list of objects."""
+        """The items of a list of objects."""
         values = enumerate(self.list(name))
         return [Fields(value, f"{self.label}: {name}[{number}]") for number, value in values]
 
     def optional(self, name: str) -> Fields | None:
-        """A field that must be an object or null."""
         return None if self.json(name) is None else self.child(name)

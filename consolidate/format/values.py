@@ -130,7 +130,6 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
 
 
 def _decode_tagged(kind: Any, of: Any, label: str, depth: int) -> Any:
-    """Raises many kinds of errors."""
     if kind == "float":
         if of not in _FLOATS:
             raise ValueError(f"{of!r:.40} is not one of {', '.join(_FLOATS)}")

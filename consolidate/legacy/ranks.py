@@ -1,6 +1,6 @@
 """Maps the tensors of each rank to those of the unsharded model, by the metadata of its file.
 
-The checks use keys, shapes, dtypes and metadata only: errors are raised before values are read.
+Errors are raised before any value is read.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class Member:
 class LegacyParameter:
     """One tensor that every rank stores a part of.
 
-    With layout ``"flat"``, ranks store 1-D chunks. Joined, the first `numel` elements are the
-    members, one after the other. With ``"dim0"``, ranks store rows of the only member. The rest is
-    padding.
+    With layout ``"flat"``, ranks store 1-D chunks of the concatenated members; with ``"dim0"``,
+    rows of the only member. The rest is padding.
     """
 
     layout: str
@@ -176,7 +175,7 @@ def _require_stored(keys: Iterable[str], state_dict: Mapping[str, Any], label: s
 
 
 def _read_native(found: Fields, state_dict: Mapping[str, Any], label: str) -> Described:
-    """Translates the metadata of this package, which ``consolidate/README.md`` defines."""
+    """Translates the metadata that ``consolidate/README.md`` defines."""
     found.require_format(_FORMAT, _VERSION)
     parameters = {}
     for key, each in found.child("parameters").children().items():
@@ -227,8 +226,7 @@ def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Des
     - ``shard_info[module][shard name]``: original name and size of each sharded tensor.
     - ``flatten_info[flat parameter]``: names, shapes and element counts of its members.
     - ``buffer_info[buffer]``: the original dtype of a cast buffer. Its keys have one more wrapper
-      prefix than those of the state_dict. It is empty if the module was on the CPU when wrapped;
-      buffers are then returned in the stored dtype.
+      prefix than those of the state_dict. It is empty if the module was on the CPU when wrapped.
 
     It does not record tied weights, unless the shared module is itself wrapped. A shard with
     several dimensions was sharded by rows.
@@ -243,7 +241,7 @@ def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Des
     parameters = {}
     for key, (module, info) in infos.items():
         own, shape = info.text("_orig_name"), info.shape("_orig_size")
-        # A flat parameter of the wrapper. One of the model with this name has one more prefix.
+        # A parameter of the model with this name has one more prefix.
         if own.startswith(f"{_WRAPPERS[0]}.{_FLAT_PARAMETER}"):
             members = _read_flattened(_join(module, own), flattened)
         else:
@@ -332,12 +330,7 @@ def tie(rank: Rank, tied: Mapping[str, str]) -> None:
 
 
 def sort_ranks(ranks: list[Rank]) -> list[Rank]:
-    """Returns `ranks` in rank order, after a check that they are all ranks of one model.
-
-    Raises:
-        WorldSizeError, DuplicateRankError, MissingRankError: `ranks` are not all ranks of one run.
-        ShardMismatchError, MetadataMismatchError: two ranks do not have the same model.
-    """
+    """Returns `ranks` in rank order. Raises CheckpointError if they are not all ranks of a model."""
     first, by_rank = ranks[0], dict[int, Rank]()
     for rank in ranks:
         if rank.world_size != first.world_size:

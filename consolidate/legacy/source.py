@@ -1,7 +1,7 @@
 """Per-rank state_dicts (of this package, or of torch_xla's in-tree class), as a source.
 
-Their optimizer state has numbers instead of names, which follow the order of the state_dict only if
-the optimizer received ``model.parameters()``.
+The numbers in their optimizer state follow the order of the state_dict only if the optimizer
+received ``model.parameters()``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LegacySource:
     """Per-rank state_dicts, with the attributes of :class:`~..stream.sources.ShardedSource`.
 
     ``files``: the labels of ``ranks`` are the paths of their mapped files. Otherwise, only
-    :meth:`state_dict` may be used. Raises CheckpointError if the ranks are not consistent.
+    :meth:`state_dict` may be used. Raises CheckpointError.
     """
 
     step = None
@@ -71,13 +71,13 @@ class LegacySource:
     ):
         self.ranks = sort_ranks(ranks)
         first = self.ranks[0]
-        tie(first, tied or {})  # the names of the result are those of rank 0
+        tie(first, tied or {})
         self.label, self.world_size = label, len(self.ranks)
         self.inputs = [rank.label for rank in self.ranks] if files else []
         self.save_id = _save_id(self.inputs)
         self.found = f"{len(self.ranks)} rank files matching {label}"
         self._mapped = files and all(map(_can_forget, self.inputs))
-        # By parameter: the key of the tensor that has it, and its range in that tensor.
+        # By parameter: the key of its tensor, and its range in that.
         self._places = {
             member.names[0]: (key, member)
             for key, parameter in first.parameters.items()
@@ -182,7 +182,7 @@ class LegacySource:
         value, dtype = first.state_dict[key], first.buffers[key][1]
         if not isinstance(value, torch.Tensor):
             return value
-        # Copy, so that the result does not keep the rank's file mapped.
+        # A view would keep the rank's file mapped.
         return value.detach().to(dtype or value.dtype, copy=True)
 
     @property
@@ -236,8 +236,6 @@ def _match_optimizer(
 
 
 def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[str, Any]]:
-    """The state by position of the parameter, and the only parameter group."""
-
     def fail(what: str) -> NoReturn:
         raise UnmatchedOptimizerError(
             f"{rank.label}: it is not certain which parameters its optimizer state belongs to: "
@@ -298,10 +296,7 @@ def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> S
 
 
 def _read_ranks(prefix: str, suffix: str, allow_unsafe_pickle: bool = False) -> list[Rank]:
-    """The content of every rank file that matches, without results of earlier runs.
-
-    Only `suffix` is a pattern. Raises CheckpointNotFoundError if no file matches.
-    """
+    """The content of every rank file, without results of earlier runs. `prefix` is no pattern."""
     ranks, paths = [], sorted(glob.glob(glob.escape(prefix) + suffix))
     if not paths:
         raise CheckpointNotFoundError(
@@ -326,18 +321,15 @@ def read_file(
 ) -> Any:
     """Content of a torch file, memory-mapped. Files of torch before 1.6 are read completely.
 
-    With ``allow_unsafe_pickle``, code in the file runs. ``remedy``: the advice in UnsafeFileError.
-
-    Raises:
-        UnsafeFileError: the file refers to objects that torch does not consider safe.
-        UnreadableFileError: the file is truncated, corrupt or not a torch file.
+    With ``allow_unsafe_pickle``, code in the file runs. Raises UnreadableFileError, and
+    UnsafeFileError with the advice ``remedy`` for objects that torch does not consider safe.
     """
     if not os.path.isfile(path):
         raise UnreadableFileError(f"{path}: not a regular file")
     try:
         is_zip = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            # Below, plain pickles raise an error that explains more.
+            # Below, plain pickles raise a better error.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
             safe = not allow_unsafe_pickle
@@ -351,7 +343,7 @@ def read_file(
                 f"{path}: needs {unsafe}, which is not safe to load; nothing was executed"
                 f" ({remedy})"
             ) from error
-        # torch's message recommends to load the file without weights_only.
+        # torch's message recommends to load without weights_only.
         shown = UnpicklingError() if isinstance(error, UnpicklingError) else error
         raise UnreadableFileError(
             f"{path}: cannot be read (truncated, corrupt or not a checkpoint):"
@@ -360,7 +352,7 @@ def read_file(
 
 
 def _unsafe_globals(path: str, error: Exception) -> str:
-    """Names of the unsafe objects that `path` refers to, "" if `error` has another cause."""
+    """Names of the unsafe objects in a file, "" if `error` has another cause."""
     if not isinstance(error, UnpicklingError):
         return ""
     try:
@@ -401,7 +393,7 @@ def _verify_files(paths: list[str], progress: Callable[[int], object]) -> None:
         try:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
-        except Exception as error:  # zipfile raises many kinds of exceptions
+        except Exception as error:  # zipfile raises many kinds
             raise UnreadableFileError(
                 f"{path}: is not a zip file, so it has no CRCs to check. Save it with torch 1.6 or "
                 "later."

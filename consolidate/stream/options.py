@@ -25,7 +25,7 @@ class Options:
     Attributes:
         max_shard_size: maximum bytes of the tensors in a safetensors file, None for one file.
         dtype: safetensors name of the dtype to cast floating-point parameters to, or None.
-        tied: ``{alias: parameter name}``, other names under which parameters are also saved.
+        tied: ``{alias: parameter name}``.
     """
 
     format: str
@@ -58,14 +58,12 @@ def parse_size(text: str | int) -> int:
 def choose_target(
     prefix: str, sharded: bool, save_path: str, format: str | None, several: str
 ) -> tuple[str, bool, str]:
-    """Chooses the path of the result, whether it is a folder, and the format of its files.
+    """Chooses the path of the result, whether it is a folder, and its format. Raises OptionsError.
 
     Args:
         sharded: whether ``prefix`` is a checkpoint folder.
         save_path, format: the user's choice, "" and None for the default.
         several: name of the option that requires several files, "" if none does.
-
-    Raises OptionsError if path and options contradict each other.
     """
     path = save_path.rstrip("/") or save_path
     extension = _EXTENSIONS.get(os.path.splitext(path)[1].lower())
@@ -90,7 +88,7 @@ def choose_target(
 
 
 def default_path(prefix: str, ending: str) -> str:
-    """The default path of the result. Raises OptionsError if ``prefix`` is a URL."""
+    """Raises OptionsError if ``prefix`` is a URL."""
     if "://" in prefix:
         raise OptionsError(f"{prefix}: is a URL. Pass a path on a local disk as --save_path.")
     return prefix + ending

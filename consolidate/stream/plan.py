@@ -1,7 +1,7 @@
 """Assigns the tensors of a source to the files of the result, without reading values.
 
-Resharding to M ranks splits n elements as ``xla_fsdp.sharding.layout`` does, into chunks of
-``ceil(n / (M * 128)) * 128``, so that loading ranks mostly read their own file.
+Resharding splits parameters as ``xla_fsdp.sharding.layout`` does, so that loading ranks mostly read
+their own file.
 """
 
 from __future__ import annotations
@@ -56,15 +56,11 @@ def make_write_plan(
     name: str | None,
     state_dict: Mapping[str, Any] | None = None,
 ) -> WritePlan:
-    """Plans the files of the result.
+    """Plans the files of the result. Raises OptionsError, UnsupportedValueError.
 
     Args:
         name: name of the file, None for a folder.
         state_dict: the full model for a torch file, if it is in memory.
-
-    Raises:
-        OptionsError: the options request an optimizer, but the source has none.
-        UnsupportedValueError: a tensor or value cannot be stored in a safetensors file.
     """
     about = {
         "format": manifest.FORMAT,
@@ -229,7 +225,6 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
 
 
 def _describe(source: Source, world_size: int, identity: str) -> Manifest:
-    """The manifest of the result, without file records."""
     if isinstance(source, ShardedSource):
         return replace(
             source.manifest, save_id=identity, world_size=world_size, files=(), sharding_rules=None

@@ -1,7 +1,7 @@
 """Writes one file of the result while its tensors are read: a safetensors or a torch file.
 
 Safetensors: the header is written last, with a ``"digest"`` of all bytes after it. Torch: the
-layout of ``torch.save``, with storages aligned for ``mmap=True``.
+layout of ``torch.save``, aligned for ``mmap=True``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class SafetensorsFile:
         return len(self._header(_UNKNOWN)) + self.nbytes
 
     def write(self, path: str, progress: Callable[[int], object]) -> list[str]:
-        """Writes durably. Returns the digests of its chunks. Raises OutputError and errors of
-        reading."""
+        """Writes durably. Returns the digests of the file's chunks. Raises OutputError."""
         header, total = self._header(_UNKNOWN), xxhash.xxh3_64()
         chunks = ChunkDigests(chunk_bytes(self.size))
 
@@ -124,7 +123,6 @@ class TorchFile:
         return sum(storage.nbytes for storage in self._records[1].values())
 
     def write(self, path: str, progress: Callable[[int], object]) -> list[str]:
-        """Writes durably. Raises OutputError and errors of reading."""
         small, storages = self._records
         with creating(_DISK, path) as output:
             with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
@@ -172,7 +170,7 @@ class TorchFile:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a ``ResultTensor`` as torch pickles a tensor, and collects it in ``storages``."""
+    """Pickles a ``ResultTensor`` as torch pickles a tensor, and collects it."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
@@ -184,7 +182,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", value.kind, value.key, "cpu", value.count)
 
     def reducer_override(self, value: Any) -> Any:
-        # Tensors in memory: 'step', extra state, or a model. Sparse tensors consist of dense ones.
+        # Tensors in memory, such as 'step'. Sparse tensors consist of dense ones.
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             value = _constant(value)
         if not isinstance(value, ResultTensor):
@@ -238,7 +236,7 @@ def _copy(storage: ResultTensor, entry: IO[bytes], progress: Callable[[int], obj
         entry.write(piece)
         progress(len(piece))
 
-    # For a few bytes, a thread costs more time than it saves.
+    # A thread would cost more time than it saves.
     if storage.nbytes > PIECE_BYTES:
         pump(storage.pieces(), take)
     else:

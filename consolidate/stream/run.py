@@ -1,4 +1,4 @@
-"""Consolidates, reshards or verifies a checkpoint: opens it, plans the result, and writes it."""
+"""Consolidates, reshards or verifies a checkpoint."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def consolidate_checkpoint(
 ) -> Result:
     """Writes the full (unsharded) model, with a few MiB in memory at a time.
 
-    If the run is killed, ``save_path`` has its old content. The next call continues with the first
-    file that is not finished. If the result exists already, nothing is changed.
+    If the run is killed, ``save_path`` has either its old content or the complete result, and the
+    next call continues. If the result exists already, nothing is changed.
 
     Args:
         path: a checkpoint folder, a folder of them (the newest is used), or a path prefix of
@@ -78,7 +78,7 @@ def consolidate_checkpoint(
 
     Raises:
         OutputError: the result cannot be written.
-        CheckpointError: a subclass of it; the message names the file.
+        CheckpointError: a subclass; the message names the file.
     """
     source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
     say(f"found {source.found}")
@@ -116,15 +116,14 @@ def reshard_checkpoint(
     """Writes a checkpoint of ``world_size`` ranks into the folder ``save_path``.
 
     It has parameters, buffers, optimizer, scheduler and extra, but no random states; from per-rank
-    torch files, only parameters and buffers. Like :func:`consolidate_checkpoint`, which describes
-    the other arguments, a call that is killed can be repeated.
+    torch files, only parameters and buffers. See :func:`consolidate_checkpoint`.
 
     Args:
         world_size: the new number of ranks, 1 to 99999.
         save_path: default: ``path`` followed by ``_of_`` and the number of ranks.
 
     Raises:
-        CheckpointError: a subclass of it; the message names the file.
+        CheckpointError: a subclass; the message names the file.
     """
     if type(world_size) is not int or not 1 <= world_size < 100_000:
         raise OptionsError(f"cannot reshard to {world_size!r:.40} ranks: expected 1 to 99999")
@@ -167,13 +166,11 @@ def verify_checkpoint(
 ) -> str:
     """Checks every byte of a checkpoint, and that it is complete and consistent. Writes nothing.
 
-    The CRCs of per-rank torch files detect flipped bits, but not files of different steps.
-
-    Returns:
-        A line that says what was checked.
+    The CRCs of per-rank torch files detect flipped bits, but not files of different steps. Returns
+    a line that says what was checked.
 
     Raises:
-        CheckpointError: a subclass of it; the message names the file.
+        CheckpointError: a subclass; the message names the file.
     """
     source = open_source(path, suffix, allow_unsafe_pickle=allow_unsafe_pickle)
     with progress("verify", source.size) as bar:
@@ -247,7 +244,7 @@ def consolidate_sharded_model_checkpoints(
         The full state_dict, and the path of the result or None if ``save_model`` is False.
 
     Raises:
-        CheckpointError: a subclass of it; the message names the file. Nothing is written.
+        CheckpointError: a subclass; the message names the file. Nothing is written.
     """
     prefix = os.fspath(ckpt_prefix)
     source = open_legacy(prefix, ckpt_suffix, tied)

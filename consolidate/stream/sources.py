@@ -24,11 +24,7 @@ def open_source(
     tied: Mapping[str, str] | None = None,
     allow_unsafe_pickle: bool = False,
 ) -> Source:
-    """Opens a checkpoint folder, the newest checkpoint in a folder, or per-rank torch files.
-
-    The arguments are those of :func:`~.run.consolidate_checkpoint`. Raises CheckpointError if there
-    is no checkpoint, or it is incomplete or damaged.
-    """
+    """As :func:`~.run.consolidate_checkpoint`. Raises CheckpointError."""
     prefix = os.fspath(path)
     if suffix is None and _is_sharded(prefix):
         if tied:
@@ -52,13 +48,11 @@ class ShardedSource:
 
     Attributes:
         save_id: equal only for saves with the same bytes.
-        step: the step of the save, None if it is not recorded.
         label, found: texts for messages: its name, and what was found.
         inputs: paths of its files, which must not be overwritten.
         order: every name in the order of the state_dict, with the first name of its tensor.
         parameters, buffers: descriptions of tensors by first name.
         extra_state: what ``get_extra_state`` of modules returned, by key; plain values.
-        size: total bytes of its files.
     """
 
     def __init__(self, path: str):
@@ -72,7 +66,6 @@ class ShardedSource:
         self.inputs += [self.label, join(self.label, manifest.NAME)]
         self.parameters, self.buffers = found.parameters, found.buffers
         self.optimizer = found.optimizer
-        # As a method: ``read(name, begin, end, state=None)``.
         self.read = self.checkpoint.read
         self.size = sum(record.size for record in found.files)
         tensors = [*found.parameters.values(), *found.buffers.values()]

@@ -1,5 +1,4 @@
-"""Writes a result into a hidden folder, ``.NAME.<identity>.partial``, which replaces the target
-NAME.
+"""Writes a result into ``.NAME.<identity>.partial``, a folder which replaces the target NAME.
 
 The next run with the same options keeps its finished files; a run with other options removes it. If
 the system cannot swap folders, an existing target is called ``.NAME.replaced`` for a moment.
@@ -169,7 +168,6 @@ class _Stage:
             )
 
     def commit(self, plan: WritePlan) -> None:
-        """Replaces the target by the folder, or by the only file in it."""
         _DISK.sync_folder(self.folder)
         rest = self.folder
         if not plan.is_folder:
@@ -182,16 +180,15 @@ class _Stage:
             _DISK.remove(rest)
             _DISK.rename(self.target, rest)
             _DISK.rename(self.folder, self.target)
-        # The result is complete. The next run removes what cannot be removed now.
+        # The next run removes what cannot be removed now.
         with contextlib.suppress(OutputError):
             _DISK.remove(rest)
 
 
 def check_target(path: str, is_folder: bool, inputs: list[str]) -> None:
-    """Checks that the target may be written, before any work is done.
+    """Checks that the target may be written. Raises OutputError.
 
-    Raises OutputError if the path is one of ``inputs``, a link, of the wrong kind, in a folder that
-    does not exist, or a folder with files that no earlier run has written.
+    It may not be one of ``inputs``, a link, of the wrong kind, or in a folder that does not exist.
     """
     if "://" in path:
         raise OutputError(f"{path}: is a URL, but results are written to local paths only")
@@ -207,7 +204,7 @@ def check_target(path: str, is_folder: bool, inputs: list[str]) -> None:
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
     for source in inputs:
-        # Compare files, not names: one may be a link to the other.
+        # One may be a link to the other.
         if os.path.exists(source) and os.path.exists(path) and os.path.samefile(path, source):
             raise OutputError(f"{path}: would overwrite the input {source}. Choose another path.")
     wrong = ""

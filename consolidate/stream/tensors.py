@@ -11,7 +11,6 @@ import torch
 
 from ..format.dtypes import copy_into, dtype_name, tensor_bytes
 
-# Bytes read and written at a time.
 PIECE_BYTES = 1 << 22
 
 
