@@ -1,8 +1,10 @@
 """Finds, names and removes checkpoints in a folder, one for each step::
 
-runs/vit/step-00001000/manifest.json, rank-00000-of-00008.safetensors, ...
-runs/vit/step-00002000.2/...                     step 2000 saved again
-runs/vit/.step-00003000.5f0c9d41a7b8e6f2.partial/   being saved, or a leftover
+    runs/vit/step-00001000/manifest.json, rank-00000-of-00008.safetensors, ...
+    runs/vit/step-00002000.2/...                     step 2000 saved again
+    runs/vit/.step-00003000.5f0c9d41a7b8e6f2.partial/   being saved, or a leftover
+
+A folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations

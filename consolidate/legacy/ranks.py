@@ -330,7 +330,7 @@ def tie(rank: Rank, tied: Mapping[str, str]) -> None:
 
 
 def sort_ranks(ranks: list[Rank]) -> list[Rank]:
-    """Returns `ranks` in rank order. Raises CheckpointError if they are not all ranks of a model."""
+    """Returns `ranks` in rank order. Raises CheckpointError if they are not one model's."""
     first, by_rank = ranks[0], dict[int, Rank]()
     for rank in ranks:
         if rank.world_size != first.world_size:

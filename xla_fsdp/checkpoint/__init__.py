@@ -1,1 +1,1 @@
-"""Save and load checkpoints of a sharded model. ``xla_fsdp.consolidate.format`` defines the format."""
+"""Save and load checkpoints of a sharded model, in the format of ``xla_fsdp.consolidate``."""

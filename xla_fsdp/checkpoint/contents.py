@@ -51,8 +51,7 @@ class Contents:
     begins: Mapping[str, int]
 
     def agreement(self) -> list[str]:
-        """Digests that must be equal on all ranks: of model, optimizer and step; of single state
-        values."""
+        """Two digests that must be equal on all ranks; the second is of single state values."""
         singles: dict[str, Any] = {}
         common = replace(self.manifest, scheduler=None, extra=None, extra_state=None)
         if common.optimizer is not None:

@@ -66,7 +66,7 @@ class IndexRange(NamedTuple):
 
 
 def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[IndexRange]:
-    """Splits a range of a flattened tensor into index ranges, at most ``2 * n - 1`` for ``n``
+    """Splits a range of a flattened tensor into at most ``2 * n - 1`` index ranges for ``n``
     dimensions.
 
     With shape ``(3, 4)``, 2 to 9 is two elements of row 0, all of row 1, and one element of row 2.
@@ -122,8 +122,7 @@ def from_dcp(
     Args:
         allow_pickle: must be ``True``. The metadata is a pickle: reading it runs code of everyone
             who could write to the directory.
-        strict: ``True`` requires that the names are those of the model. ``False`` loads the tensors
-            whose names match, and reports the others.
+        strict: raise unless the names are those of the model. ``False`` loads those that match.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
@@ -214,7 +213,7 @@ def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str])
             extra[name] = directory.nested(prefix + name, own)
             tensors = {key: stored for key, stored in tensors.items() if key not in own}
             objects -= set(own)
-    if prefix:  # otherwise they may not belong to the model
+    if prefix:  # else they may not belong to the model
         found = directory.objects_at(sorted(objects))
         extra |= {key[len(prefix) :]: value for key, value in found.items()}
     return {key[len(prefix) :]: stored for key, stored in tensors.items()} | extra
@@ -264,7 +263,7 @@ def _optimizer_in(directory: _Directory) -> dict[str, Any]:
         groups = [by_group[key] for key in sorted(by_group, key=int)]
         if any(isinstance(one, int) for group in groups for one in group["params"]):
             state = {int(name): own for name, own in state.items()}
-    else:  # torch flattened it: every parameter has the options of its group
+    else:  # torch flattened it
         groups = [{**options, "params": [name]} for name, options in by_group.items()]
     return {"state": state, "param_groups": groups, "lists_all_groups": lists_all_groups}
 
@@ -330,7 +329,7 @@ class _Directory:
     def _stored(self, key: str, about: TensorStorageMetadata) -> ReadableTensor:
         shape, dtype = tuple(about.size), about.properties.dtype
 
-        reader = self.reader  # this object refers to the result
+        reader = self.reader  # not self, which refers to the result
 
         def fill(out: torch.Tensor, begin: int) -> None:
             end = begin + out.numel()
@@ -360,7 +359,7 @@ def _guarded(path: str, what: str) -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # damaged input can raise any exception
+    except Exception as error:  # damaged input can raise any
         raise UnreadableFileError(
             f"{path}: cannot read {what}: it is truncated, corrupt, or from an incompatible torch "
             f"version ({type(error).__name__}: {first_line(error, 200)})"
@@ -404,8 +403,6 @@ def _with_lists(value: Any) -> Any:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Gives torch's reader the destinations: a view for each box of a tensor, or a dict."""
-
     def __init__(self, targets: list[torch.Tensor], objects: dict[str, Any]):
         super().__init__()
         self.targets = targets

@@ -1,7 +1,4 @@
-"""``to_dcp``: writes a directory that ``torch.distributed.checkpoint`` loads, for example on GPUs.
-
-Keys: ``model.<name>``, ``optim.state.<name>.<key>``, ``optim.param_groups.<i>.<option>``.
-"""
+"""``to_dcp``: writes a directory that ``torch.distributed.checkpoint`` loads, for example on GPUs."""
 
 from __future__ import annotations
 
@@ -208,12 +205,8 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
 class _DcpContents(DefaultSavePlanner):
     """The values that this rank writes, and the keys of the complete checkpoint.
 
-    Attributes:
-        values: replicated tensors and other values, by key.
-        shards: parameters and this rank's part of the tensor, by key.
-        shapes: shape and dtype of every tensor.
-        paths: by key, the parts that make it up.
-        aliases: by key, other keys of the same tensor.
+    ``values`` are replicated, ``shards`` are this rank's parts. ``paths``: the parts that make up a
+    key. ``aliases``: other keys of the same tensor.
     """
 
     def __init__(self) -> None:
@@ -231,7 +224,6 @@ class _DcpContents(DefaultSavePlanner):
         return key
 
     def alias(self, top: str, names: Sequence[str]) -> None:
-        """Lists the tensor of the first of ``names`` under all of them."""
         first, *more = [self.key(top, name) for name in names]
         self.aliases[first] = more
 
@@ -276,7 +268,7 @@ class _DcpContents(DefaultSavePlanner):
             torch.save(self.values[key], data)
             return data
         shard, value = self.shards[key]
-        assert write_item.tensor_data is not None  # it is None only for BYTE_IO items
+        assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         first = shard.at - shard.begin
         for place, offset in enumerate(chunk.offsets):
@@ -312,7 +304,7 @@ def _all(shape: tuple[int, ...]) -> IndexRange:
 
 
 def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> list[Any]:
-    """Writes this rank's files. Returns a description of their content for rank 0, as JSON."""
+    """Writes this rank's files. Returns a description for rank 0, as JSON."""
     written: list[Any] = []
     batches: list[list[WriteItem]] = [[]]
     size = 0
@@ -325,7 +317,7 @@ def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> li
         size += own
         batches[-1].append(item)
     for number, items in enumerate(batches):
-        # torch names a file by the index of its plan in the list.
+        # torch names a file by the index of its plan.
         plans = [SavePlan([])] * (inventory.rank + number * inventory.world_size) + [
             SavePlan(items)
         ]

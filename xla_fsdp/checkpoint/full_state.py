@@ -166,8 +166,7 @@ def load_full_state_dict(
     Args:
         state_dict: for a tied parameter, one of its names is enough. Floating-point tensors are
             cast to the dtype of the parameter.
-        strict: ``True`` requires that the names are those of the model. ``False`` loads the tensors
-            whose names match, and reports the others.
+        strict: raise unless the names are those of the model. ``False`` loads those that match.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
@@ -247,7 +246,7 @@ def full_optim_state_dict(
         {"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}
 
     A tied parameter appears under its first name. State of the parameter's shape is gathered, one
-    tensor at a time. Other state (``step``) of a flattened vector or of stacked blocks is copied
+    tensor at a time; other state (``step``) of a flattened vector or of stacked blocks is copied
     for each of their parameters. Ranks that do not get the result get ``{}``.
 
     Optimizers of ``xla_fsdp.optim`` whose state has other shapes give that of the same optimizer on
@@ -388,7 +387,7 @@ def state_kinds(
     def look() -> tuple[Groups, list[Any]]:
         groups = members_of_groups(inventory, optimizer)
         kinds = [
-            # Pairs keep the order of the keys, which is the order of the collectives.
+            # Pairs keep the order of the keys, in which collectives run.
             [
                 shard.name,
                 [

@@ -33,7 +33,7 @@ class ParameterShard:
     """One parameter of the unsharded model, and the part of it that this rank stores.
 
     Attributes:
-        names: the dotted name of the parameter, then the names of parameters tied to it.
+        names: its dotted name, then the names of parameters tied to it.
         shape, dtype: of the full parameter, in the dtype of storage (not of computation).
         begin, end: this rank stores the flattened elements ``begin <= i < end``.
         at: index in the flattened ``holder`` of the element ``begin``.
@@ -43,7 +43,7 @@ class ParameterShard:
         layout, world: how the holder is sharded, ``None`` if it is not.
         member: number of this parameter in the layout.
         first: index in the flattened ``holder`` at which its layout begins.
-        sharding_rule: which rank saves which elements, ``None`` if there is no such rule.
+        sharding_rule: ``None`` if no rule says which rank saves which elements.
     """
 
     names: tuple[str, ...]
@@ -157,7 +157,7 @@ def make_inventory(model: nn.Module) -> Inventory:
         )
     units = units_in(model)
     for _, unit in units:
-        unit.reset_after_failure()  # an exception in a forward may have left gathered parameters
+        unit.reset_after_failure()  # a forward may have failed
     outside = find_sharded_outside(model, [unit for _, unit in units])
     if outside is not None:
         raise ValueError(
@@ -167,7 +167,6 @@ def make_inventory(model: nn.Module) -> Inventory:
     rank, size = xr.global_ordinal(), xr.world_size()
     sharded = list(_sharded(units, rank, size))
     holders = {shard.holder for shard in sharded}
-    # With any wrapping, names and parameters have the order of the unsharded model.
     order = {name: i for i, name in enumerate(dict.fromkeys(_all_names(model)))}
     parameters = []
     for shard in [*sharded, *_unsharded_parameters(model, holders, rank, size)]:
@@ -200,13 +199,13 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard
     seen = set()
     for _, unit in units:
         for tensor, holder, first in unit.holders():
-            if tensor in seen:  # shared by two units, or under two names
+            if tensor in seen:  # of two units, or under two names
                 continue
             seen.add(tensor)
             pieces = tensor.layout.pieces(unit.world.rank)
             chunk = math.prod(tensor.layout.shard_shape)
             for member, (begin, end, at) in enumerate(pieces):
-                if not names[tensor][member]:  # its module was removed after wrapping
+                if not names[tensor][member]:  # its module was removed
                     continue
                 yield ParameterShard(
                     names=tuple(names[tensor][member]),
@@ -251,7 +250,6 @@ def _sharding_rule(world: World, chunk: int, offset: int) -> ShardingRule | None
 def _unsharded_parameters(
     model: nn.Module, holders: set, rank: int, size: int
 ) -> Iterator[ParameterShard]:
-    """Unsharded parameters. The ranks save them in turn."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
@@ -329,7 +327,7 @@ def _all_names(model: nn.Module) -> Iterator[str]:
     """Names of parameters, in the order of ``named_parameters()`` of the unsharded model."""
     for path, module in model.named_modules(remove_duplicate=False):
         unit = unit_of(module)
-        if unit is not None and unit.depth:  # scanned blocks have no separate modules
+        if unit is not None and unit.depth:
             for _, inside in unit.named_slots():
                 for own in inside:
                     yield dotted(path, own)

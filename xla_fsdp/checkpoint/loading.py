@@ -68,7 +68,7 @@ class Reader:
 
     @property
     def source(self) -> str:
-        """Path of the manifest, which has all values that are not tensors."""
+        """The manifest, which has all values that are not tensors."""
         return join(self.label, NAME)
 
     @property
@@ -216,7 +216,6 @@ def _optimizer_state(
             [shard.name for name in group.parameters for shard in owners.get(name, ())],
         )
         for group in saved.groups
-        # With strict=False, the model may have none of them.
         if not group.parameters or any(name in owners for name in group.parameters)
     ]
     return OptimizerState(state, groups, saved.kind)
@@ -249,7 +248,7 @@ def _rng(reader: Reader) -> tuple[torch.Tensor, DeviceRandomState] | None:
     if RNG_TORCH not in own.container.entries or RNG_XLA not in own.container.entries:
         return None
     entries = [own.container.entries[key] for key in (RNG_TORCH, RNG_XLA)]
-    sizes = (8,), (16,)  # older checkpoints have only the seed
+    sizes = (8,), (16,)  # older checkpoints
     if any(entry.dtype != "U8" for entry in entries) or entries[1].shape not in sizes:
         raise InvalidMetadataError(
             f"{own.path}: the random states are {entries}, expected bytes. Load with "
@@ -288,8 +287,8 @@ def load_checkpoint(
     Args:
         path: the folder of a checkpoint, or a folder with several, of which the newest is loaded.
         model, optimizer, scheduler: the objects to load into. ``None`` loads no such state.
-        strict: ``True`` requires the same names in model and checkpoint. ``False`` leaves values
-            that only one of them has unchanged. Shapes and dtypes must always match.
+        strict: raise unless model and checkpoint have the same names. ``False`` leaves values that
+            only one of them has unchanged. Shapes and dtypes must always match.
         restore_rng: restore the random states of torch and XLA, if the number of ranks is the same.
         missing_ok: return ``None`` if there is no checkpoint. Rank 0 decides for all ranks.
         step: load the last checkpoint of this step in the folder ``path``, not the newest.
@@ -320,7 +319,7 @@ def load_checkpoint(
 
 
 def open_checkpoint(found: list[Any]) -> ShardedCheckpoint:
-    """Opens what :func:`find_checkpoint` found. Raises MixedSaveError if it was replaced since."""
+    """Opens what :func:`find_checkpoint` found. Raises MixedSaveError if it was replaced."""
     checkpoint = retry_while_missing(lambda: ShardedCheckpoint(found[0]))
     if checkpoint.manifest.save_id != found[1]:
         raise MixedSaveError(

@@ -25,9 +25,9 @@ from .optimizers import (
 )
 from .readable_tensor import ReadableTensor, as_readable, same_bits
 
-# Options that select an implementation. The optimizer's own values remain.
+# The optimizer's own values of these remain.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
-# State of earlier torch versions lacks these options.
+# State of earlier torch versions lacks these.
 _LATE = {*_HOW, "maximize", "decoupled_weight_decay"}
 
 
@@ -69,9 +69,9 @@ def match_model(
         strict: every name of the model must be available, and no other. For a tied parameter, one
             of its names is enough.
         cast: floating-point tensors may have another floating-point dtype than the parameter.
-        same_run: the values are from a checkpoint to resume training. Then parameters must have the
-            stored dtype, and parameters that are tied in the model must have been tied. Otherwise
-            (weight files do not record ties), equal values are enough.
+        same_run: the values are from a checkpoint to resume training, so dtypes must be equal, and
+            parameters that are tied in the model must have been tied. Otherwise (weight files do
+            not record ties), equal values are enough.
         reported: missing and unexpected names that ``load_state_dict`` of the module reported.
     """
     problems: list[str] = []
@@ -160,7 +160,7 @@ def _untied(found: Mapping[ReadableTensor, str], entry: Entry, same_run: bool) -
         names = f"{found[first]!r} and {found[other]!r}"
         if same_run:
             yield f"{names} were saved as two parameters, but are one in the model"
-        elif not first.collective:  # rank 0 has compared values that it sends
+        elif not first.collective:  # rank 0 has compared them
             begin, end = 0, first.numel
             if isinstance(entry, ParameterShard) and not first.in_memory:
                 begin, end = entry.begin, entry.end
@@ -207,18 +207,13 @@ class Elements:
     members: Mapping[ParameterShard, ReadableTensor | None]
 
 
-# By key: elements (or their values, after reading), one value, or one value or None per member.
+# By key: elements (or their values), one value, or one value or None per member.
 HolderState = dict[str, "Elements | torch.Tensor | Number | tuple[Any, ...]"]
 
 
 @dataclass(frozen=True)
 class OptimizerMatch:
-    """The new options and state of an optimizer.
-
-    Attributes:
-        groups: for each group, all options, or ``None`` to leave them unchanged.
-        state: for each holder, the state by key.
-    """
+    """New options (``None``: unchanged) by group, and new state by holder."""
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any] | None]
@@ -262,7 +257,7 @@ def match_optimizer(
     member_state = None if saver is None else saver.member_state
     if saved.kind is None and saver is None:
         state = {**_classify_values(state, problems)}
-    elif saved.kind is None:  # :func:`convert_numbers_to_names` has converted it
+    elif saved.kind is None:  # already converted to names
         state = {
             shard: {k: v if isinstance(v, ReadableTensor) else Number(v) for k, v in own.items()}
             for shard, own in state.items()
@@ -316,7 +311,7 @@ def _match_groups(
         sources = sorted({home[shard] for shard in own})
         if number in same_empty:
             sources = [same_empty[number]]
-        if not sources:  # its parameters were not saved (strict=False)
+        if not sources:  # not saved (strict=False)
             found.append(None)
             continue
         each = [saved.groups[source] for source in sources]
@@ -368,7 +363,7 @@ def _classify_values(
                     f"{key!r} of {shard.name!r} has shape {list(value.shape)}, but the parameter "
                     f"has {list(shard.shape)}"
                 )
-            # This value may be None (no momentum yet), and others with this key tensors.
+            # It may be None (no momentum yet), and others with this key tensors.
             found[shard][key] = Number(value)
     return found
 
@@ -508,7 +503,7 @@ def _names_of_numbers(
 ) -> dict[int, str]:
     if all("param_names" in group for group in saved_groups):
         return {
-            number: dotted("", name)  # removes the names of torch's wrappers
+            number: dotted("", name)  # without the names of torch's wrappers
             for group in saved_groups
             for number, name in zip(group["params"], group["param_names"], strict=True)
         }
@@ -516,8 +511,7 @@ def _names_of_numbers(
     if [len(group["params"]) for group in saved_groups] == [len(own) for own in groups]:
         ordered = [sorted(own, key=place.__getitem__) for own in groups]
         for number, own in enumerate(groups):
-            # Only parameters that are sharded separately show in which order the user put them
-            # there.
+            # Only separately sharded parameters show in which order the user listed them.
             single = [
                 place[shard]
                 for shard in own

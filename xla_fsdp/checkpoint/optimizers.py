@@ -1,8 +1,4 @@
-"""Lists the optimizer state that this rank stores, by parameter of the unsharded model.
-
-State with the shape of its parameter is sharded like it. Other state (``step``) is one value, the
-same on every rank. :mod:`xla_fsdp.optim.saved` converts state of other shapes.
-"""
+"""Lists the optimizer state that this rank stores, by parameter of the unsharded model."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from ..sharding.sharded_parameter import local, on_local_parts
 from .inventory import Inventory, ParameterShard
 from .readable_tensor import ReadableTensor
 
-# By group of the optimizer.
 Groups = list[list[ParameterShard]]
 
 # These are numbers in all optimizers of torch.
@@ -120,11 +115,9 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
-    """The parameters of the unsharded model in each group. Raises TypeError without a torch
-    optimizer.
+    """The parameters of the unsharded model in each of the optimizer's groups.
 
-    Raises ModelMismatchError for parameters that are not in the model, and UnsupportedValueError
-    for state that belongs to no parameter.
+    Raises TypeError, ModelMismatchError or UnsupportedValueError if ``optimizer`` cannot be saved.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -155,8 +148,7 @@ def elementwise_keys(seen: Iterable[tuple[str, Any, Sequence[int]]]) -> set[str]
     """Keys of state that has one element for each element of the parameter.
 
     For a 0-d parameter, other parameters with the same key decide. If there are none, all keys are
-    elementwise except the counters of torch's optimizers. ``seen``: key, value, shape of the
-    parameter.
+    elementwise except the counters of torch's optimizers. ``seen``: key, value, parameter's shape.
     """
     elementwise: set[str] = set()
     single: set[str] = set()
@@ -212,7 +204,7 @@ def convert_state_to_load(
     found: dict[str, dict[str, Any]] = {}
     for name, own in state.items():
         if name not in known:
-            found[name] = {}  # match_optimizer raises for unknown names
+            found[name] = {}  # match_optimizer raises for it
             continue
         full = {
             k: v.read_full() if isinstance(v, ReadableTensor) and v.shape else v

@@ -1,7 +1,6 @@
 """Calls torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module, with its hooks.
 
-The modules have a :class:`PlaceholderTensor` for each parameter and persistent buffer, so nothing
-is gathered or read. If the module computes with values, the call is repeated with full values.
+If the module computes with values, it is called again, with full values instead of placeholders.
 """
 
 from __future__ import annotations
@@ -49,11 +48,10 @@ class ValuesNeededError(RuntimeError):
 
 @dataclass
 class Uses:
-    """Records how the placeholder tensors of one call were used.
+    """How the placeholder tensors of one call were used. If ``values_needed``, its results are
+    invalid.
 
-    Attributes:
-        values_needed: an operation needed values. Then the other results of the call are invalid.
-        copied: pairs of a placeholder and the tensor that was copied into it, in order.
+    ``copied``: pairs of a placeholder and the tensor that was copied into it, in order.
     """
 
     values_needed: bool = False
@@ -136,8 +134,6 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class CapturedLoad:
-    """The values that ``load_state_dict`` of the unwrapped module took, by name."""
-
     values: dict[str, Any]
     missing: list[str]
     unexpected: list[str]
@@ -194,7 +190,7 @@ def capture_loaded_values(
             if not uses.values_needed:
                 raise
         finally:
-            # Placeholders and this list form a cycle, which would keep all values in memory.
+            # These form a cycle, which would keep all values in memory.
             uses.copied.clear()
         return (state, captured), uses.values_needed
 
@@ -284,7 +280,7 @@ def _load(
     for entry in inventory.entries():
         offered = {name: held[name] for name in entry.names if name in held}
         if all(isinstance(value, PlaceholderTensor) for value in offered.values()):
-            # A tied parameter was overwritten once for each of its names in the state dict.
+            # It was overwritten once for each of its names.
             offered = dict(zip(entry.names, copies.get(entry, ()), strict=False))
             if not offered:
                 untouched.update(entry.names)
@@ -293,7 +289,6 @@ def _load(
         for name, value in offered.items():
             if isinstance(value, PlaceholderTensor) and value.source is entry:
                 continue
-            # The same object under several names is not compared.
             found[name] = seen.setdefault(id(value), _stored(name, value, label))
     for name, state in extra.items():
         found[name] = state.source if isinstance(state, PlaceholderTensor) else state
@@ -364,7 +359,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
     inner = module._modules.get(WRAPPED)
     if inner is not None:
         unit = unit_of(module)
-        if unit is not None and unit.depth:  # scanned blocks have no separate modules
+        if unit is not None and unit.depth:  # scanned blocks share one
             inner = nn.Module()
             for number in range(unit.depth):
                 inner.add_module(str(number), _copied_tree(unit.module, {}))
@@ -386,7 +381,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
 
 
 def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
-    """Adds the hooks that a user has registered on ``wrapper`` to ``inner``, until ``undo``."""
+    """Adds the user's hooks on ``wrapper`` to ``inner``, until ``undo``."""
     for kind in _HOOKS:
         own = vars(inner)[kind]
         for number, hook in vars(wrapper)[kind].items():
@@ -396,7 +391,7 @@ def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
 
 
 def _copied_tree(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A copy of the tree of modules, with separate dicts of parameters, buffers and submodules."""
+    """A copy of the modules, with separate dicts of parameters, buffers and submodules."""
     if module not in memo:
         copy = memo[module] = module.__class__.__new__(module.__class__)
         copy.__dict__.update(module.__dict__)

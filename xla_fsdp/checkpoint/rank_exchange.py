@@ -19,8 +19,7 @@ _VISIBLE_SECONDS = 30.0
 
 
 class RankExchange:
-    """All ranks of the launch. Call its methods on every rank, in the same order: each is a
-    barrier."""
+    """All ranks. Call its methods on every rank, in the same order: each is a barrier."""
 
     def __init__(self) -> None:
         self.rank = xr.global_ordinal()
@@ -30,9 +29,9 @@ class RankExchange:
         """Returns the ``value`` of every rank, in rank order. It must be a JSON value."""
         if self.size == 1:
             return [value]
-        # ASCII, because a path may have characters that UTF-8 cannot encode.
+        # A path may have characters that UTF-8 cannot encode.
         own = json.dumps([self.rank, value]).encode("ascii")
-        # Pad to a power of two: on TPU, each length compiles a separate program.
+        # On TPU, each length compiles a separate program.
         own = own.ljust(1 << max(8, (len(own) - 1).bit_length()))
         with preserve_random_state():
             payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", own)

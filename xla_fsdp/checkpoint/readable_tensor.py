@@ -14,7 +14,7 @@ from ..collectives.world import World
 from ..consolidate.format.dtypes import DTYPES, dtype_name, tensor_bytes
 from ..consolidate.format.values import decode, encode
 
-# Words of 4 bytes sent at a time. Powers of two, so that few programs are compiled.
+# Words of 4 bytes: powers of two, so that few programs are compiled.
 _MOST_WORDS = 1 << 22
 _FEWEST_WORDS = 1 << 8
 _LOWEST = torch.iinfo(torch.int32).min
@@ -44,7 +44,6 @@ class ReadableTensor:
         return math.prod(self.shape)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """The elements ``begin <= i < end`` of the flattened tensor, on the CPU."""
         out = torch.empty(end - begin, dtype=self.dtype)
         self.fill(out, begin)
         return out
@@ -82,8 +81,7 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 def describe(value: Any, where: str) -> Any:
     """Describes a value as JSON, so that rank 0 can send it. ``where`` names it in messages.
 
-    A plain value becomes part of the description. Raises UnsupportedValueError if it cannot be
-    sent.
+    Raises UnsupportedValueError if it cannot be sent.
     """
     if isinstance(value, ReadableTensor):
         return {"shape": list(value.shape), "dtype": dtype_name(value.dtype, where)}
@@ -132,7 +130,7 @@ def _send(world: World, own: torch.Tensor | None, size: int, begin: int, end: in
         words = _FEWEST_WORDS
         while 4 * words < high - low:
             words *= 2
-        # Other ranks have the lowest integer, so the maximum is the word of rank 0.
+        # Others have the lowest integer, so the maximum is rank 0's.
         block = torch.full((words,), _LOWEST, dtype=torch.int32)
         if own is not None:
             block.view(torch.uint8)[: high - low] = torch.frombuffer(

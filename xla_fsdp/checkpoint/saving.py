@@ -1,7 +1,4 @@
-"""``save_checkpoint``, which returns when a checkpoint is complete, and ``AsyncCheckpointer``.
-
-When all ranks' files in the partial folder are durable, rank 0 writes the manifest and renames it.
-"""
+"""``save_checkpoint``, which returns when a checkpoint is complete, and ``AsyncCheckpointer``."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ from .rank_exchange import RankExchange, describe_error, wait_until
 
 _STARTED_FILE = "begun"
 _MAX_CONCURRENT_REQUESTS = 32
-# Seconds between two checks for the files of other ranks.
 _LONGEST_WAIT = 0.5
 # Seconds that rank 0 waits after its main thread has ended.
 _SECONDS_AFTER_EXIT = 120.0
@@ -83,9 +79,9 @@ def save_checkpoint(
 ) -> str:
     """Saves a checkpoint into a new folder ``step-XXXXXXXX`` in ``path``. Call it on every rank.
 
-    Any number of ranks can load it, with any wrapping of the model (:func:`load_checkpoint`), and
-    ``python -m xla_fsdp.consolidate`` converts it into one file. A save that fails or is killed
-    leaves all earlier checkpoints unchanged. Host memory: one tensor at a time.
+    Any number of ranks can load it, with any wrapping of the model (:func:`load_checkpoint`). A
+    save that fails or is killed leaves all earlier checkpoints unchanged. Host memory: one tensor
+    at a time.
 
     Args:
         path: a folder that all ranks share: local, mounted, or a URL of fsspec (``gs://...``).
@@ -107,7 +103,7 @@ def save_checkpoint(
         OutputError: no space, no permission, or an I/O error.
         SharedStorageError: the ranks do not see each other's files.
         ModelMismatchError: the ranks save different models, optimizers or steps.
-        OtherRankError: another rank failed. If one rank raises, all ranks do.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     with synced_device() as random:
@@ -126,9 +122,9 @@ def save_checkpoint(
 class AsyncCheckpointer:
     """Saves as :func:`save_checkpoint` does, but blocks training only for the copy to the host.
 
-    A thread of each rank writes its file. Only one save runs at a time: the next ``save`` waits for
-    the previous one. An error is raised on all ranks by the next call of a method. Call all methods
-    on every rank. As a context manager, it waits for the last save at the end::
+    The next ``save`` waits for the previous one. An error is raised on all ranks by the next call
+    of a method. Call all methods on every rank. As a context manager, it waits for the last save at
+    the end::
 
         with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
             for step in range(1, steps + 1):
@@ -255,8 +251,8 @@ class IncompleteSave:
         """Completes the checkpoint and returns its path. Called on rank 0 after all ranks have
         ``written``.
 
-        Raises OutputError if another save removed the files of this one, SharedStorageError if rank
-        0 does not see the file of another rank.
+        Raises OutputError if another save removed the files, SharedStorageError if a file is not
+        visible.
         """
         if not self.store.renames and _STARTED_FILE not in self.store.list(self.partial):
             raise OutputError(
@@ -394,7 +390,7 @@ def create_folder(
     """Makes the partial folder. Called on every rank."""
     store, root = opened
     if store.renames:
-        root = os.path.abspath(root)  # the thread of a save uses it after a chdir, too
+        root = os.path.abspath(root)  # a thread uses it after a chdir, too
 
     def prepare() -> tuple[list[object], Any]:
         if exchange.rank:
@@ -443,7 +439,7 @@ def _prepare(store: Store, root: str, step: int) -> list:
     for path in folders.find_leftovers(store, root):
         try:
             store.remove(path)
-        except CheckpointError as error:  # the save can continue
+        except CheckpointError as error:
             _warn(f"a leftover of an earlier save could not be removed: {error}")
     place = folders.next_folder(store, root, step)
     save_id = secrets.token_hex(8)
@@ -465,12 +461,12 @@ class RunningSave:
         self.exchange = exchange
         self._written: Future[dict[str, Any]] = Future()
         self._completed: Future[str | None] = Future()
-        self._records: list[dict[str, Any]] | None = None  # of all ranks
+        self._records: list[dict[str, Any]] | None = None
         self._cancelled = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
             name=f"xla_fsdp checkpoint, rank {incomplete.rank}",
-            daemon=False,  # the default is that of the current thread
+            daemon=False,  # the current thread may be one
         )
         self._thread.start()
 
@@ -501,7 +497,7 @@ class RunningSave:
             record = self._write()
             path = self._complete(record) if self.incomplete.rank == 0 else None
         except Exception as error:
-            # This may fail too (disk full). Then the next call on this rank reports it to all.
+            # This may fail too (disk full). Then the next call reports it to all ranks.
             with contextlib.suppress(CheckpointError):
                 self._announce("failed", describe_error(error))
             self._completed.set_exception(error)
@@ -533,7 +529,7 @@ class RunningSave:
                 return None
             wait = min(2 * wait, _LONGEST_WAIT)
             self._collect(found)
-            if not threading.main_thread().is_alive():  # `finish` will not be called any more
+            if not threading.main_thread().is_alive():  # nothing calls `finish`
                 alone_since = alone_since or time.monotonic()
                 if time.monotonic() > alone_since + _SECONDS_AFTER_EXIT:
                     raise OtherRankError(

@@ -150,7 +150,6 @@ def read_holder_values(
 
 
 def _to_saved_value(value: Elements | torch.Tensor | Number | tuple[Any, ...]) -> Any:
-    """The value as :class:`~xla_fsdp.optim.saved.StateConverter` takes it."""
     if isinstance(value, Elements):
         return read_holder_values(value.shape, value.dtype, value.members)
     if isinstance(value, Number):

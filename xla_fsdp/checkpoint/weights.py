@@ -33,7 +33,7 @@ from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
 from .value_loading import load_model_values
 
-# Searched for in a folder, in order of preference.
+# In order of preference.
 _IN_FOLDER = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -44,7 +44,7 @@ _IN_FOLDER = (
 _MOST_INDEX_BYTES = 1 << 28
 _SAFETENSORS, _INDEX = ".safetensors", ".index.json"
 _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")
-# Training scripts save the weights under these keys, next to other values.
+# Training scripts save the weights under these keys.
 _KEYS = ("model", "state_dict", "module")
 _REMEDY = "if you trust it, load it with torch.load and pass the dict to load_full_state_dict"
 
@@ -74,9 +74,8 @@ def load_weights(
             * an index of several files (``*.index.json``);
             * a folder with ``model.safetensors``, ``pytorch_model.bin``, the index of either,
               ``model.pth``, or one ``.safetensors`` file.
-        strict: ``True`` requires that the names are those of the model; for a tied parameter, one
-            of its names is enough. ``False`` loads the tensors whose names match, and reports the
-            others.
+        strict: raise unless the names are those of the model; for a tied parameter, one of its
+            names is enough. ``False`` loads those that match.
         prefix: load only names that begin with this text, and remove it (``"backbone."``).
         rename: a function from a name in the file (without ``prefix``) to the name in the model, or
             to ``None`` to skip the tensor.
@@ -88,12 +87,11 @@ def load_weights(
 
     Raises:
         CheckpointNotFoundError: there is no file at ``path``.
-        UnreadableFileError: a file is damaged.
-        InvalidMetadataError: a file contradicts itself.
+        UnreadableFileError, InvalidMetadataError: a file is damaged or contradicts itself.
         ForeignFileError: a file has no weights, or not those that the index lists.
         UnsafeFileError: a file would have to run code, or an index names a file elsewhere.
         ModelMismatchError: names, shapes or dtypes do not match the model.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -150,10 +148,7 @@ def _renamed(
 
 
 def _open_weights(path: Any) -> dict[str, ReadableTensor]:
-    """The tensors at ``path`` by name. Raises the errors of :func:`load_weights` about files.
-
-    Raises also ValueError for a torch file on an object store.
-    """
+    """The tensors at ``path`` by name. Raises ValueError for a torch file on an object store."""
     store, place = open_store(path)
     if store.is_folder(place):
         names = store.list(place)
@@ -250,7 +245,6 @@ def _open_torch(store: Store, place: str) -> dict[str, ReadableTensor]:
             break
     if not isinstance(content, Mapping):
         raise ForeignFileError(f"{place}: has a {type(content).__name__}, expected a state dict")
-    # Extra state may be a tensor, but is not a weight.
     content = {
         name: value
         for name, value in content.items()

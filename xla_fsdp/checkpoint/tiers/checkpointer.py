@@ -1,7 +1,6 @@
 """``TieredCheckpointer``: saves often into host memory, and sometimes into a durable store.
 
-A save in memory is complete if the file of every rank is on some host. Damage is detected only by
-reading, so ranks agree on the save to load after reading, before anything is changed.
+Damage is detected only by reading, so ranks agree on the save to load after reading.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from .hosts import Hosts, MultiHostStore, Peer
 
 # Step, save id, world size, and the ranks whose files the host has.
 SaveDescription = tuple[int, str, int, Sequence[int]]
-_SHOWN = 8  # maximum number of ranks in a message
+_SHOWN = 8  # ranks in a message
 
 
 class TieredCheckpointer:
     """Saves checkpoints every few steps in host memory, and less often in a durable store.
 
     Each rank writes its file into a folder in the memory of its host, and sends a copy to the next
-    host. All of this is overlapped with training. If one host fails, :meth:`load` loads the newest
-    complete step, from memory or from ``path``, on any number of ranks. Bytes that are damaged on
-    one host are read from the copy, with a warning. ::
+    host, overlapped with training. If one host fails, :meth:`load` loads the newest complete step,
+    from memory or from ``path``, on any number of ranks. Bytes that are damaged on one host are
+    read from the copy, with a warning. ::
 
         with xla_fsdp.TieredCheckpointer("gs://bucket/run", fast="/dev/shm/run") as tiers:
             loaded = tiers.load(model, optimizer, scheduler, missing_ok=True)
@@ -96,7 +95,7 @@ class TieredCheckpointer:
             raise ValueError(
                 f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
             )
-        root = os.path.abspath(root)  # threads use it after a chdir, too
+        root = os.path.abspath(root)  # threads use it after a chdir
         self._tier = HostTier(store, root, os.fsdecode(path).rstrip("/"))
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
@@ -106,9 +105,9 @@ class TieredCheckpointer:
             self._hosts = Hosts.connect(self._exchange, self._tier, host, address)
             if self._hosts.is_leader:
                 self._tier.clean()
-            self._exchange.gather_values("begin", None)  # a barrier: write only after the cleaning
+            self._exchange.gather_values("begin", None)  # write only after the cleaning
         self._mirror = mirror and len(self._hosts.peers) > 1
-        # Threads are not daemon threads: a process that ends without waiting finishes its file.
+        # Not daemon threads: a process that ends without waiting finishes its file.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="xla_fsdp tier")
         self._writing: tuple[Save, Future[None]] | None = None
         self._draining: RunningSave | None = None
@@ -337,7 +336,7 @@ class TieredCheckpointer:
                     failed = error
             raise failed
 
-        # Not in the gather, which pads the values of all ranks to the longest one.
+        # Read separately: a gather pads the values of all ranks to the longest one.
         cards[0] = self._exchange.run_on_each_rank("read the manifest", with_manifest)
         return MultiHostStore(tier, cards, manifest_of(cards), copies_of)
 
@@ -372,7 +371,6 @@ class TieredCheckpointer:
 def _try(
     read: Callable[[ShardedCheckpoint], Prepared], store: MultiHostStore
 ) -> tuple[Prepared | None, str | None]:
-    """The result of ``read``, or a description of the damage."""
     try:
         return read(ShardedCheckpoint(store.folder, store)), None
     except CorruptFileError as error:

@@ -122,7 +122,7 @@ class HostTier:
         return join(self.folder(save), f".{secrets.token_hex(8)}.draft")
 
     def write(self, save: Save, contents: Contents, rank: int) -> Card:
-        """Writes a rank's file and card. The manifest of ``contents`` must have the id of ``save``."""
+        """Writes a rank's file and card. ``contents`` must have the id of ``save``."""
         world = contents.manifest.world_size
         self.store.make_folder(self.folder(save))
         name, temporary = file_name(rank, world), self.temporary_file(save)
@@ -135,7 +135,6 @@ class HostTier:
         return card
 
     def add_card(self, card: Card) -> None:
-        """Writes the card of a file that exists, which makes the file valid."""
         temporary = self.temporary_file(card.save)
         write(self.store, temporary, card.dump())
         self.store.rename(temporary, join(self.folder(card.save), _card_name(card.name)))
@@ -172,7 +171,7 @@ class HostTier:
         return sorted(found, key=lambda card: card.rank)
 
     def card(self, wanted: Card) -> Card:
-        """This host's card, with manifest. Raises CheckpointNotFoundError if it has no such file."""
+        """This host's card, with manifest. Raises CheckpointNotFoundError."""
         for card in self.cards(wanted.save):
             if card.without_manifest() == wanted:
                 return card

@@ -42,7 +42,7 @@ _NONCE = 32
 # Seconds without a byte after which a connection is closed.
 TIMEOUT = 60.0
 
-_POLL = 0.1  # seconds between two checks whether the server must end
+_POLL = 0.1
 
 Address = tuple[str, int]
 
@@ -159,7 +159,7 @@ class TierServer(socketserver.ThreadingTCPServer):
 class _Handler(socketserver.StreamRequestHandler):
     server: TierServer
     timeout = TIMEOUT
-    disable_nagle_algorithm = True  # do not delay the line that precedes the bytes
+    disable_nagle_algorithm = True  # do not delay the line before the bytes
 
     def handle(self) -> None:
         tier, nonce = self.server.tier, secrets.token_bytes(_NONCE)
@@ -189,7 +189,7 @@ def _send(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBas
         raise ValueError(
             f"bytes {begin} to {begin + count} requested, but the file has {card.record.size}"
         )
-    tier.store.size(join(tier.folder(card.save), card.name))  # raises before "ok" if there is none
+    tier.store.size(join(tier.folder(card.save), card.name))  # raises before "ok"
     _send_line(out, {"ok": True})
     _copy(tier, card, begin, count, out)
 
@@ -266,7 +266,6 @@ class Peer:
         )
 
     def card(self, card: Card) -> Card:
-        """Reads the card that includes the manifest; ``card`` has none."""
         what = f"the manifest of {card.save.folder} cannot be read"
         answer = self._request({"do": "card"}, card, what, UnreadableFileError)
         return Card.load(answer["card"].encode(), self.name)
@@ -395,7 +394,7 @@ class MultiHostStore(LocalStore):
 
     @staticmethod
     def _matches_digests(card: Card, begin: int, out: memoryview) -> bool:
-        # Only complete chunks have digests, and readers read complete chunks.
+        # Only complete chunks have digests; readers read complete chunks.
         number, inside = divmod(begin, card.record.chunk)
         length = min(card.record.chunk, card.record.size - begin)
         return inside == 0 and len(out) == length and digest(out) == card.record.digests[number]
