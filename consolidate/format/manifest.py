@@ -81,8 +81,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """Which rank stores which elements of a parameter, as ``consolidate/README.md`` defines
-    (``spans``).
+    """Which rank stores which elements of a parameter: ``spans`` in ``consolidate/README.md``.
 
     ``offset``: index of the parameter's first element in a vector of several parameters.
     """

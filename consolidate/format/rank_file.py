@@ -113,11 +113,7 @@ LoadChunk = Callable[[_Chunks, int], bytearray]
 
 
 def cached_loader(records: Iterable[FileRecord]) -> LoadChunk:
-    """Makes a function that loads chunks of several files through one cache of limited size.
-
-    It has room for a chunk of each file, within limits: with less, reading tensors one after the
-    other would read a chunk again for each tensor in it.
-    """
+    """A loader for several files, with a cache that has room for a chunk of each, within limits."""
     records = list(records)
     chunk = max((min(record.chunk, record.size) for record in records), default=1) or 1
     count = min(max(len(records), _CACHED_BYTES // chunk), _MOST_CACHED_BYTES // chunk)

@@ -269,7 +269,6 @@ class RankFile(CheckedFile):
         return begins
 
     def _require_entries(self) -> None:
-        """Checks that the file has all buffers, the state of its pieces, and nothing else."""
         optimizer, entries = self._manifest.optimizer, self.container.entries
         expected, needed = dict[str, tuple[str, tuple[int, ...]]](), list[str]()
         for name, tensor in self._manifest.buffers.items():

@@ -39,12 +39,8 @@ class RemoteStore:
 
     @classmethod
     def open(cls, url: str, label: str) -> tuple[RemoteStore, str]:
-        """Opens the store of a URL. Returns it and the path inside the store.
-
-        Raises:
-            OptionsError: no package for this protocol is installed, or the URL is malformed.
-            UnreadableFileError: the client library failed, for example without credentials.
-        """
+        """Raises OptionsError if the protocol is not installed, UnreadableFileError if opening
+        fails."""
         try:
             # No cache of listings, because other ranks write too.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)

@@ -101,8 +101,7 @@ def join(*parts: str) -> str:
 
 
 def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
-    """Opens the store of ``path``, a local path or a URL for fsspec. Returns it and the path
-    inside.
+    """Opens the store of ``path``, local or a URL for fsspec. Returns it and the path inside it.
 
     ``label`` names the argument in messages. Raises TypeError if ``path`` is not a path,
     OptionsError if it is empty or its protocol is not installed.

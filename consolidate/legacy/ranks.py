@@ -37,9 +37,8 @@ _FLAT_PARAMETER = "flat_param_"
 class Member:
     """One parameter of the model.
 
-    Attributes:
-        names: its dotted name, then the names of parameters tied to it.
-        offset: index of its first element in the joined flat parameter.
+    ``names``: its own, then those tied to it. ``offset``: of its first element in the flat
+    parameter.
     """
 
     names: tuple[str, ...]
@@ -221,15 +220,12 @@ def _same_flat_parameter(key: str, parameters: Mapping[str, LegacyParameter]) ->
 
 
 def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Described:
-    """Translates the metadata that torch_xla's ``XlaFullyShardedDataParallel`` writes:
+    """Translates the metadata that torch_xla's ``XlaFullyShardedDataParallel`` writes.
 
-    - ``shard_info[module][shard name]``: original name and size of each sharded tensor.
-    - ``flatten_info[flat parameter]``: names, shapes and element counts of its members.
-    - ``buffer_info[buffer]``: the original dtype of a cast buffer. Its keys have one more wrapper
-      prefix than those of the state_dict. It is empty if the module was on the CPU when wrapped.
-
-    It does not record tied weights, unless the shared module is itself wrapped. A shard with
-    several dimensions was sharded by rows.
+    ``buffer_info`` has the original dtypes of cast buffers. Its keys have one more wrapper prefix
+    than those of the state_dict. It is empty if the module was on the CPU when wrapped. Tied
+    weights are not recorded, unless the shared module is itself wrapped. A shard with several
+    dimensions has rows.
     """
     flattened = found.child("flatten_info")
     infos = {

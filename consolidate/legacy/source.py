@@ -131,7 +131,6 @@ class LegacySource:
                         yield name, member.names[0]
 
     def _check_aliases(self) -> None:
-        """Checks that tied weights that are stored under both names have the same bits."""
         for alias, key in self.ranks[0].aliases.items():
             for rank in self.ranks:
                 pair = [flatten_on_host(rank.state_dict[name]) for name in (alias, key)]
@@ -266,7 +265,6 @@ def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[st
 
 
 def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> State | None:
-    """Describes the optimizer state of the tensor ``key``, which must be alike on all ranks."""
     sharded: dict[str, str] = {}
     single: dict[str, Any] = {}
     for rank, state in zip(ranks, states, strict=True):
@@ -352,7 +350,6 @@ def read_file(
 
 
 def _unsafe_globals(path: str, error: Exception) -> str:
-    """Names of the unsafe objects in a file, "" if `error` has another cause."""
     if not isinstance(error, UnpicklingError):
         return ""
     try:

@@ -265,8 +265,6 @@ def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[Re
 def _part(
     key: str, dtype: str, begin: int, end: int, read: Callable[[int, int], torch.Tensor]
 ) -> ResultTensor:
-    """The elements ``begin .. end`` of a larger tensor, one-dimensional."""
-
     def read_part(low: int, high: int) -> torch.Tensor:
         return read(begin + low, begin + high)
 

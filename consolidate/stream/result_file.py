@@ -1,7 +1,6 @@
 """Writes one file of the result while its tensors are read: a safetensors or a torch file.
 
-Safetensors: the header is written last, with a ``"digest"`` of all bytes after it. Torch: the
-layout of ``torch.save``, aligned for ``mmap=True``.
+The header of a safetensors file is written last, with a ``"digest"`` of all bytes after it.
 """
 
 from __future__ import annotations
@@ -159,7 +158,6 @@ class TorchFile:
 
     @cached_property
     def _records(self) -> tuple[dict[str, bytes], dict[str, ResultTensor]]:
-        """The small records of the zip file and the storages, in the order of the file."""
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(self.content)
@@ -170,8 +168,6 @@ class TorchFile:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a ``ResultTensor`` as torch pickles a tensor, and collects it."""
-
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
         self.storages: list[ResultTensor] = []

@@ -197,8 +197,7 @@ def consolidate_sharded_state_dicts(
         The state_dict of the unsharded model. All names of a tied weight share one tensor.
 
     Raises:
-        MissingRankError: ``state_dict_list`` is empty.
-        WorldSizeError: the number of state_dicts is not the number of ranks in the metadata.
+        MissingRankError, WorldSizeError: the state_dict of a rank is missing.
         InvalidMetadataError: ``shard_metadata`` is incomplete or contradicts itself.
         ShardMismatchError: keys, shapes or dtypes do not match.
         TiedWeightError: a name in ``tied`` does not exist, or an alias is in use.
@@ -235,8 +234,7 @@ def consolidate_sharded_model_checkpoints(
     Args:
         ckpt_prefix: path prefix of the files. It is not a pattern.
         ckpt_suffix: glob pattern of the rest of the path.
-        save_path: path of the result, ``{"model": full_state_dict, ...}``. Default:
-            ``ckpt_prefix + "_consolidated.pth"``.
+        save_path: default: ``ckpt_prefix + "_consolidated.pth"``.
         save_model: ``False`` writes no file.
         tied: see `consolidate_sharded_state_dicts`.
 

@@ -52,7 +52,7 @@ class ShardedSource:
         inputs: paths of its files, which must not be overwritten.
         order: every name in the order of the state_dict, with the first name of its tensor.
         parameters, buffers: descriptions of tensors by first name.
-        extra_state: what ``get_extra_state`` of modules returned, by key; plain values.
+        extra_state: what ``get_extra_state`` of modules returned, by key.
     """
 
     def __init__(self, path: str):
@@ -82,7 +82,6 @@ class ShardedSource:
         return self.checkpoint.file(rank).read(manifest.buffer_key(name), begin, end)
 
     def verify(self, progress: Callable[[int], object]) -> str:
-        """Checks the digests of all files. Returns a text that says what was checked."""
         self.checkpoint.verify(progress)
         return f"step {self.step}, {self.world_size} ranks, digests"
 

@@ -1,7 +1,7 @@
 """Writes a result into ``.NAME.<identity>.partial``, a folder which replaces the target NAME.
 
-The next run with the same options keeps its finished files; a run with other options removes it. If
-the system cannot swap folders, an existing target is called ``.NAME.replaced`` for a moment.
+The next run with the same options continues there; one with other options removes it. If the system
+cannot swap folders, an existing target is called ``.NAME.replaced`` for a moment.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def write_result(
 
 
 def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progress]) -> bool:
-    """Whether the target already has this result. Checks every byte."""
     if not os.path.lexists(target):
         return False
     paths = [join(target, file.name) if plan.is_folder else target for file in plan.files]

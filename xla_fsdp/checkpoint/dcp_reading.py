@@ -66,11 +66,7 @@ class IndexRange(NamedTuple):
 
 
 def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[IndexRange]:
-    """Splits a range of a flattened tensor into at most ``2 * n - 1`` index ranges for ``n``
-    dimensions.
-
-    With shape ``(3, 4)``, 2 to 9 is two elements of row 0, all of row 1, and one element of row 2.
-    """
+    """Splits a range of a flattened tensor into at most ``2 * n - 1`` blocks, in order."""
     if begin >= end:
         return []
     if not shape:

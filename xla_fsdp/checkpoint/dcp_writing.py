@@ -1,4 +1,4 @@
-"""``to_dcp``: writes a directory that ``torch.distributed.checkpoint`` loads, for example on GPUs."""
+"""``to_dcp``: writes a directory that ``torch.distributed.checkpoint`` loads."""
 
 from __future__ import annotations
 
@@ -56,12 +56,9 @@ _Path = tuple[str | int, ...]
 def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Writes a directory that ``torch.distributed.checkpoint`` loads. Call it on every rank.
 
-    torch loads it on any number of GPUs and with any parallelism::
-
-        model_state, optim_state = get_state_dict(model, optimizer)
-        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
-
-    Every rank writes its shards into files of up to 256 MiB, one of them in host memory at a time.
+    torch's ``get_state_dict`` and ``dcp.load`` of ``{"model": ..., "optim": ...}`` read it, on any
+    number of GPUs and with any parallelism. Every rank writes its shards into files of up to 256
+    MiB, one of them in host memory at a time.
 
     Args:
         path: a directory on a file system that all ranks share: new, empty, or with only files of
@@ -304,7 +301,6 @@ def _all(shape: tuple[int, ...]) -> IndexRange:
 
 
 def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> list[Any]:
-    """Writes this rank's files. Returns a description for rank 0, as JSON."""
     written: list[Any] = []
     batches: list[list[WriteItem]] = [[]]
     size = 0

@@ -205,8 +205,8 @@ def match_given(
 ) -> T:
     """Matches ``given`` if every rank has it, or else the values that rank 0 sends.
 
-    ``look`` converts ``given``, called ``label`` in messages, into the argument of ``match``, with
-    tensors as ReadableTensor. Raises ValueError if ``given`` is ``None`` on rank 0.
+    ``look`` converts ``given``, called ``label`` in messages, into the argument of ``match``.
+    Raises ValueError if ``given`` is ``None`` on rank 0.
     """
     having = exchange.gather_values(f"who has {label}", given is not None)
     if not having[0]:
@@ -347,7 +347,6 @@ def _gather_converted(
     group: Mapping[str, Any],
     to: torch.device | None,
 ) -> dict[str, dict[str, Any]]:
-    """The state of ``members`` by name, as ``saver`` has it for full (unsharded) parameters."""
     layout, first, holder = members[0].layout, members[0].first, members[0].holder
     shape = local(holder).shape if layout is None else torch.Size(layout.shard_shape)
     saved: dict[ParameterShard, dict[str, Any]] = {}

@@ -81,7 +81,6 @@ class Reader:
         return found | {self._buffer(each): each for each in manifest.buffers.values()}
 
     def stored(self, tensor: Tensor, state: str | None = None, dtype: str = "") -> ReadableTensor:
-        """A parameter, or its optimizer state with the key ``state`` and the given dtype."""
         key = parameter_key(tensor.name) if state is None else state_key(state, tensor.name)
 
         def fill(out: torch.Tensor, begin: int) -> None:

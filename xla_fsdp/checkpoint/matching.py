@@ -32,12 +32,7 @@ _LATE = {*_HOW, "maximize", "decoupled_weight_decay"}
 
 
 class LoadedKeys(NamedTuple):
-    """Names that were not loaded, as ``nn.Module.load_state_dict`` returns them.
-
-    Attributes:
-        missing_keys: names of the model that were not found. Empty if ``strict``.
-        unexpected_keys: names that the model does not have. Empty if ``strict``.
-    """
+    """Names that were not loaded, as of ``nn.Module.load_state_dict``. Empty if ``strict``."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -152,7 +147,7 @@ def _misfit(name: str, stored: ReadableTensor, entry: Entry, cast: bool, remedy:
 
 
 def _untied(found: Mapping[ReadableTensor, str], entry: Entry, same_run: bool) -> Iterable[str]:
-    """Yields problems if tensors for one parameter differ. Of files, compares this rank's part."""
+    """Yields problems if tensors for one parameter differ. In files, compares this rank's part."""
     if not found:
         return
     first, *rest = found

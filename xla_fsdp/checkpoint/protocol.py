@@ -48,10 +48,10 @@ class ValuesNeededError(RuntimeError):
 
 @dataclass
 class Uses:
-    """How the placeholder tensors of one call were used. If ``values_needed``, its results are
-    invalid.
+    """How the placeholder tensors of one call were used.
 
-    ``copied``: pairs of a placeholder and the tensor that was copied into it, in order.
+    If ``values_needed``, its results are invalid. ``copied``: placeholders and what was copied to
+    them.
     """
 
     values_needed: bool = False
@@ -381,7 +381,6 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
 
 
 def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
-    """Adds the user's hooks on ``wrapper`` to ``inner``, until ``undo``."""
     for kind in _HOOKS:
         own = vars(inner)[kind]
         for number, hook in vars(wrapper)[kind].items():

@@ -124,15 +124,7 @@ class AsyncCheckpointer:
 
     The next ``save`` waits for the previous one. An error is raised on all ranks by the next call
     of a method. Call all methods on every rank. As a context manager, it waits for the last save at
-    the end::
-
-        with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
-            for step in range(1, steps + 1):
-                ...
-                if step % 1000 == 0:
-                    checkpointer.save(model, optimizer, scheduler, step=step)
-
-    Host memory: a copy of the rank's shards and buffers, until they are written.
+    the end. Host memory: a copy of the rank's shards and buffers, until they are written.
 
     Args:
         path, keep_last: see :func:`save_checkpoint`.
@@ -172,8 +164,7 @@ class AsyncCheckpointer:
         self._running = RunningSave(replace(incomplete, contents=contents), exchange)
 
     def wait(self) -> str | None:
-        """Waits for the running save. Returns the path of its checkpoint, ``None`` if none is
-        running.
+        """Waits for the running save. Returns the path of its checkpoint, or ``None`` without one.
 
         Raises:
             CheckpointError: the checkpoint could not be saved. Earlier checkpoints are unchanged.
@@ -248,8 +239,7 @@ class IncompleteSave:
         return asdict(record)
 
     def commit(self, written: Sequence[dict[str, Any]]) -> str:
-        """Completes the checkpoint and returns its path. Called on rank 0 after all ranks have
-        ``written``.
+        """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
 
         Raises OutputError if another save removed the files, SharedStorageError if a file is not
         visible.
@@ -431,7 +421,6 @@ def create_folder(
 
 
 def _prepare(store: Store, root: str, step: int) -> list:
-    """Removes leftovers and makes the partial folder. Returns the save's id and version."""
     store.make_folder(root)
     if store.renames:
         with contextlib.suppress(CheckpointError):  # no permission to read the parent

@@ -46,18 +46,11 @@ class TieredCheckpointer:
     Each rank writes its file into a folder in the memory of its host, and sends a copy to the next
     host, overlapped with training. If one host fails, :meth:`load` loads the newest complete step,
     from memory or from ``path``, on any number of ranks. Bytes that are damaged on one host are
-    read from the copy, with a warning. ::
+    read from the copy, with a warning.
 
-        with xla_fsdp.TieredCheckpointer("gs://bucket/run", fast="/dev/shm/run") as tiers:
-            loaded = tiers.load(model, optimizer, scheduler, missing_ok=True)
-            for step in range(loaded.step if loaded else 0, steps):
-                ...
-                if step % 10 == 0:
-                    tiers.save(model, optimizer, scheduler, step=step)
-
-    Call all methods on every rank. Host memory, per rank: a copy of the rank's shards and buffers
-    until they are written, and ``keep_fast + 1`` files of that size; twice as many files with
-    ``mirror``.
+    Call all methods on every rank. As a context manager, it calls :meth:`close`. Host memory, per
+    rank: a copy of the rank's shards and buffers until they are written, and ``keep_fast + 1``
+    files of that size; twice as many files with ``mirror``.
 
     Args:
         path, keep_last: the durable store, see :func:`save_checkpoint`.
@@ -390,7 +383,6 @@ class SaveChoice:
 
 
 def describe_save(cards: Iterable[Card]) -> SaveDescription | None:
-    """What a host reports about one save, from its cards. ``None`` without cards."""
     cards = list(cards)
     if not cards:
         return None

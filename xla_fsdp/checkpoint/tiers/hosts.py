@@ -1,8 +1,7 @@
 """The hosts of a job. Each runs a TCP server for files of its fast tier and copies of other hosts'.
 
 A client answers the server's random number with its HMAC under the job's key. Then requests and
-answers are lines of JSON, perhaps followed by bytes. Nothing is encrypted. A request names a save
-and a rank, so only files of the tier can be read or written.
+answers are lines of JSON, perhaps followed by bytes. Requests name saves and ranks, not paths.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ Address = tuple[str, int]
 class Hosts:
     """The hosts of the job, in the order of their first ranks.
 
-    Attributes:
-        number: index of this host.
-        leaders: the first rank of each host, which runs its server.
-        server: ``None`` on ranks that do not lead, or with one host.
-        stride: distance in the list from a host to the one that stores its copies.
+    ``number``: index of this host. ``leaders``: the first rank of each, which runs its ``server``.
+    ``stride``: distance in the list from a host to the one that stores its copies.
     """
 
     number: int
@@ -104,8 +100,9 @@ class Hosts:
 def hosts_apart(leaders: Sequence[int], slices: Groups) -> int:
     """Distance in the list of hosts from a host to the one that stores its copies.
 
-    It is 1, or with slices of equal size, in order, the hosts of a slice: a slice fails as a unit.
-    ``leaders``: the first rank of each host. ``slices``: the ordinals of the ranks of each slice.
+    It is 1. If the hosts are in the order of slices of equal size, it is the number of hosts of a
+    slice, because a slice fails as a unit. ``leaders``: the first rank of each host. ``slices``:
+    the ranks of each slice.
     """
     on = [number for rank in leaders for number, one in enumerate(slices) if rank in one]
     each = len(leaders) // max(len(slices), 1)
@@ -247,7 +244,7 @@ class Peer:
         self._stream: BufferedRWPair | None = None
 
     def read_into(self, card: Card, begin: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes of a file from ``begin``. Raises UnreadableFileError."""
+        """Raises UnreadableFileError."""
 
         def receive(source: BufferedIOBase) -> None:
             done = 0
