@@ -39,8 +39,7 @@ class RemoteStore:
 
     @classmethod
     def open(cls, url: str, label: str) -> tuple[RemoteStore, str]:
-        """Raises OptionsError if the protocol is not installed, UnreadableFileError if opening
-        fails."""
+        """Raises OptionsError if the protocol is not installed, otherwise UnreadableFileError."""
         try:
             # No cache of listings, because other ranks write too.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
