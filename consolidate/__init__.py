@@ -1,10 +1,4 @@
-"""Consolidate the sharded checkpoints of all ranks into a checkpoint of the unsharded model.
-
-This package needs torch only, so it runs on a machine without torch_xla. It reads checkpoint
-folders (``format``), and per-rank torch files of earlier versions of this package and of
-torch_xla's ``XlaFullyShardedDataParallel`` (``legacy``). ``stream`` writes the result with constant
-memory. Users call the command line (``__main__``), or the functions of ``stream.run``.
-"""
+"""Consolidate, reshard and verify checkpoints of sharded models. Needs torch, not torch_xla."""
 
 from .errors import (
     CheckpointError,

@@ -1,8 +1,7 @@
 """Command line: ``python -m xla_fsdp.consolidate``.
 
-Progress and errors go to stderr. The last line, which reports what was written, goes to stdout.
-Exit codes: 0 for written, up to date or verified; 2 for wrong usage, an incomplete or damaged
-checkpoint, or a path that cannot be written; 130 for interrupted.
+Only the line that reports the result goes to stdout. Exit codes: 0 for written, up to date or
+verified; 2 for wrong usage or a CheckpointError; 130 for interrupted.
 """
 
 import argparse
@@ -22,12 +21,11 @@ from .stream.stage import silent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run with `argv` (default: the arguments of the process) and return the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         print(_run(arguments))
     except CheckpointError as error:
-        # File names and messages of libraries may have line breaks. Print one line.
+        # File names and messages of libraries may have line breaks.
         message = str(error).replace("\r", "\\r").replace("\n", "\\n")
         print(f"{type(error).__name__}: {message}", file=sys.stderr)
         return 2
@@ -38,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> str:
-    """Run the command and return the line that reports the result."""
     prefix, save_path = arguments.ckpt_prefix, arguments.save_path
     common: dict[str, Any] = {
         "suffix": arguments.ckpt_suffix,
@@ -68,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> str:
 
 
 def _require_unused(arguments: argparse.Namespace, why: str, *names: str) -> None:
-    """Raises OptionsError if one of the options ``names`` was given, which ``why`` rules out."""
+    """Raises OptionsError, with the reason ``why``, if one of the options ``names`` was given."""
     if used := [f"--{name}" for name in names if getattr(arguments, name)]:
         given = ", ".join(used)
         raise OptionsError(f"{why}, so it cannot be used with {given}. Remove {given}.")
@@ -76,10 +73,9 @@ def _require_unused(arguments: argparse.Namespace, why: str, *names: str) -> Non
 
 @contextlib.contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on stderr. No bar if there is nothing to do or tqdm is not installed."""
     try:
         from tqdm import tqdm
-    except ImportError:  # tqdm is not required
+    except ImportError:
         tqdm = None
     if not total or tqdm is None:
         yield lambda count: None

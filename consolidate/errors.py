@@ -1,32 +1,28 @@
-"""The errors of checkpoints, one class for each kind of problem.
-
-Every message is one line. It begins with the file (or list entry) that is wrong, and says what was
-found and what was expected.
-"""
+"""The errors of checkpoints. A message is one line, which begins with the file that is wrong."""
 
 
 class CheckpointError(Exception):
-    """Base class of all errors about the content or the path of a checkpoint."""
+    """Base class of all errors of checkpoints."""
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """There is no checkpoint at the path, or no file matches the prefix and suffix."""
+    """There is no checkpoint at the path, or no file matches."""
 
 
 class UnreadableFileError(CheckpointError):
-    """A file cannot be read: it is truncated, corrupt or of another format, or not permitted."""
+    """A file is truncated, corrupt, of another format, or not permitted to be read."""
 
 
 class UnsafeFileError(CheckpointError):
-    """Reading a file could run code, or access files elsewhere. Nothing in it was executed."""
+    """Reading a file could run code, or access other files. Nothing in it was executed."""
 
 
 class ForeignFileError(CheckpointError):
-    """A file has valid content, but is not the kind of file that was expected."""
+    """A file is valid, but not of the expected kind."""
 
 
 class MissingMetadataError(ForeignFileError):
-    """A file has a model, but not the ``shard_metadata`` that is needed to rebuild it."""
+    """A file has a model, but no ``shard_metadata``."""
 
 
 class InvalidMetadataError(CheckpointError):
@@ -42,7 +38,7 @@ class WorldSizeError(CheckpointError):
 
 
 class MissingRankError(CheckpointError):
-    """The file of at least one rank is missing."""
+    """The file of a rank is missing."""
 
 
 class DuplicateRankError(CheckpointError):
@@ -50,11 +46,11 @@ class DuplicateRankError(CheckpointError):
 
 
 class ShardMismatchError(CheckpointError):
-    """Tensors do not match: keys are missing or unknown, or shapes or dtypes differ."""
+    """Tensors are missing or unknown, or have another shape or dtype."""
 
 
 class TiedWeightError(CheckpointError, ValueError):
-    """Two names cannot be tied: the parameter does not exist, or the alias is in use."""
+    """The parameter to tie does not exist, or the alias is in use."""
 
 
 class OutputError(CheckpointError):
@@ -70,27 +66,27 @@ class CorruptFileError(UnreadableFileError):
 
 
 class MixedSaveError(CheckpointError):
-    """A file is intact, but belongs to another save: another step, run, rank or world size."""
+    """A file is intact, but of another step, run, rank or world size."""
 
 
 class CoverageError(ShardMismatchError):
-    """The shards of a tensor do not cover it exactly once: a gap, an overlap, or extra elements."""
+    """The shards of a tensor do not cover it exactly once."""
 
 
 class ModelMismatchError(CheckpointError):
-    """The checkpoint does not match the model or the optimizer to load it into."""
+    """The checkpoint does not match the model or optimizer to load it into."""
 
 
 class UnsupportedValueError(CheckpointError, TypeError):
-    """A value that the format cannot store, or only as code that runs when it is read."""
+    """The format cannot store a value, or only as code that runs when it is read."""
 
 
 class OtherRankError(CheckpointError):
-    """This rank had no error, but another rank failed. The message includes the other error."""
+    """Another rank failed. The message includes its error."""
 
 
 class SharedStorageError(CheckpointError):
-    """A rank does not see the files of another rank: the storage is not shared."""
+    """A rank cannot see the files of another rank."""
 
 
 class UnmatchedOptimizerError(CheckpointError):
@@ -102,5 +98,5 @@ class OptionsError(CheckpointError, ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of ``error``, or its type if the message is empty."""
+    """The first line of the message of ``error``, or its type if there is no message."""
     return str(error).partition("\n")[0] or type(error).__name__

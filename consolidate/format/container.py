@@ -1,9 +1,7 @@
 """Reads and writes headers of safetensors files.
 
-A file begins with eight bytes, little-endian: the length of the header. The header is JSON,
-``{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``. The bytes
-of the tensors follow, without gaps. The reader is strict: every byte of the file must belong to the
-header or to exactly one tensor.
+The header's length (8 bytes, little-endian) precedes the JSON header ``{name: {"dtype", "shape",
+"data_offsets": [begin, end]}, "__metadata__": {str: str}}``. The bytes of the tensors follow it.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Container:
-    """The content of a header. ``size``: number of bytes of the entire file."""
+    """A header. ``size``: number of bytes of the file."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
@@ -52,10 +50,7 @@ class Container:
 def layout(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[Container, bytes]:
-    """Makes the container of ``tensors`` (name, dtype, shape), in that order.
-
-    Returns the container and the first bytes of the file: the length and the header.
-    """
+    """Returns the header of ``tensors`` (name, dtype, shape), also as the first bytes of a file."""
     offsets: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begin, spans = 0, []
     for name, dtype, shape in tensors:
@@ -65,7 +60,7 @@ def layout(
         spans.append((name, dtype, tuple(shape), begin, end))
         begin = end
     header = write_json(offsets)
-    # Tensors begin at a multiple of eight bytes, so that a memory-mapped file can be used directly.
+    # Align tensors to eight bytes, so that a mapped file can be used directly.
     header += b" " * (-len(header) % 8)
     start = 8 + len(header)
     entries = {n: Entry(d, s, start + b, start + e) for n, d, s, b, e in spans}
@@ -74,11 +69,11 @@ def layout(
 
 
 def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> Container:
-    """Reads the header of a file of ``size`` bytes. ``read(begin, end)`` returns a range of them.
+    """Reads the header of a file of ``size`` bytes.
 
     Raises:
         UnreadableFileError: the file is truncated, too long, or not a safetensors file.
-        InvalidMetadataError: the header contradicts itself.
+        InvalidMetadataError: the header contradicts itself, or tensors overlap or leave gaps.
     """
     if size < 8:
         raise UnreadableFileError(f"{label}: has {size} bytes, too few for a safetensors file")

@@ -26,17 +26,13 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-# Elements that are copied at a time. torch uses several threads for more than twice this number.
+# torch copies more than twice this number of elements with several threads.
 _SERIAL = 1 << 14
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """The safetensors name of a dtype, such as ``"F32"`` for ``torch.float32``.
-
-    Raises:
-        UnsupportedValueError: there is none; the message begins with ``where``.
-    """
+    """The safetensors name (``"F32"``). Raises UnsupportedValueError if there is none."""
     if dtype not in _NAMES:
         raise UnsupportedValueError(
             f"{where}: {dtype} cannot be stored in a safetensors file. Use another dtype."
@@ -45,26 +41,25 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether ``value`` is a dense tensor: strided, not quantized, not on the meta device."""
+    """Whether ``value`` is a strided tensor with values: not quantized, not on the meta device."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return False
     return value.layout is torch.strided and not value.is_quantized
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous one-dimensional CPU tensor, little-endian. They are not copied."""
+    """The bytes of a contiguous one-dimensional CPU tensor, not copied."""
     return tensor.detach().view(torch.uint8).numpy().data
 
 
 def flatten_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor, one-dimensional and contiguous on the CPU. Copied if necessary."""
+    """The elements, one-dimensional and contiguous on the CPU. Copied if necessary."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
 def copy_into(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Fills ``out`` with ``values``, cast to its dtype. Returns ``out``."""
-    # Copy small parts, which torch does in this thread. Its thread pool would busy-wait on the
-    # cores that read and write.
+    # Stay in this thread: torch's thread pool would busy-wait on the cores that read.
     step = _SERIAL if out.is_cpu else max(len(values), 1)
     for begin in range(0, len(values), step):
         out[begin : begin + step].copy_(values[begin : begin + step])

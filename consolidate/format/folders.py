@@ -1,15 +1,10 @@
-"""Finds, names and removes checkpoints in a folder, one for each step.
-
-::
+"""Finds, names and removes checkpoints in a folder, one for each step::
 
     runs/vit/step-00001000/manifest.json, rank-00000-of-00008.safetensors, ...
-    runs/vit/step-00002000/...
     runs/vit/step-00002000.2/...                     step 2000 saved again
     runs/vit/.step-00003000.5f0c9d41a7b8e6f2.partial/   being saved, or a leftover
 
-A folder without a manifest is not a checkpoint. If the store can rename folders
-(``Store.renames``), one rename makes the partial folder a checkpoint. Otherwise files are written
-to their final paths, the manifest last.
+A folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,25 +36,22 @@ class CheckpointFolder:
         return f"step-{self.step:08d}" + (f".{self.version}" if self.version > 1 else "")
 
     def partial_name(self, save_id: str) -> str:
-        """The name of the folder while it is being written."""
         return f".{self.name}.{save_id}.partial"
 
 
 def list_folders(store: Store, root: str) -> list[CheckpointFolder]:
-    """The folders in ``root`` with the name of a checkpoint, in order of step. Some may be
-    incomplete."""
+    """The checkpoint folders in ``root``, in order of step. Some may be incomplete."""
     return sorted(place for place in map(parse_folder_name, store.list(root)) if place is not None)
 
 
 def parse_folder_name(name: str) -> CheckpointFolder | None:
-    """Parses the name of a checkpoint folder. ``None`` for other names."""
     match = _STEP.fullmatch(name)
     place = match and CheckpointFolder(int(match[1]), int(match[2] or 1))
     return place if place and place.name == name else None  # not step-000000001, not step-X.1
 
 
 def next_folder(store: Store, root: str, step: int) -> CheckpointFolder:
-    """The folder for a new save of ``step``, after all complete or running saves of that step."""
+    """The folder for a new save of ``step``, after all complete or running saves of it."""
     begun = filter(None, map(_PARTIAL.fullmatch, store.list(root)))
     there = [
         *list_folders(store, root),
@@ -70,7 +62,6 @@ def next_folder(store: Store, root: str, step: int) -> CheckpointFolder:
 
 
 def has_manifest(store: Store, folder: str) -> bool:
-    """Whether ``folder`` has a manifest, which makes it a checkpoint."""
     try:
         if manifest.NAME not in store.list(folder):
             return False
@@ -80,7 +71,7 @@ def has_manifest(store: Store, folder: str) -> bool:
 
 
 def find_newest(store: Store, root: str, step: int | None = None) -> CheckpointFolder | None:
-    """The last save of ``step``, or of the highest step if ``step`` is ``None``."""
+    """The last complete save of ``step`` (``None``: of the highest step)."""
     for place in reversed(list_folders(store, root)):
         if step in (None, place.step) and has_manifest(store, join(root, place.name)):
             return place
@@ -88,13 +79,10 @@ def find_newest(store: Store, root: str, step: int | None = None) -> CheckpointF
 
 
 def resolve_checkpoint(path: Any, step: int | None = None) -> tuple[Store, str]:
-    """The store and folder of the checkpoint at ``path``, or of the newest in the folder ``path``.
+    """The store and folder of the checkpoint at ``path``.
 
-    With ``step``, it is the last save of that step in the folder ``path``.
-
-    Raises:
-        CheckpointNotFoundError: there is no folder, or no checkpoint of this step.
-        IncompleteCheckpointError: there is a folder, but no manifest.
+    If ``path`` has checkpoints, it is the newest, or the last save of ``step``. Raises
+    CheckpointNotFoundError, IncompleteCheckpointError.
     """
     store, folder = open_store(path)
     names = store.list(folder)
@@ -117,10 +105,7 @@ def resolve_checkpoint(path: Any, step: int | None = None) -> tuple[Store, str]:
 
 
 def find_leftovers(store: Store, root: str) -> list[str]:
-    """Paths of the files and folders in ``root`` that interrupted saves have left.
-
-    Those of running saves are not included.
-    """
+    """Paths in ``root`` that interrupted saves have left. Running saves are not included."""
     partial = [
         name
         for name in store.list(root)
@@ -136,7 +121,7 @@ def find_leftovers(store: Store, root: str) -> list[str]:
 
 
 def _is_interrupted(store: Store, folder: str) -> bool:
-    """Whether ``folder`` is left from an interrupted save or removal: it has rank files only."""
+    """Whether a save or removal of ``folder`` was interrupted: it has rank files only."""
     names = [name for name in store.list(folder) if name != manifest.NAME]
     return not has_manifest(store, folder) and all(map(_RANK_FILE.fullmatch, names))
 
@@ -146,8 +131,8 @@ def find_superseded(
 ) -> list[str]:
     """Paths of the checkpoints to remove after the save of ``saved``, oldest first.
 
-    These are earlier saves of the same steps, and all steps except the ``keep_last`` newest. Steps
-    after that of ``saved`` are not removed, because they belong to another run.
+    These are earlier saves of the same steps, and all but the ``keep_last`` newest steps. Later
+    steps than that of ``saved`` belong to another run and are not removed.
     """
     complete = [
         place
@@ -163,7 +148,7 @@ def find_superseded(
 def remove_checkpoint(store: Store, folder: str) -> None:
     """Removes a checkpoint. If this is interrupted, the next save removes the rest."""
     if store.renames:
-        # If the folder is a symbolic link, only the link is renamed and removed.
+        # This removes only the link if the folder is a symbolic link.
         root, name = posixpath.split(folder)
         gone = join(root, f".{name}.{secrets.token_hex(8)}.partial")
         store.rename(folder, gone)

@@ -1,4 +1,4 @@
-"""A store on a local or mounted file system, with fsync before the next step of a save."""
+"""A store on a local or mounted file system."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from collections.abc import Iterator
 
 from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
 
-# A file descriptor that is never valid.
 _CLOSED = -1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# Errors of calls that the file system does not support.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalStore:
-    """A file system with rename and fsync; see :class:`~.store.Store`."""
-
     renames = True
 
     def create(self, path: str) -> LocalOutput:
@@ -77,13 +73,12 @@ class LocalStore:
         self.sync_folder(os.path.dirname(new) or ".")
 
     def replace(self, old: str, new: str) -> None:
-        """Renames a file and replaces an existing one, durably."""
         with _writing(new):
             os.replace(old, new)
         self.sync_folder(os.path.dirname(new) or ".")
 
     def exchange(self, one: str, other: str) -> bool:
-        """Swaps two folders in one step. Returns False if the system cannot do that."""
+        """Swaps two folders in one step. Returns False if the system cannot."""
         call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if call is None:
             return False
@@ -98,7 +93,6 @@ class LocalStore:
         return True
 
     def remove(self, path: str) -> None:
-        # Another process may remove it at the same time.
         with _writing(path), contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
@@ -112,7 +106,7 @@ class LocalStore:
                 try:
                     os.fsync(descriptor)
                 except OSError as error:
-                    # Some network file systems do not support fsync of folders, nor need it.
+                    # Some network file systems do not support it, nor need it.
                     if error.errno not in _UNSUPPORTED:
                         raise
 
@@ -138,7 +132,7 @@ class _Descriptor:
         self.number = number
 
     def close(self) -> None:
-        # Close only once: another thread may reuse the number of the descriptor.
+        # Another thread may reuse the number of the descriptor.
         number, self.number = self.number, _CLOSED
         if number != _CLOSED:
             os.close(number)
@@ -149,13 +143,7 @@ class _Descriptor:
 
 
 class FolderLock(_Descriptor):
-    """The lock of a folder, until it is closed or deleted, or the process ends.
-
-    On a file system without locks, nothing is locked.
-
-    Raises:
-        BlockingIOError: another process or descriptor has locked the folder.
-    """
+    """The lock of a folder, if the file system has locks. Raises BlockingIOError if it is taken."""
 
     def __init__(self, path: str):
         super().__init__(_CLOSED)
@@ -170,8 +158,6 @@ class FolderLock(_Descriptor):
 
 
 class LocalOutput(_Descriptor):
-    """A new file; see :class:`~.store.Output`."""
-
     def __init__(self, path: str):
         super().__init__(_CLOSED)
         self.path = path
@@ -190,7 +176,6 @@ class LocalOutput(_Descriptor):
         """Does nothing: ``write`` does not buffer."""
 
     def write_at(self, begin: int, data: bytes) -> None:
-        """Replaces bytes that were written."""
         with _writing(self.path):
             done = 0
             while done < len(data):
@@ -210,7 +195,6 @@ class LocalOutput(_Descriptor):
 
 @contextlib.contextmanager
 def _writing(path: str) -> Iterator[None]:
-    """A context in which errors of the system become OutputError."""
     try:
         yield
     except OSError as error:
@@ -219,7 +203,6 @@ def _writing(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """A context in which errors of the system become errors of reading."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -1,9 +1,6 @@
 """Reads and writes the manifest, the file that makes a folder a checkpoint.
 
-The manifest describes every parameter, buffer and optimizer state of the unsharded model, and has
-the size and the digests of every rank's file. It does not depend on how the model was wrapped. Its
-first line is ``{"digest": "...", "manifest":``. The digest is that of the bytes from the second
-line to before the last brace.
+``consolidate/README.md`` defines its content.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from .strict import Fields, read_json, write_json
 NAME = "manifest.json"
 FORMAT, VERSION = "xla_fsdp", 2
 MAX_BYTES = 1 << 30
-# Keys of torch's parameter groups that are not options. Group.parameters has the names.
+# Keys of torch's parameter groups that are not options.
 NOT_OPTIONS = ("params", "param_names")
 _HEAD, _MIDDLE, _TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
 _DIGEST = len(digest(b""))
@@ -36,8 +33,8 @@ class Tensor:
 
     Attributes:
         names: its dotted name, then the names of tensors tied to it.
-        dtype: the safetensors name of the stored dtype, such as ``"F32"``.
-        restore: for a buffer that was cast for computing, its dtype before the cast.
+        dtype: a name of safetensors, such as ``"F32"``.
+        restore: the original dtype of a buffer that was cast for computing.
     """
 
     names: tuple[str, ...]
@@ -59,7 +56,7 @@ class State:
     """The optimizer state of one parameter.
 
     Attributes:
-        sharded: for each tensor of the parameter's shape, its dtype by key (``"exp_avg"``).
+        sharded: dtypes, by key (``"exp_avg"``), of the tensors that have the parameter's shape.
         single: the other values by key (``"step"``), encoded.
     """
 
@@ -69,7 +66,7 @@ class State:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group: the first name of each parameter, and the encoded options (``"lr"``)."""
+    """A parameter group: first names of parameters, and encoded options (``"lr"``)."""
 
     parameters: tuple[str, ...]
     options: Mapping[str, Any]
@@ -77,8 +74,6 @@ class Group:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer: the name of its class (``kind``), its groups, and the state by parameter."""
-
     kind: str
     groups: tuple[Group, ...]
     state: Mapping[str, State]
@@ -86,13 +81,9 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """A rule that says which rank stores which elements of a parameter.
+    """Which rank stores which elements of a parameter: ``spans`` in ``consolidate/README.md``.
 
-    With this rule, a reader of some elements does not open the files of all ranks. The ``i``-th of
-    the ranks ``first, first + step, ...`` stores the elements from ``i * chunk - offset`` to before
-    ``(i + 1) * chunk - offset``, limited to the elements of the parameter. If several parameters
-    form a vector that is split into chunks, ``offset`` is the index of this parameter's first
-    element in the vector.
+    ``offset``: index of the parameter's first element in a vector of several parameters.
     """
 
     first: int
@@ -101,10 +92,7 @@ class ShardingRule:
     offset: int
 
     def pieces(self, numel: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yields ``(begin, end, rank)`` of each piece that overlaps the range ``begin .. end``.
-
-        ``numel``: number of elements of the parameter.
-        """
+        """Yields ``(begin, end, rank)`` of pieces that overlap a range of ``numel`` elements."""
         if begin >= end:
             return
         for i in range(
@@ -114,10 +102,7 @@ class ShardingRule:
             yield max(low, 0), min(high, numel), self.first + i * self.step
 
     def range_of_rank(self, rank: int, numel: int) -> tuple[int, int]:
-        """The range of elements that ``rank`` stores of a parameter with ``numel`` elements.
-
-        ``(0, 0)`` if it stores none.
-        """
+        """The range of ``numel`` elements that ``rank`` stores, ``(0, 0)`` if none."""
         i, beside = divmod(rank - self.first, self.step)
         begin, end = max(i * self.chunk - self.offset, 0), (i + 1) * self.chunk - self.offset
         return (
@@ -133,11 +118,9 @@ class Manifest:
 
     Attributes:
         parameters, buffers: by first name.
-        files: the file of each rank, in rank order.
-        scheduler, extra: encoded by ``values``.
-        extra_state: what ``get_extra_state`` of modules returned, encoded, by key.
-        sharding_rules: for each parameter, which rank stores which elements. ``None`` if there is
-            no rule; then only the headers of the files say it.
+        files: in rank order.
+        scheduler, extra, extra_state: encoded by ``values``.
+        sharding_rules: by parameter. ``None``: only the headers of the files say who stores what.
     """
 
     save_id: str
@@ -153,7 +136,6 @@ class Manifest:
     sharding_rules: Mapping[str, ShardingRule] | None = None
 
     def identity(self, rank: int) -> dict[str, str]:
-        """The values in the header of the file of ``rank`` that identify the save and the rank."""
         return {
             "format": FORMAT,
             "version": str(VERSION),
@@ -165,12 +147,10 @@ class Manifest:
 
 
 def file_name(rank: int, world_size: int) -> str:
-    """The name of a rank's file, such as ``rank-00000-of-00008.safetensors``."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def parameter_key(name: str) -> str:
-    """The key of a piece of a parameter in a rank's file."""
     return f"parameter/{name}"
 
 
@@ -183,7 +163,7 @@ def state_key(key: str, name: str) -> str:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The bytes of the manifest file. Raises UnsupportedValueError if they are too many."""
+    """Raises UnsupportedValueError if the manifest is too large."""
     optimizer, rules = manifest.optimizer, manifest.sharding_rules
     body = {
         "format": FORMAT,
@@ -221,7 +201,7 @@ def _sealed(body: Mapping[str, Any]) -> bytes:
 
 
 def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
-    """Adds file records to the bytes of a manifest without any. Raises as :func:`load_manifest`."""
+    """Adds file records to a manifest without any. Raises as :func:`load_manifest`."""
     body = read_json(_body(data, label), label)
     if not isinstance(body, dict) or body.get("files") != []:
         raise InvalidMetadataError(f"{label}: is not a manifest with an empty list of files")
@@ -234,21 +214,13 @@ def is_begun(store: Store, path: str) -> bool:
 
 
 def is_ended(store: Store, path: str) -> bool:
-    """Whether a file ends like a manifest, so that it was written completely.
-
-    Needed for stores that show files while they are being written.
-    """
+    """Whether a manifest is complete. Some stores show files that are being written."""
     size = store.size(path)
     return size >= len(_TAIL) and read(store, path, size - len(_TAIL), size) == _TAIL
 
 
 def load_manifest(data: bytes, label: str) -> Manifest:
-    """Reads the bytes of a manifest file, which :func:`dump_manifest` wrote.
-
-    Raises:
-        CorruptFileError: the bytes do not match the digest.
-        InvalidMetadataError: a field is missing or not valid, or the version is unknown.
-    """
+    """Raises CorruptFileError if the digest differs, InvalidMetadataError for other defects."""
     found = Fields(read_json(_body(data, label), label), label)
     found.require_format(FORMAT, VERSION)
     save_id, world_size = found.text("save_id"), found.integer("world_size", least=1)
@@ -283,7 +255,6 @@ def load_manifest(data: bytes, label: str) -> Manifest:
 
 
 def _body(data: bytes, label: str) -> bytes:
-    """The JSON object of a manifest, after a check of its digest."""
     match = _SEALED.fullmatch(data)
     if match is None or digest(match[2]).encode() != match[1]:
         raise CorruptFileError(
@@ -322,7 +293,6 @@ def _load_tensor(found: Fields) -> Tensor:
 
 
 def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
-    """The ``files`` field of a manifest."""
     return [
         {"name": f.name, "size": f.size, "chunk": f.chunk, "digests": "".join(f.digests)}
         for f in files
@@ -330,7 +300,7 @@ def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
 
 
 def load_file(found: Fields, rank: int, world_size: int) -> FileRecord:
-    """Reads the file record of ``rank``, one element of :func:`dump_files`."""
+    """Reads one element of :func:`dump_files`."""
     name, size, digests = found.text("name"), found.integer("size"), found.text("digests")
     if name != file_name(rank, world_size):
         found.fail(
@@ -350,7 +320,6 @@ def load_file(found: Fields, rank: int, world_size: int) -> FileRecord:
 
 
 def dump_groups(optimizer: Optimizer) -> dict[str, Any]:
-    """The class and the groups of the optimizer, as in a manifest."""
     return {
         "kind": optimizer.kind,
         "groups": [

@@ -16,16 +16,13 @@ from .digests import ChunkDigests, chunk_bytes, digest
 from .dtypes import DTYPES, flatten_on_host, tensor_bytes
 from .store import Store, creating
 
-# Bytes that are written at a time.
 _PIECE_BYTES = 1 << 24
-# Size of the cache of chunks that were read for a part of them: at least, and for many files.
+# Minimum and maximum size of the cache.
 _CACHED_BYTES, _MOST_CACHED_BYTES = 1 << 25, 1 << 29
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The description of a file in the manifest. ``chunk``: number of bytes for each digest."""
-
     name: str
     size: int
     chunk: int
@@ -34,12 +31,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor to be written.
-
-    Attributes:
-        value: returns the tensor, one-dimensional or with ``shape``. It is called once, when the
-            tensor is written.
-    """
+    """A tensor to be written. ``value`` is called once, when it is written."""
 
     key: str
     dtype: str
@@ -52,7 +44,7 @@ class Item:
 
 
 def widest_first(tensors: Iterable[Any]) -> list[Any]:
-    """Sorts tensors by ``itemsize``, largest first: each begins at a multiple of its item size."""
+    """Sorts tensors by ``itemsize``, largest first, so that each is aligned to its item size."""
     return sorted(tensors, key=lambda tensor: -tensor.itemsize)
 
 
@@ -61,9 +53,8 @@ def write_file(
 ) -> FileRecord:
     """Writes a safetensors file, durable when this returns. Memory: one tensor at a time.
 
-    Raises:
-        OutputError: the file cannot be written. The caller must remove the incomplete file.
-        ShardMismatchError: a tensor changed its dtype or size during the save.
+    Raises OutputError (the caller must remove the incomplete file), or ShardMismatchError if a
+    tensor changed its dtype or size during the save.
     """
     items = widest_first(items)
     container, header = layout([(i.key, i.dtype, i.shape) for i in items], metadata)
@@ -77,7 +68,6 @@ def write_file(
 
 
 def _pieces(path: str, header: bytes, items: Iterable[Item]) -> Iterator[memoryview]:
-    """The bytes of a file: the header, and the values of ``items``."""
     yield memoryview(header)
     for item in items:
         value = flatten_on_host(item.value())
@@ -95,18 +85,16 @@ def _pieces(path: str, header: bytes, items: Iterable[Item]) -> Iterator[memoryv
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """Reads chunks of a file. It is apart from `CheckedFile`, because a cache refers to it."""
+    """Apart from `CheckedFile`, because a cache refers to it."""
 
     store: Store
     path: str
     record: FileRecord
 
     def length(self, number: int) -> int:
-        """The number of bytes of a chunk."""
         return min(self.record.chunk, self.record.size - number * self.record.chunk)
 
     def read(self, number: int, out: memoryview) -> None:
-        """Fills ``out`` with a chunk, and checks its digest."""
         begin = number * self.record.chunk
         self.store.read_into(self.path, begin, out)
         if digest(out) != self.record.digests[number]:
@@ -116,24 +104,16 @@ class _Chunks:
             )
 
     def load(self, number: int) -> bytearray:
-        """Reads a chunk, and checks its digest."""
         data = bytearray(self.length(number))
         self.read(number, memoryview(data))
         return data
 
 
-# Returns the bytes of a chunk of a file, after a check of its digest.
 LoadChunk = Callable[[_Chunks, int], bytearray]
 
 
 def cached_loader(records: Iterable[FileRecord]) -> LoadChunk:
-    """Makes a function that loads chunks of several files, with a cache of limited size.
-
-    The cache has room for one chunk of each file, within limits. A smaller one would read a chunk
-    again for each tensor in it, when tensors are read one after the other. It is freed with the
-    last file that uses it, without the garbage collector: the files that it caches do not refer
-    to it.
-    """
+    """A loader for several files, with a cache that has room for a chunk of each, within limits."""
     records = list(records)
     chunk = max((min(record.chunk, record.size) for record in records), default=1) or 1
     count = min(max(len(records), _CACHED_BYTES // chunk), _MOST_CACHED_BYTES // chunk)
@@ -143,10 +123,7 @@ def cached_loader(records: Iterable[FileRecord]) -> LoadChunk:
 class CheckedFile:
     """A file whose bytes are compared with the digests of its record when they are read.
 
-    Several files may share ``load``, which then limits their total memory.
-
-    Raises:
-        CorruptFileError: the size or the bytes differ from the record.
+    Files that share ``load`` share its memory limit. Raises CorruptFileError.
     """
 
     def __init__(self, store: Store, path: str, record: FileRecord, load: LoadChunk | None = None):
@@ -165,8 +142,6 @@ class CheckedFile:
 
     @cached_property
     def container(self) -> Container:
-        """The header of the file."""
-
         def read(begin: int, end: int) -> bytes:
             data = bytearray(end - begin)
             self.read_into(begin, memoryview(data))
@@ -175,7 +150,7 @@ class CheckedFile:
         return read_container(read, self.record.size, self.path)
 
     def read_into(self, begin: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes from ``begin``, after a check of the chunks they are in."""
+        """Fills ``out`` with the bytes from ``begin``, after a check of their chunks."""
         done = 0
         while done < len(out):
             number, inside = divmod(begin + done, self.record.chunk)
@@ -190,23 +165,19 @@ class CheckedFile:
                 done += len(part)
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
-        """Reads the elements ``begin .. end`` of a flattened tensor."""
         out = torch.empty(end - begin, dtype=DTYPES[self.container.entries[key].dtype])
         self.read_to(out, key, begin)
         return out
 
     def read_to(self, out: torch.Tensor, key: str, begin: int) -> None:
-        """Fills ``out`` with the elements of a tensor from ``begin``.
-
-        ``out`` must be contiguous and one-dimensional, with the dtype of the tensor.
-        """
+        """Fills ``out`` (contiguous, one-dimensional, same dtype) from element ``begin``."""
         entry = self.container.entries[key]
         assert out.dtype is DTYPES[entry.dtype] and begin + out.numel() <= entry.numel, key
         if out.numel():
             self.read_into(entry.begin + begin * entry.itemsize, tensor_bytes(out))
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
-        """Checks every byte. ``progress`` is called with the number of bytes of each step."""
+        """Checks every byte. ``progress`` receives the number of bytes of each step."""
         buffer = memoryview(bytearray(min(self.record.chunk, self.record.size)))
         for number in range(len(self.record.digests)):
             length = self._chunks.length(number)

@@ -1,7 +1,4 @@
-"""Reads any range of any tensor of a checkpoint, from the files of all ranks, and checks it.
-
-Opening the file of a rank checks that it belongs to the manifest and matches it.
-"""
+"""Reads any range of any tensor of a checkpoint, from the files of all ranks, and checks it."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from .store import Store, join, open_store, read
 from .strict import read_json
 
 _RANK_FILE = re.compile(r"rank-\d+-of-\d+\..*")
-# begin, end, rank: the range of elements of a tensor that a rank stores.
+# begin, end, rank
 Piece = tuple[int, int, int]
 
 
@@ -51,7 +48,7 @@ class ShardedCheckpoint:
     """
 
     def __init__(self, path: Any, store: Store | None = None):
-        """``store``: if given, ``path`` is the folder of a checkpoint in this store."""
+        """With ``store``, ``path`` is the folder of a checkpoint in it."""
         found: tuple[Store, str] = (
             folders.resolve_checkpoint(path) if store is None else (store, path)
         )
@@ -95,30 +92,21 @@ class ShardedCheckpoint:
             )
 
     def file(self, rank: int) -> RankFile:
-        """The file of a rank, after a check of its header."""
         if rank not in self._files:
             self._files[rank] = RankFile(self.store, self.folder, self.manifest, rank, self._load)
         return self._files[rank]
 
     def files(self) -> Iterator[RankFile]:
-        """The files of all ranks, in rank order."""
         return (self.file(rank) for rank in range(self.manifest.world_size))
 
     def pieces(self, name: str) -> list[Piece]:
-        """The pieces of a parameter in order. They cover every element exactly once.
-
-        Raises: as :meth:`require_coverage`.
-        """
+        """The pieces of a parameter in order. Raises as :meth:`require_coverage`."""
         self.require_coverage()
         assert self._pieces is not None
         return self._pieces[name]
 
     def require_coverage(self) -> None:
-        """Opens all files, and checks that they have every element of every parameter once.
-
-        Raises:
-            CoverageError: an element of any parameter is missing or stored twice.
-        """
+        """Opens all files. Raises CoverageError unless they have every element exactly once."""
         if self._pieces is not None:
             return
         pieces: dict[str, list[Piece]] = {name: [] for name in self.manifest.parameters}
@@ -146,7 +134,6 @@ class ShardedCheckpoint:
         self._pieces = pieces
 
     def _pieces_in(self, name: str, begin: int, end: int) -> Iterator[Piece]:
-        """The pieces of a parameter that have elements in the range ``begin .. end``."""
         if self.manifest.sharding_rules is not None and self._pieces is None:
             rule, numel = self.manifest.sharding_rules[name], self.manifest.parameters[name].numel
             for low, high, rank in rule.pieces(numel, begin, end):
@@ -159,7 +146,6 @@ class ShardedCheckpoint:
                 yield low, high, rank
             return
         pieces = self.pieces(name)
-        # Start at the piece that has the element `begin`.
         first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
         for piece in pieces[first:]:
             if piece[0] >= end:
@@ -167,10 +153,7 @@ class ShardedCheckpoint:
             yield piece
 
     def read(self, name: str, begin: int, end: int, state: str | None = None) -> torch.Tensor:
-        """Reads the elements ``begin <= i < end`` of a flattened parameter, in its dtype.
-
-        With ``state``, reads the optimizer state of the parameter with this key.
-        """
+        """Reads flattened elements of a parameter, or of its optimizer ``state``."""
         tensor, optimizer = self.manifest.parameters[name], self.manifest.optimizer
         if not 0 <= begin <= end <= tensor.numel:
             raise ValueError(
@@ -186,10 +169,7 @@ class ShardedCheckpoint:
         return out
 
     def read_to(self, out: torch.Tensor, state: str | None, name: str, begin: int) -> None:
-        """Fills ``out`` with the elements of a parameter, or of its ``state``, from ``begin``.
-
-        ``out`` must be contiguous and one-dimensional.
-        """
+        """As :meth:`read`, into ``out`` (contiguous, one-dimensional)."""
         key = parameter_key(name) if state is None else state_key(state, name)
         end = begin + out.numel()
         for low, high, rank in self._pieces_in(name, begin, end):
@@ -198,26 +178,21 @@ class ShardedCheckpoint:
                 self.file(rank).read_to(out[start - begin : stop - begin], key, start - low)
 
     def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
-        """Reads a buffer with the values of ``rank``."""
         tensor = self.manifest.buffers[name]
         return self.file(rank).read(buffer_key(name), 0, tensor.numel).reshape(tensor.shape)
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
-        """Checks every byte of every file, and that no tensor is missing.
-
-        Raises:
-            CheckpointError: a subclass of it; the message names the file.
-        """
+        """Checks every byte, and that no tensor is missing. Raises CheckpointError."""
         for file in self.files():
             file.verify(progress)
         self.require_coverage()
 
 
 def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
-    """Returns the path of the newest complete checkpoint in the folder ``path``.
+    """Returns the path of the newest complete checkpoint in the folder ``path``, ``None`` if none.
 
-    Returns ``None`` if there is none. With ``step``, it is the last save of that step. This checks
-    manifests, names and sizes. It does not check every byte; loading does.
+    With ``step``, it is the last save of that step. This checks manifests, names and sizes; loading
+    checks every byte.
 
     Raises:
         CheckpointError: the newest checkpoint is damaged. Remove its folder to use the one before.
@@ -227,7 +202,7 @@ def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
         place = folders.find_newest(store, root, step)
         if place is None:
             return None
-        # Extend the path of the caller: the path inside the store has no protocol.
+        # The path inside the store has no protocol.
         found = join(os.fsdecode(path).rstrip("/") or "/", place.name)
         try:
             checkpoint = ShardedCheckpoint(found)
@@ -240,10 +215,9 @@ def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
 
 
 class RankFile(CheckedFile):
-    """The file of one rank. Opening it checks that it belongs to the manifest and matches it.
+    """The file of one rank. Opening it checks that it matches the manifest.
 
-    Attributes:
-        begins: for each parameter, the index of the first element that the rank stores.
+    ``begins``: by parameter, the first element that the rank stores.
     """
 
     def __init__(
@@ -275,12 +249,11 @@ class RankFile(CheckedFile):
                 )
 
     def length(self, name: str) -> int:
-        """Number of elements of a parameter that the rank stores."""
         entry = self.container.entries.get(parameter_key(name))
         return 0 if entry is None else entry.numel
 
     def range_of(self, name: str) -> tuple[int, int]:
-        """The range of elements of a parameter that the rank stores, ``(0, 0)`` if none."""
+        """The range of elements that the rank stores, ``(0, 0)`` if none."""
         begin, length = self.begins.get(name, 0), self.length(name)
         return (begin, begin + length) if length else (0, 0)
 
@@ -296,7 +269,6 @@ class RankFile(CheckedFile):
         return begins
 
     def _require_entries(self) -> None:
-        """Checks that the file has all buffers, the state of its pieces, and nothing else."""
         optimizer, entries = self._manifest.optimizer, self.container.entries
         expected, needed = dict[str, tuple[str, tuple[int, ...]]](), list[str]()
         for name, tensor in self._manifest.buffers.items():

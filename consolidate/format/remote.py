@@ -1,9 +1,4 @@
-"""A store on an object store, or on any file system of fsspec: ``gs://``, ``s3://``, ``memory://``.
-
-An object appears completely when its file is closed, and cannot be renamed in one step. Answers of
-the store are not trusted: only the last part of a listed name is used, and the length of the data
-is compared with the requested length.
-"""
+"""A store on any file system of fsspec. Answers of the store are not trusted."""
 
 from __future__ import annotations
 
@@ -28,16 +23,14 @@ from ..errors import (
 
 T = TypeVar("T")
 
-# Limit for one request. Clients retry automatically, for minutes.
+# Clients retry automatically, for minutes.
 _SECONDS_VARIABLE, _SECONDS = "XLA_FSDP_STORE_SECONDS", 600.0
-_SLOWEST = 1 << 20  # bytes per second; the limit of a read is increased by its size over this
+_SLOWEST = 1 << 20  # bytes per second; added to the limit of a read
 _USER = re.compile(r"(?<=://)[^/\s?#@]*@")
 _QUERY = re.compile(r"(\w+://[^\s?#'\"]*)\?[^\s'\")]*")
 
 
 class RemoteStore:
-    """A file system of fsspec; see :class:`~.store.Store`."""
-
     renames = False
 
     def __init__(self, files: Any, protocol: str):
@@ -46,18 +39,13 @@ class RemoteStore:
 
     @classmethod
     def open(cls, url: str, label: str) -> tuple[RemoteStore, str]:
-        """Opens the store of a URL. Returns it and the path inside the store.
-
-        Raises:
-            OptionsError: no package for this protocol is installed, or the URL is malformed.
-            UnreadableFileError: the client library failed, for example without credentials.
-        """
+        """Raises OptionsError if the protocol is not installed, otherwise UnreadableFileError."""
         try:
             # No cache of listings, because other ranks write too.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError, TypeError) as error:
             raise OptionsError(f"{label} {_redact(url)!r} cannot be opened: {error}") from error
-        except Exception as error:  # from the client library: no credentials, no network
+        except Exception as error:
             raise UnreadableFileError(
                 f"{_redact(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"
             ) from error
@@ -107,7 +95,7 @@ class RemoteStore:
     def list(self, path: str) -> list[str]:
         def query() -> list[str]:
             found = self.files.ls(path, detail=False)
-            # Use only the last part: a path outside this folder becomes a name inside it.
+            # A path outside this folder becomes a name inside it.
             return [name.rstrip("/").rpartition("/")[2] for name in found]
 
         with contextlib.suppress(CheckpointNotFoundError):
@@ -118,11 +106,7 @@ class RemoteStore:
         return self._call(path, lambda: bool(self.files.isdir(path)))
 
     def _call(self, path: str, query: Callable[[], T], more: float = 0.0) -> T:
-        """Calls ``query()`` with a time limit, because a store may hang. Errors name the file.
-
-        The thread of a query that hangs continues and ends with the process, because a call that
-        hangs in a library cannot be stopped.
-        """
+        """Calls ``query()`` with a time limit. A thread that hangs cannot be stopped."""
         answers: queue.SimpleQueue = queue.SimpleQueue()
 
         def run() -> None:
@@ -153,7 +137,6 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def writing(self, path: str) -> Iterator[None]:
-        """A context in which the errors of client libraries become OutputError."""
         try:
             yield
         except Exception as error:
@@ -173,11 +156,11 @@ class RemoteStore:
                 with contextlib.suppress(FileNotFoundError):
                     self.files.rm(path, recursive=True)
                 return
-            # `rm` would treat the path as a pattern, and remove all paths that match it.
+            # `rm` would treat the path as a pattern.
             for found in sorted(self.files.find(path)):
                 if found.startswith(f"{path}/") and ".." not in found.split("/"):
                     self.files.rm_file(found)
-            with contextlib.suppress(Exception):  # most object stores have no folders
+            with contextlib.suppress(Exception):  # most have no folders
                 self.files.rmdir(path)
 
     def sync_folder(self, path: str) -> None:
@@ -194,8 +177,6 @@ class RemoteStore:
 
 
 class RemoteOutput:
-    """A new object; see :class:`~.store.Output`."""
-
     def __init__(self, store: RemoteStore, path: str, file: Any):
         self.store = store
         self.path = path
@@ -210,11 +191,11 @@ class RemoteOutput:
             self._file.close()
 
     def discard(self) -> None:
-        # Do not close the file: that would create an object with incomplete content.
+        # Closing the file would create an incomplete object.
         with contextlib.suppress(Exception):
             self._file.discard() if hasattr(self._file, "discard") else None
         with contextlib.suppress(Exception):
-            self._file.closed = True  # otherwise it is closed when it is deleted
+            self._file.closed = True  # else deleting it closes it
 
 
 def _reason(error: Exception) -> str:
@@ -233,5 +214,5 @@ def _seconds() -> float:
 
 
 def _redact(text: str) -> str:
-    """Removes users, passwords and queries of URLs from ``text``: they may have secrets."""
+    """Removes users, passwords and queries of URLs, which may have secrets."""
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))

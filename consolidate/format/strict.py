@@ -1,8 +1,4 @@
-"""Reads JSON from untrusted files strictly: ambiguous JSON raises an error.
-
-:class:`Fields` checks the types of fields. Its objects are from JSON, or from a pickle, which may
-have tuples instead of lists.
-"""
+"""Reads JSON from untrusted files strictly: ambiguous JSON raises an error."""
 
 from __future__ import annotations
 
@@ -19,9 +15,8 @@ def read_json(data: bytes, label: str) -> Any:
     """The value of the JSON text ``data``. ``label``: name of the file, for messages.
 
     Raises:
-        InvalidMetadataError: ``data`` is not UTF-8 or not JSON, or has a key twice in one object
-            (readers differ in which value they use), NaN or Infinity, a number with thousands of
-            digits, deep nesting, or text that UTF-8 cannot encode.
+        InvalidMetadataError: it is not UTF-8 or not JSON, or has a duplicate key, NaN, Infinity, a
+            number with thousands of digits, deep nesting, or text that UTF-8 cannot encode.
     """
     try:
         value = json.loads(
@@ -35,12 +30,12 @@ def read_json(data: bytes, label: str) -> Any:
         return value
     except RecursionError:
         raise InvalidMetadataError(f"{label}: JSON is nested too deeply") from None
-    except ValueError as error:  # from json, from decoding, from int() or from this module
+    except ValueError as error:
         raise InvalidMetadataError(f"{label}: not valid JSON: {first_line(error):.160}") from None
 
 
 def write_json(value: Any) -> bytes:
-    """The shortest JSON text of ``value``. Equal values give equal bytes."""
+    """The shortest JSON text. Equal values give equal bytes."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8")
 
@@ -58,7 +53,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     value = float(text)
-    if math.isinf(value):  # 1e999
+    if math.isinf(value):
         raise ValueError(f"{text:.40} is larger than any float")
     return value
 
@@ -68,10 +63,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether ``value`` is a list of sizes that a tensor can have.
-
-    torch multiplies all sizes except zeros in 64 bits, so ``[2**62, 2**62, 0]`` is not valid.
-    """
+    """Whether torch can have such sizes. It multiplies all sizes except zeros in 64 bits."""
     return (
         isinstance(value, (list, tuple))
         and len(value) <= 64
@@ -81,7 +73,7 @@ def is_shape(value: Any) -> bool:
 
 
 class Fields:
-    """One object. All methods raise :class:`~..errors.InvalidMetadataError`."""
+    """An object, from JSON or a pickle. Methods raise :class:`~..errors.InvalidMetadataError`."""
 
     def __init__(self, found: Any, label: str):
         self.label = label
@@ -99,7 +91,6 @@ class Fields:
         return iter(self._found)
 
     def require_format(self, name: str, version: int) -> None:
-        """Checks the fields ``format`` and ``version``."""
         found = self._found.get("format"), self._found.get("version")
         if found != (name, version):
             self.fail(
@@ -108,7 +99,6 @@ class Fields:
             )
 
     def json(self, name: str) -> Any:
-        """The value of a field, of any type."""
         if name not in self._found:
             self.fail(f"has no {name!r:.120}")
         return self._found[name]
@@ -149,18 +139,15 @@ class Fields:
         return self.child(name)._found
 
     def child(self, name: str) -> Fields:
-        """The value of a field, which must be an object."""
         return Fields(self.json(name), f"{self.label}: {name!r:.80}")
 
     def children(self) -> dict[str, Fields]:
-        """The values of all fields, which must be objects."""
         return {name: self.child(name) for name in self}
 
     def objects(self, name: str) -> Sequence[Fields]:
-        """The value of a field, which must be a list of objects."""
+        """The items of a list of objects."""
         values = enumerate(self.list(name))
         return [Fields(value, f"{self.label}: {name}[{number}]") for number, value in values]
 
     def optional(self, name: str) -> Fields | None:
-        """The value of a field, which must be an object or null."""
         return None if self.json(name) is None else self.child(name)

@@ -1,9 +1,4 @@
-"""Converts small Python values to JSON and back: scheduler states, optimizer options, ``extra``.
-
-The conversion is exact. Values that JSON has are not changed. Other values become an object with
-the type under ``"$"`` and the content under ``"of"``: ``(0.9, 0.95)`` becomes
-``{"$": "tuple", "of": [0.9, 0.95]}``. Reading never runs code.
-"""
+"""Converts small Python values to JSON, as ``consolidate/README.md`` defines, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from .dtypes import DTYPES, dtype_name, flatten_on_host, is_dense, tensor_bytes
 from .strict import is_shape
 
 MAX_TENSOR_BYTES = 1 << 20
-# Maximum nesting. Reading deeper values could reach Python's recursion limit.
+# Reading deeper values could reach Python's recursion limit.
 MAX_DEPTH = 64
 # Python reads integers of at most 4300 decimal digits.
 _MAX_INT_BITS = 14_000
@@ -83,11 +78,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def decode(value: Any, label: str, depth: int = 0) -> Any:
-    """Converts the result of :func:`encode` back. ``label``: name of the file, for messages.
-
-    Raises:
-        InvalidMetadataError: ``value`` is not a result of :func:`encode`.
-    """
+    """Converts a result of :func:`encode` back. Raises InvalidMetadataError if it is none."""
     if depth > MAX_DEPTH:
         raise InvalidMetadataError(f"{label}: a value is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
@@ -139,7 +130,6 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
 
 
 def _decode_tagged(kind: Any, of: Any, label: str, depth: int) -> Any:
-    """Converts the content of a tagged object back. Raises many kinds of errors."""
     if kind == "float":
         if of not in _FLOATS:
             raise ValueError(f"{of!r:.40} is not one of {', '.join(_FLOATS)}")

@@ -1,16 +1,6 @@
 """Maps the tensors of each rank to those of the unsharded model, by the metadata of its file.
 
-There are two metadata formats: this package's (:func:`_read_native`) and that of torch_xla's own
-class (:func:`read_intree`). Both are translated into a `Rank`, so other modules need not
-distinguish them.
-
-Example: world size 2, a flat parameter of 3 elements, shards padded to 2 elements each::
-
-    rank 0 stores [a, b]     rank 1 stores [c, 0]
-    numel = 3, members = (Member(("w",), (3,), 0),)
-
-The checks use keys, shapes, dtypes and metadata only. So an error is raised before any tensor value
-is read.
+Errors are raised before any value is read.
 """
 
 from __future__ import annotations
@@ -47,10 +37,8 @@ _FLAT_PARAMETER = "flat_param_"
 class Member:
     """One parameter of the model.
 
-    Attributes:
-        names: its dotted name, then the names of parameters tied to it.
-        shape: shape in the unsharded model; ``()`` for a scalar.
-        offset: index of its first element in the joined flat parameter.
+    ``names``: its own, then those tied to it. ``offset``: of its first element in the flat
+    parameter.
     """
 
     names: tuple[str, ...]
@@ -59,7 +47,6 @@ class Member:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -67,10 +54,8 @@ class Member:
 class LegacyParameter:
     """One tensor that every rank stores a part of.
 
-    layout ``"flat"``: each rank stores a 1-D chunk; joined, the first `numel` elements are the
-    members one after the other and the rest is padding.
-    layout ``"dim0"``: each rank stores rows; joined on dimension 0, the first ``shape[0]`` rows
-    are the only member and the rest is padding.
+    With layout ``"flat"``, ranks store 1-D chunks of the concatenated members; with ``"dim0"``,
+    rows of the only member. The rest is padding.
     """
 
     layout: str
@@ -79,7 +64,6 @@ class LegacyParameter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all members, tied names included."""
         return tuple(name for member in self.members for name in member.names)
 
 
@@ -89,9 +73,8 @@ class Rank:
 
     Attributes:
         label: name of the rank in messages, usually the path of its file.
-        buffers: name in the model, and the dtype to restore or None, of each replicated value.
-        aliases: other keys under which the shard of a parameter is stored, mapped to the
-            parameter's key.
+        buffers: for each replicated value, its name and the dtype to restore or None.
+        aliases: other keys under which a shard is stored, mapped to the parameter's key.
         optimizer: the value under "optimizer" in the file, unchecked.
     """
 
@@ -106,13 +89,11 @@ class Rank:
 
 
 def read_rank(content: Any, label: str) -> Rank:
-    """Interpret the content of a rank file.
+    """Interprets the content of a rank file.
 
     Raises:
         ForeignFileError, MissingMetadataError: the content is not that of a rank file.
-        InvalidMetadataError: the metadata is incomplete, contradicts itself or has an unknown
-            version.
-        WorldSizeError: the rank is not less than the world size.
+        InvalidMetadataError, WorldSizeError: the metadata is not valid.
         ShardMismatchError: the model does not have the shards that the metadata describes.
     """
     if not isinstance(content, Mapping) or not {"model", "shard_metadata"} & content.keys():
@@ -152,7 +133,6 @@ Described = tuple[
 
 
 def _validate(rank: Rank) -> None:
-    """Raises an error unless the members of each parameter cover it, and each name occurs once."""
     if not 0 <= rank.rank < rank.world_size:
         raise WorldSizeError(
             f"{rank.label}: rank {rank.rank} is outside a world of {rank.world_size} ranks, "
@@ -194,16 +174,7 @@ def _require_stored(keys: Iterable[str], state_dict: Mapping[str, Any], label: s
 
 
 def _read_native(found: Fields, state_dict: Mapping[str, Any], label: str) -> Described:
-    """Translate the metadata of one rank, as this package writes it::
-
-        {"format": "xla_fsdp", "version": 1, "world_size": 4, "rank": 0,
-         "parameters": {"fc.weight": {"layout": "flat", "numel": 12, "members": [
-             {"names": ["fc.weight", "head.weight"], "shape": [3, 4], "offset": 0}]}},
-         "buffers": {"bn.running_mean": "float32"}}
-
-    `parameters` has the keys of the rank's state_dict. `buffers` has the original dtype of buffers
-    that were cast. Keys of the state_dict that `parameters` does not have are buffers.
-    """
+    """Translates the metadata that ``consolidate/README.md`` defines."""
     found.require_format(_FORMAT, _VERSION)
     parameters = {}
     for key, each in found.child("parameters").children().items():
@@ -236,7 +207,7 @@ def _read_native(found: Fields, state_dict: Mapping[str, Any], label: str) -> De
 def _same_flat_parameter(key: str, parameters: Mapping[str, LegacyParameter]) -> str | None:
     """Key of the flat parameter that is the same as `key`, because its module has two names.
 
-    Example: ``b.flat_param_0`` is ``a.flat_param_0`` if each of its members has a name in ``b.``.
+    ``b.flat_param_0`` is ``a.flat_param_0`` if each of its members has a name in ``b.``.
     """
     path, _, last = key.rpartition(".")
     for other, parameter in parameters.items():
@@ -249,28 +220,12 @@ def _same_flat_parameter(key: str, parameters: Mapping[str, LegacyParameter]) ->
 
 
 def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Described:
-    """Translate the metadata of one rank, as torch_xla's own class writes it.
+    """Translates the metadata that torch_xla's ``XlaFullyShardedDataParallel`` writes.
 
-    ``XlaFullyShardedDataParallel.get_shard_metadata()`` records:
-
-    - ``shard_info[module][shard name]``: original name and size of each sharded tensor.
-    - ``flatten_info[flat parameter]``: names, shapes and element counts of the parameters that were
-      flattened into it.
-    - ``buffer_info[buffer]``: the original dtype of a cast buffer. Its keys have one more wrapper
-      prefix than the keys of the state_dict, so both are compared without prefixes. It is empty if
-      the module was on the CPU when it was wrapped. Then the original dtype is unknown, and the
-      buffers are returned in the stored dtype.
-
-    It does not record:
-
-    - whether a tensor was sharded by rows. A shard with more than one dimension was.
-    - the second name of a tied weight. It is lost unless the shared module is itself wrapped; then
-      both names are stored. The `tied` argument of the public functions restores it.
-
-    Raises:
-        InvalidMetadataError: a field is missing or has a wrong type, or the members do not cover
-            their parameter.
-        ShardMismatchError: `state_dict` has other shards than the metadata describes.
+    ``buffer_info`` has the original dtypes of cast buffers. Its keys have one more wrapper prefix
+    than those of the state_dict. It is empty if the module was on the CPU when wrapped. Tied
+    weights are not recorded, unless the shared module is itself wrapped. A shard with several
+    dimensions has rows.
     """
     flattened = found.child("flatten_info")
     infos = {
@@ -282,8 +237,7 @@ def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Des
     parameters = {}
     for key, (module, info) in infos.items():
         own, shape = info.text("_orig_name"), info.shape("_orig_size")
-        # A flat parameter belongs to the wrapper, and a parameter of the model has one more prefix.
-        # So a parameter that the model itself calls flat_param_0 is not confused with one.
+        # A parameter of the model with this name has one more prefix.
         if own.startswith(f"{_WRAPPERS[0]}.{_FLAT_PARAMETER}"):
             members = _read_flattened(_join(module, own), flattened)
         else:
@@ -311,7 +265,6 @@ def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Des
 
 
 def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
-    """Members of a flat parameter from its ``(names, shapes, element counts)``."""
     value = flattened.list(name)
     if len(value) != 3 or any(not isinstance(column, (list, tuple)) for column in value):
         flattened.fail(f"{name!r:.80} is not a tuple (names, shapes, numels) of lists")
@@ -337,7 +290,7 @@ def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
 
 
 def _clean_name(name: str) -> str:
-    """Dotted name without the parts that wrappers add.
+    """Removes the parts of a dotted name that wrappers add.
 
     >>> _clean_name("_fsdp_wrapped_module.block._fpw_module.0.weight")
     'block.0.weight'
@@ -350,11 +303,6 @@ def _join(prefix: str, name: str) -> str:
 
 
 def tie(rank: Rank, tied: Mapping[str, str]) -> None:
-    """Adds the names in `tied` (``{alias: parameter name}``) to the parameters of `rank`.
-
-    Raises:
-        TiedWeightError: there is no such parameter, or the alias is in use.
-    """
     original = dict(rank.parameters)
     taken = {name for parameter in original.values() for name in parameter.names}
     taken |= {name for name, _ in rank.buffers.values()}
@@ -378,13 +326,7 @@ def tie(rank: Rank, tied: Mapping[str, str]) -> None:
 
 
 def sort_ranks(ranks: list[Rank]) -> list[Rank]:
-    """Returns `ranks` in rank order, after a check that they are all ranks of one model.
-
-    Raises:
-        WorldSizeError, DuplicateRankError, MissingRankError: `ranks` are not all ranks of one run.
-        ShardMismatchError: keys, shapes or dtypes differ between ranks or from the metadata.
-        MetadataMismatchError: the ranks' metadata differs in more than the rank.
-    """
+    """Returns `ranks` in rank order. Raises CheckpointError if they are not one model's."""
     first, by_rank = ranks[0], dict[int, Rank]()
     for rank in ranks:
         if rank.world_size != first.world_size:
@@ -412,7 +354,6 @@ def sort_ranks(ranks: list[Rank]) -> list[Rank]:
 
 
 def _require_same(first: Rank, rank: Rank) -> None:
-    """Checks that two ranks store and describe the same model."""
     differing = sorted(first.state_dict.keys() ^ rank.state_dict.keys())
     if differing:
         has, lacks = (rank, first) if differing[0] in rank.state_dict else (first, rank)
@@ -435,14 +376,13 @@ def _require_same(first: Rank, rank: Rank) -> None:
 
 
 def _signature(value: Any) -> str:
-    """Dtype and shape of a tensor, or the type of another value (extra state of a module)."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return type(value).__name__
 
 
 def _require_fit(rank: Rank) -> None:
-    """Checks the shapes of the shards, and that the shards of all ranks cover the parameters."""
+    """Checks that shards have the right shapes and together cover the parameters."""
     for key, parameter in rank.parameters.items():
         shard = rank.state_dict[key]
         flat = parameter.layout == _FLAT

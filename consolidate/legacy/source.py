@@ -1,11 +1,7 @@
 """Per-rank state_dicts (of this package, or of torch_xla's in-tree class), as a source.
 
-A rank file is ``{"model": state_dict, "shard_metadata": metadata, ...}``. The result of an earlier
-run is ``{"model": state_dict, "consolidated": ...}``.
-
-Their optimizer state has numbers instead of names of parameters, in the order in which the
-optimizer received them. If it received ``model.parameters()``, that is the order of the state_dict.
-In other cases the names are unknown, and reading the optimizer state raises an error.
+The numbers in their optimizer state follow the order of the state_dict only if the optimizer
+received ``model.parameters()``.
 """
 
 from __future__ import annotations
@@ -49,12 +45,9 @@ def open_legacy(
     tied: Mapping[str, str] | None = None,
     allow_unsafe_pickle: bool = False,
 ) -> LegacySource:
-    """Opens the torch files of all ranks. They are memory-mapped; pages are unloaded after reading.
+    """Opens the torch files of all ranks, memory-mapped. Raises CheckpointError.
 
-    The files have no digests, so flipped bits in values are not detected (except by ``--verify``).
-
-    Raises:
-        CheckpointError: the files are not a complete and consistent set.
+    The files have no digests: only ``--verify`` detects flipped bits in values.
     """
     ranks = _read_ranks(prefix, suffix, allow_unsafe_pickle)
     return LegacySource(ranks, f"{prefix}{suffix}", tied, files=True)
@@ -63,11 +56,8 @@ def open_legacy(
 class LegacySource:
     """Per-rank state_dicts, with the attributes of :class:`~..stream.sources.ShardedSource`.
 
-    ``files``: the ranks are mapped from files, and their labels are the paths. ``False``: they are
-    in memory, and only :meth:`state_dict` may be used.
-
-    Raises:
-        CheckpointError: the ranks are not a complete and consistent set.
+    ``files``: the labels of ``ranks`` are the paths of their mapped files. Otherwise, only
+    :meth:`state_dict` may be used. Raises CheckpointError.
     """
 
     step = None
@@ -81,13 +71,13 @@ class LegacySource:
     ):
         self.ranks = sort_ranks(ranks)
         first = self.ranks[0]
-        tie(first, tied or {})  # the names of the result are taken from rank 0 only
+        tie(first, tied or {})
         self.label, self.world_size = label, len(self.ranks)
         self.inputs = [rank.label for rank in self.ranks] if files else []
         self.save_id = _save_id(self.inputs)
         self.found = f"{len(self.ranks)} rank files matching {label}"
         self._mapped = files and all(map(_can_forget, self.inputs))
-        # For each parameter, the key of the tensor that has it, and its range in that tensor.
+        # By parameter: the key of its tensor, and its range in that.
         self._places = {
             member.names[0]: (key, member)
             for key, parameter in first.parameters.items()
@@ -124,7 +114,7 @@ class LegacySource:
         return dtype_name(first.state_dict[key].dtype, f"{first.label}: {key!r}")
 
     def _in_order(self) -> Iterator[tuple[str, str]]:
-        """Names in the order of rank 0's state_dict. The members replace their flat parameter."""
+        """Names in the order of rank 0's state_dict. Members replace their flat parameter."""
         first, seen = self.ranks[0], set()
         for key in first.state_dict:
             if key in first.buffers:
@@ -141,10 +131,8 @@ class LegacySource:
                         yield name, member.names[0]
 
     def _check_aliases(self) -> None:
-        """Checks that tied weights that are stored under both names have the same bits."""
         for alias, key in self.ranks[0].aliases.items():
             for rank in self.ranks:
-                # Compare bytes: NaN equals NaN.
                 pair = [flatten_on_host(rank.state_dict[name]) for name in (alias, key)]
                 equal = torch.equal(*(flat.view(torch.uint8) for flat in pair))
                 self._forget(pair)
@@ -155,7 +143,6 @@ class LegacySource:
                     )
 
     def _forget(self, parts: list[torch.Tensor]) -> None:
-        """Unloads parts of mapped tensors, or copies that are not needed any more."""
         for part in parts if self._mapped else ():
             _forget(part)
 
@@ -165,10 +152,6 @@ class LegacySource:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """
-        Raises:
-            UnmatchedOptimizerError: it is not recorded which state belongs to which parameter.
-        """
         return None if self._matched is None else self._matched[0]
 
     def read(self, name: str, begin: int, end: int, state: str | None = None) -> torch.Tensor:
@@ -185,7 +168,7 @@ class LegacySource:
         return flatten_on_host(self.ranks[rank].state_dict[self._buffer_keys[name]])[begin:end]
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """A copy of the full (unsharded) model. All names of a tied weight share one tensor."""
+        """The unsharded model, copied. All names of a tied weight share one tensor."""
         full = {name: self._read_full(name) for name in dict.fromkeys(n for _, n in self.order)}
         return OrderedDict((name, full[first]) for name, first in self.order)
 
@@ -198,7 +181,7 @@ class LegacySource:
         value, dtype = first.state_dict[key], first.buffers[key][1]
         if not isinstance(value, torch.Tensor):
             return value
-        # Copy in any case, so that the result does not keep the rank's file mapped.
+        # A view would keep the rank's file mapped.
         return value.detach().to(dtype or value.dtype, copy=True)
 
     @property
@@ -206,18 +189,13 @@ class LegacySource:
         return sum(map(os.path.getsize, self.inputs))
 
     def verify(self, progress: Callable[[int], object]) -> str:
-        """Checks the CRCs of the zip files. They detect flipped bits, not files of two steps."""
         _verify_files(self.inputs, progress)
         return f"{len(self.inputs)} rank files, CRCs"
 
     def _read(
         self, shards: list[torch.Tensor], member: Member, begin: int, end: int
     ) -> torch.Tensor:
-        """Reads elements of the concatenated shards, flattened.
-
-        With ``c`` elements in a shard, rank r has ``[r * c, (r + 1) * c)``, also if the shards are
-        rows of a matrix.
-        """
+        """Reads elements of the concatenated, flattened shards. All have the same length."""
         out = torch.empty(end - begin, dtype=shards[0].dtype, device=shards[0].device)
         count = shards[0].numel()
         at, low, high = 0, member.offset + begin, member.offset + end
@@ -234,13 +212,7 @@ class LegacySource:
 def _match_optimizer(
     ranks: list[Rank],
 ) -> tuple[Optimizer, dict[str, list[Mapping[str, Any]]]] | None:
-    """Finds the parameter names of the optimizer state. None if the files have no optimizer.
-
-    Returns the optimizer, and for each key of the state_dict the optimizer state of each rank.
-
-    Raises:
-        UnmatchedOptimizerError: it is not certain which parameter has which number.
-    """
+    """The optimizer with names, and by key the state of each rank. None without an optimizer."""
     if all(rank.optimizer is None for rank in ranks):
         return None
     first = ranks[0]
@@ -263,8 +235,6 @@ def _match_optimizer(
 
 
 def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[str, Any]]:
-    """The state by position of the parameter, and the only parameter group."""
-
     def fail(what: str) -> NoReturn:
         raise UnmatchedOptimizerError(
             f"{rank.label}: it is not certain which parameters its optimizer state belongs to: "
@@ -295,7 +265,6 @@ def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[st
 
 
 def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> State | None:
-    """Describes the optimizer state of the tensor ``key``, which must be alike on all ranks."""
     sharded: dict[str, str] = {}
     single: dict[str, Any] = {}
     for rank, state in zip(ranks, states, strict=True):
@@ -325,13 +294,7 @@ def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> S
 
 
 def _read_ranks(prefix: str, suffix: str, allow_unsafe_pickle: bool = False) -> list[Rank]:
-    """The content of every rank file that matches. Only `suffix` is a pattern.
-
-    Results of earlier runs are skipped.
-
-    Raises:
-        CheckpointNotFoundError: no file matches.
-    """
+    """The content of every rank file, without results of earlier runs. `prefix` is no pattern."""
     ranks, paths = [], sorted(glob.glob(glob.escape(prefix) + suffix))
     if not paths:
         raise CheckpointNotFoundError(
@@ -354,38 +317,31 @@ def _read_ranks(prefix: str, suffix: str, allow_unsafe_pickle: bool = False) -> 
 def read_file(
     path: str, allow_unsafe_pickle: bool = False, remedy: str = "--allow_unsafe_pickle would"
 ) -> Any:
-    """Content of a torch file. Its tensors are memory-mapped, so this does not read their values.
+    """Content of a torch file, memory-mapped. Files of torch before 1.6 are read completely.
 
-    Files of torch before 1.6 cannot be mapped and are read completely. With
-    ``allow_unsafe_pickle``, code in the file runs. ``remedy``: the advice in the message of
-    :class:`UnsafeFileError`.
-
-    Raises:
-        UnsafeFileError: the file refers to objects that torch does not consider safe.
-        UnreadableFileError: the file is truncated, corrupt or not a torch file.
+    With ``allow_unsafe_pickle``, code in the file runs. Raises UnreadableFileError, and
+    UnsafeFileError with the advice ``remedy`` for objects that torch does not consider safe.
     """
     if not os.path.isfile(path):
         raise UnreadableFileError(f"{path}: not a regular file")
     try:
         is_zip = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            # torch warns about plain pickles. Below, they raise an error that explains more.
+            # Below, plain pickles raise a better error.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            # torch warns that it checks the indices of sparse tensors, as it should here.
             warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
             safe = not allow_unsafe_pickle
             return torch.load(path, map_location="cpu", weights_only=safe, mmap=is_zip)
     except MemoryError:
         raise
     except Exception as error:
-        # Damaged input can raise any exception in torch's reader.
         unsafe = _unsafe_globals(path, error)
         if unsafe:
             raise UnsafeFileError(
                 f"{path}: needs {unsafe}, which is not safe to load; nothing was executed"
                 f" ({remedy})"
             ) from error
-        # torch's message for a pickle error recommends to load the file without weights_only.
+        # torch's message recommends to load without weights_only.
         shown = UnpicklingError() if isinstance(error, UnpicklingError) else error
         raise UnreadableFileError(
             f"{path}: cannot be read (truncated, corrupt or not a checkpoint):"
@@ -394,31 +350,26 @@ def read_file(
 
 
 def _unsafe_globals(path: str, error: Exception) -> str:
-    """Names of the unsafe objects that `path` refers to, "" if `error` has another cause."""
     if not isinstance(error, UnpicklingError):
         return ""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:
-        # Not a zip file: only the message has the name of the unsafe object.
+        # Not a zip file: only the message has the name.
         refused = re.search(r"unsupported global:? (?:GLOBAL )?(\S+)", str(error), re.IGNORECASE)
         return refused[1] if refused else ""
     return ", ".join(sorted(found)[:4])
 
 
 def _is_consolidated(content: Any, default_name: bool) -> bool:
-    """Whether `content` is a result and not a rank file.
-
-    A result of the in-tree class has no mark except the default name.
-    """
+    """Whether it is a result. The in-tree class gives its results only a default name."""
     if not isinstance(content, Mapping) or "shard_metadata" in content:
         return False
     return "consolidated" in content or (default_name and content.keys() == {"model"})
 
 
 def _require_stored(key: str, rank: Rank) -> None:
-    """Checks that a shard has as many bytes as its shape needs. With stride 0, a small file could
-    have a huge tensor, and the result would fill the disk."""
+    """Checks the bytes of a shard: with stride 0, a small file could have a huge tensor."""
     shard = rank.state_dict[key]
     if shard.numel() * shard.element_size() > shard.untyped_storage().nbytes():
         raise ShardMismatchError(
@@ -428,22 +379,18 @@ def _require_stored(key: str, rank: Rank) -> None:
 
 
 def _save_id(paths: list[str]) -> str:
-    """An id that changes when one of the files is written again. The files have no id inside."""
+    """An id that changes when one of the files is written again."""
     found = [(os.path.basename(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in paths]
     return digest(repr(found).encode())
 
 
 def _verify_files(paths: list[str], progress: Callable[[int], object]) -> None:
-    """Checks the CRCs of the zip files. ``progress`` is called with the size of each file.
-
-    Raises:
-        UnreadableFileError: a CRC differs, or a file is from torch before 1.6 and has no CRCs.
-    """
+    """Checks CRCs. Raises UnreadableFileError; files of torch before 1.6 have none."""
     for path in paths:
         try:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
-        except Exception as error:  # zipfile raises many kinds of exceptions
+        except Exception as error:  # zipfile raises many kinds
             raise UnreadableFileError(
                 f"{path}: is not a zip file, so it has no CRCs to check. Save it with torch 1.6 or "
                 "later."
@@ -457,10 +404,7 @@ def _verify_files(paths: list[str], progress: Callable[[int], object]) -> None:
 
 
 def _can_forget(path: str) -> bool:
-    """Whether pages of tensors that torch mapped from ``path`` may be unloaded.
-
-    In files of big-endian machines, torch reverses the bytes in memory; unloading would undo that.
-    """
+    """Whether pages may be unloaded. Not if torch reversed the bytes (big-endian) in memory."""
     if not hasattr(mmap, "MADV_DONTNEED"):
         return False
     try:
@@ -468,14 +412,11 @@ def _can_forget(path: str) -> bool:
             order = next(n for n in archive.namelist() if n.endswith("/byteorder"))
             return archive.getinfo(order).file_size < 16 and archive.read(order) == b"little"
     except Exception:
-        return False  # not a zip file and therefore not mapped, or without a byte order
+        return False  # not a zip file, or without a byte order
 
 
 def _forget(part: torch.Tensor) -> None:
-    """Unloads the pages inside ``part``, which is mapped from a file.
-
-    Pages that were read count as memory of the process. They are read again when needed.
-    """
+    """Unloads the pages in ``part``, which count as memory of the process."""
     page = mmap.PAGESIZE
     begin = -(-part.data_ptr() // page) * page
     end = (part.data_ptr() + part.numel() * part.element_size()) // page * page

@@ -23,12 +23,9 @@ class Options:
     """The options of a result.
 
     Attributes:
-        format: ``"safetensors"`` or ``"pth"``.
         max_shard_size: maximum bytes of the tensors in a safetensors file, None for one file.
-        optimizer: whether to write the optimizer state too.
-        dtype: safetensors name of the dtype for floating-point parameters (``"BF16"``), None for no
-            cast.
-        tied: ``{alias: parameter name}``, other names under which parameters are also saved.
+        dtype: safetensors name of the dtype to cast floating-point parameters to, or None.
+        tied: ``{alias: parameter name}``.
     """
 
     format: str
@@ -48,11 +45,7 @@ class Options:
 
 
 def parse_size(text: str | int) -> int:
-    """Number of bytes of a size: ``"5GB"`` is 5 * 10**9, ``"5GiB"`` is 5 * 2**30, ``"5"`` is 5.
-
-    Raises:
-        OptionsError: ``text`` is not a size of at least one byte.
-    """
+    """``"5GB"`` is 5 * 10**9, ``"5GiB"`` is 5 * 2**30, ``"5"`` is 5. Raises OptionsError."""
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", str(text))
     if not found or found[2].lower() not in _UNITS:
         raise OptionsError(f"{text!r:.40} is not a size like 5GB, 500MB or 2GiB")
@@ -65,17 +58,12 @@ def parse_size(text: str | int) -> int:
 def choose_target(
     prefix: str, sharded: bool, save_path: str, format: str | None, several: str
 ) -> tuple[str, bool, str]:
-    """Chooses the path of the result, whether it is a folder, and the format of its files.
+    """Chooses the path of the result, whether it is a folder, and its format. Raises OptionsError.
 
     Args:
-        prefix: path of the checkpoint, or prefix of per-rank files.
-        sharded: whether it is a checkpoint folder.
-        save_path: the path that the user wants, "" for the default.
-        format: the format that the user wants, None for the default.
+        sharded: whether ``prefix`` is a checkpoint folder.
+        save_path, format: the user's choice, "" and None for the default.
         several: name of the option that requires several files, "" if none does.
-
-    Raises:
-        OptionsError: path and options contradict each other.
     """
     path = save_path.rstrip("/") or save_path
     extension = _EXTENSIONS.get(os.path.splitext(path)[1].lower())
@@ -94,17 +82,13 @@ def choose_target(
                 f"{path}: is a file, but {several} writes several files. Pass a folder instead."
             )
         return path, False, chosen
-    # For per-rank files, the result has always been one torch file, with any name.
+    # The result of per-rank files may have any name.
     is_file = not (sharded or several) and chosen == PTH
     return path, not is_file, chosen
 
 
 def default_path(prefix: str, ending: str) -> str:
-    """The default path of the result: ``prefix`` followed by ``ending``.
-
-    Raises:
-        OptionsError: the checkpoint is not on a local disk.
-    """
+    """Raises OptionsError if ``prefix`` is a URL."""
     if "://" in prefix:
         raise OptionsError(f"{prefix}: is a URL. Pass a path on a local disk as --save_path.")
     return prefix + ending

@@ -1,9 +1,7 @@
 """Assigns the tensors of a source to the files of the result, without reading values.
 
-A checkpoint for another number of ranks is such a result, too. Each parameter is split as
-``xla_fsdp.sharding.layout`` splits a parameter that is sharded separately: rank r of M gets the
-elements ``[r * c, (r + 1) * c)`` of n, with ``c = ceil(n / (M * 128)) * 128``. Loading does not
-require this split. But with it, most models read mostly their own file on each rank.
+Resharding splits parameters as ``xla_fsdp.sharding.layout`` does, so that loading ranks mostly read
+their own file.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ class WritePlan:
 
     Attributes:
         files: files with tensors. If ``is_folder`` is False, the result is the only one.
-        texts: content of small files, by name. ``make_texts`` adds more, from the digests of each
-            of ``files``.
-        identity: 16 hexadecimal digits, equal only for the same save with the same options.
+        texts: content of small files, by name. ``make_texts`` adds more, from the digests of
+            ``files``.
+        identity: equal only for the same save with the same options.
     """
 
     files: list[SafetensorsFile | TorchFile]
@@ -58,15 +56,11 @@ def make_write_plan(
     name: str | None,
     state_dict: Mapping[str, Any] | None = None,
 ) -> WritePlan:
-    """Plans the files of the result.
+    """Plans the files of the result. Raises OptionsError, UnsupportedValueError.
 
     Args:
-        name: name of the file if the result is one file, None for a folder.
+        name: name of the file, None for a folder.
         state_dict: the full model for a torch file, if it is in memory.
-
-    Raises:
-        OptionsError: the options request an optimizer, but the source has none.
-        UnsupportedValueError: a tensor or value cannot be stored in a safetensors file.
     """
     about = {
         "format": manifest.FORMAT,
@@ -168,8 +162,7 @@ def _model(source: Source, options: Options) -> Iterator[ResultTensor]:
 
 
 def _shards(tensors: list[ResultTensor], limit: int | None) -> list[list[ResultTensor]]:
-    """Splits the tensors, in order, into lists of at most ``limit`` bytes. A larger tensor gets a
-    separate list."""
+    """Splits the tensors into lists of at most ``limit`` bytes. A larger one is alone."""
     shards: list[list[ResultTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -203,13 +196,11 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _optimizer_json(optimizer: Optimizer) -> bytes:
-    """The groups and single values of the optimizer, encoded as in the manifest."""
     single = {name: dict(each.single) for name, each in optimizer.state.items()}
     return write_json({**manifest.dump_groups(optimizer), "single": single}) + b"\n"
 
 
 def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) -> WritePlan:
-    """Plans a checkpoint of ``world_size`` ranks."""
     about = {"save_id": source.save_id, "reshard": world_size, "tied": dict(tied)}
     identity = digest(write_json(about))
     described = _describe(source, world_size, identity)
@@ -234,7 +225,6 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
 
 
 def _describe(source: Source, world_size: int, identity: str) -> Manifest:
-    """The manifest of the result, without file records."""
     if isinstance(source, ShardedSource):
         return replace(
             source.manifest, save_id=identity, world_size=world_size, files=(), sharding_rules=None
@@ -252,13 +242,11 @@ def _describe(source: Source, world_size: int, identity: str) -> Manifest:
 
 
 def _range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The elements of a parameter that a rank gets."""
     count = -(-numel // (world_size * _LANES)) * _LANES
     return min(rank * count, numel), min((rank + 1) * count, numel)
 
 
 def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[ResultTensor]:
-    """The tensors of one rank's file."""
     state = described.optimizer.state if described.optimizer is not None else {}
     for name, tensor in described.parameters.items():
         begin, end = _range(tensor.numel, rank, described.world_size)
@@ -277,8 +265,6 @@ def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[Re
 def _part(
     key: str, dtype: str, begin: int, end: int, read: Callable[[int, int], torch.Tensor]
 ) -> ResultTensor:
-    """The elements ``begin .. end`` of a larger tensor, as a one-dimensional tensor."""
-
     def read_part(low: int, high: int) -> torch.Tensor:
         return read(begin + low, begin + high)
 

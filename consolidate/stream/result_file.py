@@ -1,12 +1,6 @@
 """Writes one file of the result while its tensors are read: a safetensors or a torch file.
 
-In a safetensors file, ``__metadata__`` in the header has the metadata of the plan and a
-``"digest"``: the xxh3 digest of all bytes after the header. The header is written last, so an
-incomplete file has no valid header.
-
-A torch file is a zip file with a pickle and the storages, in the layout of ``torch.save``: without
-compression, and storages begin at multiples of 64 bytes, so that ``torch.load(mmap=True)`` can map
-them.
+The header of a safetensors file is written last, with a ``"digest"`` of all bytes after it.
 """
 
 from __future__ import annotations
@@ -44,17 +38,12 @@ _FIXED = {
     ".format_version": b"1",
     ".storage_alignment": str(_ALIGNMENT).encode(),
 }
-_UNKNOWN = "0" * 16  # has the length of a digest
+_UNKNOWN = "0" * 16
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A safetensors file to be written; see :class:`~.plan.WritePlan`.
-
-    Attributes:
-        tensors: returns the tensors. It is called when they are needed, since all tensors of all
-            ranks may be many.
-    """
+    """A safetensors file to be written. ``tensors`` is called each time they are needed."""
 
     name: str
     tensors: Callable[[], Iterable[ResultTensor]]
@@ -66,14 +55,10 @@ class SafetensorsFile:
 
     @cached_property
     def size(self) -> int:
-        """Number of bytes of the file."""
         return len(self._header(_UNKNOWN)) + self.nbytes
 
     def write(self, path: str, progress: Callable[[int], object]) -> list[str]:
-        """Writes the file, durable when this returns. Returns the digests of its chunks.
-
-        Raises OutputError and errors of reading.
-        """
+        """Writes durably. Returns the digests of the file's chunks. Raises OutputError."""
         header, total = self._header(_UNKNOWN), xxhash.xxh3_64()
         chunks = ChunkDigests(chunk_bytes(self.size))
 
@@ -92,14 +77,11 @@ class SafetensorsFile:
         for number in range(math.ceil(len(header) / chunk)):
             begin = number * chunk
             data = read(_DISK, path, begin, min(begin + chunk, self.size))
-            digests[number] = digest(data)  # with the header as it is now
+            digests[number] = digest(data)
         return digests
 
     def check(self, path: str, progress: Callable[[int], object]) -> list[str] | None:
-        """The digests of its chunks if the file at ``path`` is complete and equal to this one.
-
-        Otherwise None. Checks every byte.
-        """
+        """The digests of its chunks if a file equals this one in every byte, else None."""
         begin, total = len(self._header(_UNKNOWN)), xxhash.xxh3_64()
         chunks = ChunkDigests(chunk_bytes(self.size))
         buffer = memoryview(bytearray(PIECE_BYTES))
@@ -128,10 +110,7 @@ class SafetensorsFile:
 class TorchFile:
     """A torch file to be written.
 
-    Attributes:
-        content: the content, with a ``ResultTensor`` for every tensor. If one occurs under several
-            names, the file has one tensor under these names.
-        identity: identifies the save and the options.
+    ``content`` has a ``ResultTensor`` for every tensor. One that occurs twice is stored once.
     """
 
     name: str
@@ -143,7 +122,6 @@ class TorchFile:
         return sum(storage.nbytes for storage in self._records[1].values())
 
     def write(self, path: str, progress: Callable[[int], object]) -> list[str]:
-        """Writes the file, durable when this returns. Raises OutputError and errors of reading."""
         small, storages = self._records
         with creating(_DISK, path) as output:
             with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
@@ -156,10 +134,7 @@ class TorchFile:
         return []
 
     def check(self, path: str, progress: Callable[[int], object]) -> list[str] | None:
-        """A list if the file at ``path`` is complete and equal to this one, otherwise None.
-
-        Checks every byte.
-        """
+        """``[]`` if a file equals this one in every byte, else None."""
         small, storages = self._records
         sizes = {record: len(data) for record, data in small.items()}
         sizes |= {record: storage.nbytes for record, storage in storages.items()}
@@ -178,12 +153,11 @@ class TorchFile:
                         while piece := file.read(PIECE_BYTES):
                             progress(len(piece))
         except Exception:
-            return None  # zipfile raises many kinds of exceptions if a file is incomplete
+            return None  # zipfile raises many kinds of exceptions
         return []
 
     @cached_property
     def _records(self) -> tuple[dict[str, bytes], dict[str, ResultTensor]]:
-        """The small records of the zip file, and the storages, by name in the order of the file."""
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(self.content)
@@ -194,8 +168,6 @@ class TorchFile:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a ``ResultTensor`` as torch pickles a tensor, and collects it in ``storages``."""
-
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
         self.storages: list[ResultTensor] = []
@@ -206,7 +178,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", value.kind, value.key, "cpu", value.count)
 
     def reducer_override(self, value: Any) -> Any:
-        # Tensors in memory: 'step', extra state, or a model. Sparse tensors consist of dense ones.
+        # Tensors in memory, such as 'step'. Sparse tensors consist of dense ones.
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             value = _constant(value)
         if not isinstance(value, ResultTensor):
@@ -226,7 +198,7 @@ class _Pickler(pickle.Pickler):
 
 @dataclass(frozen=True)
 class _Storage:
-    """A storage. ``kind``: its class in torch. ``count``: number of elements (bytes if untyped)."""
+    """``kind``: the class in torch. ``count``: number of elements (bytes if untyped)."""
 
     kind: type
     key: str
@@ -234,7 +206,6 @@ class _Storage:
 
 
 def _constant(tensor: torch.Tensor) -> ResultTensor:
-    """Makes a ``ResultTensor`` of a tensor in memory."""
     if not is_dense(tensor):
         raise UnsupportedValueError(
             f"a tensor of shape {list(tensor.shape)} cannot be written, because it is quantized or "
@@ -245,11 +216,11 @@ def _constant(tensor: torch.Tensor) -> ResultTensor:
 
 
 def _open(archive: zipfile.ZipFile, record: str, size: int) -> IO[bytes]:
-    """Opens a record of the archive for writing, with padding so that its data is aligned."""
+    """Opens a record for writing, with padding so that its data is aligned."""
     entry = zipfile.ZipInfo(record)
     entry.file_size = size
     wide = size >= _ZIP64_BYTES
-    # The header: 30 bytes, the name, the padding (4 bytes and zeros), and 20 for 64-bit sizes.
+    # 30 bytes, the name, the padding (4 bytes and zeros), and 20 for 64-bit sizes.
     header = 30 + len(record.encode()) + 4 + (20 if wide else 0)
     padding = -(archive.start_dir + header) % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
@@ -261,7 +232,7 @@ def _copy(storage: ResultTensor, entry: IO[bytes], progress: Callable[[int], obj
         entry.write(piece)
         progress(len(piece))
 
-    # For a few bytes, a thread costs more time than it saves.
+    # A thread would cost more time than it saves.
     if storage.nbytes > PIECE_BYTES:
         pump(storage.pieces(), take)
     else:

@@ -1,7 +1,4 @@
-"""Consolidates, reshards or verifies a checkpoint: opens it, plans the result, and writes it.
-
-The last functions also return the full (unsharded) state_dict, of per-rank files or state_dicts.
-"""
+"""Consolidates, reshards or verifies a checkpoint."""
 
 from __future__ import annotations
 
@@ -59,28 +56,29 @@ def consolidate_checkpoint(
 ) -> Result:
     """Writes the full (unsharded) model, with a few MiB in memory at a time.
 
-    If the run is killed, ``save_path`` has either its old content or the complete result. Calling
-    this again continues with the first file that is not finished. If the result exists already,
-    nothing is changed.
+    If the run is killed, ``save_path`` has either its old content or the complete result, and the
+    next call continues. If the result exists already, nothing is changed.
 
     Args:
-        path, suffix: the checkpoint, see :func:`~.sources.open_source`.
+        path: a checkpoint folder, a folder of them (the newest is used), or a path prefix of
+            per-rank torch files.
         save_path: a file (``.safetensors``, ``.pth``) or a folder. Default: ``path`` followed by
             ``_consolidated``.
+        suffix: glob pattern of per-rank files (default ``*.pth``). With it, ``path`` is a prefix.
         format: ``"safetensors"`` or ``"pth"``. Default: the extension of ``save_path``; without
             one, safetensors for checkpoint folders and pth for per-rank files.
-        max_shard_size: number of bytes, or a size like ``"5GB"``. Writes several safetensors files
-            with tensors of at most this size, and an index.
+        max_shard_size: bytes, or a size like ``"5GB"``: write several safetensors files with
+            tensors of at most this size, and an index.
         optimizer: also write the optimizer state.
-        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: cast floating-point parameters (not
-            buffers and not optimizer state) to this dtype.
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: cast floating-point parameters, but
+            not buffers and optimizer state.
         tied: ``{alias: parameter name}`` for tied weights that per-rank files do not record.
         allow_unsafe_pickle: read per-rank torch files even if that runs code in them.
         progress, say: functions that show the progress and messages.
 
     Raises:
         OutputError: the result cannot be written.
-        CheckpointError: a subclass of it; the message names the file.
+        CheckpointError: a subclass; the message names the file.
     """
     source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
     say(f"found {source.found}")
@@ -117,17 +115,15 @@ def reshard_checkpoint(
 ) -> Result:
     """Writes a checkpoint of ``world_size`` ranks into the folder ``save_path``.
 
-    From a checkpoint folder, this writes parameters, buffers, optimizer, scheduler and extra; from
-    per-rank torch files, parameters and buffers. Values of a single rank (random states) are not
-    written. The call is atomic, resumable and idempotent like :func:`consolidate_checkpoint`, which
-    also describes the other arguments.
+    It has parameters, buffers, optimizer, scheduler and extra, but no random states; from per-rank
+    torch files, only parameters and buffers. See :func:`consolidate_checkpoint`.
 
     Args:
         world_size: the new number of ranks, 1 to 99999.
         save_path: default: ``path`` followed by ``_of_`` and the number of ranks.
 
     Raises:
-        CheckpointError: a subclass of it; the message names the file.
+        CheckpointError: a subclass; the message names the file.
     """
     if type(world_size) is not int or not 1 <= world_size < 100_000:
         raise OptionsError(f"cannot reshard to {world_size!r:.40} ranks: expected 1 to 99999")
@@ -168,16 +164,13 @@ def verify_checkpoint(
     allow_unsafe_pickle: bool = False,
     progress: Callable[[str, int], Progress] = silent,
 ) -> str:
-    """Checks that a checkpoint is complete and consistent, and checks every byte. Writes nothing.
+    """Checks every byte of a checkpoint, and that it is complete and consistent. Writes nothing.
 
-    For a checkpoint folder, it compares the digests. For per-rank torch files, it compares the CRCs
-    of the zip files, which detect flipped bits, but not files of different steps.
-
-    Returns:
-        A line that says what was checked.
+    The CRCs of per-rank torch files detect flipped bits, but not files of different steps. Returns
+    a line that says what was checked.
 
     Raises:
-        CheckpointError: a subclass of it; the message names the file.
+        CheckpointError: a subclass; the message names the file.
     """
     source = open_source(path, suffix, allow_unsafe_pickle=allow_unsafe_pickle)
     with progress("verify", source.size) as bar:
@@ -192,20 +185,19 @@ def consolidate_sharded_state_dicts(
     *,
     tied: Mapping[str, str] | None = None,
 ) -> OrderedDict[str, Any]:
-    """Rebuild the full state_dict from the state_dicts of all ranks.
+    """Rebuilds the full state_dict from the state_dicts of all ranks.
 
     Args:
         state_dict_list: ``model.state_dict()`` of every rank, in rank order.
         shard_metadata: ``model.get_shard_metadata()`` of any one rank.
-        tied: ``{alias: parameter name}`` for tied weights whose other names the metadata does not
-            record. torch_xla's own FSDP class does not record them.
+        tied: ``{alias: parameter name}`` for tied weights, which torch_xla's own FSDP class does
+            not record.
 
     Returns:
         The state_dict of the unsharded model. All names of a tied weight share one tensor.
 
     Raises:
-        MissingRankError: ``state_dict_list`` is empty.
-        WorldSizeError: the number of state_dicts is not the number of ranks in the metadata.
+        MissingRankError, WorldSizeError: the state_dict of a rank is missing.
         InvalidMetadataError: ``shard_metadata`` is incomplete or contradicts itself.
         ShardMismatchError: keys, shapes or dtypes do not match.
         TiedWeightError: a name in ``tied`` does not exist, or an alias is in use.
@@ -234,17 +226,15 @@ def consolidate_sharded_model_checkpoints(
     *,
     tied: Mapping[str, str] | None = None,
 ) -> tuple[OrderedDict[str, Any], str | None]:
-    """Rebuild the full state_dict from the rank files ``ckpt_prefix + ckpt_suffix``.
+    """Rebuilds the full state_dict from the rank files ``ckpt_prefix + ckpt_suffix``.
 
-    Each file is ``{"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}``
-    and may have other keys. Results of earlier runs that match the pattern are ignored. Memory: the
-    size of the result; the rank files are memory-mapped.
+    Each file is ``{"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}`` and
+    may have other keys. Results of earlier runs are ignored. Memory: the size of the result.
 
     Args:
         ckpt_prefix: path prefix of the files. It is not a pattern.
         ckpt_suffix: glob pattern of the rest of the path.
-        save_path: path of the result, ``{"model": full_state_dict, ...}``. Default:
-            ``ckpt_prefix + "_consolidated.pth"``.
+        save_path: default: ``ckpt_prefix + "_consolidated.pth"``.
         save_model: ``False`` writes no file.
         tied: see `consolidate_sharded_state_dicts`.
 
@@ -252,7 +242,7 @@ def consolidate_sharded_model_checkpoints(
         The full state_dict, and the path of the result or None if ``save_model`` is False.
 
     Raises:
-        CheckpointError: a subclass of it; the message names the file. Nothing is written.
+        CheckpointError: a subclass; the message names the file. Nothing is written.
     """
     prefix = os.fspath(ckpt_prefix)
     source = open_legacy(prefix, ckpt_suffix, tied)

@@ -24,19 +24,7 @@ def open_source(
     tied: Mapping[str, str] | None = None,
     allow_unsafe_pickle: bool = False,
 ) -> Source:
-    """Opens a checkpoint folder, the newest checkpoint in a folder, or per-rank torch files.
-
-    This checks that the checkpoint is complete and consistent.
-
-    Args:
-        path: a folder, or a path prefix of per-rank files.
-        suffix: glob pattern of per-rank files. If it is given, ``path`` is always a prefix.
-        tied: ``{alias: parameter name}`` for tied weights that per-rank files do not record.
-        allow_unsafe_pickle: read per-rank torch files even if that runs code in them.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is incomplete or damaged.
-    """
+    """As :func:`~.run.consolidate_checkpoint`. Raises CheckpointError."""
     prefix = os.fspath(path)
     if suffix is None and _is_sharded(prefix):
         if tied:
@@ -46,10 +34,7 @@ def open_source(
 
 
 def _is_sharded(path: str) -> bool:
-    """Whether ``path`` is a checkpoint folder or a folder with checkpoints, complete or not.
-
-    A URL always is: per-rank torch files cannot be read from URLs.
-    """
+    """Whether it is a folder of a checkpoint (complete or not) or of several, or a URL."""
     if "://" in path:
         return True
     if not os.path.isdir(path):
@@ -59,24 +44,15 @@ def _is_sharded(path: str) -> bool:
 
 
 class ShardedSource:
-    """A checkpoint folder of the current format. Every byte that is read is compared with its
-    digest.
+    """A checkpoint folder of the current format. Raises CheckpointError if it is damaged.
 
     Attributes:
         save_id: equal only for saves with the same bytes.
-        step: the step of the save, None if it is not recorded.
-        world_size: the number of ranks that saved it.
-        label: name of the checkpoint in messages.
-        found: text that tells the user which checkpoint was found.
+        label, found: texts for messages: its name, and what was found.
         inputs: paths of its files, which must not be overwritten.
-        order: every name in the order of the model's state_dict, with the first name of its tensor.
+        order: every name in the order of the state_dict, with the first name of its tensor.
         parameters, buffers: descriptions of tensors by first name.
-        extra_state: what ``get_extra_state`` of modules returned, by key; plain values.
-        size: total bytes of its files.
-        optimizer: description of the optimizer, None if the checkpoint has none.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged; see ``ShardedCheckpoint``.
+        extra_state: what ``get_extra_state`` of modules returned, by key.
     """
 
     def __init__(self, path: str):
@@ -90,7 +66,6 @@ class ShardedSource:
         self.inputs += [self.label, join(self.label, manifest.NAME)]
         self.parameters, self.buffers = found.parameters, found.buffers
         self.optimizer = found.optimizer
-        # Elements ``begin <= i < end`` of a flattened parameter, or of its optimizer state.
         self.read = self.checkpoint.read
         self.size = sum(record.size for record in found.files)
         tensors = [*found.parameters.values(), *found.buffers.values()]
@@ -102,16 +77,11 @@ class ShardedSource:
         return {key: values.decode(value, self.label) for key, value in found.items()}
 
     def read_buffer(self, name: str, begin: int, end: int, rank: int = 0) -> torch.Tensor:
-        """Elements of a buffer with the values of ``rank``, or of rank 0 if there was no such
-        rank."""
+        """Elements of a buffer with the values of ``rank``, or of rank 0 if there was none."""
         rank = rank if rank < self.world_size else 0
         return self.checkpoint.file(rank).read(manifest.buffer_key(name), begin, end)
 
     def verify(self, progress: Callable[[int], object]) -> str:
-        """Compares the digests of all files, and returns a text that says what was checked.
-
-        ``progress`` is called with the number of bytes of each step.
-        """
         self.checkpoint.verify(progress)
         return f"step {self.step}, {self.world_size} ranks, digests"
 

@@ -1,9 +1,7 @@
-"""Writes a result into a hidden folder, which replaces the target in one step.
+"""Writes a result into ``.NAME.<identity>.partial``, a folder which replaces the target NAME.
 
-The folder is ``.NAME.<identity>.partial`` in the folder of the target, which is called NAME. It
-remains when a run is killed. The next run with the same options keeps its finished files; a run
-with other options removes it. If the system cannot swap folders, an existing target folder is
-called ``.NAME.replaced`` for a moment while it is replaced.
+The next run with the same options continues there; one with other options removes it. If the system
+cannot swap folders, an existing target is called ``.NAME.replaced`` for a moment.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ Progress = AbstractContextManager[Callable[[int], object]]
 
 @contextlib.contextmanager
 def silent(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A progress display that shows nothing."""
     yield lambda count: None
 
 
@@ -39,13 +36,9 @@ def write_result(
     inputs: list[str],
     progress: Callable[[str, int], Progress] = silent,
 ) -> tuple[bool, int]:
-    """Writes the result and replaces the target.
+    """Writes the result and replaces the target. Raises OutputError.
 
-    Returns whether the result existed already, and the number of files that an earlier run had
-    finished.
-
-    Raises:
-        OutputError: the result cannot be written.
+    Returns whether the result existed already, and the number of files kept of an earlier run.
     """
     stage = _Stage(target, plan.identity)
     stage.repair()
@@ -62,7 +55,6 @@ def write_result(
 
 
 def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progress]) -> bool:
-    """Whether the target already has this result. Checks every byte."""
     if not os.path.lexists(target):
         return False
     paths = [join(target, file.name) if plan.is_folder else target for file in plan.files]
@@ -86,8 +78,6 @@ def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progr
 
 
 class _Stage:
-    """The hidden folder of one target. Errors are OutputError."""
-
     def __init__(self, target: str, identity: str):
         self.target = target
         self.parent, name = os.path.dirname(target) or ".", os.path.basename(target)
@@ -97,12 +87,12 @@ class _Stage:
         self._is_locked = False
 
     def repair(self) -> None:
-        """Restores a target that was renamed by a run which was killed before it replaced it."""
+        """Restores a target that a killed run had renamed and not replaced."""
         if os.path.isdir(self._replaced) and not os.path.lexists(self.target):
             _DISK.rename(self._replaced, self.target)
 
     def sweep(self) -> None:
-        """Removes the hidden folders of earlier runs for this target that are not running."""
+        """Removes the hidden folders of runs for this target that are not running."""
         for name in sorted(_DISK.list(self.parent)):
             path = join(self.parent, name)
             if self._is_locked and path == self.folder:
@@ -115,10 +105,7 @@ class _Stage:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Makes the folder, and locks it for this process.
-
-        It is removed at the end of the context if it is empty.
-        """
+        """Makes and locks the folder. At the end, removes it if it is empty."""
         _DISK.make_folder(self.folder)
         try:
             lock = FolderLock(self.folder)
@@ -137,7 +124,7 @@ class _Stage:
             lock.close()
 
     def fill(self, plan: WritePlan, progress: Callable[[str, int], Progress]) -> int:
-        """Writes all files of the plan into the folder. Returns the number that existed."""
+        """Writes all files of the plan. Returns the number that existed."""
         names, present = {file.name for file in plan.files}, set(_DISK.list(self.folder))
         for name in present - names:
             _DISK.remove(join(self.folder, name))
@@ -180,7 +167,6 @@ class _Stage:
             )
 
     def commit(self, plan: WritePlan) -> None:
-        """Replaces the target by the folder, or by the only file in it."""
         _DISK.sync_folder(self.folder)
         rest = self.folder
         if not plan.is_folder:
@@ -193,17 +179,15 @@ class _Stage:
             _DISK.remove(rest)
             _DISK.rename(self.target, rest)
             _DISK.rename(self.folder, self.target)
-        # The result is complete. The next run removes what cannot be removed now.
+        # The next run removes what cannot be removed now.
         with contextlib.suppress(OutputError):
             _DISK.remove(rest)
 
 
 def check_target(path: str, is_folder: bool, inputs: list[str]) -> None:
-    """Checks that the target may be written, before any work is done.
+    """Checks that the target may be written. Raises OutputError.
 
-    Raises:
-        OutputError: the path is one of ``inputs``, a link, not of the right kind, in a folder that
-            does not exist, or a folder with files that no earlier run has written.
+    It may not be one of ``inputs``, a link, of the wrong kind, or in a folder that does not exist.
     """
     if "://" in path:
         raise OutputError(f"{path}: is a URL, but results are written to local paths only")
@@ -219,7 +203,7 @@ def check_target(path: str, is_folder: bool, inputs: list[str]) -> None:
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
     for source in inputs:
-        # Compare files, not names: writing to a link to an input would also destroy the input.
+        # One may be a link to the other.
         if os.path.exists(source) and os.path.exists(path) and os.path.samefile(path, source):
             raise OutputError(f"{path}: would overwrite the input {source}. Choose another path.")
     wrong = ""
@@ -238,7 +222,7 @@ def check_target(path: str, is_folder: bool, inputs: list[str]) -> None:
 
 
 def _require_own(folder: str) -> None:
-    """Checks that all files in a folder were written by an earlier run, as they will be removed."""
+    """Checks that an earlier run wrote all files in a folder: they will be removed."""
     try:
         names = set(_DISK.list(folder))
         own = _recorded(folder) if RECORD in names else set()

@@ -1,7 +1,4 @@
-"""The tensors of the result: how to read their elements, and their bytes in pieces.
-
-A thread reads ahead while the calling thread writes.
-"""
+"""The tensors of the result, and their bytes in pieces, read ahead by a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import torch
 
 from ..format.dtypes import copy_into, dtype_name, tensor_bytes
 
-# Bytes that are read and written at a time.
 PIECE_BYTES = 1 << 22
 
 
@@ -47,11 +43,9 @@ class ResultTensor:
 
     @property
     def described(self) -> tuple[str, str, tuple[int, ...]]:
-        """Name, dtype and shape, for the header of a safetensors file."""
         return self.name, dtype_name(self.dtype, repr(self.name)), self.shape
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes of the tensor in pieces."""
         origin = self.origin or self.dtype
         step = PIECE_BYTES // max(self.itemsize, origin.itemsize)
         for begin in range(0, self.numel, step):
@@ -62,15 +56,13 @@ class ResultTensor:
 
 
 def pieces(tensors: Iterable[ResultTensor]) -> Iterator[memoryview]:
-    """The bytes of the tensors in pieces, one tensor after the other."""
     return (piece for tensor in tensors for piece in tensor.pieces())
 
 
 def pump(produce: Iterable[memoryview], consume: Callable[[memoryview], object]) -> None:
     """Calls ``consume`` with every piece, in order, while another thread produces the next one.
 
-    An exception in either thread stops both and is raised here. The thread has ended when this
-    returns.
+    An exception in either thread is raised here. The thread has ended when this returns.
     """
     remaining = iter(produce)
 

@@ -43,8 +43,7 @@ class Contents:
 
     Attributes:
         manifest: without file records. Only rank 0 sets the scheduler, ``extra`` and extra state.
-        items: the tensors of the rank's file.
-        begins: for each parameter, the index of the first element that this rank saves.
+        begins: by parameter, the index of the first element that this rank saves.
     """
 
     manifest: Manifest
@@ -52,11 +51,7 @@ class Contents:
     begins: Mapping[str, int]
 
     def agreement(self) -> list[str]:
-        """Two digests that must be equal on all ranks.
-
-        The first is of the model, optimizer and step. The second is of the optimizer state that
-        is one value per parameter (such as ``step``).
-        """
+        """Two digests that must be equal on all ranks; the second is of single state values."""
         singles: dict[str, Any] = {}
         common = replace(self.manifest, scheduler=None, extra=None, extra_state=None)
         if common.optimizer is not None:
@@ -69,23 +64,17 @@ class Contents:
         return [digest(dump_manifest(common)), digest(write_json(singles))]
 
     def metadata(self, rank: int) -> dict[str, str]:
-        """The metadata in the header of the rank's file."""
         begins = write_json(dict(self.begins)).decode()
         return {**self.manifest.identity(rank), "begins": begins}
 
     def on_host(self) -> Contents:
-        """Copies all tensors to the host, so that training can continue."""
         return replace(self, items=[_copied(item) for item in self.items])
 
 
 def list_contents(
     model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any, random: DeviceRandomState
 ) -> Contents:
-    """Lists what this rank has to save. Copies only small values, and only on rank 0.
-
-    Raises:
-        TypeError, ValueError, CheckpointError: something cannot be saved.
-    """
+    """Lists what this rank has to save. Raises TypeError, ValueError or CheckpointError."""
     inventory = make_inventory(model)
     require_values(units_in(model), "saving was called")
     first = inventory.rank == 0
@@ -121,7 +110,7 @@ def list_contents(
 
 
 def _sharding_rules(inventory: Inventory) -> dict[str, ShardingRule] | None:
-    """Which rank saves which elements of each parameter, or ``None`` if one has no such rule."""
+    """``None`` if there is no rule for one of the parameters."""
     sharding_rules = {}
     for shard in inventory.parameters:
         if shard.sharding_rule is None:
@@ -157,16 +146,15 @@ def _described(buffer: ReplicatedBuffer) -> Tensor:
 
 
 class HostCopies:
-    """Copies tensors to the host and caches the last one, whose pieces are read one by one."""
+    """Copies tensors to the host. The last copy is cached: its pieces are read in turn."""
 
     def __init__(self) -> None:
         self._tensor: torch.Tensor | LazyState | None = None
         self._copy: torch.Tensor | None = None
 
     def flat(self, tensor: torch.Tensor | LazyState) -> torch.Tensor:
-        """All elements of ``tensor`` on the host, one-dimensional."""
         if tensor is not self._tensor:
-            self._tensor, self._copy = tensor, None  # freed before the next one is made
+            self._tensor, self._copy = tensor, None
         if self._copy is None:
             copy = tensor.make() if isinstance(tensor, LazyState) else local(tensor.detach()).cpu()
             self._copy = copy.reshape(-1)

@@ -54,7 +54,7 @@ from .value_loading import load_model_values, load_optimizer_values
 
 
 class IndexRange(NamedTuple):
-    """A block whose elements are consecutive in the flattened tensor, the first at ``begin``."""
+    """A block of consecutive elements of the flattened tensor, the first at ``begin``."""
 
     offsets: torch.Size
     sizes: torch.Size
@@ -66,12 +66,7 @@ class IndexRange(NamedTuple):
 
 
 def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[IndexRange]:
-    """Splits the range ``begin <= i < end`` of a flattened tensor into index ranges, in order.
-
-    A tensor of ``n`` dimensions needs at most ``2 * n - 1`` of them. For a matrix these are the end
-    of one row, the complete rows, and the beginning of another row: with shape ``(3, 4)``, the
-    range 2 to 9 is two elements of row 0, all of row 1, and one element of row 2.
-    """
+    """Splits a range of a flattened tensor into at most ``2 * n - 1`` blocks, in order."""
     if begin >= end:
         return []
     if not shape:
@@ -89,7 +84,7 @@ def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[Inde
             for each in split_index_range(inner, first, last)
         ]
 
-    first, last = -(-begin // row), end // row  # complete rows
+    first, last = -(-begin // row), end // row
     if first > last:
         return in_row(last, begin - last * row, end - last * row)
     found = in_row(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
@@ -99,7 +94,7 @@ def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[Inde
     return found + in_row(last, 0, end - last * row)
 
 
-# Usual names of the model and the optimizer in the saved dict. torch's tutorials add "app" on top.
+# Usual names in the saved dict. torch's tutorials add "app" on top.
 _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
 _OPTIMIZER = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "optimizers.")
 
@@ -115,19 +110,15 @@ def from_dcp(
 ) -> LoadedKeys:
     """Loads a directory that ``torch.distributed.checkpoint`` or :func:`to_dcp` wrote.
 
-    Call it on every rank. All ranks must see the directory. It may have been written by any number
-    of GPUs with any parallelism. The model may be at the top level or under ``"model"``, the
-    optimizer under ``"optim"`` or ``"optimizer"``; both may also be inside ``"app"``. Every rank
-    reads the chunks that overlap its shards, one chunk (a GPU's shard of a parameter) in memory at
-    a time. Everything is checked before anything is changed.
-
-    The metadata of such a directory is a Python pickle. Reading it runs code that its author chose,
-    so you must confirm with ``allow_pickle=True`` that you trust the author.
+    Call it on every rank; all must see the directory. Any number of GPUs with any parallelism may
+    have written it. The model may be at the top level or under ``"model"``, the optimizer under
+    ``"optim"`` or ``"optimizer"``, both also inside ``"app"``. Host memory: one chunk (a GPU's
+    shard of a parameter) at a time. Everything is checked before anything is changed.
 
     Args:
-        allow_pickle: ``True`` if you trust everyone who could write to the directory.
-        strict: ``True`` requires that the names are those of the model. ``False`` loads the tensors
-            whose names match, and reports the others.
+        allow_pickle: must be ``True``. The metadata is a pickle: reading it runs code of everyone
+            who could write to the directory.
+        strict: raise unless the names are those of the model. ``False`` loads those that match.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
@@ -138,7 +129,7 @@ def from_dcp(
         UnreadableFileError, ForeignFileError, CoverageError: the directory is damaged, has another
             format, or lacks elements of a tensor.
         ModelMismatchError: names, shapes, dtypes or parameter groups do not match.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -163,7 +154,7 @@ def from_dcp(
     )
 
     def match() -> tuple[Match, OptimizerMatch | None]:
-        assert offered is not None  # every rank has read the directory
+        assert offered is not None
         reported = LoadedKeys(offered.missing, offered.unexpected)
         matched = match_model(inventory, offered.values, directory.path, strict, reported=reported)
         if optimizer is None:
@@ -186,10 +177,7 @@ def from_dcp(
 
 
 def _keys(model: nn.Module, inventory: Inventory) -> list[str]:
-    """The keys of ``state_dict()`` of the unwrapped module.
-
-    If ``state_dict()`` computes with values, these are the names of parameters and buffers.
-    """
+    """Keys of the unwrapped ``state_dict()``; names of tensors if it computes with values."""
     state = placeholder_state_dict(model, inventory)
     if state is not None:
         return list(state)
@@ -206,7 +194,7 @@ def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str])
             f"{directory.path}: has no tensor of the model, such as 'model.{names[0]}'. It has "
             f"{format_names(directory.tensors)}. Pass the directory of this model."
         )
-    # Without a prefix, the tensors of the model and of the optimizer are at the same level.
+    # Without a prefix, the optimizer is at the same level.
     others = _OPTIMIZER if not prefix else ()
 
     def below(keys: Iterable[str]) -> list[str]:
@@ -221,14 +209,14 @@ def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str])
             extra[name] = directory.nested(prefix + name, own)
             tensors = {key: stored for key, stored in tensors.items() if key not in own}
             objects -= set(own)
-    if prefix:  # without a prefix, other objects may not belong to the model
+    if prefix:  # else they may not belong to the model
         found = directory.objects_at(sorted(objects))
         extra |= {key[len(prefix) :]: value for key, value in found.items()}
     return {key[len(prefix) :]: stored for key, stored in tensors.items()} | extra
 
 
 def _optimizer_in(directory: _Directory) -> dict[str, Any]:
-    """The optimizer's state dict, by parameter name or number. Reads all layouts that torch writes.
+    """The optimizer's state dict, by name or number, from any layout that torch writes.
 
     ``"lists_all_groups"`` is ``False`` if groups without parameters are not recorded.
     """
@@ -271,18 +259,13 @@ def _optimizer_in(directory: _Directory) -> dict[str, Any]:
         groups = [by_group[key] for key in sorted(by_group, key=int)]
         if any(isinstance(one, int) for group in groups for one in group["params"]):
             state = {int(name): own for name, own in state.items()}
-    else:  # flattened by torch: every parameter has the options of its group
+    else:  # torch flattened it
         groups = [{**options, "params": [name]} for name, options in by_group.items()]
     return {"state": state, "param_groups": groups, "lists_all_groups": lists_all_groups}
 
 
 class _Directory:
-    """A directory, with its tensors as :class:`ReadableTensor`. Opening it loads a pickle.
-
-    Raises:
-        CheckpointNotFoundError: there is no metadata file.
-        UnreadableFileError, ForeignFileError: the metadata is damaged or has another format.
-    """
+    """A directory with its tensors. Opening it loads a pickle."""
 
     def __init__(self, path: str):
         self.path = path
@@ -311,7 +294,6 @@ class _Directory:
                 self.tensors[key] = self._stored(key, about)
 
     def objects_at(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Reads the values at ``keys`` that are not tensors."""
         keys = list(keys)
         none = torch.Size((0,))
         items = [
@@ -323,8 +305,7 @@ class _Directory:
         return found
 
     def nested(self, top: str, keys: list[str]) -> Any:
-        """Rebuilds the value that was saved as ``top``. torch splits dicts, and lists with dicts in
-        them, into one entry per leaf."""
+        """Rebuilds the value saved as ``top``, which torch has split into leaves."""
         values = self.objects_at(key for key in keys if key not in self.tensors)
         for key in keys:
             if key in self.tensors:
@@ -344,7 +325,7 @@ class _Directory:
     def _stored(self, key: str, about: TensorStorageMetadata) -> ReadableTensor:
         shape, dtype = tuple(about.size), about.properties.dtype
 
-        reader = self.reader  # not this object, which refers to the result
+        reader = self.reader  # not self, which refers to the result
 
         def fill(out: torch.Tensor, begin: int) -> None:
             end = begin + out.numel()
@@ -364,19 +345,17 @@ class _Directory:
 
 
 def _read(reader: FileSystemReader, what: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-    """Reads ``items`` into the destinations of ``planner``. ``what``: for messages."""
     with _guarded(str(reader.path), what):
         reader.read_data(LoadPlan(items), planner).wait()
 
 
 @contextlib.contextmanager
 def _guarded(path: str, what: str) -> Iterator[None]:
-    """A context in which the errors of torch's reader become UnreadableFileError."""
     try:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # damaged input can raise any exception in torch's reader
+    except Exception as error:  # damaged input can raise any
         raise UnreadableFileError(
             f"{path}: cannot read {what}: it is truncated, corrupt, or from an incompatible torch "
             f"version ({type(error).__name__}: {first_line(error, 200)})"
@@ -384,8 +363,7 @@ def _guarded(path: str, what: str) -> Iterator[None]:
 
 
 class _Properties(TensorProperties):
-    """Also reads the properties that later torch versions write: 2.15 adds the strides of a tensor
-    as a sixth value, and torch 2.9 accepts exactly five."""
+    """torch 2.15 also writes the strides of a tensor, for which torch 2.9 raises."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[:5])
@@ -393,7 +371,7 @@ class _Properties(TensorProperties):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if module_name == "pathlib._local":  # the module of path classes in Python 3.13
+        if module_name == "pathlib._local":  # in Python 3.13
             module_name = "pathlib"
         found = super().find_class(module_name, global_name)
         return _Properties if found is TensorProperties else found
@@ -405,7 +383,7 @@ def _read_metadata(path: str) -> Any:
 
 
 def _inside(top: str, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """The part of ``path`` after ``top``. ``path`` has the names that make up ``key``."""
+    """The part of ``path`` (the names in ``key``) after ``top``."""
     for start in range(len(path)):
         if ".".join(map(str, (top, *path[start:]))) == key:
             return path[start:]
@@ -421,8 +399,6 @@ def _with_lists(value: Any) -> Any:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Gives torch's reader the destinations: a view for each box of a tensor, or a dict."""
-
     def __init__(self, targets: list[torch.Tensor], objects: dict[str, Any]):
         super().__init__()
         self.targets = targets
@@ -434,7 +410,7 @@ class _Planner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         number = read_item.dest_index.index
-        assert number is not None  # the index of the box
+        assert number is not None
         target = self.targets[number]
         for dim, (offset, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)

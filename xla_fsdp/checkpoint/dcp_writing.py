@@ -1,10 +1,4 @@
-"""``to_dcp``: writes a directory that ``torch.distributed.checkpoint`` loads, for example on GPUs.
-
-The keys are those that ``dcp.save({"model": ..., "optim": ...})`` writes for the state dicts of
-``torch.distributed.checkpoint.state_dict``: ``model.<name>``, ``optim.state.<name>.<key>`` and
-``optim.param_groups.<i>.<option>``. Every rank writes its elements, split into index ranges.
-Rank 0 writes the metadata last. Without metadata, the directory is not a checkpoint.
-"""
+"""``to_dcp``: writes a directory that ``torch.distributed.checkpoint`` loads."""
 
 from __future__ import annotations
 
@@ -50,10 +44,9 @@ from .optimizers import local_state, members_of_groups, options, state_converter
 from .protocol import PlaceholderTensor, placeholder_state_dict
 from .rank_exchange import RankExchange, wait_until
 
-# Files that a directory has before its metadata is written.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 
-# Maximum size of a file. torch collects the content of a file in host memory before writing it.
+# torch collects the content of a file in host memory before writing it.
 FILE_BYTES = 1 << 28
 
 _Path = tuple[str | int, ...]
@@ -63,24 +56,20 @@ _Path = tuple[str | int, ...]
 def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Writes a directory that ``torch.distributed.checkpoint`` loads. Call it on every rank.
 
-    To load it with torch, on any number of GPUs and with any parallelism::
-
-        model_state, optim_state = get_state_dict(model, optimizer)
-        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
-
-    Parameters are not gathered: every rank writes its own shards into files of up to 256 MiB. Host
-    memory holds one file at a time. A tied parameter is written once, under all its names.
+    torch's ``get_state_dict`` and ``dcp.load`` of ``{"model": ..., "optim": ...}`` read it, on any
+    number of GPUs and with any parallelism. Every rank writes its shards into files of up to 256
+    MiB, one of them in host memory at a time.
 
     Args:
-        path: a directory on a file system that all ranks share. It must not exist, or be empty, or
-            have only files of an earlier call that did not finish; these are removed.
+        path: a directory on a file system that all ranks share: new, empty, or with only files of
+            an earlier call that did not finish, which are removed.
 
     Raises:
         OutputError: ``path`` has other files in it, or cannot be written.
         SharedStorageError: a rank does not see the directory.
         TypeError, ValueError, ModelMismatchError: see :func:`full_state_dict` and
             :func:`full_optim_state_dict`.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -163,7 +152,7 @@ def _make(folder: str) -> None:
         names = os.listdir(folder)
         if not all(map(_LEFT_OVER.fullmatch, names)):
             raise OutputError(f"{folder}: is not empty. Write to a new directory.")
-        for name in names:  # files of an earlier call that did not finish
+        for name in names:
             os.unlink(os.path.join(folder, name))
     except OSError as error:
         raise OutputError(f"{folder}: cannot be made: {error}") from error
@@ -187,7 +176,7 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
                 f"{path}: another rank wrote it, but rank 0 does not see it. Write to a file "
                 "system that all hosts share."
             )
-        info = filesystem._StorageInfo(*place)  # what FileSystemReader expects there
+        info = filesystem._StorageInfo(*place)  # the type that FileSystemReader expects
         if index_range is None:
             found.append(WriteResult(MetadataIndex(key), size, info))
             continue
@@ -213,15 +202,8 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
 class _DcpContents(DefaultSavePlanner):
     """The values that this rank writes, and the keys of the complete checkpoint.
 
-    It gives torch's writer the value of each item when it writes the item.
-
-    Attributes:
-        values: replicated tensors (buffers and 0-d tensors) and other values, by key.
-        shards: for each sharded tensor, its parameter and a tensor of the holder's shape with this
-            rank's elements.
-        shapes: shape and dtype of every tensor.
-        paths: for each key, the parts that make it up.
-        aliases: for each key, other keys of the same tensor.
+    ``values`` are replicated, ``shards`` are this rank's parts. ``paths``: the parts that make up a
+    key. ``aliases``: other keys of the same tensor.
     """
 
     def __init__(self) -> None:
@@ -239,12 +221,10 @@ class _DcpContents(DefaultSavePlanner):
         return key
 
     def alias(self, top: str, names: Sequence[str]) -> None:
-        """Lists the tensor of the first of ``names`` under all of them."""
         first, *more = [self.key(top, name) for name in names]
         self.aliases[first] = more
 
     def add(self, path: _Path, value: Any) -> None:
-        """Adds a tensor or object that is the same on every rank."""
         if _is_taken_apart(value):
             each = value.items() if isinstance(value, Mapping) else enumerate(value)
             for name, inner in each:
@@ -285,14 +265,13 @@ class _DcpContents(DefaultSavePlanner):
             torch.save(self.values[key], data)
             return data
         shard, value = self.shards[key]
-        assert write_item.tensor_data is not None  # it is None only for BYTE_IO items
+        assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         first = shard.at - shard.begin
         for place, offset in enumerate(chunk.offsets):
             first += offset * math.prod(shard.shape[place + 1 :])
         if not chunk.sizes.numel():
             first = 0
-        # All index ranges of a shard are written in turn, so it is copied from the device once.
         flat = self._copies.flat(value)
         return flat[first : first + chunk.sizes.numel()].view(chunk.sizes)
 
@@ -322,7 +301,6 @@ def _all(shape: tuple[int, ...]) -> IndexRange:
 
 
 def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> list[Any]:
-    """Writes this rank's files. Returns a description of their content for rank 0, as JSON."""
     written: list[Any] = []
     batches: list[list[WriteItem]] = [[]]
     size = 0
@@ -335,7 +313,7 @@ def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> li
         size += own
         batches[-1].append(item)
     for number, items in enumerate(batches):
-        # torch names a file by the index of its plan in the list.
+        # torch names a file by the index of its plan.
         plans = [SavePlan([])] * (inventory.rank + number * inventory.world_size) + [
             SavePlan(items)
         ]

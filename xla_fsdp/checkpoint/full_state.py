@@ -54,19 +54,17 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Returns what ``state_dict()`` of the unwrapped module returns. Call it on every rank.
 
-    Keys and values are those of torch's ``state_dict()``, including the effects of overridden
-    methods, hooks and extra state. That code runs on the ranks that get the result; the other ranks
-    get ``{}``. Parameters have the dtype in which they are stored. Buffers have the dtype from
-    before wrapping, and the values of the rank that returns them.
+    Overridden methods, hooks and extra state take effect; that code runs on the ranks that get the
+    result, the others get ``{}``. Parameters have the dtype in which they are stored. Buffers have
+    the dtype from before wrapping, and the values of the rank that returns them.
 
-    Parameters are gathered one sharded tensor at a time. In addition to the result, memory holds
-    one full tensor (with ``flatten_parameters``, one vector of a wrapper). Parameters that the
-    state dict leaves out are not gathered. If a hook or method computes with values, it is called a
-    second time, with all full parameters in memory.
+    In addition to the result, memory holds one full tensor (with ``flatten_parameters``, one vector
+    of a wrapper). If a hook or method computes with values, it is called a second time, with all
+    full parameters in memory.
 
     Args:
-        rank0_only: only rank 0 gets the result. ``False``: every rank gets it. Then a host with
-            several ranks has one copy in memory for each of its ranks.
+        rank0_only: only rank 0 gets the result. ``False``: every rank gets it, so a host has one
+            copy in memory for each of its ranks.
         offload_to_cpu: tensors are on the CPU. ``False``: on the rank's XLA device.
 
     Raises:
@@ -87,9 +85,8 @@ def gather_state(
 ) -> dict[str, Any]:
     """Returns the entries of :func:`full_state_dict` for whose name ``wanted`` is true.
 
-    ``path``: name of a module in ``model``. The result is then the state dict of that module, and
-    names are relative to it. Parameters with other names are not gathered, unless a hook computes
-    with values.
+    ``path``: name of a module in ``model``, whose state dict is returned. Other parameters are
+    gathered only if a hook computes with values.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -106,8 +103,7 @@ def gather_state(
         return chosen
 
     def call_with_placeholders() -> tuple[dict[str, Any], list[int] | None]:
-        """Calls ``state_dict()`` without values. Returns also the numbers of the parts to gather,
-        or ``None`` if ``state_dict()`` needs values."""
+        """Returns also the parts to gather, ``None`` if ``state_dict()`` needs values."""
         if to is None:
             return {}, []
         found = placeholder_state_dict(model, inventory, path)
@@ -150,7 +146,6 @@ def gather_state(
 def _device_of_result(
     exchange: RankExchange, rank0_only: bool, offload_to_cpu: bool
 ) -> torch.device | None:
-    """Where this rank gets the result. ``None`` if it does not get it."""
     if rank0_only and exchange.rank:
         return None
     return CPU if offload_to_cpu else torch_xla.device()
@@ -162,20 +157,16 @@ def load_full_state_dict(
 ) -> LoadedKeys:
     """Loads a full (unsharded) state dict into a sharded model. Call it on every rank.
 
-    The result is that of torch's ``load_state_dict()`` of the unwrapped module: overridden methods
-    and hooks run, on the ranks that have the state dict. If one of them computes with parameters,
-    it is called a second time, with all full parameters in the memory of these ranks.
-
-    Every rank takes its own part, one parameter at a time. If only rank 0 has the state dict, the
-    other ranks pass ``None`` and receive it through collectives, in blocks of at most 16 MiB.
-    Parameters stay the same objects, so optimizers remain valid. Everything is checked before
-    anything is changed.
+    Overridden ``load_state_dict()`` methods and hooks of the unwrapped module run on the ranks that
+    have the state dict, a second time with all full parameters in memory if they compute with
+    parameters. If only rank 0 has it, the other ranks pass ``None`` and receive it in blocks of at
+    most 16 MiB. Parameters stay the same objects, so optimizers remain valid. Everything is checked
+    before anything is changed.
 
     Args:
         state_dict: for a tied parameter, one of its names is enough. Floating-point tensors are
             cast to the dtype of the parameter.
-        strict: ``True`` requires that the names are those of the model. ``False`` loads the tensors
-            whose names match, and reports the others.
+        strict: raise unless the names are those of the model. ``False`` loads those that match.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
@@ -186,7 +177,7 @@ def load_full_state_dict(
         ValueError: ``state_dict`` is ``None`` on rank 0, or ``model`` cannot be loaded into (see
             :func:`full_state_dict`).
         UnsupportedValueError: rank 0 cannot send an extra state.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -214,12 +205,8 @@ def match_given(
 ) -> T:
     """Matches ``given`` if every rank has it, or else the values that rank 0 sends.
 
-    ``look`` converts ``given`` into the argument of ``match``, with tensors as
-    :class:`~.readable_tensor.ReadableTensor`. ``label`` names ``given`` in messages.
-
-    Raises:
-        ValueError: ``given`` is ``None`` on rank 0.
-        Exception: any exception of the functions; :class:`OtherRankError` on the other ranks.
+    ``look`` converts ``given``, called ``label`` in messages, into the argument of ``match``.
+    Raises ValueError if ``given`` is ``None`` on rank 0.
     """
     having = exchange.gather_values(f"who has {label}", given is not None)
     if not having[0]:
@@ -254,26 +241,26 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """Returns the full (unsharded) optimizer state by parameter name. Call it on every rank.
 
-    The result has the format of torch FSDP:
-    ``{"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}``.
-    A tied parameter appears under its first name. State of the parameter's shape is gathered, one
-    tensor at a time. Numbers and 0-d tensors (``step``) of a flattened vector or of stacked blocks
-    are copied for each of their parameters. Parameters without state have no entry. Ranks that do
-    not get the result get ``{}``.
+    The result has the format of torch FSDP::
 
-    For an optimizer whose state has other shapes, the state is that of the same optimizer on the
-    unwrapped model: ``xla_fsdp.optim.Adafactor`` gives the state of ``torch.optim.Adafactor``.
-    ``AdamW8bit`` encodes the full parameter again, in blocks (exact where blocks do not change).
+        {"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}
+
+    A tied parameter appears under its first name. State of the parameter's shape is gathered, one
+    tensor at a time; other state (``step``) of a flattened vector or of stacked blocks is copied
+    for each of their parameters. Ranks that do not get the result get ``{}``.
+
+    Optimizers of ``xla_fsdp.optim`` whose state has other shapes give that of the same optimizer on
+    the unwrapped model (``Adafactor``: of ``torch.optim.Adafactor``). ``AdamW8bit`` encodes the
+    full parameter again, in blocks (exact where blocks do not change).
 
     Args:
         rank0_only, offload_to_cpu: see :func:`full_state_dict`.
 
     Raises:
-        TypeError: a state has neither its parameter's shape nor is it a number or 0-d tensor. The
-            message names the parameter and the key.
+        TypeError: a state has neither its parameter's shape nor is it a number or 0-d tensor.
         ModelMismatchError: the optimizer has parameters that are not in the model.
         MetadataMismatchError: the optimizers of two ranks have different state.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -319,25 +306,23 @@ def load_full_optim_state_dict(
 ) -> None:
     """Loads the full optimizer state of an unsharded model. Call it on every rank.
 
-    Every rank takes its own part, one tensor at a time. If only rank 0 has the state, the other
-    ranks pass ``None`` and receive it through collectives. State keeps its dtype. A 0-d tensor such
-    as ``step`` goes to the device of the optimizer's present value; without one, it goes to the
-    CPU, or to the XLA device with ``capturable`` or ``fused``. In a flattened vector, parameters
-    without state get zeros.
+    If only rank 0 has the state, the other ranks pass ``None``. State keeps its dtype. A 0-d tensor
+    such as ``step`` goes to the device of the optimizer's present value; without one, to the CPU,
+    or to the XLA device with ``capturable`` or ``fused``. In a flattened vector, parameters without
+    state get zeros.
 
     Args:
-        optim_state_dict: either state by name, as :func:`full_optim_state_dict` and
+        optim_state_dict: state by name, as :func:`full_optim_state_dict` and
             ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` return it; or the
-            ``state_dict()`` of an optimizer of the unwrapped model. Such a state dict numbers
-            parameters; the numbers must follow ``parameters()`` of the unwrapped model, group by
-            group. Options of parameter groups are loaded too, except those that only select an
-            implementation (``foreach``, ``fused``, ...).
+            ``state_dict()`` of an optimizer of the unwrapped model, whose numbers must follow its
+            ``parameters()``, group by group. Options that only select an implementation
+            (``foreach``, ``fused``, ...) are not loaded.
 
     Raises:
         ModelMismatchError: parameters, groups, shapes or options do not match. Nothing is changed.
         ValueError: ``optim_state_dict`` is ``None`` on rank 0.
         UnsupportedValueError: rank 0 cannot send an option or state.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
@@ -362,8 +347,6 @@ def _gather_converted(
     group: Mapping[str, Any],
     to: torch.device | None,
 ) -> dict[str, dict[str, Any]]:
-    """The state of ``members`` by name, in the form that ``saver`` uses for full (unsharded)
-    parameters."""
     layout, first, holder = members[0].layout, members[0].first, members[0].holder
     shape = local(holder).shape if layout is None else torch.Size(layout.shard_shape)
     saved: dict[ParameterShard, dict[str, Any]] = {}
@@ -376,7 +359,7 @@ def _gather_converted(
             else:
                 saved[shard][key] = [value] if key in saver.member_state else value
     for lazy, (key, shards) in made.items():
-        values = lazy.make().reshape(-1)[first : first + shape.numel()]  # one of the stacked blocks
+        values = lazy.make().reshape(-1)[first : first + shape.numel()]
         full = gather_members(members, values.view(shape), None if to is None else CPU)
         for shard, each in zip(members, full or (), strict=full is not None):
             if shard in shards:
@@ -397,17 +380,13 @@ def _gather_converted(
 def state_kinds(
     exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
 ) -> Groups:
-    """Checks that all state can be unsharded and has the same keys and dtypes on every rank.
-
-    Returns the parameters in each of the optimizer's groups. Raises the errors of
-    :func:`full_optim_state_dict`.
-    """
+    """Returns the parameters of each group. Raises as :func:`full_optim_state_dict`."""
     converts = state_converter_of(optimizer) is not None
 
     def look() -> tuple[Groups, list[Any]]:
         groups = members_of_groups(inventory, optimizer)
         kinds = [
-            # A list of pairs keeps the order of the keys, which is the order of the collectives.
+            # Pairs keep the order of the keys, in which collectives run.
             [
                 shard.name,
                 [
@@ -429,10 +408,7 @@ def state_kinds(
 
 
 def _kind(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
-    """Describes a state, for comparison between ranks. TypeError if it cannot be unsharded.
-
-    ``converts``: the optimizer converts its state.
-    """
+    """Describes a state, to compare ranks. Raises TypeError if it cannot be unsharded."""
     if isinstance(value, torch.Tensor):
         if converts:
             return f"{value.dim()} {value.dtype}"
@@ -453,5 +429,4 @@ def _kind(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
 
 
 def _detached(value: Any) -> Any:
-    """A copy of ``value``. A tensor is copied to the CPU."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

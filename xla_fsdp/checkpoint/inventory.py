@@ -1,7 +1,6 @@
 """Lists which elements of each parameter of the unsharded model this rank stores.
 
-With any wrapping (nested, auto-wrapped, flattened, scanned or none), a rank stores one range of
-consecutive elements of each flattened parameter. A checkpoint needs no other description.
+With any wrapping, they are one range of the flattened parameter.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ class ParameterShard:
     """One parameter of the unsharded model, and the part of it that this rank stores.
 
     Attributes:
-        names: the dotted name of the parameter, then the names of parameters tied to it.
+        names: its dotted name, then the names of parameters tied to it.
         shape, dtype: of the full parameter, in the dtype of storage (not of computation).
         begin, end: this rank stores the flattened elements ``begin <= i < end``.
         at: index in the flattened ``holder`` of the element ``begin``.
         holder: the parameter that the optimizer sees: a shard, a vector or stack of the shards of
             several parameters, or the full parameter if it is not sharded.
         writes: whether this rank saves its copy. Other ranks may have the same elements.
-        layout, member, world: how the holder is sharded, and which member of the layout this
-            parameter is; ``layout`` and ``world`` are ``None`` if it is not sharded.
+        layout, world: how the holder is sharded, ``None`` if it is not.
+        member: number of this parameter in the layout.
         first: index in the flattened ``holder`` at which its layout begins.
-        sharding_rule: says which rank saves which elements, ``None`` if there is no such rule.
+        sharding_rule: ``None`` if no rule says which rank saves which elements.
     """
 
     names: tuple[str, ...]
@@ -67,12 +66,10 @@ class ParameterShard:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full parameter."""
         return torch.Size(self.shape).numel()
 
     @property
     def length(self) -> int:
-        """Number of elements that this rank stores."""
         return self.end - self.begin
 
 
@@ -81,9 +78,9 @@ class ReplicatedBuffer:
     """One persistent buffer, replicated on every rank.
 
     Attributes:
-        names: the dotted name of the buffer, then the names of buffers tied to it.
+        names: its dotted name, then the names of buffers tied to it.
         tensor: the buffer, or for scanned blocks the stack of the blocks' buffers.
-        restore: the dtype before the buffer was cast for computing, ``None`` if it was not cast.
+        restore: the original dtype of a buffer that was cast for computing.
         row: index of this buffer in the stack, ``None`` without a stack.
     """
 
@@ -107,26 +104,21 @@ class ReplicatedBuffer:
 
     def value(self) -> torch.Tensor:
         """The value on the CPU, in the dtype from before wrapping. It may be the buffer itself."""
-        # Copy to the CPU first: on the device, selecting a row compiles one program per row.
+        # On the device, selecting a row would compile one program per row.
         value = self.tensor.detach().cpu()
         value = value if self.row is None else value[self.row]
         return value.to(self.dtype)
 
     def copy_to(self, device: torch.device) -> torch.Tensor:
-        """A copy of :meth:`value` on ``device``."""
         return self.value().clone() if device == CPU else self.value().to(device)
 
 
-# A parameter or buffer, each of which has an entry in a state dict.
 Entry = ParameterShard | ReplicatedBuffer
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The parameters and buffers of a model that this rank stores.
-
-    ``extra_state``: the modules that implement ``get_extra_state``, by key of the state dict.
-    """
+    """``extra_state``: the modules that implement ``get_extra_state``, by key of the state dict."""
 
     parameters: tuple[ParameterShard, ...]
     buffers: tuple[ReplicatedBuffer, ...]
@@ -135,7 +127,6 @@ class Inventory:
     world_size: int
 
     def by_holder(self) -> dict[nn.Parameter, list[ParameterShard]]:
-        """The parameters in each tensor that an optimizer sees."""
         found: dict[nn.Parameter, list[ParameterShard]] = {}
         for shard in self.parameters:
             found.setdefault(shard.holder, []).append(shard)
@@ -149,18 +140,16 @@ class Inventory:
         return list(found.values())
 
     def entries(self) -> tuple[Entry, ...]:
-        """All parameters and buffers, which are the entries of a state dict except extra state."""
         return (*self.parameters, *self.buffers)
 
 
 def make_inventory(model: nn.Module) -> Inventory:
-    """Lists the parameters, buffers and extra state of ``model`` that this rank stores.
+    """Lists what this rank stores of ``model``.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``model`` is sharded over groups of ranks whose copies may differ, has
-            parameters or buffers on the meta device, or is inside a wrapper that shards its
-            parameters.
+        ValueError: ``model`` is sharded over groups of ranks whose copies may differ, has tensors
+            on the meta device, or is inside a wrapper that shards its parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -168,7 +157,7 @@ def make_inventory(model: nn.Module) -> Inventory:
         )
     units = units_in(model)
     for _, unit in units:
-        unit.reset_after_failure()  # an exception in a forward may have left gathered parameters
+        unit.reset_after_failure()  # a forward may have failed
     outside = find_sharded_outside(model, [unit for _, unit in units])
     if outside is not None:
         raise ValueError(
@@ -178,7 +167,6 @@ def make_inventory(model: nn.Module) -> Inventory:
     rank, size = xr.global_ordinal(), xr.world_size()
     sharded = list(_sharded(units, rank, size))
     holders = {shard.holder for shard in sharded}
-    # With any wrapping, names and parameters have the order of the unsharded model.
     order = {name: i for i, name in enumerate(dict.fromkeys(_all_names(model)))}
     parameters = []
     for shard in [*sharded, *_unsharded_parameters(model, holders, rank, size)]:
@@ -211,13 +199,13 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard
     seen = set()
     for _, unit in units:
         for tensor, holder, first in unit.holders():
-            if tensor in seen:  # shared by two units, or under two names of a unit
+            if tensor in seen:  # of two units, or under two names
                 continue
             seen.add(tensor)
             pieces = tensor.layout.pieces(unit.world.rank)
             chunk = math.prod(tensor.layout.shard_shape)
             for member, (begin, end, at) in enumerate(pieces):
-                if not names[tensor][member]:  # its module was removed after wrapping
+                if not names[tensor][member]:  # its module was removed
                     continue
                 yield ParameterShard(
                     names=tuple(names[tensor][member]),
@@ -262,7 +250,6 @@ def _sharding_rule(world: World, chunk: int, offset: int) -> ShardingRule | None
 def _unsharded_parameters(
     model: nn.Module, holders: set, rank: int, size: int
 ) -> Iterator[ParameterShard]:
-    """Parameters that are not sharded. The ranks save them in turn."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
@@ -291,7 +278,7 @@ def _buffers(model: nn.Module, units: NamedUnits) -> Iterator[ReplicatedBuffer]:
     }
     stacks = {}
     for path, unit in units:
-        for stack in unit.buffers:  # scanned blocks
+        for stack in unit.buffers:
             stacks[id(stack.value)] = path, unit.depth or 1, stack
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -340,7 +327,7 @@ def _all_names(model: nn.Module) -> Iterator[str]:
     """Names of parameters, in the order of ``named_parameters()`` of the unsharded model."""
     for path, module in model.named_modules(remove_duplicate=False):
         unit = unit_of(module)
-        if unit is not None and unit.depth:  # scanned blocks have no separate modules
+        if unit is not None and unit.depth:
             for _, inside in unit.named_slots():
                 for own in inside:
                     yield dotted(path, own)
@@ -349,12 +336,7 @@ def _all_names(model: nn.Module) -> Iterator[str]:
 
 
 def agree_on_inventory(exchange: RankExchange, model: nn.Module) -> Inventory:
-    """The inventory of ``model``. Raises on every rank if the models of two ranks differ.
-
-    Raises:
-        TypeError, ValueError: see :func:`make_inventory`.
-        MetadataMismatchError: the models of two ranks differ.
-    """
+    """:func:`make_inventory`. Raises MetadataMismatchError if the models of two ranks differ."""
 
     def make() -> tuple[Inventory, str]:
         made = make_inventory(model)
@@ -378,9 +360,8 @@ def gather_members(
 ) -> list[torch.Tensor] | None:
     """Gathers the full tensors of ``members`` on the device ``to``. Call it on every rank.
 
-    ``members``: an element of :meth:`Inventory.parts`. ``value``: this rank's shard, which is their
-    holder or has its shape. Ranks that pass ``None`` for ``to`` take part in the collective and get
-    ``None``. Only these members are gathered at a time.
+    ``members``: an element of :meth:`Inventory.parts`. ``value``: this rank's shard, of the shape
+    of their holder. With ``None`` for ``to``, a rank only takes part in the collective.
     """
     value, layout = local(value).detach(), members[0].layout
     if layout is None:
@@ -394,7 +375,7 @@ def gather_members(
         tensors = layout.split(full)
         torch_xla.sync(wait=True)
         return [tensors[shard.member] for shard in members]
-    # Padding is at the end in both layouts, so each member is a range of the flattened tensor.
+    # Padding is at the end in both layouts.
     flat = full.cpu().view(-1)
     tensors = []
     for shard in members:
@@ -405,15 +386,13 @@ def gather_members(
 
 
 def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:
-    """Gathers the tensor in which ``first`` is the first member."""
     layout, world = first.layout, first.world
-    assert layout is not None and world is not None  # it is sharded
+    assert layout is not None and world is not None
     count = torch.Size(layout.shard_shape).numel()
     shard = value.to(world.device)
     if count == 0:
         return shard.new_zeros(layout.padded_shape)
-    # One of several stacked blocks. Its index is an input: a constant would compile one program for
-    # each block.
+    # The index of a stacked block is an input: a constant would compile a program per block.
     if shard.numel() != count:
         block = torch.tensor([first.first // count]).to(world.device)
         shard = torch.index_select(shard.view(-1, count), 0, block)

@@ -57,7 +57,7 @@ class LoadedCheckpoint:
 
 @dataclass
 class Reader:
-    """Reads a checkpoint for this rank. It reads only the rank's own file if the elements match."""
+    """Reads a checkpoint for this rank, from the rank's own file only if the elements match."""
 
     checkpoint: ShardedCheckpoint
     exchange: RankExchange
@@ -68,7 +68,7 @@ class Reader:
 
     @property
     def source(self) -> str:
-        """Path of the manifest, which has all values that are not tensors."""
+        """The manifest, which has all values that are not tensors."""
         return join(self.label, NAME)
 
     @property
@@ -76,13 +76,11 @@ class Reader:
         return self.checkpoint.manifest.world_size == self.exchange.size
 
     def tensors(self) -> dict[ReadableTensor, Tensor]:
-        """All parameters and buffers, each with its description in the manifest."""
         manifest = self.checkpoint.manifest
         found = {self.stored(each): each for each in manifest.parameters.values()}
         return found | {self._buffer(each): each for each in manifest.buffers.values()}
 
     def stored(self, tensor: Tensor, state: str | None = None, dtype: str = "") -> ReadableTensor:
-        """A parameter, or the optimizer state with the key ``state`` and the given dtype."""
         key = parameter_key(tensor.name) if state is None else state_key(state, tensor.name)
 
         def fill(out: torch.Tensor, begin: int) -> None:
@@ -97,8 +95,7 @@ class Reader:
         return ReadableTensor(tensor.shape, DTYPES[dtype or tensor.dtype], fill, kind="parameter")
 
     def _buffer(self, tensor: Tensor) -> ReadableTensor:
-        # Buffers may differ between ranks (batch statistics). Each rank gets its own; if the number
-        # of ranks has changed, all get those of rank 0.
+        # Buffers may differ between ranks (batch statistics).
         rank = self.exchange.rank if self.same_world else 0
 
         def fill(out: torch.Tensor, begin: int) -> None:
@@ -110,8 +107,6 @@ class Reader:
 
 @dataclass
 class Prepared:
-    """All new values, read to the host and checked."""
-
     result: LoadedCheckpoint
     tensors: list[tuple[torch.Tensor, torch.Tensor]]
     extra_state: dict[nn.Module, Any]
@@ -121,10 +116,8 @@ class Prepared:
     rng: tuple[torch.Tensor, DeviceRandomState] | None
 
     def apply(self, exchange: RankExchange) -> None:
-        """Copies the values into the model, the optimizer and the scheduler, on all ranks."""
         # The scheduler first: its load_state_dict is the user's code and may raise.
         exchange.run_and_gather("load the scheduler", self._apply_scheduler)
-        # This is also a barrier: no rank continues training before all have loaded.
         exchange.run_and_gather("load the checkpoint", self._apply_values)
 
     def _apply_scheduler(self) -> None:
@@ -140,7 +133,6 @@ class Prepared:
         torch_xla.sync()
 
     def restore_rng(self) -> None:
-        """Restores the random states of torch and XLA, if they were read."""
         if self.rng is not None:
             torch.set_rng_state(self.rng[0])
             self.rng[1].restore()
@@ -155,10 +147,7 @@ def prepare(
     restore_rng: bool,
     weights: bool = True,
 ) -> Prepared:
-    """Matches and reads everything, and changes nothing.
-
-    Arguments and errors are those of ``load_checkpoint``.
-    """
+    """Matches and reads everything for ``load_checkpoint``, and changes nothing."""
     manifest, label, source = reader.checkpoint.manifest, reader.label, reader.source
     for what, value, saved in (
         ("an optimizer", optimizer, manifest.optimizer),
@@ -208,10 +197,7 @@ def prepare(
 def _optimizer_state(
     reader: Reader, saved: Optimizer, owners: Mapping[str, Sequence[ParameterShard]]
 ) -> OptimizerState:
-    """The optimizer state by the names of the model.
-
-    ``owners``: for each saved parameter, the parameters of the model to load it into.
-    """
+    """``owners``: by saved parameter, the parameters of the model to load it into."""
     parameters, source = reader.checkpoint.manifest.parameters, reader.source
     state: dict[str, dict[str, Any]] = {}
     for name, own in saved.state.items():
@@ -229,18 +215,15 @@ def _optimizer_state(
             [shard.name for name in group.parameters for shard in owners.get(name, ())],
         )
         for group in saved.groups
-        # With strict=False, the model may have none of the parameters of a group.
         if not group.parameters or any(name in owners for name in group.parameters)
     ]
     return OptimizerState(state, groups, saved.kind)
 
 
 def _require_alike(scheduler: Any, saved: dict[str, Any], label: str) -> None:
-    """Raises an error if the saved state is of another kind of scheduler.
+    """Raises an error if the saved state is of another kind of scheduler; torch does not check.
 
-    torch's schedulers do not check the state that they load. Another version of torch may add or
-    remove fields. If both the saved state and the scheduler have fields that the other lacks, they
-    are different kinds.
+    Another torch version may only add or only remove fields, so two kinds differ in both.
     """
     if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
         raise TypeError(
@@ -264,7 +247,7 @@ def _rng(reader: Reader) -> tuple[torch.Tensor, DeviceRandomState] | None:
     if RNG_TORCH not in own.container.entries or RNG_XLA not in own.container.entries:
         return None
     entries = [own.container.entries[key] for key in (RNG_TORCH, RNG_XLA)]
-    sizes = (8,), (16,)  # older checkpoints have only the seed
+    sizes = (8,), (16,)  # older checkpoints
     if any(entry.dtype != "U8" for entry in entries) or entries[1].shape not in sizes:
         raise InvalidMetadataError(
             f"{own.path}: the random states are {entries}, expected bytes. Load with "
@@ -296,32 +279,25 @@ def load_checkpoint(
     """Loads a checkpoint that :func:`save_checkpoint` saved. Call it on every rank.
 
     The number of ranks and the wrapping of the model may differ from those of the save. If both are
-    the same, resumed training is bit-exact, with the random states of torch and XLA (not those of
-    numpy and Python, which the ranks of a process share); otherwise it is equal up to rounding.
-    Every byte that is used is compared with its digest. Nothing is changed before all ranks have
-    read and checked everything they need. Host memory: a copy of this rank's shards and buffers.
+    the same, resumed training is bit-exact, except for random states of numpy and Python, which are
+    not saved. Nothing is changed before all ranks have read and checked everything. Host memory: a
+    copy of this rank's shards and buffers.
 
     Args:
         path: the folder of a checkpoint, or a folder with several, of which the newest is loaded.
         model, optimizer, scheduler: the objects to load into. ``None`` loads no such state.
-        strict: ``True`` requires the same names in model and checkpoint. ``False`` leaves values
-            that only one of them has unchanged. Shapes and dtypes must always match.
+        strict: raise unless model and checkpoint have the same names. ``False`` leaves values that
+            only one of them has unchanged. Shapes and dtypes must always match.
         restore_rng: restore the random states of torch and XLA, if the number of ranks is the same.
-        missing_ok: return ``None`` if there is no checkpoint. Rank 0 decides for all ranks, so that
-            they agree even if a new checkpoint is not visible on all hosts yet.
+        missing_ok: return ``None`` if there is no checkpoint. Rank 0 decides for all ranks.
         step: load the last checkpoint of this step in the folder ``path``, not the newest.
-        weights: load parameters and buffers. ``False`` leaves ``model`` unchanged: it is used only
-            to find the parameters of the optimizer state.
-
-    Returns:
-        The path, the step and ``extra`` of the checkpoint, and the number of ranks that saved it.
+        weights: load parameters and buffers. ``False`` leaves ``model`` unchanged.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no complete checkpoint.
-        CheckpointError: files are damaged, missing, or from different saves. The message names the
-            file.
+        CheckpointError: files are damaged, missing, or from different saves.
         ModelMismatchError: the checkpoint does not match the model or the optimizer.
-        OtherRankError: another rank failed. If one rank raises, all ranks do.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     with synced_device():
@@ -342,12 +318,7 @@ def load_checkpoint(
 
 
 def open_checkpoint(found: list[Any]) -> ShardedCheckpoint:
-    """Opens on this rank the checkpoint that rank 0 found with :func:`find_checkpoint`.
-
-    Raises:
-        MixedSaveError: the folder has been replaced by another save.
-    """
-    # Rank 0 has seen all files. The listing of this rank's host may be older.
+    """Opens what :func:`find_checkpoint` found. Raises MixedSaveError if it was replaced."""
     checkpoint = retry_while_missing(lambda: ShardedCheckpoint(found[0]))
     if checkpoint.manifest.save_id != found[1]:
         raise MixedSaveError(
@@ -358,10 +329,7 @@ def open_checkpoint(found: list[Any]) -> ShardedCheckpoint:
 
 
 def retry_while_missing(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheckpoint:
-    """Calls ``opened()``, and repeats it for up to 30 s while files are missing.
-
-    Another rank has seen these files. Network file systems and cached listings show them later.
-    """
+    """Calls ``opened()`` for up to 30 s: network file systems show files of other hosts late."""
     found: list[ShardedCheckpoint] = []
     missing: CheckpointError | None = None
 

@@ -1,7 +1,4 @@
-"""Matches stored tensors and optimizer state with a model and its optimizer by name.
-
-All of it is checked before anything is changed.
-"""
+"""Matches stored tensors and optimizer state with a model and its optimizer by name."""
 
 from __future__ import annotations
 
@@ -28,19 +25,14 @@ from .optimizers import (
 )
 from .readable_tensor import ReadableTensor, as_readable, same_bits
 
-# Options that select an implementation. The optimizer's own values are kept, not the saved ones.
+# The optimizer's own values of these remain.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
-# Options that torch added later: state saved by earlier versions lacks them.
+# State of earlier torch versions lacks these.
 _LATE = {*_HOW, "maximize", "decoupled_weight_decay"}
 
 
 class LoadedKeys(NamedTuple):
-    """Names that were not loaded, as ``nn.Module.load_state_dict`` returns them.
-
-    Attributes:
-        missing_keys: names of the model that were not found. Empty if ``strict``.
-        unexpected_keys: names that the model does not have. Empty if ``strict``.
-    """
+    """Names that were not loaded, as of ``nn.Module.load_state_dict``. Empty if ``strict``."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -48,8 +40,6 @@ class LoadedKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """The stored value for each parameter, buffer and module. All of it is checked."""
-
     parameters: dict[ParameterShard, ReadableTensor]
     buffers: dict[ReplicatedBuffer, ReadableTensor]
     extra_state: dict[nn.Module, Any]
@@ -65,27 +55,19 @@ def match_model(
     same_run: bool = False,
     reported: LoadedKeys | None = None,
 ) -> Match:
-    """Finds a tensor for every parameter and buffer of the model.
+    """Finds a tensor for every parameter and buffer of the model. Raises ModelMismatchError.
 
     Args:
-        offered: the available values by name: tensors as :class:`ReadableTensor` (the same object
-            for all names of a tied tensor), and extra state.
+        offered: tensors as :class:`ReadableTensor` (the same object for all names of a tied
+            tensor), and extra state, by name.
         label: where the values come from, for messages.
         strict: every name of the model must be available, and no other. For a tied parameter, one
             of its names is enough.
         cast: floating-point tensors may have another floating-point dtype than the parameter.
-        same_run: the values are from a checkpoint of a sharded model, to resume training.
-            Parameters must then have the dtype in which the model stores them, and parameters that
-            are tied in the model must have been tied when they were saved. Buffers may have the
-            dtype for computing. Without ``same_run`` (weight files do not record tied parameters)
-            equal values are enough.
-        reported: missing and unexpected names that ``load_state_dict`` of the module reported. By
-            default they are derived from the names in ``offered``.
-
-    Raises:
-        ModelMismatchError: names, kinds, shapes or dtypes do not match, or the names of a tied
-            parameter have different values. The message lists the first few problems and counts
-            the others.
+        same_run: the values are from a checkpoint to resume training, so dtypes must be equal, and
+            parameters that are tied in the model must have been tied. Otherwise (weight files do
+            not record ties), equal values are enough.
+        reported: missing and unexpected names that ``load_state_dict`` of the module reported.
     """
     problems: list[str] = []
     missing: list[str] = []
@@ -145,13 +127,11 @@ def match_model(
 
 
 def raise_if_any(problems: Sequence[str], label: str) -> None:
-    """Raises one :class:`ModelMismatchError` that lists the first few problems."""
     if problems:
         raise ModelMismatchError(f"{label}: {join_some(problems, 5, '; ')}")
 
 
 def format_names(names: Iterable[Any]) -> str:
-    """The first six of ``names`` and the number of the others, for messages."""
     return join_some([repr(name) for name in names], 6)
 
 
@@ -167,10 +147,7 @@ def _misfit(name: str, stored: ReadableTensor, entry: Entry, cast: bool, remedy:
 
 
 def _untied(found: Mapping[ReadableTensor, str], entry: Entry, same_run: bool) -> Iterable[str]:
-    """Problems if the tensors for one parameter have different bits.
-
-    If they are in files, each rank compares only its part.
-    """
+    """Yields problems if tensors for one parameter differ. In files, compares this rank's part."""
     if not found:
         return
     first, *rest = found
@@ -178,7 +155,7 @@ def _untied(found: Mapping[ReadableTensor, str], entry: Entry, same_run: bool) -
         names = f"{found[first]!r} and {found[other]!r}"
         if same_run:
             yield f"{names} were saved as two parameters, but are one in the model"
-        elif not first.collective:  # rank 0 has compared values that it sends
+        elif not first.collective:  # rank 0 has compared them
             begin, end = 0, first.numel
             if isinstance(entry, ParameterShard) and not first.in_memory:
                 begin, end = entry.begin, entry.end
@@ -190,8 +167,7 @@ def _untied(found: Mapping[ReadableTensor, str], entry: Entry, same_run: bool) -
 class Number:
     """State that is one value for a parameter, not one value for each of its elements.
 
-    Attributes:
-        on_device: whether it was a tensor on the parameter's device; ``None`` if not known.
+    ``on_device``: whether it was a tensor on the parameter's device; ``None`` if not known.
     """
 
     value: Any
@@ -203,14 +179,12 @@ class OptimizerState:
     """State of an unsharded optimizer.
 
     Attributes:
-        state: values by parameter name and key. If ``kind`` is not ``None``, each is a
-            :class:`~.readable_tensor.ReadableTensor` or a :class:`Number`; otherwise it may also
-            be a tensor or a plain value.
+        state: values by parameter name and key: :class:`~.readable_tensor.ReadableTensor` or
+            :class:`Number`; without ``kind`` also tensors and plain values.
         groups: for each parameter group, the options and the names of its parameters.
-        kind: class name of the optimizer if it was saved in a checkpoint to resume training. Then
-            the groups must be the same, and options that select an implementation are loaded too.
-        lists_all_groups: ``False`` if options are stored by parameter. Then groups without
-            parameters are not recorded.
+        kind: class name of the optimizer in a checkpoint to resume training. Then the groups must
+            be the same, and options that select an implementation are loaded too.
+        lists_all_groups: ``False`` if groups without parameters are not recorded.
     """
 
     state: Mapping[str, Mapping[str, Any]]
@@ -228,20 +202,13 @@ class Elements:
     members: Mapping[ParameterShard, ReadableTensor | None]
 
 
-# The state of a holder by key: its elements, or after reading this rank's part of them; one value;
-# or one value or None for each parameter of the unsharded model in it.
+# By key: elements (or their values), one value, or one value or None per member.
 HolderState = dict[str, "Elements | torch.Tensor | Number | tuple[Any, ...]"]
 
 
 @dataclass(frozen=True)
 class OptimizerMatch:
-    """The new options and state of an optimizer. All of it is checked.
-
-    Attributes:
-        groups: for each group, all options, as torch's ``load_state_dict`` would set them;
-            ``None`` leaves the options of the group unchanged.
-        state: for each holder, the state by key.
-    """
+    """New options (``None``: unchanged) by group, and new state by holder."""
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any] | None]
@@ -255,17 +222,9 @@ def match_optimizer(
     saved: OptimizerState,
     label: str,
 ) -> OptimizerMatch:
-    """Finds the state of every parameter of the optimizer.
+    """Finds the state of every parameter of the optimizer. Raises ModelMismatchError.
 
-    A parameter that never had a gradient has no state. If it shares a flattened vector with
-    parameters that have state, its elements get zeros.
-
-    Args:
-        groups: for each group of the optimizer, the parameters to load options and state for.
-
-    Raises:
-        ModelMismatchError: class, names, groups, options, shapes or keys do not match; or
-            parameters that share a vector in this model had different single values (``step``).
+    ``groups``: for each group of the optimizer, the parameters to load options and state for.
     """
     own_kind = type(optimizer).__name__
     if saved.kind not in (None, own_kind):
@@ -293,7 +252,7 @@ def match_optimizer(
     member_state = None if saver is None else saver.member_state
     if saved.kind is None and saver is None:
         state = {**_classify_values(state, problems)}
-    elif saved.kind is None:  # :func:`convert_numbers_to_names` has converted the state
+    elif saved.kind is None:  # already converted to names
         state = {
             shard: {k: v if isinstance(v, ReadableTensor) else Number(v) for k, v in own.items()}
             for shard, own in state.items()
@@ -314,11 +273,9 @@ def _match_groups(
     saved: OptimizerState,
     label: str,
 ) -> list[dict[str, Any] | None]:
-    """The new options of each of the optimizer's groups.
+    """The new options of each of the optimizer's groups, matched by names, empty groups by order.
 
-    Groups are matched by the names of their parameters, groups without parameters by their order.
-    As in torch, a key that is not an option of the optimizer (``initial_lr`` of a scheduler) is in
-    the result only if it was saved.
+    As in torch, keys that are no options (``initial_lr`` of a scheduler) are used only if saved.
     """
     problems: list[str] = []
     home: dict[ParameterShard, int] = {}
@@ -349,7 +306,7 @@ def _match_groups(
         sources = sorted({home[shard] for shard in own})
         if number in same_empty:
             sources = [same_empty[number]]
-        if not sources:  # its parameters were not saved (strict=False)
+        if not sources:  # not saved (strict=False)
             found.append(None)
             continue
         each = [saved.groups[source] for source in sources]
@@ -385,10 +342,7 @@ def _match_groups(
 def _classify_values(
     state: Mapping[ParameterShard, Mapping[str, Any]], problems: list[str]
 ) -> dict[ParameterShard, dict[str, ReadableTensor | Number]]:
-    """Converts elementwise state to :class:`ReadableTensor`, other values to :class:`Number`.
-
-    Elementwise state has one element for each element of the parameter.
-    """
+    """Makes state of the parameter's shape a ReadableTensor, the rest a Number."""
     elementwise = elementwise_keys(
         (key, value, shard.shape) for shard, own in state.items() for key, value in own.items()
     )
@@ -404,7 +358,7 @@ def _classify_values(
                     f"{key!r} of {shard.name!r} has shape {list(value.shape)}, but the parameter "
                     f"has {list(shard.shape)}"
                 )
-            # The value of this key may be None (no momentum yet), and a tensor elsewhere.
+            # It may be None (no momentum yet), and others with this key tensors.
             found[shard][key] = Number(value)
     return found
 
@@ -418,8 +372,8 @@ def _match_holder(
 ) -> HolderState:
     """The state of one holder, a tensor that the optimizer sees.
 
-    ``member_state``: for an optimizer that converts its state, the keys of values that differ
-    between parameters. Then parameters may also have different keys.
+    ``member_state``: keys of values that differ between parameters, if the optimizer converts its
+    state. Then parameters may also have different keys.
     """
     first, reference = next(iter(own.items()))
     if member_state is not None:
@@ -487,14 +441,7 @@ def _equal(one: Any, two: Any) -> bool:
 def convert_numbers_to_names(
     saved: Any, inventory: Inventory, optimizer: torch.optim.Optimizer, label: str
 ) -> OptimizerState:
-    """Converts the state dict of an optimizer of the unwrapped model to names.
-
-    ``optimizer``: to load into. If it converts its state, the result is converted.
-
-    Raises:
-        ModelMismatchError: ``saved`` is not an optimizer's state dict, or it numbers parameters and
-            matches neither the groups nor the model.
-    """
+    """Converts the state dict of an unwrapped model's optimizer. Raises ModelMismatchError."""
     if not isinstance(saved, Mapping) or not saved.keys() >= {"state", "param_groups"}:
         raise ModelMismatchError(
             f"{label}: is {type(saved).__name__}, expected a dict with 'state' and 'param_groups'. "
@@ -532,7 +479,7 @@ def convert_numbers_to_names(
     saver = state_converter_of(optimizer)
     if saver is not None:
         by_name = convert_state_to_load(saver, by_name, inventory, label)
-    else:  # 0-d tensors such as ``step`` stay plain values
+    else:
         for own in by_name.values():
             for key, value in own.items():
                 if isinstance(value, torch.Tensor) and value.dim():
@@ -549,9 +496,9 @@ def convert_numbers_to_names(
 def _names_of_numbers(
     saved_groups: Sequence[Mapping[str, Any]], inventory: Inventory, groups: Groups, label: str
 ) -> dict[int, str]:
-    if all("param_names" in group for group in saved_groups):  # made from named_parameters()
+    if all("param_names" in group for group in saved_groups):
         return {
-            number: dotted("", name)  # removes the names of torch's wrappers
+            number: dotted("", name)  # without the names of torch's wrappers
             for group in saved_groups
             for number, name in zip(group["params"], group["param_names"], strict=True)
         }
@@ -559,9 +506,7 @@ def _names_of_numbers(
     if [len(group["params"]) for group in saved_groups] == [len(own) for own in groups]:
         ordered = [sorted(own, key=place.__getitem__) for own in groups]
         for number, own in enumerate(groups):
-            # The order inside flattened vectors and stacks is fixed. Only parameters that are
-            # sharded separately show in which order the user put them into the group.
-            # Their layout, without padding or stacking, has no other elements.
+            # Only separately sharded parameters show in which order the user listed them.
             single = [
                 place[shard]
                 for shard in own

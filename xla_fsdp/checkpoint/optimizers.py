@@ -1,10 +1,4 @@
-"""Lists the optimizer state that this rank stores, by parameter of the unsharded model.
-
-State with the shape of its parameter has a value for every element, and is sharded as the
-parameter is. Other state (``step``) is one value for the parameter, and the same on every rank.
-Optimizers whose state has other shapes (Adafactor, 8-bit AdamW) convert it into such values, see
-:mod:`xla_fsdp.optim.saved`.
-"""
+"""Lists the optimizer state that this rank stores, by parameter of the unsharded model."""
 
 from __future__ import annotations
 
@@ -25,17 +19,14 @@ from ..sharding.sharded_parameter import local, on_local_parts
 from .inventory import Inventory, ParameterShard
 from .readable_tensor import ReadableTensor
 
-# For each group of the optimizer, the parameters of the unsharded model.
 Groups = list[list[ParameterShard]]
 
-# Keys whose state is one number for a parameter in all optimizers of torch.
+# These are numbers in all optimizers of torch.
 _NUMBERS = {"step", "mu", "eta", "mu_product"}
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerStateShard:
-    """One tensor of optimizer state, and the parameters whose elements it belongs to."""
-
     key: str
     tensor: torch.Tensor | LazyState
     parameters: list[ParameterShard]
@@ -46,11 +37,7 @@ def describe_optimizer(
 ) -> tuple[Optimizer, list[OptimizerStateShard]]:
     """Describes the optimizer for the manifest, and lists the state tensors of this rank.
 
-    Raises:
-        TypeError: ``optimizer`` is not a torch optimizer.
-        ModelMismatchError: it has parameters that are not in the model.
-        UnsupportedValueError: its state is neither a tensor of the parameter's shape nor a plain
-            value.
+    Raises as :func:`members_of_groups`, and UnsupportedValueError for state of other shapes.
     """
     members = members_of_groups(inventory, optimizer)
     elementwise = elementwise_keys(
@@ -108,8 +95,7 @@ def describe_optimizer(
 def _state_of_members(
     optimizer: torch.optim.Optimizer, inventory: Inventory
 ) -> Iterator[tuple[list[ParameterShard], Mapping[str, Any]]]:
-    """State, and the parameters of the unsharded model that it belongs to: those of one holder, or
-    each parameter if the optimizer converts its state."""
+    """Yields state with its parameters: one if the optimizer converts state, else the holder's."""
     for holder, shards in inventory.by_holder().items():
         converted = convert_state_to_save(optimizer, holder, shards)
         if converted is None:
@@ -119,23 +105,19 @@ def _state_of_members(
 
 
 def local_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """The state of ``parameter``. Sharded tensors are replaced by this rank's plain part."""
+    """The state of ``parameter``, with this rank's plain part for sharded tensors."""
     own = optimizer.state.get(parameter, {})
     return {key: local(v) if isinstance(v, torch.Tensor) else v for key, v in own.items()}
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
     return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
 def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
     """The parameters of the unsharded model in each of the optimizer's groups.
 
-    Raises:
-        TypeError: ``optimizer`` is not a torch optimizer.
-        ModelMismatchError: the optimizer has a parameter that is not in the model.
-        UnsupportedValueError: it has state that belongs to no parameter.
+    Raises TypeError, ModelMismatchError or UnsupportedValueError if ``optimizer`` cannot be saved.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -165,11 +147,8 @@ def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) ->
 def elementwise_keys(seen: Iterable[tuple[str, Any, Sequence[int]]]) -> set[str]:
     """Keys of state that has one element for each element of the parameter.
 
-    For a 0-d parameter the shape of its state does not decide; other parameters with the same key
-    do. If there are none, all keys are elementwise except the counters of torch's optimizers.
-
-    Args:
-        seen: keys, values (tensors or objects with a ``shape``), and shapes of the parameters.
+    For a 0-d parameter, other parameters with the same key decide. If there are none, all keys are
+    elementwise except the counters of torch's optimizers. ``seen``: key, value, parameter's shape.
     """
     elementwise: set[str] = set()
     single: set[str] = set()
@@ -184,8 +163,7 @@ def elementwise_keys(seen: Iterable[tuple[str, Any, Sequence[int]]]) -> set[str]
 
 
 def _refuse_tensors_in(value: Any, where: str) -> None:
-    """Raises an error for a tensor inside a container: it is not known whether it belongs to a
-    shard or to the full parameter."""
+    """Raises for a tensor in a container: it may belong to a shard or to the full parameter."""
     inner = value.values() if isinstance(value, Mapping) else value
     if isinstance(value, (Mapping, list, tuple, set)):
         for each in inner:
@@ -201,8 +179,7 @@ def _refuse_tensors_in(value: Any, where: str) -> None:
 def convert_state_to_save(
     optimizer: torch.optim.Optimizer, holder: nn.Parameter, shards: Sequence[ParameterShard]
 ) -> list[tuple[ParameterShard, Mapping[str, Any]]] | None:
-    """The converted state of each of ``shards``, the parameters of the unsharded model in
-    ``holder``. ``None`` if the optimizer does not convert its state."""
+    """The converted state of ``shards``, which are in ``holder``. None without a converter."""
     saver = state_converter_of(optimizer)
     if saver is None:
         return None
@@ -215,24 +192,19 @@ def convert_state_to_save(
 
 
 def unsharded_placeholder(shard: ParameterShard) -> nn.Parameter:
-    """A placeholder for the parameter of the unsharded model: it has the shape, on the CPU, and
-    stores one element only."""
+    """A CPU tensor with the shape of the unsharded parameter that stores one element."""
     return nn.Parameter(torch.zeros((), dtype=shard.dtype).expand(shard.shape), requires_grad=False)
 
 
 def convert_state_to_load(
     saver: StateConverter, state: Mapping[str, Mapping[str, Any]], inventory: Inventory, label: str
 ) -> dict[str, dict[str, Any]]:
-    """Converts the ``state`` of an unsharded optimizer, by name. Elements are read on request.
-
-    Raises:
-        ModelMismatchError: the state of a parameter is not that of this kind of optimizer.
-    """
+    """Converts the ``state`` of an unsharded optimizer, by name. Raises ModelMismatchError."""
     known = {name: shard for shard in inventory.parameters for name in shard.names}
     found: dict[str, dict[str, Any]] = {}
     for name, own in state.items():
         if name not in known:
-            found[name] = {}  # match_optimizer raises an error for unknown names
+            found[name] = {}  # match_optimizer raises for it
             continue
         full = {
             k: v.read_full() if isinstance(v, ReadableTensor) and v.shape else v
@@ -260,7 +232,7 @@ def _readable(made: LazyState, shape: tuple[int, ...]) -> ReadableTensor:
 
 
 def number_in_holder(shard: ParameterShard) -> int:
-    """The index of the parameter among those of its holder. A stack is counted block by block."""
+    """The number of the parameter in its holder. A stack is counted block by block."""
     if shard.layout is None:
         return 0
     block = shard.first // math.prod(shard.layout.shard_shape) if shard.first else 0

@@ -1,9 +1,6 @@
-"""Calls torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module.
+"""Calls torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module, with its hooks.
 
-So overridden methods, hooks, and renamed or omitted keys have their usual effect. The calls use a
-tree of modules without wrappers, in which a :class:`PlaceholderTensor`
-replaces each parameter and persistent buffer; therefore nothing is gathered or read.
-If the module computes with values, the call is repeated with full (unsharded) values.
+If the module computes with values, it is called again, with full values instead of placeholders.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
 
 _ATEN = torch.ops.aten
-# Operations that read or replace values but do not call torch's dispatcher.
+# Operations on values that do not call torch's dispatcher.
 _AROUND_THE_DISPATCHER = {
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
     torch.Tensor.numpy,
@@ -51,11 +48,10 @@ class ValuesNeededError(RuntimeError):
 
 @dataclass
 class Uses:
-    """Records how the placeholder tensors of one call were used.
+    """How the placeholder tensors of one call were used.
 
-    Attributes:
-        values_needed: an operation needed values. Then the other results of the call are invalid.
-        copied: pairs of a placeholder and the tensor that was copied into it, in order.
+    If ``values_needed``, its results are invalid. ``copied``: placeholders and what was copied to
+    them.
     """
 
     values_needed: bool = False
@@ -63,11 +59,11 @@ class Uses:
 
 
 class PlaceholderTensor(torch.Tensor):
-    """A placeholder that has the shape and dtype of ``source``, but no values.
+    """Has the shape and dtype of ``source``, but no values.
 
-    ``detach()`` and other views of the full tensor have the same source. ``copy_`` of a tensor of
-    its shape into it is recorded in ``uses``. Every other operation raises
-    :class:`ValuesNeededError`, and records it in ``uses`` in case the caller catches the error.
+    ``detach()`` and other views of the full tensor have the same source. ``copy_`` is recorded.
+    Other operations raise :class:`ValuesNeededError`, and are recorded in case the caller catches
+    it.
     """
 
     source: Any
@@ -82,7 +78,7 @@ class PlaceholderTensor(torch.Tensor):
         return own
 
     def __init__(self, *args: Any) -> None:
-        pass  # __new__ sets all attributes
+        pass
 
     @classmethod
     def __torch_function__(
@@ -138,13 +134,6 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class CapturedLoad:
-    """The values that ``load_state_dict`` of the unwrapped module took from a state dict.
-
-    Attributes:
-        values: tensors as :class:`ReadableTensor` and extra states of modules, by name.
-        missing, unexpected: the names that ``load_state_dict`` reported.
-    """
-
     values: dict[str, Any]
     missing: list[str]
     unexpected: list[str]
@@ -153,10 +142,7 @@ class CapturedLoad:
 def state_dict_of(
     model: nn.Module, values: Mapping[Entry, torch.Tensor], path: str = ""
 ) -> Mapping[str, Any]:
-    """``state_dict()`` of the unwrapped module, or of its submodule at ``path``.
-
-    ``values`` are those of all parameters and persistent buffers.
-    """
+    """``state_dict()`` of the unwrapped module, or of its submodule at ``path``."""
     with _unwrapped(model, values) as root:
         return root.get_submodule(path).state_dict()
 
@@ -164,11 +150,7 @@ def state_dict_of(
 def placeholder_state_dict(
     model: nn.Module, inventory: Inventory, path: str = ""
 ) -> Mapping[str, Any] | None:
-    """:func:`state_dict_of` with a :class:`PlaceholderTensor` for each value.
-
-    The source of each is a :class:`ParameterShard` or :class:`ReplicatedBuffer`. Returns ``None``
-    if the module computes with values.
-    """
+    """:func:`state_dict_of` with placeholders; ``None`` if the module computes with values."""
     uses = Uses()
     try:
         state = state_dict_of(model, _make_placeholders(inventory, uses), path)
@@ -188,20 +170,9 @@ def capture_loaded_values(
 ) -> CapturedLoad | None:
     """The values that ``load_state_dict`` of the unwrapped module takes from ``given()``.
 
-    Call it on every rank. Parameters and persistent buffers keep their values. The module's own
-    code runs: load hooks and overrides of ``_load_from_state_dict`` may change other things. They
-    run twice if one of them needs values.
-
-    Args:
-        label: names the values in messages.
-        doing: says what is done, for messages. It must be the same on every rank.
-        given: returns the state dict of this rank, with tensors or :class:`ReadableTensor`. If it
-            returns ``None``, this function returns ``None`` too.
-
-    Raises:
-        ModelMismatchError: ``load_state_dict`` raised an error, such as a size mismatch.
-        Exception: any exception of hooks and the module's own methods; :class:`OtherRankError` on
-            the other ranks.
+    Call it on every rank, with the same ``doing`` (for messages). Parameters and persistent buffers
+    keep their values. Load hooks run, twice if one of them needs values, and may change other
+    things. Raises their exceptions, and ModelMismatchError for those of ``load_state_dict``.
     """
 
     def try_with_placeholders() -> tuple[Any, bool]:
@@ -219,8 +190,7 @@ def capture_loaded_values(
             if not uses.values_needed:
                 raise
         finally:
-            # Placeholders and this list refer to each other: all values would stay in memory until
-            # a garbage collection.
+            # These form a cycle, which would keep all values in memory.
             uses.copied.clear()
         return (state, captured), uses.values_needed
 
@@ -243,10 +213,7 @@ def capture_loaded_values(
 
 
 def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, torch.Tensor]:
-    """Copies of all full (unsharded) parameters and persistent buffers, on the device ``to``.
-
-    Call it on every rank. Ranks that pass ``None`` for ``to`` get an empty dict.
-    """
+    """Copies of all full values. Call it on every rank. Ranks that pass ``None`` get none."""
     values: dict[Entry, torch.Tensor] = {}
     for members in inventory.parts():
         full = gather_members(members, members[0].holder, to)
@@ -257,7 +224,6 @@ def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, to
 
 
 def _make_placeholders(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Tensor]:
-    """A :class:`PlaceholderTensor` for each parameter and persistent buffer."""
     return {
         entry: PlaceholderTensor(entry, uses, entry.shape, entry.dtype)
         for entry in inventory.entries()
@@ -314,7 +280,7 @@ def _load(
     for entry in inventory.entries():
         offered = {name: held[name] for name in entry.names if name in held}
         if all(isinstance(value, PlaceholderTensor) for value in offered.values()):
-            # A tied parameter was overwritten once for each of its names in the state dict.
+            # It was overwritten once for each of its names.
             offered = dict(zip(entry.names, copies.get(entry, ()), strict=False))
             if not offered:
                 untouched.update(entry.names)
@@ -322,8 +288,7 @@ def _load(
             untouched.update(entry.names)
         for name, value in offered.items():
             if isinstance(value, PlaceholderTensor) and value.source is entry:
-                continue  # unchanged
-            # The same object under several names becomes one ReadableTensor, and is not compared.
+                continue
             found[name] = seen.setdefault(id(value), _stored(name, value, label))
     for name, state in extra.items():
         found[name] = state.source if isinstance(state, PlaceholderTensor) else state
@@ -347,10 +312,9 @@ def _stored(name: str, value: torch.Tensor, label: str) -> ReadableTensor:
 def _reported(
     reported: Any, inventory: Inventory, untouched: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Missing and unexpected keys, as ``load_state_dict`` returned them.
+    """Missing and unexpected keys. For a tied parameter, one name is enough.
 
-    For a tied parameter, one name is enough. An overridden ``load_state_dict`` may return nothing;
-    then the ``untouched`` names are missing.
+    If an overridden ``load_state_dict`` returned nothing, the ``untouched`` names are missing.
     """
     absent = set(getattr(reported, "missing_keys", untouched))
     missing = []
@@ -395,7 +359,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
     inner = module._modules.get(WRAPPED)
     if inner is not None:
         unit = unit_of(module)
-        if unit is not None and unit.depth:  # scanned blocks have no separate modules: make them
+        if unit is not None and unit.depth:  # scanned blocks share one
             inner = nn.Module()
             for number in range(unit.depth):
                 inner.add_module(str(number), _copied_tree(unit.module, {}))
@@ -404,7 +368,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
     if module in seen:
         return module
     seen.add(module)
-    if is_wrapper(module):  # restore the original class, whose methods may be overridden
+    if is_wrapper(module):  # the methods of the original class may be overridden
         sharded: Any = type(module)
         undo.callback(setattr, module, "__class__", sharded)
         module.__class__ = sharded._fsdp_original
@@ -417,7 +381,6 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
 
 
 def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
-    """Adds to ``inner`` the hooks that a user has registered on ``wrapper``, until ``undo``."""
     for kind in _HOOKS:
         own = vars(inner)[kind]
         for number, hook in vars(wrapper)[kind].items():
@@ -427,7 +390,7 @@ def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
 
 
 def _copied_tree(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A copy of the tree of modules, with separate dicts of parameters, buffers and submodules."""
+    """A copy of the modules, with separate dicts of parameters, buffers and submodules."""
     if module not in memo:
         copy = memo[module] = module.__class__.__new__(module.__class__)
         copy.__dict__.update(module.__dict__)
@@ -450,7 +413,7 @@ def _held_by(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _identities(root: nn.Module) -> dict[str, tuple[int, int]]:
-    """For each tensor in ``root``, a value that changes when the tensor is replaced or changed."""
+    """Values that change when a tensor is replaced or changed, by name."""
     return {name: (id(value), value._version) for name, value in _held_by(root).items()}
 
 

@@ -15,16 +15,11 @@ from ..consolidate.errors import MetadataMismatchError, OtherRankError
 
 T = TypeVar("T")
 
-# Longest time, in seconds, until a file that one host wrote is visible on another host.
 _VISIBLE_SECONDS = 30.0
 
 
 class RankExchange:
-    """All ranks of the launch. Call its methods on every rank, in the same order.
-
-    Each method is also a barrier. ``what`` says what the ranks do, for messages: "rank 1 could not
-    ``what``".
-    """
+    """All ranks. Call its methods on every rank, in the same order: each is a barrier."""
 
     def __init__(self) -> None:
         self.rank = xr.global_ordinal()
@@ -34,9 +29,9 @@ class RankExchange:
         """Returns the ``value`` of every rank, in rank order. It must be a JSON value."""
         if self.size == 1:
             return [value]
-        # ASCII, because a path may have characters that UTF-8 cannot encode.
+        # A path may have characters that UTF-8 cannot encode.
         own = json.dumps([self.rank, value]).encode("ascii")
-        # Pad to a power of two: on TPU, each length of the payload compiles a separate program.
+        # On TPU, each length compiles a separate program.
         own = own.ljust(1 << max(8, (len(own) - 1).bit_length()))
         with preserve_random_state():
             payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", own)
@@ -44,14 +39,9 @@ class RankExchange:
         return [found[rank] for rank in range(self.size)]
 
     def run(self, what: str, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """Calls ``work`` on every rank.
+        """Calls ``work`` on every rank. Returns its result, and all ranks' second values (JSON).
 
-        It returns two values: this rank's result, which may be any object, and a JSON value, of
-        which all ranks get a list in rank order.
-
-        Raises:
-            OtherRankError: ``work`` raised on another rank. If it raised on this rank, that
-                exception is raised.
+        Raises OtherRankError, "rank 1 could not ``what``", if ``work`` raised on another rank only.
         """
         try:
             result, value = work()
@@ -65,32 +55,21 @@ class RankExchange:
         return result, [value for value, _ in outcomes]
 
     def run_and_gather(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Calls ``work`` on every rank and returns all results (JSON values), in rank order.
-
-        Raises as :meth:`run`.
-        """
+        """Returns the results (JSON values) of all ranks, in rank order. Raises as :meth:`run`."""
         return self.run(what, lambda: (None, work()))[1]
 
     def run_on_each_rank(self, what: str, work: Callable[[], T]) -> T:
-        """Calls ``work`` on every rank and returns this rank's result, which may be any object.
-
-        Raises as :meth:`run`.
-        """
+        """Returns this rank's result, which may be any object. Raises as :meth:`run`."""
         return self.run(what, lambda: (work(), None))[0]
 
     def run_on_first_rank(self, what: str, work: Callable[[], Any]) -> Any:
-        """Calls ``work`` on rank 0 only and returns its result on every rank.
-
-        Raises as :meth:`run`.
-        """
+        """Calls ``work`` on rank 0. Returns its result on every rank. Raises as :meth:`run`."""
         return self.run_and_gather(what, work if self.rank == 0 else lambda: None)[0]
 
     def run_and_compare(self, what: str, work: Callable[[], tuple[T, Any]], differ: str) -> T:
         """:meth:`run`, with a check that the second value is the same on every rank.
 
-        Raises:
-            MetadataMismatchError: a rank has another value than rank 0. The message is ``differ``,
-                with the first such rank for ``{rank}``.
+        Otherwise raises MetadataMismatchError with the text ``differ.format(rank=rank)``.
         """
         result, values = self.run(what, work)
         for rank, value in enumerate(values):
@@ -100,16 +79,12 @@ class RankExchange:
 
 
 def describe_error(error: Exception) -> str:
-    """One line with the type and the message of ``error``, to send to other ranks."""
     text = " ".join(str(error).splitlines())
     return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    """Waits up to 30 s until ``condition()`` is true, and returns whether it is.
-
-    On network file systems, a file becomes visible on other hosts with a delay.
-    """
+    """Waits up to 30 s: a network file system shows a new file on other hosts with a delay."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     wait = 0.01
     while not condition():

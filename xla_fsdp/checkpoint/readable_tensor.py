@@ -1,4 +1,4 @@
-"""Represents tensors in files, in memory or on rank 0, of which any range can be read."""
+"""Tensors in files, in memory or on rank 0, of which any range can be read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ..collectives.world import World
 from ..consolidate.format.dtypes import DTYPES, dtype_name, tensor_bytes
 from ..consolidate.format.values import decode, encode
 
-# Words of 4 bytes that rank 0 sends at a time. Sizes are powers of two, so that few programs are
-# compiled for all tensors.
+# Words of 4 bytes: powers of two, so that few programs are compiled.
 _MOST_WORDS = 1 << 22
 _FEWEST_WORDS = 1 << 8
 _LOWEST = torch.iinfo(torch.int32).min
@@ -30,7 +29,7 @@ class ReadableTensor:
             dtype, with the elements of the flattened tensor from ``begin``.
         collective: every rank must read, in the same order, even an empty range.
         in_memory: all values are in this rank's memory.
-        kind: whether it was a parameter or a buffer of the saved model, ``None`` if not known.
+        kind: what it was in the saved model, ``None`` if not known.
     """
 
     shape: tuple[int, ...]
@@ -45,17 +44,15 @@ class ReadableTensor:
         return math.prod(self.shape)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """The elements ``begin <= i < end`` of the flattened tensor, on the CPU."""
         out = torch.empty(end - begin, dtype=self.dtype)
         self.fill(out, begin)
         return out
 
     def read_full(self) -> torch.Tensor:
-        """The full tensor, on the CPU."""
         return self.read(0, self.numel).reshape(self.shape)
 
     def read_to(self, out: torch.Tensor, begin: int) -> None:
-        """Fills ``out``, a one-dimensional CPU tensor, with the elements from ``begin``."""
+        """Fills ``out``, a one-dimensional CPU tensor of any dtype, from element ``begin``."""
         if out.dtype is self.dtype:
             self.fill(out, begin)
         else:
@@ -63,8 +60,6 @@ class ReadableTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> ReadableTensor:
-        """Makes a :class:`ReadableTensor` of a tensor in memory or mapped from a file."""
-
         def fill(out: torch.Tensor, begin: int) -> None:
             out.copy_(tensor.detach().reshape(-1)[begin : begin + out.numel()].cpu())
 
@@ -72,12 +67,11 @@ class ReadableTensor:
 
 
 def as_readable(value: torch.Tensor | ReadableTensor) -> ReadableTensor:
-    """``value`` as a :class:`ReadableTensor`."""
     return value if isinstance(value, ReadableTensor) else ReadableTensor.from_tensor(value)
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors have equal dtypes, shapes and bits (NaN equals NaN, 0.0 is not -0.0)."""
+    """Whether dtypes, shapes and bits are equal (NaN equals NaN, 0.0 is not -0.0)."""
     if one.dtype is not two.dtype or one.shape != two.shape:
         return False
     a, b = (each.detach().cpu().reshape(-1).view(torch.uint8) for each in (one, two))
@@ -85,15 +79,9 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def describe(value: Any, where: str) -> Any:
-    """Describes a value of rank 0 as JSON, so that rank 0 can send it to other ranks.
+    """Describes a value as JSON, so that rank 0 can send it. ``where`` names it in messages.
 
-    Args:
-        value: a :class:`ReadableTensor`, a dict with such values in it, or a plain value, which
-            becomes part of the description.
-        where: names the value in messages.
-
-    Raises:
-        UnsupportedValueError: a tensor has an unsupported dtype, or a value cannot be sent.
+    Raises UnsupportedValueError if it cannot be sent.
     """
     if isinstance(value, ReadableTensor):
         return {"shape": list(value.shape), "dtype": dtype_name(value.dtype, where)}
@@ -103,13 +91,9 @@ def describe(value: Any, where: str) -> Any:
 
 
 def sent_by_first_rank(world: World, described: Any, value_on_first_rank: Any, where: str) -> Any:
-    """Returns the value of rank 0 on every rank. Tensors are sent when they are read.
+    """Returns the value of rank 0 on every rank. Its tensors are sent when they are read.
 
-    Args:
-        world: all ranks.
-        described: the result of :func:`describe` on rank 0.
-        value_on_first_rank: on rank 0 the value; ``None`` on other ranks.
-        where: names the value in messages.
+    ``described``: the result of :func:`describe` on rank 0. ``value_on_first_rank``: else ``None``.
     """
     if "value" in described:
         return decode(described["value"], where)
@@ -146,7 +130,7 @@ def _send(world: World, own: torch.Tensor | None, size: int, begin: int, end: in
         words = _FEWEST_WORDS
         while 4 * words < high - low:
             words *= 2
-        # Other ranks have the lowest integer, so the maximum is exactly the word of rank 0.
+        # Others have the lowest integer, so the maximum is rank 0's.
         block = torch.full((words,), _LOWEST, dtype=torch.int32)
         if own is not None:
             block.view(torch.uint8)[: high - low] = torch.frombuffer(

@@ -1,9 +1,4 @@
-"""``save_checkpoint``, which returns when a checkpoint is complete, and ``AsyncCheckpointer``.
-
-Every rank writes one file into a partial folder. When all files are durable, rank 0 writes the
-manifest and renames the folder, which makes it a checkpoint. A failure before that leaves earlier
-checkpoints unchanged; the next save removes the partial folder.
-"""
+"""``save_checkpoint``, which returns when a checkpoint is complete, and ``AsyncCheckpointer``."""
 
 from __future__ import annotations
 
@@ -39,11 +34,9 @@ from .contents import Contents, list_contents
 from .rank_exchange import RankExchange, describe_error, wait_until
 
 _STARTED_FILE = "begun"
-# Maximum number of concurrent requests of rank 0 to the store.
 _MAX_CONCURRENT_REQUESTS = 32
-# Longest time, in seconds, between two checks for the files of other ranks.
 _LONGEST_WAIT = 0.5
-# Seconds that rank 0 waits for the other ranks' files after its main thread has ended.
+# Seconds that rank 0 waits after its main thread has ended.
 _SECONDS_AFTER_EXIT = 120.0
 
 
@@ -52,8 +45,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request:
-    """The user's arguments, validated."""
-
     path: str
     step: int
     keep_last: int | None
@@ -62,7 +53,6 @@ class Request:
     def agree(
         cls, exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
     ) -> Request:
-        """Validates the arguments on all ranks."""
         return exchange.run_on_each_rank(
             "save with these arguments", lambda: cls(os.fsdecode(path), step, keep_last)
         )
@@ -89,9 +79,7 @@ def save_checkpoint(
 ) -> str:
     """Saves a checkpoint into a new folder ``step-XXXXXXXX`` in ``path``. Call it on every rank.
 
-    Each rank writes its shards. The checkpoint can be loaded by any number of ranks and with any
-    wrapping of the model (:func:`load_checkpoint`), and converted into one file
-    (``python -m xla_fsdp.consolidate``). The folder appears only when the checkpoint is complete: a
+    Any number of ranks can load it, with any wrapping of the model (:func:`load_checkpoint`). A
     save that fails or is killed leaves all earlier checkpoints unchanged. Host memory: one tensor
     at a time.
 
@@ -115,7 +103,7 @@ def save_checkpoint(
         OutputError: no space, no permission, or an I/O error.
         SharedStorageError: the ranks do not see each other's files.
         ModelMismatchError: the ranks save different models, optimizers or steps.
-        OtherRankError: another rank failed. If one rank raises, all ranks do.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     with synced_device() as random:
@@ -126,7 +114,7 @@ def save_checkpoint(
             saved: str = exchange.run_on_first_rank(
                 "complete the checkpoint", lambda: incomplete.commit(written)
             )
-    if exchange.rank == 0:  # the other ranks continue training
+    if exchange.rank == 0:
         incomplete.remove_old_checkpoints()
     return saved
 
@@ -134,19 +122,9 @@ def save_checkpoint(
 class AsyncCheckpointer:
     """Saves as :func:`save_checkpoint` does, but blocks training only for the copy to the host.
 
-    On each rank, a thread writes the rank's file. The thread of rank 0 completes the checkpoint
-    when all files are written. Ranks report to rank 0 through small files, not through collectives,
-    so the devices continue training. Only one save runs at a time: the next ``save`` waits for the
-    previous one. An error is raised on all ranks by the next call of a method. Call all methods on
-    every rank. As a context manager, it waits for the last save at the end::
-
-        with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
-            for step in range(1, steps + 1):
-                ...
-                if step % 1000 == 0:
-                    checkpointer.save(model, optimizer, scheduler, step=step)
-
-    Host memory: a copy of the rank's shards and buffers, until they are written.
+    The next ``save`` waits for the previous one. An error is raised on all ranks by the next call
+    of a method. Call all methods on every rank. As a context manager, it waits for the last save at
+    the end. Host memory: a copy of the rank's shards and buffers, until they are written.
 
     Args:
         path, keep_last: see :func:`save_checkpoint`.
@@ -166,14 +144,13 @@ class AsyncCheckpointer:
         step: int,
         extra: Any = None,
     ) -> None:
-        """Starts a save and returns when all values are copied to the host.
+        """Starts a save. When it returns, all values are copied and training may change the model.
 
-        Training may change the model after that. The arguments are those of
-        :func:`save_checkpoint`.
+        The arguments are those of :func:`save_checkpoint`.
 
         Raises:
             CheckpointError: the previous save failed, and this one was not started; or this one
-                cannot start, see :func:`save_checkpoint`.
+                cannot start.
         """
         with synced_device() as random:
             self.wait()
@@ -187,23 +164,21 @@ class AsyncCheckpointer:
         self._running = RunningSave(replace(incomplete, contents=contents), exchange)
 
     def wait(self) -> str | None:
-        """Waits until the running save is complete and returns the path of its checkpoint.
-
-        Returns ``None`` if no save is running.
+        """Waits for the running save. Returns the path of its checkpoint, or ``None`` without one.
 
         Raises:
             CheckpointError: the checkpoint could not be saved. Earlier checkpoints are unchanged.
         """
         running, self._running = self._running, None
-        # Also without a running save: a resumed run has none at first, and must act the same.
+        # Also without a running save: a resumed run must do the same as others.
         with synced_device():
             path = None if running is None else running.finish()
         if running is not None:
-            running.wait_for_removal()  # rank 0 waits here, the other ranks do not
+            running.wait_for_removal()  # only rank 0 waits here
         return path
 
     def close(self) -> None:
-        """Same as :meth:`wait`, so that the object can be closed like a file."""
+        """Same as :meth:`wait`."""
         self.wait()
 
     def __enter__(self) -> AsyncCheckpointer:
@@ -212,7 +187,7 @@ class AsyncCheckpointer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:
             self.wait()
-        # After an exception, other ranks may not reach a barrier. The thread ends on its own.
+        # After an exception, other ranks may not reach a barrier.
 
 
 @dataclass(frozen=True)
@@ -222,8 +197,7 @@ class IncompleteSave:
     Attributes:
         root: the folder of all checkpoints, in the store. The user wrote it as ``path``.
         place: step and version of this one.
-        locks: on rank 0, the lock of the partial folder. While it exists, other saves see that
-            this one is running.
+        locks: on rank 0, the lock by which other saves see that this one is running.
     """
 
     store: Store
@@ -237,7 +211,6 @@ class IncompleteSave:
 
     @property
     def folder(self) -> str:
-        """Path of the complete checkpoint."""
         return join(self.root, self.place.name)
 
     @property
@@ -247,23 +220,18 @@ class IncompleteSave:
 
     @property
     def partial(self) -> str:
-        """The folder for files that are not part of the checkpoint. In a store that can rename
-        folders, it also has the files of the checkpoint until the save is complete."""
+        """The folder for temporary files, and if the store can rename folders, for the data."""
         return join(self.root, self.place.partial_name(self.contents.manifest.save_id))
 
     @property
     def data(self) -> str:
-        """The folder into which the ranks write their files."""
         return self.partial if self.store.renames else self.folder
 
     def file(self, rank: int) -> str:
         return join(self.data, manifest.file_name(rank, self.contents.manifest.world_size))
 
     def write(self) -> dict[str, Any]:
-        """Writes this rank's file. Returns its :class:`FileRecord` as a JSON object.
-
-        The file is durable when this returns.
-        """
+        """Writes this rank's file durably. Returns its :class:`FileRecord` as a JSON object."""
         record = write_file(
             self.store, self.file(self.rank), self.contents.items, self.contents.metadata(self.rank)
         )
@@ -273,14 +241,8 @@ class IncompleteSave:
     def commit(self, written: Sequence[dict[str, Any]]) -> str:
         """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
 
-        :meth:`remove_old_checkpoints` later removes the checkpoints that this one replaces.
-
-        Args:
-            written: the result of :meth:`write` of each rank.
-
-        Raises:
-            OutputError: another save removed the files of this one.
-            SharedStorageError: rank 0 does not see the file of another rank.
+        Raises OutputError if another save removed the files, SharedStorageError if a file is not
+        visible.
         """
         if not self.store.renames and _STARTED_FILE not in self.store.list(self.partial):
             raise OutputError(
@@ -309,11 +271,10 @@ class IncompleteSave:
             raise
 
     def remove_files(self) -> None:
-        """Removes the files of this save, as far as possible. Called on rank 0 when no rank writes
-        any more."""
+        """Removes the files of this save. Called on rank 0 when no rank writes any more."""
         for path in {self.partial, self.data}:
             with contextlib.suppress(CheckpointError):
-                # The checkpoint may be complete: the failure may have come after the manifest.
+                # The failure may have come after the manifest.
                 if not folders.has_manifest(self.store, path) or path == self.partial:
                     self.store.remove(path)
 
@@ -333,11 +294,8 @@ class IncompleteSave:
             )
 
     def remove_old_checkpoints(self) -> None:
-        """Removes old checkpoints and temporary files. Called on rank 0 after :meth:`commit`.
-
-        Removing may take long; the other ranks do not wait for it.
-        """
-        # The checkpoint is complete. The next save removes what cannot be removed now.
+        """Removes old checkpoints and temporary files. Called on rank 0; may take long."""
+        # The next save removes what cannot be removed now.
         try:
             if not self.store.renames:
                 self.store.remove(self.partial)
@@ -358,11 +316,7 @@ class IncompleteSave:
 
 
 def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> list[T]:
-    """Calls ``work`` with each of the tuples of ``arguments``, and returns the results.
-
-    A request to an object store takes long, and there may be thousands of files. An executor would
-    not work while the interpreter ends, when the thread of a :class:`RunningSave` still runs.
-    """
+    """An executor would not work while the interpreter ends and a :class:`RunningSave` runs."""
     try:
         pool = ThreadPool(min(_MAX_CONCURRENT_REQUESTS, len(arguments) or 1))
     except RuntimeError:  # Python 3.12 starts no thread while the interpreter ends
@@ -372,7 +326,6 @@ def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> lis
 
 
 def _warn(text: str) -> None:
-    # If warnings are errors, ignore the exception: the checkpoint is complete.
     with contextlib.suppress(Warning):
         warnings.warn(text, stacklevel=3)
 
@@ -386,14 +339,7 @@ def begin_save(
     extra: Any,
     random: DeviceRandomState,
 ) -> IncompleteSave:
-    """Starts a save: all ranks check their values and the folder. Called on every rank.
-
-    ``random``: the random state of the device before the save.
-
-    Raises:
-        CheckpointError, TypeError, ValueError: a value cannot be saved, or the path is not usable.
-        SharedStorageError: a rank does not see the folder that rank 0 made.
-    """
+    """Starts a save: all ranks check their values and the folder. Called on every rank."""
 
     def describe() -> tuple[tuple[Store, str], Contents]:
         opened = open_store(request.path)
@@ -406,14 +352,7 @@ def begin_save(
 def agree_on_contents(
     exchange: RankExchange, describe: Callable[[], tuple[T, Contents]]
 ) -> tuple[T, Contents]:
-    """Returns the result of ``describe()``, after a check that its contents of this rank's file
-    match those of other ranks.
-
-    Raises:
-        UnsupportedValueError, ModelMismatchError: the ranks have different models, optimizers,
-            steps or single values of optimizer state.
-        CheckpointError, TypeError, ValueError: a value cannot be saved.
-    """
+    """Returns the result of ``describe()``. Raises if its contents differ between ranks."""
 
     def own() -> tuple[tuple[T, Contents], list[str]]:
         described = describe()
@@ -438,13 +377,10 @@ def agree_on_contents(
 def create_folder(
     exchange: RankExchange, request: Request, opened: tuple[Store, str], contents: Contents
 ) -> IncompleteSave:
-    """Makes the partial folder for ``contents``. Called on every rank.
-
-    Raises as :func:`begin_save`.
-    """
+    """Makes the partial folder. Called on every rank."""
     store, root = opened
     if store.renames:
-        root = os.path.abspath(root)  # the thread of a save uses it after a chdir, too
+        root = os.path.abspath(root)  # a thread uses it after a chdir, too
 
     def prepare() -> tuple[list[object], Any]:
         if exchange.rank:
@@ -485,10 +421,6 @@ def create_folder(
 
 
 def _prepare(store: Store, root: str, step: int) -> list:
-    """Removes leftovers and makes the partial folder. Returns the id and the version of the save.
-
-    The version counts the saves of the same step.
-    """
     store.make_folder(root)
     if store.renames:
         with contextlib.suppress(CheckpointError):  # no permission to read the parent
@@ -496,13 +428,13 @@ def _prepare(store: Store, root: str, step: int) -> list:
     for path in folders.find_leftovers(store, root):
         try:
             store.remove(path)
-        except CheckpointError as error:  # the save can continue
+        except CheckpointError as error:
             _warn(f"a leftover of an earlier save could not be removed: {error}")
     place = folders.next_folder(store, root, step)
     save_id = secrets.token_hex(8)
     partial = join(root, place.partial_name(save_id))
     store.make_folder(partial)
-    if not store.renames:  # an object store has no empty folders: mark it with a file
+    if not store.renames:  # an object store has no empty folders
         write(store, join(partial, _STARTED_FILE), save_id.encode())
     return [save_id, place.version]
 
@@ -517,14 +449,13 @@ class RunningSave:
         self.incomplete = incomplete
         self.exchange = exchange
         self._written: Future[dict[str, Any]] = Future()
-        # On rank 0 the path, when the checkpoint is complete. Old ones may still be removed then.
         self._completed: Future[str | None] = Future()
-        self._records: list[dict[str, Any]] | None = None  # of all ranks, in :meth:`finish`
+        self._records: list[dict[str, Any]] | None = None
         self._cancelled = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
             name=f"xla_fsdp checkpoint, rank {incomplete.rank}",
-            daemon=False,  # the default is that of the current thread, which may be a daemon
+            daemon=False,  # the current thread may be one
         )
         self._thread.start()
 
@@ -544,11 +475,10 @@ class RunningSave:
         return path
 
     def wait_for_removal(self) -> None:
-        """Waits until the checkpoints that this one replaces are removed."""
         self._thread.join()
 
     def is_finished(self) -> bool:
-        """Whether this rank has finished, so that :meth:`finish` does not wait for it."""
+        """Whether :meth:`finish` does not have to wait for this rank."""
         return self._completed.done()
 
     def _run(self) -> None:
@@ -556,7 +486,7 @@ class RunningSave:
             record = self._write()
             path = self._complete(record) if self.incomplete.rank == 0 else None
         except Exception as error:
-            # This may fail too (disk full). Then the next call on this rank reports it to all.
+            # This may fail too (disk full). Then the next call reports it to all ranks.
             with contextlib.suppress(CheckpointError):
                 self._announce("failed", describe_error(error))
             self._completed.set_exception(error)
@@ -564,7 +494,6 @@ class RunningSave:
             self._completed.set_result(path)
             if path is not None:
                 self.incomplete.remove_old_checkpoints()
-        # Frees the copies on the host.
         self.incomplete = replace(
             self.incomplete, contents=replace(self.incomplete.contents, items=[])
         )
@@ -589,7 +518,7 @@ class RunningSave:
                 return None
             wait = min(2 * wait, _LONGEST_WAIT)
             self._collect(found)
-            if not threading.main_thread().is_alive():  # `finish` will not be called any more
+            if not threading.main_thread().is_alive():  # nothing calls `finish`
                 alone_since = alone_since or time.monotonic()
                 if time.monotonic() > alone_since + _SECONDS_AFTER_EXIT:
                     raise OtherRankError(
@@ -602,7 +531,6 @@ class RunningSave:
         return self.incomplete.commit(records)
 
     def _collect(self, found: dict[int, dict[str, Any]]) -> None:
-        """Reads the new announcements of other ranks."""
         store = self.incomplete.store
         names = set(store.list(self.incomplete.partial))
         new = [rank for rank in range(self.exchange.size) if rank not in found]
@@ -625,9 +553,8 @@ class RunningSave:
         store, path = self.incomplete.store, self._announcement(self.incomplete.rank, kind)
         written = f"{path}.new" if store.renames else path
         write(store, written, write_json([value]))
-        if store.renames:  # so that the file is never visible before its content is
+        if store.renames:  # the file must not be visible before its content
             store.rename(written, path)
 
     def _announcement(self, rank: int, kind: str) -> str:
-        """The path of the file by which ``rank`` reports to rank 0."""
         return join(self.incomplete.partial, f"rank-{rank:05d}.{kind}")

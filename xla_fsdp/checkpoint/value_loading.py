@@ -24,7 +24,6 @@ from .readable_tensor import ReadableTensor
 
 
 def load_model_values(inventory: Inventory, match: Match) -> None:
-    """Copies the values into the model, one tensor at a time. Parameters stay the same objects."""
     for pair in iterate_new_values(inventory, match):
         set_tensor_values([pair])
     for module, state in match.extra_state.items():
@@ -32,7 +31,6 @@ def load_model_values(inventory: Inventory, match: Match) -> None:
 
 
 def load_optimizer_values(match: OptimizerMatch) -> None:
-    """Copies state and options into the optimizer, one tensor at a time."""
     optimizer, saver = match.optimizer, state_converter_of(match.optimizer)
     state_is_by_name(optimizer)
     devices = {
@@ -72,7 +70,7 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
             optimizer.state[holder] = state
     numbers = [v for own in match.state.values() for v in own.values() if isinstance(v, Number)]
     if saver is None and not all(isinstance(one.value, torch.Tensor) for one in numbers):
-        # As in torch, an optimizer converts state of earlier versions, whose steps were no tensors.
+        # As in torch, the optimizer converts old state, whose steps were no tensors.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
@@ -91,7 +89,7 @@ def read_to_host(match: OptimizerMatch) -> OptimizerMatch:
 def iterate_new_values(
     inventory: Inventory, match: Match
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each tensor to change and its new value, which is read when the pair is requested."""
+    """Yields each tensor to change and its new value, which is read on request."""
     for holder, members in inventory.by_holder().items():
         found = {shard: match.parameters.get(shard) for shard in members}
         if any(found.values()):
@@ -112,10 +110,7 @@ def iterate_new_values(
 
 
 def set_tensor_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Gives tensors new values of the same shape. On the XLA device, this compiles no program.
-
-    All values are copied to the device before the first tensor is changed.
-    """
+    """Sets values of the same shape, all copied to the device first. Compiles no program."""
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     on_device = [pair for pair in pairs if pair[0].device.type == "xla"]
     for device in {tensor.device for tensor, _ in on_device}:
@@ -140,8 +135,7 @@ def read_holder_values(
 ) -> torch.Tensor:
     """This rank's part of ``members``, on the CPU, in the ``shape`` of their holder.
 
-    ``start``: has the values for members that are ``None``. Without it, these and the padding are
-    zero.
+    Members that are ``None`` have the values of ``start``, or zeros without it.
     """
     if start is not None:
         flat = local(start).cpu().reshape(-1).clone()
@@ -156,7 +150,6 @@ def read_holder_values(
 
 
 def _to_saved_value(value: Elements | torch.Tensor | Number | tuple[Any, ...]) -> Any:
-    """The value of a key as :class:`~xla_fsdp.optim.saved.StateConverter` takes it."""
     if isinstance(value, Elements):
         return read_holder_values(value.shape, value.dtype, value.members)
     if isinstance(value, Number):
@@ -167,11 +160,7 @@ def _to_saved_value(value: Elements | torch.Tensor | Number | tuple[Any, ...]) -
 def _move_number(
     number: Number, holder: nn.Parameter, present: torch.device | None, prefers_device: bool
 ) -> Any:
-    """The value on the kind of device that it was saved from.
-
-    If that is not known: on the device of the present value, or else on the device if the
-    optimizer prefers that, or else on the CPU.
-    """
+    """The value on the kind of device that it was saved from, else on the optimizer's."""
     if not isinstance(number.value, torch.Tensor):
         return copy.deepcopy(number.value)
     if number.on_device is not None:

@@ -33,7 +33,7 @@ from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
 from .value_loading import load_model_values
 
-# Files that are searched for in a folder, in order of preference.
+# In order of preference.
 _IN_FOLDER = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -44,7 +44,7 @@ _IN_FOLDER = (
 _MOST_INDEX_BYTES = 1 << 28
 _SAFETENSORS, _INDEX = ".safetensors", ".index.json"
 _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")
-# Keys under which training scripts save the weights, next to other values.
+# Training scripts save the weights under these keys.
 _KEYS = ("model", "state_dict", "module")
 _REMEDY = "if you trust it, load it with torch.load and pass the dict to load_full_state_dict"
 
@@ -61,10 +61,9 @@ def load_weights(
 ) -> LoadedKeys:
     """Loads weight files of the unwrapped module. Call it on every rank; all must see the files.
 
-    Every rank reads only its part of each parameter. Torch files are memory-mapped (files from
-    before torch 1.6 are read completely). Memory: one shard of a parameter at a time. Extra state
-    of modules is not loaded. All names, shapes and dtypes are checked before anything is changed. A
-    read error after that leaves the model partly loaded.
+    Memory: one shard of a parameter at a time. Extra state of modules is not loaded. All names,
+    shapes and dtypes are checked before anything is changed. A read error after that leaves the
+    model partly loaded.
 
     Args:
         path: one of:
@@ -75,33 +74,31 @@ def load_weights(
             * an index of several files (``*.index.json``);
             * a folder with ``model.safetensors``, ``pytorch_model.bin``, the index of either,
               ``model.pth``, or one ``.safetensors`` file.
-        strict: ``True`` requires that the names are those of the model; for a tied parameter, one
-            of its names is enough. ``False`` loads the tensors whose names match, and reports the
-            others.
+        strict: raise unless the names are those of the model; for a tied parameter, one of its
+            names is enough. ``False`` loads those that match.
         prefix: load only names that begin with this text, and remove it (``"backbone."``).
         rename: a function from a name in the file (without ``prefix``) to the name in the model, or
             to ``None`` to skip the tensor.
-        cast: cast floating-point weights to the floating-point dtype of the parameter. ``False``:
-            a different dtype raises an error.
+        cast: cast floating-point weights to the dtype of the parameter. ``False``: a different
+            dtype raises an error.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
 
     Raises:
         CheckpointNotFoundError: there is no file at ``path``.
-        UnreadableFileError: a file is damaged.
-        InvalidMetadataError: a file contradicts itself.
+        UnreadableFileError, InvalidMetadataError: a file is damaged or contradicts itself.
         ForeignFileError: a file has no weights, or not those that the index lists.
         UnsafeFileError: a file would have to run code, or an index names a file elsewhere.
         ModelMismatchError: names, shapes or dtypes do not match the model.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank failed.
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
     label = str(path)
 
     def opened() -> dict[str, Any]:
-        # Extra state is not loaded and not reported as missing.
+        # Extra state is neither loaded nor reported as missing.
         tensors = _renamed(_open_weights(path), prefix, rename, path)
         return dict.fromkeys(inventory.extra_state) | tensors
 
@@ -109,7 +106,7 @@ def load_weights(
     own = replace(inventory, extra_state={})
 
     def match() -> Match:
-        assert offered is not None  # every rank has read the file
+        assert offered is not None
         values = {n: v for n, v in offered.values.items() if n not in inventory.extra_state}
         reported = LoadedKeys(offered.missing, offered.unexpected)
         return match_model(own, values, label, strict, cast, reported=reported)
@@ -151,19 +148,7 @@ def _renamed(
 
 
 def _open_weights(path: Any) -> dict[str, ReadableTensor]:
-    """The tensors at ``path`` by name. It is a file, an index of several, or a folder with either.
-
-    Ranges of ``*.safetensors`` files are read on request. Other files are torch files, and
-    memory-mapped if possible.
-
-    Raises:
-        CheckpointNotFoundError: there is no file.
-        ForeignFileError, InvalidMetadataError, UnreadableFileError: a file is damaged or has
-            another format.
-        UnsafeFileError: a torch file needs objects that torch does not consider safe, or an index
-            names a file outside its folder.
-        ValueError: a torch file on an object store.
-    """
+    """The tensors at ``path`` by name. Raises ValueError for a torch file on an object store."""
     store, place = open_store(path)
     if store.is_folder(place):
         names = store.list(place)
@@ -260,7 +245,6 @@ def _open_torch(store: Store, place: str) -> dict[str, ReadableTensor]:
             break
     if not isinstance(content, Mapping):
         raise ForeignFileError(f"{place}: has a {type(content).__name__}, expected a state dict")
-    # Extra state of modules may be a tensor, but is not a weight.
     content = {
         name: value
         for name, value in content.items()

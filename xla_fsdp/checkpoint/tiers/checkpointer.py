@@ -1,10 +1,6 @@
 """``TieredCheckpointer``: saves often into host memory, and sometimes into a durable store.
 
-A job resumes from the newest complete save. A save is complete if the file of every rank is on some
-host. Hosts may be missing, new, or have files of an earlier attempt. If a step was saved twice, the
-later save is used. If the same bytes are damaged on every host that has them, the next older save
-is used. Damage is detected only by reading, so the ranks agree on the save after reading, before
-anything is changed.
+Damage is detected only by reading, so ranks agree on the save to load after reading.
 """
 
 from __future__ import annotations
@@ -39,43 +35,33 @@ from ..saving import IncompleteSave, Request, RunningSave, agree_on_contents, cr
 from .host_tier import Card, HostTier, Save, manifest_of
 from .hosts import Hosts, MultiHostStore, Peer
 
-# One save on one host: step, save id, world size, and the ranks whose files the host has.
+# Step, save id, world size, and the ranks whose files the host has.
 SaveDescription = tuple[int, str, int, Sequence[int]]
-_SHOWN = 8  # maximum number of ranks in a message
+_SHOWN = 8  # ranks in a message
 
 
 class TieredCheckpointer:
     """Saves checkpoints every few steps in host memory, and less often in a durable store.
 
     Each rank writes its file into a folder in the memory of its host, and sends a copy to the next
-    host. Every ``drain_every``-th save is also written to ``path``. All of this is overlapped with
-    training: :meth:`save` returns when the rank's values are copied to the host. If a process or
-    one host fails, every file is still on some host. :meth:`load` then loads the newest complete
-    step, from memory or from ``path``, on any number of ranks. Every byte is compared with its
-    digest. Bytes that are damaged on one host are read from the copy, with a warning. ::
+    host, overlapped with training. If one host fails, :meth:`load` loads the newest complete step,
+    from memory or from ``path``, on any number of ranks. Bytes that are damaged on one host are
+    read from the copy, with a warning.
 
-        with xla_fsdp.TieredCheckpointer("gs://bucket/run", fast="/dev/shm/run") as tiers:
-            loaded = tiers.load(model, optimizer, scheduler, missing_ok=True)
-            for step in range(loaded.step if loaded else 0, steps):
-                ...
-                if step % 10 == 0:
-                    tiers.save(model, optimizer, scheduler, step=step)
-
-    Call all methods on every rank. Host memory, per rank: a copy of the rank's shards and buffers
-    until they are written, and ``keep_fast + 1`` files of that size; twice as many files with
-    copies of another host.
+    Call all methods on every rank. As a context manager, it calls :meth:`close`. Host memory, per
+    rank: a copy of the rank's shards and buffers until they are written, and ``keep_fast + 1``
+    files of that size; twice as many files with ``mirror``.
 
     Args:
         path, keep_last: the durable store, see :func:`save_checkpoint`.
-        fast: a folder on a RAM disk of this host. (A local disk also survives a reboot, but is
-            slower.) No other job may use it, and hosts must not share one folder.
+        fast: a folder on a RAM disk of this host (or a local disk, which is slower). No other job
+            may use it, and hosts must not share one folder.
         keep_fast: number of complete saves to keep in memory, at least 1.
-        drain_every: one of this many saves is also written to ``path``; it is skipped if the
-            previous one is still being written. 0: only saves with ``durable=True``.
+        drain_every: one of this many saves is also written to ``path``, unless the previous one is
+            still being written. 0: only saves with ``durable=True``.
         mirror: send copies to the next host, if there are several hosts.
         host: a name that distinguishes this host from others. Default: its host name and boot id.
-        address: an address of this host that other hosts can reach. Default: the address that its
-            host name resolves to.
+        address: an address of this host that other hosts can reach. Default: that of its host name.
 
     Raises:
         ValueError, TypeError: an argument is not valid.
@@ -102,7 +88,7 @@ class TieredCheckpointer:
             raise ValueError(
                 f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
             )
-        root = os.path.abspath(root)  # threads use it after a chdir, too
+        root = os.path.abspath(root)  # threads use it after a chdir
         self._tier = HostTier(store, root, os.fsdecode(path).rstrip("/"))
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
@@ -112,9 +98,9 @@ class TieredCheckpointer:
             self._hosts = Hosts.connect(self._exchange, self._tier, host, address)
             if self._hosts.is_leader:
                 self._tier.clean()
-            self._exchange.gather_values("begin", None)  # a barrier: write only after the cleaning
+            self._exchange.gather_values("begin", None)  # write only after the cleaning
         self._mirror = mirror and len(self._hosts.peers) > 1
-        # Its threads are not daemon threads: a process that ends without waiting finishes its file.
+        # Not daemon threads: a process that ends without waiting finishes its file.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="xla_fsdp tier")
         self._writing: tuple[Save, Future[None]] | None = None
         self._draining: RunningSave | None = None
@@ -130,18 +116,15 @@ class TieredCheckpointer:
         extra: Any = None,
         durable: bool = False,
     ) -> None:
-        """Starts a save and returns when all values are copied to the host.
-
-        Training may change the model after that.
+        """Starts a save. When it returns, all values are copied and training may change the model.
 
         Args:
             model, optimizer, scheduler, step, extra: see :func:`save_checkpoint`.
-            durable: also write this save to ``path``, after waiting for the previous one if it is
-                still being written.
+            durable: also write this save to ``path``, after waiting for the previous one.
 
         Raises:
             CheckpointError: the previous save failed, and this one was not started; or this one
-                cannot start, see :func:`save_checkpoint`. If one rank raises, all ranks do.
+                cannot start.
         """
         with synced_device() as random:
             exchange = self._exchange
@@ -154,8 +137,7 @@ class TieredCheckpointer:
             save_id = exchange.run_on_first_rank("name the save", lambda: f"{time.time_ns():016x}")
             save = Save(step, save_id)
             if self._hosts.is_leader:
-                # Training has gone back to an earlier step, or the clock was set back: greater
-                # saves must not be loaded again.
+                # If training went back to an earlier step, later saves must not be loaded again.
                 self._tier.discard([old for old in self._tier.present() if old > save])
             contents_on_host = exchange.run_on_each_rank("copy to the host", contents.on_host)
             drained = self._drain(request, contents_on_host, durable)
@@ -177,12 +159,11 @@ class TieredCheckpointer:
         missing_ok: bool = False,
         step: int | None = None,
     ) -> LoadedCheckpoint | None:
-        """Loads the newest complete step in memory or in ``path``.
+        """Loads the newest complete step in memory or in ``path``; from memory if both have it.
 
-        If both have the same step, it is loaded from memory. Arguments and errors are those of
-        :func:`load_checkpoint`. A warning lists newer steps that were skipped because a file is on
-        no host, or the same bytes are damaged on all hosts. For a save in memory, ``path`` of the
-        result is only a name, because its files are on several hosts.
+        Arguments and errors are those of :func:`load_checkpoint`. A warning lists newer steps that
+        were skipped because a file is missing or damaged on all hosts. For a save in memory,
+        ``path`` of the result is only a name, because its files are on several hosts.
 
         Raises:
             CorruptFileError: all saves in memory are damaged, and ``path`` has no checkpoint. It is
@@ -228,7 +209,7 @@ class TieredCheckpointer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:
             self.close()
-        else:  # other ranks may not reach a barrier; running saves end on their own
+        else:  # other ranks may not reach a barrier
             self._end_threads()
 
     def _end_threads(self) -> None:
@@ -277,11 +258,9 @@ class TieredCheckpointer:
     def _read_newest(
         self, step: int | None, missing_ok: bool, read: Callable[[ShardedCheckpoint], Prepared]
     ) -> Prepared | None:
-        """Returns the result of ``read`` for the newest save that all ranks can read.
+        """Returns the result of ``read`` for the newest save that all ranks can read, or ``None``.
 
-        Returns ``None`` if there is no save and ``missing_ok`` is true. Rank 0 warns about skipped
-        saves in memory. ``read`` must not change anything, because it is called again for an older
-        save after damage.
+        ``read`` must not change anything: after damage, it is called again for an older save.
         """
         exchange = self._exchange
         found = exchange.run_and_gather("list the fast tier", self._list_saves)
@@ -319,7 +298,6 @@ class TieredCheckpointer:
         return [found for found in saves if found is not None]
 
     def _open_chosen_save(self, choice: SaveChoice) -> MultiHostStore:
-        """A store with the chosen save, from which this rank can read."""
         tier, hosts, save = self._tier, self._hosts, choice.save
         assert save is not None
 
@@ -351,15 +329,14 @@ class TieredCheckpointer:
                     failed = error
             raise failed
 
-        # The manifest is read separately: a gather pads the values of all ranks to the longest one.
+        # Read separately: a gather pads the values of all ranks to the longest one.
         cards[0] = self._exchange.run_on_each_rank("read the manifest", with_manifest)
         return MultiHostStore(tier, cards, manifest_of(cards), copies_of)
 
     def _raise_if_damaged_or_missing(
         self, choice: SaveChoice, damaged: Mapping[Save, str], missing_ok: bool
     ) -> None:
-        """Raises also with ``missing_ok`` if saves are damaged: a new training run would remove
-        files that can perhaps be repaired."""
+        """Raises for damage also with ``missing_ok``: a new run would remove repairable files."""
         root, where = self._tier.root, os.fsdecode(self.path)
         skipped = "; ".join(choice.skipped.values()) or f"there is no save of this run in {root}"
         if damaged:
@@ -387,7 +364,6 @@ class TieredCheckpointer:
 def _try(
     read: Callable[[ShardedCheckpoint], Prepared], store: MultiHostStore
 ) -> tuple[Prepared | None, str | None]:
-    """The result of ``read``, or a description of the damage."""
     try:
         return read(ShardedCheckpoint(store.folder, store)), None
     except CorruptFileError as error:
@@ -396,12 +372,9 @@ def _try(
 
 @dataclass(frozen=True)
 class SaveChoice:
-    """The newest complete save in memory.
+    """The newest complete save in memory, or ``None``.
 
-    Attributes:
-        save: the save, ``None`` if none is complete.
-        hosts_by_rank: for each rank, the hosts that have its file.
-        skipped: for each newer step that was skipped, the reason.
+    ``hosts_by_rank``: the hosts with its file. ``skipped``: by newer step, the reason to skip it.
     """
 
     save: Save | None
@@ -410,12 +383,11 @@ class SaveChoice:
 
 
 def describe_save(cards: Iterable[Card]) -> SaveDescription | None:
-    """What a host reports about one save, from its cards. ``None`` without cards."""
     cards = list(cards)
     if not cards:
         return None
     first = cards[0]
-    # All files of one save have the same world size, because each save has a new id.
+    # Each save has a new id, so all its files have the same world size.
     ranks = [card.rank for card in cards if card.world_size == first.world_size]
     return first.save.step, first.save.save_id, first.world_size, ranks
 
@@ -427,10 +399,7 @@ def choose_save(
 ) -> SaveChoice:
     """Chooses the newest save of which ``hosts`` together have all files.
 
-    Args:
-        hosts: for each host, its saves.
-        step: if given, only saves of this step.
-        damaged: saves to skip, each with the reason.
+    ``hosts``: the saves of each host. ``damaged``: saves to skip, with the reason.
     """
     found: dict[tuple[Save, int], dict[int, list[int]]] = {}
     for host, saves in enumerate(hosts):

@@ -1,13 +1,10 @@
-"""The fast tier of one host: a folder in host memory.
-
-It has the files of the ranks that run on this host, and copies of files of another host::
+"""The fast tier of one host: a folder with the files of its ranks, and copies of another host's::
 
     /dev/shm/run/save-00000120-0186f3a1c2d4e5f6/rank-00003-of-00008.safetensors
                                                /rank-00003-of-00008.json
 
-The second file is the card of the first: it records the size and digests, the save and the run. It
-is written last, by a rename; a file without a card is ignored. The card of rank 0 also has the
-manifest without the list of files, which is known only when all hosts have reported their files.
+The second file, the card, is renamed into place last; a file without a card is ignored. The card of
+rank 0 also has the manifest, without the list of files.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}\.draft")
 
 @dataclass(frozen=True, order=True)
 class Save:
-    """One save. The id of a later save is greater, also if another process made it, unless the
-    clock was set back."""
+    """Later saves have greater ids, also of other processes, unless the clock was set back."""
 
     step: int
     save_id: str
@@ -52,7 +48,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Card:
-    """Describes the file of one rank.
+    """Describes the file of one rank: its size and digests, the save and the run.
 
     Attributes:
         run: digest of the durable path, which distinguishes training runs that use the same folder.
@@ -71,7 +67,6 @@ class Card:
         return file_name(self.rank, self.world_size)
 
     def without_manifest(self) -> Card:
-        """The card without the manifest, which is long. It still identifies the file."""
         return replace(self, manifest="")
 
     def dump(self) -> bytes:
@@ -90,7 +85,7 @@ class Card:
 
     @classmethod
     def load(cls, data: bytes, label: str) -> Card:
-        """Reads a card. InvalidMetadataError: ``data`` is not a card, or was changed."""
+        """Raises InvalidMetadataError if ``data`` is not a card, or was changed."""
         outer = read_json(data, label)
         if not (
             isinstance(outer, list)
@@ -124,14 +119,10 @@ class HostTier:
         return join(self.root, save.folder)
 
     def temporary_file(self, save: Save) -> str:
-        """A new path for a file that is being written."""
         return join(self.folder(save), f".{secrets.token_hex(8)}.draft")
 
     def write(self, save: Save, contents: Contents, rank: int) -> Card:
-        """Writes a rank's file and its card. The file is valid when this returns.
-
-        ``contents``: its manifest has the id of ``save``.
-        """
+        """Writes a rank's file and card. ``contents`` must have the id of ``save``."""
         world = contents.manifest.world_size
         self.store.make_folder(self.folder(save))
         name, temporary = file_name(rank, world), self.temporary_file(save)
@@ -144,7 +135,6 @@ class HostTier:
         return card
 
     def add_card(self, card: Card) -> None:
-        """Writes the card of a file that exists, which makes the file valid."""
         temporary = self.temporary_file(card.save)
         write(self.store, temporary, card.dump())
         self.store.rename(temporary, join(self.folder(card.save), _card_name(card.name)))
@@ -166,10 +156,7 @@ class HostTier:
             return []
 
     def cards(self, save: Save) -> list[Card]:
-        """The cards of this run for files of ``save`` on this host, in rank order.
-
-        Skips damaged cards, and cards whose file is missing or has another size.
-        """
+        """This run's cards of ``save``, in rank order, without damaged or incomplete ones."""
         folder, found = self.folder(save), []
         for name in self.store.list(folder):
             if not _CARD.fullmatch(name):
@@ -184,11 +171,7 @@ class HostTier:
         return sorted(found, key=lambda card: card.rank)
 
     def card(self, wanted: Card) -> Card:
-        """This host's card for the file of ``wanted``, including the manifest.
-
-        Raises:
-            CheckpointNotFoundError: this host does not have the file.
-        """
+        """This host's card, with manifest. Raises CheckpointNotFoundError."""
         for card in self.cards(wanted.save):
             if card.without_manifest() == wanted:
                 return card
@@ -218,7 +201,6 @@ def _card_name(file: str) -> str:
 
 
 def manifest_of(cards: Mapping[int, Card]) -> bytes:
-    """The manifest of a save, made from the cards of all ranks."""
     first = cards[0]
     records = [cards[rank].record for rank in range(first.world_size)]
     return with_files(first.manifest.encode(), records, f"manifest of {first.save.folder}")

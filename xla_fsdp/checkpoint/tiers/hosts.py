@@ -1,13 +1,7 @@
-"""The hosts of a job. Each host runs a TCP server from which other hosts read files of its fast
-tier, and to which they send copies of files.
+"""The hosts of a job. Each runs a TCP server for files of its fast tier and copies of other hosts'.
 
-A connection starts with a random number of the server. The client answers with the HMAC of that
-number under the key of the job, which rank 0 generates and sends to all ranks; other clients are
-rejected. Then each request is a line of JSON, perhaps followed by bytes, and so is each answer. A
-request names a save and a rank, so only files of the tier can be read or written. The bytes are not
-encrypted; neither are those of collectives.
-
-:class:`MultiHostStore` presents one save, whose files are on several hosts, as a checkpoint folder.
+A client answers the server's random number with its HMAC under the job's key. Then requests and
+answers are lines of JSON, perhaps followed by bytes. Requests name saves and ranks, not paths.
 """
 
 from __future__ import annotations
@@ -42,12 +36,12 @@ from ..rank_exchange import RankExchange, describe_error
 from .host_tier import Card, HostTier
 
 _PIECE = 1 << 22
-_LINE = 1 << 26  # maximum bytes of a line: the card of rank 0 includes the manifest
+_LINE = 1 << 26  # maximum bytes: the card of rank 0 includes the manifest
 _NONCE = 32
 # Seconds without a byte after which a connection is closed.
 TIMEOUT = 60.0
 
-_POLL = 0.1  # seconds between two checks whether the server must end
+_POLL = 0.1
 
 Address = tuple[str, int]
 
@@ -56,13 +50,8 @@ Address = tuple[str, int]
 class Hosts:
     """The hosts of the job, in the order of their first ranks.
 
-    Attributes:
-        number: index of this host.
-        leaders: the first rank of each host, which runs its server.
-        leads: whether this rank is the leader of its host.
-        peers: a client for each host.
-        server: the server of this host; ``None`` on ranks that do not lead, or with one host.
-        stride: distance in the list from a host to the one that stores its copies.
+    ``number``: index of this host. ``leaders``: the first rank of each, which runs its ``server``.
+    ``stride``: distance in the list from a host to the one that stores its copies.
     """
 
     number: int
@@ -98,7 +87,6 @@ class Hosts:
         return cls(number, leaders, is_leader, peers, servers[0] if servers else None, stride)
 
     def partner(self) -> Peer:
-        """The host that stores the copies of this host's files."""
         return self.peers[(self.number + self.stride) % len(self.peers)]
 
     def close(self) -> None:
@@ -112,13 +100,9 @@ class Hosts:
 def hosts_apart(leaders: Sequence[int], slices: Groups) -> int:
     """Distance in the list of hosts from a host to the one that stores its copies.
 
-    It is 1 (the next host). If the hosts are in the order of several slices of equal size, it is
-    the number of hosts of a slice, so that the copies are on the next slice: a slice fails as a
-    unit.
-
-    Args:
-        leaders: the first rank of each host.
-        slices: for each slice, the ordinals of its ranks.
+    It is 1. If the hosts are in the order of slices of equal size, it is the number of hosts of a
+    slice, because a slice fails as a unit. ``leaders``: the first rank of each host. ``slices``:
+    the ranks of each slice.
     """
     on = [number for rank in leaders for number, one in enumerate(slices) if rank in one]
     each = len(leaders) // max(len(slices), 1)
@@ -147,8 +131,6 @@ def _own_address() -> str:
 
 
 class TierServer(socketserver.ThreadingTCPServer):
-    """A server for the folder of this host. It runs until it is closed."""
-
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
@@ -174,7 +156,7 @@ class TierServer(socketserver.ThreadingTCPServer):
 class _Handler(socketserver.StreamRequestHandler):
     server: TierServer
     timeout = TIMEOUT
-    disable_nagle_algorithm = True  # do not delay the line that precedes the bytes
+    disable_nagle_algorithm = True  # do not delay the line before the bytes
 
     def handle(self) -> None:
         tier, nonce = self.server.tier, secrets.token_bytes(_NONCE)
@@ -196,7 +178,7 @@ class _Handler(socketserver.StreamRequestHandler):
                     _send(tier, card, begin, count, self.wfile)
             except (CheckpointError, KeyError, ValueError, TypeError) as error:
                 _send_line(self.wfile, {"error": describe_error(error)})
-                return  # close the connection: the rest of the request was not read
+                return  # the rest of the request was not read
 
 
 def _send(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
@@ -204,13 +186,12 @@ def _send(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBas
         raise ValueError(
             f"bytes {begin} to {begin + count} requested, but the file has {card.record.size}"
         )
-    tier.store.size(join(tier.folder(card.save), card.name))  # raises before "ok" if there is none
+    tier.store.size(join(tier.folder(card.save), card.name))  # raises before "ok"
     _send_line(out, {"ok": True})
     _copy(tier, card, begin, count, out)
 
 
 def _copy(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
-    """Writes bytes of the file of ``card`` to ``out``."""
     path = join(tier.folder(card.save), card.name)
     piece = memoryview(bytearray(min(count, _PIECE)))
     for at in range(begin, begin + count, _PIECE):
@@ -248,7 +229,7 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
         with contextlib.suppress(CheckpointError):
             tier.store.remove(temporary)
         raise
-    tier.store.remove(join(folder, card.name))  # an earlier copy of the same file
+    tier.store.remove(join(folder, card.name))
     tier.store.rename(temporary, join(folder, card.name))
     tier.add_card(card)
 
@@ -263,11 +244,7 @@ class Peer:
         self._stream: BufferedRWPair | None = None
 
     def read_into(self, card: Card, begin: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes of a file from ``begin``.
-
-        Raises:
-            UnreadableFileError: the host does not answer, or does not have the file.
-        """
+        """Raises UnreadableFileError."""
 
         def receive(source: BufferedIOBase) -> None:
             done = 0
@@ -286,17 +263,12 @@ class Peer:
         )
 
     def card(self, card: Card) -> Card:
-        """Reads from the host the card that includes the manifest; ``card`` has none."""
         what = f"the manifest of {card.save.folder} cannot be read"
         answer = self._request({"do": "card"}, card, what, UnreadableFileError)
         return Card.load(answer["card"].encode(), self.name)
 
     def put(self, tier: HostTier, card: Card) -> None:
-        """Copies a file of ``tier`` and its card to the host.
-
-        Raises:
-            OutputError: the host does not answer, or has not enough space.
-        """
+        """Copies a file of ``tier`` and its card to the host. Raises OutputError."""
         what = f"{join(tier.folder(card.save), card.name)} cannot be copied there"
 
         def send(sink: BufferedIOBase) -> None:
@@ -317,10 +289,7 @@ class Peer:
         send: Callable[[BufferedIOBase], None] = lambda sink: None,
         receive: Callable[[BufferedIOBase], None] = lambda source: None,
     ) -> dict[str, Any]:
-        """Sends a request and what ``send`` writes, and returns the answer.
-
-        If that fails, raises an error of class ``kind``, whose message begins with ``what``.
-        """
+        """Sends a request and what ``send`` writes. Returns the answer, or raises ``kind``."""
         with self._lock:
             try:
                 stream = self._connected()
@@ -341,7 +310,7 @@ class Peer:
     def _connected(self) -> BufferedRWPair:
         if self._stream is None:
             with socket.create_connection(self.address, TIMEOUT) as connection:
-                self._stream = connection.makefile("rwb")  # which keeps the connection open
+                self._stream = connection.makefile("rwb")
             self._stream.write(_answer(self._key, self._stream.read(_NONCE)))
         return self._stream
 
@@ -362,7 +331,6 @@ def _send_line(out: BufferedIOBase, value: dict[str, Any]) -> None:
 
 
 def _require(source: BufferedIOBase) -> dict[str, Any]:
-    """Reads an answer. Raises an error if the answer reports one."""
     line = source.readline(_LINE)
     if not line:
         raise ConnectionError("the connection ended")
@@ -373,17 +341,11 @@ def _require(source: BufferedIOBase) -> dict[str, Any]:
 
 
 class MultiHostStore(LocalStore):
-    """A store with one folder, whose files may be on other hosts. Nothing is written into it.
+    """A read-only store with one folder, whose files may be on other hosts.
 
     A chunk that is damaged on one host is read from the next host, with a warning. The caller must
-    compare all bytes with the digests of the manifest, because those of the last host are not
-    checked here.
-
-    Args:
-        cards: for each rank, the card of its file.
-        manifest: bytes of the manifest.
-        copies_of: returns the hosts that have the file of a rank, in the order in which to read
-            from them. ``None`` is this host.
+    check digests, because those of the last host are not checked here. ``copies_of`` returns the
+    hosts that have the file of a rank, in the order to read from them; ``None`` is this host.
     """
 
     def __init__(
@@ -429,13 +391,12 @@ class MultiHostStore(LocalStore):
 
     @staticmethod
     def _matches_digests(card: Card, begin: int, out: memoryview) -> bool:
-        # Only complete chunks have digests, and readers read complete chunks.
+        # Only complete chunks have digests; readers read complete chunks.
         number, inside = divmod(begin, card.record.chunk)
         length = min(card.record.chunk, card.record.size - begin)
         return inside == 0 and len(out) == length and digest(out) == card.record.digests[number]
 
     def _move_to_end(self, card: Card, peer: Peer | None, wrong: str) -> None:
-        """Moves a host to the end of the list, so that further chunks are read from others."""
         copies = [other for other in self._copies[card.rank] if other is not peer]
         self._copies[card.rank] = [*copies, peer]
         warnings.warn(
