@@ -1,8 +1,6 @@
-"""Command line: ``python -m xla_fsdp.preflight``.
+"""Command line: ``python -m xla_fsdp.preflight``. Progress and errors go to stderr.
 
-Without ``--measure`` it prints one line for each check to stdout, with it a report; progress and
-errors go to stderr. Exit codes: 0 no check failed (there may be warnings, and measurements may
-differ from published figures); 1 a check failed; 2 wrong usage, missing credentials or an unknown
+Exit codes: 0 no check failed; 1 a check failed; 2 wrong usage, missing credentials or an unknown
 node; 130 interrupted.
 """
 
@@ -29,7 +27,6 @@ _MOST = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with ``argv`` (default: that of the process) and returns the exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
     run = _check_pod
     errors: tuple[type[Exception], ...] = (UsageError, MissingExtraError)
@@ -190,14 +187,12 @@ def _pod_parser() -> argparse.ArgumentParser:
 
 
 def _number(convert: Callable[[str], float], least: float) -> Callable[[str], float]:
-    """Returns a function that parses a number of at least ``least``."""
-
     def read(text: str) -> float:
         try:
             value = convert(text)
         except ValueError:
             value = math.nan
-        if not least <= value <= _MOST:  # also not a number
+        if not least <= value <= _MOST:  # also NaN
             raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {_MOST}")
         return value
 
@@ -285,10 +280,9 @@ def _check_workers(
 
 
 def _require_url(name: str, url: str) -> None:
-    """Raises UsageError unless ``url``, the value of the flag or variable ``name``, is valid."""
     try:
         parts = urlsplit(url)
-        # Looking up the host would do this, and raise for a wrong name.
+        # Looking up a wrong name would raise this too.
         (parts.hostname or "").encode("idna")
         reason = ""
         if parts.scheme not in ("http", "https"):

@@ -13,17 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
 
-MAX_OUTPUT = 1 << 20  # the last bytes of a command's output that are kept
+MAX_OUTPUT = 1 << 20  # last bytes that are kept
 _POLL_SECONDS = 0.05
 _OUTPUT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a command.
+    """The result of a command; ``code`` is ``None`` if it was stopped at its time limit.
 
-    ``code`` is ``None`` if the command was stopped at its time limit. Times are in seconds since
-    1970, by this machine's clock.
+    ``started``, ``ended``: seconds since 1970, by this machine's clock.
     """
 
     out: str
@@ -56,7 +55,7 @@ def run_all(
         try:
             results = {number: pool.submit(run, argv) for number, argv in commands.items()}
             return {number: result.result() for number, result in results.items()}
-        finally:  # after an error, or Ctrl-C, ends the others
+        finally:  # after an error, or Ctrl-C
             over.set()
             pool.shutdown(cancel_futures=True)
 
@@ -69,8 +68,8 @@ def _run(
     over: threading.Event,
 ) -> Outcome:
     started, until = time.time(), time.monotonic() + seconds
-    # A new session, so that killing it also ends what the command has started (ssh under gcloud,
-    # ranks), and so that Ctrl-C only reaches this process.
+    # A new session: killing it ends what the command has started, and Ctrl-C only reaches this
+    # process.
     process = subprocess.Popen(
         argv,
         env=environment,
@@ -80,7 +79,7 @@ def _run(
         start_new_session=True,
     )
     texts = bytearray(), bytearray()
-    # Daemons, because a grandchild that outlives the command may keep its output open.
+    # Daemons, because a grandchild may keep the command's output open.
     readers = [
         threading.Thread(target=_read_output, args=pair, daemon=True)
         for pair in zip((process.stdout, process.stderr), texts, strict=True)

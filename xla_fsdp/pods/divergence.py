@@ -1,9 +1,7 @@
 """``detect_divergence``: finds the first value that is not finite, and ranks that differ.
 
-Hooks trace a flag for each tensor between modules, and for each gradient between them: one element
-on the device, as part of the step's program. Flags are in the order of tracing, which is the same
-on every rank. So "first" is defined across ranks: the rank whose data caused a NaN has an earlier
-flag than ranks that received the NaN in a reduction.
+Flags are in the order of tracing, which is equal on all ranks, so "first" is defined across ranks:
+the rank that computed a NaN has an earlier flag than ranks that received it in a reduction.
 """
 
 from __future__ import annotations
@@ -23,17 +21,13 @@ from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
 from ..wording import join_some, runs
 
-_SEEN = "_xla_fsdp_divergence"  # the attribute of a tensor that is checked
+_SEEN = "_xla_fsdp_divergence"
 
 
 class _Seen:
-    """The modules that return and receive a tensor that is checked.
+    """The modules that return (``makers``, innermost first) and receive (``takers``) a tensor.
 
-    Attributes:
-        what: a description for messages.
-        makers: modules that returned it, the innermost first.
-        takers: modules that were called with it, in order.
-        step: the step of these calls; a tensor may also be an input of the next step.
+    ``step``: the step of these calls, because a tensor may also be an input of the next step.
     """
 
     def __init__(self, what: str, step: int) -> None:
@@ -42,7 +36,7 @@ class _Seen:
         self.takers: list[str] = []
 
     def made_gradient(self) -> tuple[str, str | None]:
-        """A description of what computed its gradient, and the module that did."""
+        """Describes what computed its gradient, and names the module."""
         if self.takers:
             inner = _innermost(self.takers)
             return f"the gradient that {_shown(inner)} returned", inner
@@ -83,18 +77,15 @@ class detect_divergence:
                 optimizer.step()
                 divergence.step(loss, grad_norm=norm)
 
-    Every ``every``-th step is checked: it is a separate program, with a flag for each tensor
-    between modules, and :meth:`step` waits for its values. The other steps are not changed, nor is
-    anything outside of the ``with``.
-
-    All blocks of ``scan_blocks`` are checked as one module. A loss scaler lets gradients overflow,
-    so check gradients after it.
+    A checked step is a separate program with a flag for each tensor between modules, and
+    :meth:`step` waits for its values. Other steps are not changed. All blocks of ``scan_blocks``
+    are checked as one module. Check gradients after a loss scaler, which lets them overflow.
 
     Args:
         model: the root module; wrapped or not. It is checked in training mode only.
         every: the number of steps from one check to the next; the ``every``-th step is the first.
-        rtol: the difference between ranks that is allowed for values passed to :meth:`step` by
-            name, relative to the largest value.
+        rtol: the allowed difference between ranks for values passed to :meth:`step` by name,
+            relative to the largest value.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -137,8 +128,7 @@ class detect_divergence:
 
         Args:
             loss: this rank's loss; must be finite.
-            agreeing: values that must be the same on all ranks, for example a gradient norm or a
-                reduced loss.
+            agreeing: values that must be the same on all ranks, for example a gradient norm.
 
         Raises:
             DivergenceError: on all ranks, if any rank has found a problem.
@@ -176,7 +166,7 @@ class detect_divergence:
         tensors = [value for value in agreeing.values() if isinstance(value, torch.Tensor)]
         numbers = [value.detach().reshape(()).float() for value in tensors]
         flags = torch.stack([flag for _, _, flag in events]) if events else None
-        with synced_device():  # runs the entire step as one program, before values are read
+        with synced_device():  # runs the entire step as one program
             bad = [] if flags is None else flags.cpu().tolist()
         read = iter([number.item() for number in numbers])
         values = {
@@ -207,7 +197,7 @@ class detect_divergence:
         def same(a: float, b: float) -> bool:
             return a == b or abs(a - b) <= self._rtol * largest or (a != a and b != b)
 
-        # The value of most ranks; if numbers are equal, the value of the lowest rank.
+        # On a tie, the value of the lowest rank.
         usual = max(values, key=lambda one: sum(same(one, other) for other in values))
         odd = [rank for rank, value in enumerate(values) if not same(value, usual)]
         if odd:
@@ -225,7 +215,7 @@ class detect_divergence:
 
     def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         for tensor in _with_nan((args, kwargs)) if self.looking else ():
-            # If no module returned it: the model's input, or a tensor computed between modules.
+            # If no module returned it: the model's input, or computed between modules.
             self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -260,7 +250,6 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _with_nan(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value`` whose dtype has NaN."""
     return [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
 
 
@@ -270,10 +259,7 @@ def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _innermost(names: list[str]) -> str:
-    """The first of the modules that took one tensor, or its submodule that took the tensor too.
-
-    ``names``: the modules in order of their calls.
-    """
+    """The first of ``names``, or its innermost submodule that took the tensor too."""
     last = names[0]
     for name in names[1:]:
         if not last or name == last or name.startswith(f"{last}."):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..wording import printable, runs
 
-_GROUPS = 6  # the most different findings in one line
+_GROUPS = 6  # different findings in one line
 
 
 class Status(enum.Enum):
@@ -16,15 +16,15 @@ class Status(enum.Enum):
     WARNING = "warning"  # training may start, but its setup may be wrong
     DIFFERENT = "different"  # a measurement differs from the figure that plans use
     FAILED = "FAILED"  # training would not start, or would fail or be wrong
-    SKIPPED = "skipped"  # could not be checked; ``found`` has the reason
+    SKIPPED = "skipped"  # ``found`` has the reason
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one test or measurement.
+    """The result of one test or measurement, with its subject as ``name``.
 
-    ``name``: its subject; ``expected``: the expected result, and ``found``: the actual one, as
-    clauses; ``remedy``: what the user can do, or "".
+    ``expected`` and ``found``: the expected and actual result, as clauses. ``remedy``: what the
+    user can do, or "".
     """
 
     status: Status
@@ -57,7 +57,7 @@ def skipped(name: str, found: str, remedy: str = "") -> Finding:
 
 
 def by_worker(findings: Mapping[int, str]) -> str:
-    """Lists findings by worker, equal ones together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
+    """Lists findings, equal ones together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
     groups: dict[str, list[int]] = {}
     for worker, finding in sorted(findings.items()):
         groups.setdefault(finding, []).append(worker)
@@ -73,9 +73,7 @@ class UsageError(Exception):
 class ApiError(Exception):
     """The TPU API did not answer, or with an unexpected answer; reported as a failed check.
 
-    Attributes:
-        found, expected, remedy: as in :class:`Finding`.
-        passing: whether the error may be temporary.
+    ``found``, ``expected``, ``remedy``: see :class:`Finding`. ``passing``: it may be temporary.
     """
 
     def __init__(self, found: str, expected: str, remedy: str, passing: bool = False) -> None:

@@ -1,6 +1,6 @@
 """HTTP for the TPU API: limited in bytes, without redirects, and with a safe use of the token.
 
-It needs the packages of the ``pod`` extra.
+It needs the ``pod`` extra.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Http(httplib2.Http):
 class AuthorizedHttp(google_auth_httplib2.AuthorizedHttp):
     """Sends the token only to Google's APIs with https, and to the origin of ``given``.
 
-    The discovery document, from ``described_at``, has the address of the API and can have one for
-    each method. Anyone who can change the document could otherwise receive the token.
+    The discovery document, from ``described_at``, has the API's addresses. Anyone who can change it
+    could otherwise receive the token.
     """
 
     def __init__(self, credentials: Any, http: Http, given: str, described_at: str) -> None:

@@ -1,7 +1,6 @@
 """Queries the metadata server of a Google Cloud VM for maintenance events and for its name.
 
-Keys and values: "Spot VMs" and "Get VM maintenance events" in Compute Engine's documentation, which
-also applies to TPU VMs. The server is on the machine, so queries use no proxies and redirects.
+Keys and values: "Spot VMs" and "Get VM maintenance events" in Compute Engine's documentation.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ _LONGEST_ANSWER = 4096
 
 
 def metadata_host() -> str | None:
-    """``HOST`` or ``HOST:PORT`` of the metadata server, ``None`` if there is none.
+    """``HOST`` or ``HOST:PORT`` of the metadata server; ``None`` if there is none.
 
-    ``GCE_METADATA_HOST`` selects another server, as in Google's client libraries. If it is not set,
-    there is a server only for a process on a TPU.
+    ``GCE_METADATA_HOST`` selects it, as in Google's client libraries; otherwise only a TPU has one.
     """
     named = os.environ.get("GCE_METADATA_HOST", "").strip()
     if named:
@@ -43,9 +41,7 @@ def metadata_host() -> str | None:
 def notice(host: str, key: str, timeout: float = 3.0) -> str | None:
     """The current announcement under one of :data:`KEYS`; ``None`` if there is none.
 
-    Args:
-        host: see :func:`metadata_host`.
-        timeout: seconds to connect, and again for the complete answer.
+    ``timeout``: seconds to connect, and again for the complete answer.
 
     Raises:
         OSError: there is no answer, or it is not from a metadata server.
@@ -90,8 +86,8 @@ def _read(connection: http.client.HTTPConnection, host: str, key: str) -> str | 
 def within(seconds: float, call: Callable[[], T]) -> T:
     """Calls ``call()`` in a thread; raises TimeoutError after ``seconds``.
 
-    The timeout of a socket is for each read: a server that sends a byte at a time could keep the
-    connection open for hours. After a timeout the call continues, until the process ends at last.
+    A socket's timeout is for each read, so a server that sends single bytes could go on for hours.
+    After a timeout the call continues.
     """
     result: Future[T] = Future()
 

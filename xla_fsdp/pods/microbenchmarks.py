@@ -1,7 +1,6 @@
 """Measures the parts of a step: memory, matmuls, the link to the host, collectives.
 
-Each operation runs in a loop inside of one compiled program, so that tracing and starting the
-program count only once. An empty program measures their time.
+Each operation runs in a loop of one compiled program, so that its start counts only once.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from .records import CollectiveTime, Rate
 # Bytes of collectives, rounded down to float32 elements for each rank.
 SIZES_ON_TPU = tuple(1 << n for n in (13, 17, 20, 24, 26))
 SIZES_ON_CPU = tuple(1 << n for n in (13, 17))
-_SHORTEST = 20e-6  # estimated seconds of a collective if there is no model
-_LONG = 20e-3  # seconds that a loop of collectives should last
+_SHORTEST = 20e-6  # seconds of a collective if there is no model
+_LONG = 20e-3  # seconds of a loop of collectives
 _MOST_TIMES = 400
 _REPEATS = 4
 
@@ -44,7 +43,7 @@ class Stopwatch:
         self.overhead = min(self._run(lambda: [one + 1.0]) for _ in range(2 + _REPEATS))
 
     def sent(self, value: torch.Tensor) -> torch.Tensor:
-        """Puts ``value`` on the device, so that it is data of programs and not a constant."""
+        """``value`` on the device, as data of programs and not as a constant."""
         return as_data(value, self._device)
 
     def seconds(
@@ -90,10 +89,7 @@ AMOUNTS_ON_CPU = Amounts(memory=4 << 20, rows=(64, 256), transfer=4 << 20, times
 
 
 def measure_device(watch: Stopwatch, chip: Chip | None) -> Iterator[Rate]:
-    """Measures the speed of one device; call on every rank.
-
-    ``chip``: the chip whose published figures are compared; ``None`` on CPU ranks.
-    """
+    """Measures the speed of one device; call on every rank. ``chip``: ``None`` on CPU ranks."""
     amounts = AMOUNTS_ON_CPU if chip is None else AMOUNTS_ON_TPU
     memory = None if chip is None else chip.device_hbm_bandwidth
     peak = None if chip is None else chip.device_flops
@@ -175,18 +171,18 @@ def measure_collectives(
 ) -> Iterator[CollectiveTime]:
     """Measures each kind of collective on each axis at each size; call on every rank.
 
-    ``world``: all ranks. ``has_time()``: called before each measurement, on every rank; if it
-    returns false, the measurements end.
+    ``world``: all ranks. ``has_time()``: called on every rank before each measurement; false ends
+    them.
     """
     for axis in axes(world.size, slice):
         group = next(group for group in axis.groups if world.rank in group)
         place = group.index(world.rank)
         among = World(
             place, len(group), axis.groups, world.device, context=world.context
-        )  # without routes: the compiler chooses the links of the group
+        )  # without routes: the compiler chooses the links
         for wanted in SIZES_ON_TPU if on_tpu else SIZES_ON_CPU:
             size = wanted // (4 * len(group)) * 4 * len(group)
-            # Each loop runs one collective, except that of the second kind, which also gathers.
+            # Each loop runs one collective, but that of reduce-scatter also gathers.
             gather = 0.0
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "collective-permute"):
                 if not has_time():
@@ -210,12 +206,11 @@ def _loop(
 ) -> tuple[Callable, list[torch.Tensor], list[torch.Tensor]]:
     """Returns a loop's body and its initial values.
 
-    Each iteration needs the results of the one before, so the compiler cannot remove any. All
-    values are zeros, which stay zeros after any number of sums.
+    Each iteration needs the results of the one before, so the compiler cannot remove any.
     """
     count = size // 4
     if kind == "all-gather":
-        # Select this rank's part by data, so that the compiler cannot drop the other parts.
+        # Select by data, so that the compiler cannot drop the other parts.
         own = watch.sent(torch.tensor([among.rank]))
 
         def gather(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:

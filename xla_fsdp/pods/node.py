@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from .findings import ApiError, Finding, failed, ok, skipped, warning
 
-_SYMPTOMS = 3  # show the last few, which describe the current problem
+_SYMPTOMS = 3  # the last ones describe the current problem
 _COMING = "wait for it: --wait 900"
 _GONE = "'{delete}', then create it again; the data on its disks is lost"
-# For each state: whether waiting helps, and the remedy. These are the states of v2 of the API,
-# which include those of v1.
+# Whether waiting helps, and the remedy. The states of v2 of the API include those of v1.
 _STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
     {
-        "READY": (True, ""),  # but unhealthy, otherwise there is no need to wait
+        "READY": (True, ""),  # but unhealthy
         "CREATING": (True, _COMING),
         "STARTING": (True, _COMING),
         "RESTARTING": (True, _COMING),
@@ -34,7 +33,7 @@ _STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
     }
 )
 _OTHER = (False, "inspect it with '{describe}'")
-# The remedy for each health value. Any other value except HEALTHY is unhealthy too.
+# Any other value except HEALTHY is unhealthy too.
 _HEALTH_REMEDIES = {
     "UNHEALTHY_MAINTENANCE": "its host is under maintenance: wait (--wait 900), or '{delete}' and "
     "create it again",
@@ -46,8 +45,6 @@ _OTHER_HEALTH = "read the symptoms, then '{stop}' and '{start}', or create it ag
 
 @dataclass(frozen=True)
 class NodeLocation:
-    """The name, zone and project of a node."""
-
     tpu: str
     zone: str
     project: str
@@ -81,7 +78,7 @@ class Endpoint(NamedTuple):
 class Node:
     """The properties of a node; texts are "" if the API does not state them.
 
-    ``runtime`` is the software version: runtimeVersion in v2 of the API, tensorflowVersion in v1.
+    ``runtime``: the software version, which v2 calls runtimeVersion and v1 tensorflowVersion.
     """
 
     state: str
@@ -189,11 +186,7 @@ def check_node(
     runtime: str | None,
     world_size: int | None,
 ) -> Iterator[Finding]:
-    """A check for each property of the node.
-
-    ``accelerator``, ``runtime``, ``world_size``: those that the user expects; ``None`` if any value
-    is allowed.
-    """
+    """A check for each property of the node; an expected value of ``None`` allows any."""
     yield _state(node, where)
     yield _health(node, where)
     if node.symptoms:

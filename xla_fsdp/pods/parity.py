@@ -1,8 +1,4 @@
-"""Tests that must pass on every machine.
-
-Sharded training equals unsharded training of the same model on the same devices, and a checkpoint
-of all ranks loads into shards of half of them.
-"""
+"""Tests that must pass on every machine: sharded equals unsharded training, checkpoints load."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ _SAVED_STEP = 7
 
 @dataclass(frozen=True)
 class Case:
-    """A way to shard. ``tolerance``: the relative tolerance for losses, norms and weights."""
+    """A way to shard; ``tolerance`` is relative, for losses, norms and weights."""
 
     name: str
     tolerance: float = 1e-4
@@ -44,7 +40,7 @@ class Case:
     checkpoint: bool = False
     scanned: bool = False
     accumulated: bool = False
-    groups: bool = False  # shards over each half of the ranks, which are replicas of each other
+    groups: bool = False  # shards over each half of the ranks
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -64,8 +60,8 @@ CASES = (
 def compare(cases: Iterable[Case]) -> Iterator[Finding]:
     """Trains sharded and unsharded and compares them; call on every rank.
 
-    Both run on the XLA device with matmuls in full precision: by default a TPU rounds float32
-    operands to bfloat16, in a way that depends on shapes.
+    Matmuls are in full precision: by default a TPU rounds float32 operands to bfloat16, in a way
+    that depends on shapes.
     """
     if torch_xla.backends.get_mat_mul_precision() != "highest":
         torch_xla.backends.set_mat_mul_precision("highest")
@@ -110,8 +106,8 @@ def _trained(case: Case, sharded: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(SEED)
     model: Any = _wrapped(case) if sharded else Net(SIZE).to(device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    # Not Adam, which makes large steps from gradients that are only rounding errors. The exact
-    # gradient of the bias of keys is zero.
+    # Not Adam, which makes large steps from rounding errors: the exact gradient of keys' bias is
+    # zero.
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     clip = model.clip_grad_norm_ if sharded else partial(nn.utils.clip_grad_norm_, trained)
     losses, norms = [], []

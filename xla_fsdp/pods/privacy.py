@@ -1,8 +1,4 @@
-"""Removes private data from a report, so that users can attach it to a bug report.
-
-A report lists only the environment variables that change compiled programs or how ranks start. Its
-texts contain no user names, and nothing that looks like a secret.
-"""
+"""Removes user names and secrets from a report, so that users can attach it to a bug report."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-# The exact names of the variables in a report. All others are left out.
+# All other variables are left out.
 _SHOWN = frozenset(
     """XLA_FLAGS LIBTPU_INIT_ARGS PJRT_DEVICE CPU_NUM_DEVICES XLA_USE_SPMD XLA_USE_BF16
     XLA_DOWNCAST_BF16 XLA_DISABLE_FUNCTIONALIZATION XLA_ENABLE_PARAM_ALIASING XLA_THREAD_POOL_SIZE
@@ -26,11 +22,10 @@ _SECRET_TEXT = re.compile(
     r"| (?P<key>(?:token|secret|password|passwd|api_?key|credential)s?\s*[=:]\s*)[^\s,;&]+"
 )
 _HIDDEN = "***"
-_SHORTEST = 6  # minimum length of a secret value that is removed from texts
+_SHORTEST = 6  # minimum length of a secret value
 
 
 def shown_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that a report lists."""
     environment = os.environ if environment is None else environment
     return {
         name: scrubbed(environment[name], environment)

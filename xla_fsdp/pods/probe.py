@@ -1,8 +1,7 @@
-"""The program that runs on each worker. It is sent as text, so a worker needs only a Python.
+"""The program that runs on each worker, sent as text: standard library only, Python 3.6 or later.
 
-It uses only the standard library, with any Python from 3.6 on, and fsspec for a path with "://".
-The answer is one line of JSON with the token of the request. The token distinguishes this line from
-other output of a login.
+Only a path with "://" needs fsspec. The answer is one line of JSON with the request's token, which
+distinguishes it from other output of a login.
 """
 
 import contextlib
@@ -27,17 +26,17 @@ VARIABLES = (
     "XLA_NO_SPECIAL_SCALARS",
 )
 LOCK = "/tmp/libtpu_lockfile"
-PATIENCE_SECONDS = 5.0  # a network file system may show files of other machines with a delay
+PATIENCE_SECONDS = 5.0  # for network file systems that show files of other machines with a delay
 
 
 def main(text: str) -> None:
     request = json.loads(text)
-    # This process ends even if the connection breaks, unless a dead mount blocks it.
+    # Ends this process even if the connection breaks, unless a dead mount blocks it.
     signal.alarm(int(request["seconds"]) + 1)
     actions = {"look": look, "write": write, "read": read, "clean": clean, "prune": prune}
     try:
         answer = actions[request["action"]](request)
-    except Exception as error:  # the caller reports it to the user
+    except Exception as error:  # the caller reports it
         answer = {"error": described(error)}
     answer["token"] = request["token"]
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
@@ -81,7 +80,7 @@ def version(name: str) -> "str | None":
 
 def required_libtpu_version() -> "str | None":
     """The version of libtpu that this torch_xla requires, from its metadata."""
-    with contextlib.suppress(Exception):  # not installed, or too old to have this metadata
+    with contextlib.suppress(Exception):  # not installed, or too old for this metadata
         import importlib.metadata
 
         for line in importlib.metadata.requires("torch_xla") or ():
@@ -104,7 +103,7 @@ def users_of(chips: list) -> list:
 
 
 def memory() -> "list | None":
-    """The bytes of memory: total and available; None if this is not Linux."""
+    """Total and available bytes of memory; None if this is not Linux."""
     sizes = {}
     try:
         with open("/proc/meminfo") as file:
@@ -125,8 +124,6 @@ def free_bytes(path: str) -> int:
 
 
 class LocalFolder:
-    """A folder of a local or mounted file system."""
-
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
 
@@ -199,13 +196,12 @@ def content_of(request: dict, worker: int) -> bytes:
 
 
 def write(request: dict) -> dict:
-    """Writes this worker's file."""
     folder = folder_of(request)
     answer: dict = {"made": folder.make()}
     try:
         folder.put(str(request["worker"]), content_of(request, request["worker"]))
         answer["free"] = folder.free()
-    except Exception as error:  # the answer still lists the new folders, so that they are removed
+    except Exception as error:  # the answer must list the new folders, which are removed later
         answer["error"] = described(error)
     return answer
 
@@ -234,7 +230,7 @@ def clean(request: dict) -> dict:
     folder = folder_of(request)
     with contextlib.suppress(FileNotFoundError):
         folder.drop(str(request["worker"]))
-    # Other files may be in it, it may be deleted, or the store may have no folders.
+    # It may have other files or be deleted, or the store may have no folders.
     with contextlib.suppress(Exception):
         folder.remove()
     return {}

@@ -1,7 +1,7 @@
 """``profile``: records steps of a run as a trace for XProf, with names of units and collectives.
 
-The names are those of a plan (``planning/tracing/naming.py``). They become part of the programs
-during tracing and change nothing else in them. So naming must be on when a step is first compiled.
+The names are those of a plan (``planning/tracing/naming.py``). They enter a program when it is
+traced, so naming must be on when a step is first compiled.
 """
 
 from __future__ import annotations
@@ -41,12 +41,10 @@ class profile:
                 profiler.step()
 
     Enter it before the first step is traced, on every rank: programs that are compiled from then on
-    until the end of the recorded steps have names. An instruction of the forward of
-    ``blocks.3.mlp`` is called ``forward[blocks.3.mlp]``, and a gather ``all_gather[...]`` with the
-    names of its parameters. A plan has the same names, and ``report.compare_trace(folder)``
-    compares it with the trace. Programs with names are otherwise equal, and are compiled once.
-
-    Recording begins and ends with a wait for the device; the steps between are not changed.
+    until the end of the recorded steps have names, such as ``forward[blocks.3.mlp]`` or
+    ``all_gather[...]`` with the names of its parameters. ``report.compare_trace(folder)`` compares
+    a plan with the trace. Programs are otherwise equal. Recording begins and ends with a wait for
+    the device.
 
     Args:
         folder: a folder of TensorBoard; the trace is written to ``plugins/profile`` in it.
@@ -146,8 +144,7 @@ class profile:
             self._event = None
 
     def _require_names(self) -> None:
-        # Programs with names that ran earlier in this process are in the file too. Then there is no
-        # warning, even if the recorded steps have no names.
+        # Programs with names that ran earlier in this process are in the file too.
         if self.file is None or b"forward[" in self.file.read_bytes():
             return
         warnings.warn(
@@ -161,8 +158,8 @@ class profile:
 class _SharedNaming(Naming):
     """Names for several ranks that are threads, each of which needs them for some steps only.
 
-    The hooks are removed when the last rank is done and no thread is inside of a module, so that a
-    thread that has entered a module with hooks also leaves it with hooks.
+    The hooks stay until no thread is inside of a module: who enters with hooks must leave with
+    them.
     """
 
     def __init__(self) -> None:

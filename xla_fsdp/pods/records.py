@@ -15,8 +15,8 @@ from ..tpu.links import wire_bytes
 class Job:
     """The job of a child process.
 
-    ``notes``: the file for its results; ``cases``, ``sizes``: the names of those to run, all if
-    empty; ``until``: when measurements end, as ``time.time()``.
+    ``notes``: the file for its results. ``cases``, ``sizes``: names of those to run; empty: all.
+    ``until``: when measurements end, as ``time.time()``.
     """
 
     stages: tuple[str, ...]
@@ -30,7 +30,7 @@ class Job:
     topology: str = ""
 
     def add(self, kind: str, value: Any) -> None:
-        """Writes a result of this ``kind`` immediately to the file."""
+        """Appends a result of this ``kind`` to the file."""
         with open(self.notes, "ab") as file:
             file.write(pickle.dumps((kind, value)))
 
@@ -55,9 +55,8 @@ def read_notes(folder: Path, kind: str) -> list[Any]:
 class CollectiveTime:
     """The measurement of one collective.
 
-    ``axis``: "all" or the axis of the groups; ``bytes``: the size of a rank's input or output, the
-    larger one; ``modelled``: the seconds according to ``tpu/links.py``, ``None`` if the slice is
-    unknown.
+    ``axis``: "all" or the axis of the groups. ``bytes``: a rank's input or output, the larger one.
+    ``modelled``: seconds according to ``tpu/links.py``, ``None`` if the slice is unknown.
     """
 
     kind: str
@@ -69,7 +68,7 @@ class CollectiveTime:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of a group; for a permute, whose groups are pairs, of the ring."""
+        """Ranks of a group; for a permute, whose groups are pairs, of the ring."""
         return len(self.groups) if self.kind == "collective-permute" else len(self.groups[0])
 
     @property
@@ -82,7 +81,7 @@ class CollectiveTime:
 class Rate:
     """The speed of one device: ``amount`` (bytes or operations) in ``seconds``.
 
-    ``published``: the published speed for each second; ``None`` if there is none.
+    ``published``: the published speed per second; ``None`` if there is none.
     """
 
     name: str
@@ -93,16 +92,15 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The amount for each second."""
         return self.amount / self.seconds
 
 
 @dataclass(frozen=True)
 class StepRun:
-    """A measured training step, and its plan if there is one.
+    """A measured training step, and its plan if there is one; ``None`` where unknown.
 
-    ``hbm``: the peak bytes of the device in use; ``planned_hbm``: the bytes that the plan requires;
-    ``None`` if unknown. ``host``: seconds of this process to trace the step.
+    ``host``: seconds to trace the step. ``hbm``: the device's peak bytes in use; ``planned_hbm``:
+    the bytes that the plan requires.
     """
 
     name: str
@@ -117,12 +115,10 @@ class StepRun:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and software of a verification."""
-
     device: str  # its name in the runtime
     family: str  # a family of tpu/chips.py, or "cpu"
     ranks: int
-    topology: str  # "" if it is unknown
+    topology: str  # "" if unknown
     versions: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     date: str = ""

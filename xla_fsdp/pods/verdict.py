@@ -1,9 +1,4 @@
-"""Creates the report from the measurements: the findings and a calibration.
-
-The calibration has the figures that the time model needs. The model's seconds of a collective are
-``launch + hops * hop + load / W`` (``tpu/links.py``). The hops and load of each measured collective
-come from the same model. So no other figures make plans closer to the measured times.
-"""
+"""Creates the report from the measurements: the findings and a calibration for the time model."""
 
 from __future__ import annotations
 
@@ -29,11 +24,11 @@ from .records import CollectiveTime, Machine, Rate, StepRun, read_notes
 from .report import Verification
 from .steps import IN_TREE, OURS
 
-# The allowed range of a measurement, as a share of the published or modelled figure.
+# Allowed range of a measurement, as a share of the published or modelled figure.
 _FIGURE = (0.75, 1.1)
 _STEP = (0.6, 1.6)
 _MEMORY = (0.5, 1.1)
-# The allowed loss difference between both classes: they sum bfloat16 in a different order.
+# Allowed loss difference: the two classes sum bfloat16 in a different order.
 _LOSSES = 2e-2
 # Seconds within which the other ranks must end.
 _DEATH = 60.0
@@ -42,7 +37,7 @@ _PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy
 
 
 def describe_machine(found: Sequence[Mapping[str, Any]]) -> Machine:
-    """The machine and software, from the first result about them; 0 ranks if there is none."""
+    """The machine and software, from the first of ``found``; 0 ranks if it is empty."""
     versions = installed_versions(*_PACKAGES)
     where = found[0] if found else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
     return Machine(
@@ -62,15 +57,13 @@ def judge(
 ) -> Verification:
     """Creates the report from the results of the stages in ``folder``.
 
-    Args:
-        failures: findings from running the child processes.
-        asked: the slice for which the steps were planned, if the user chose one.
+    ``failures``: findings from running the child processes. ``asked``: the slice that the user
+    chose for the plans of the steps.
     """
     slice = None
     with contextlib.suppress(UnknownTopologyError):
         slice = resolve(where.topology) if where.topology else None
     rates, times = read_notes(folder, "rate"), read_notes(folder, "collective")
-    # On CPU ranks a plan is for other hardware.
     plans = {name: planned for name, *planned in read_notes(folder, "plan")}
     runs = [
         replace(run, planned=plans[run.name][0], planned_hbm=plans[run.name][1])
@@ -154,7 +147,7 @@ def judge_rate(rate: Rate) -> Iterator[Finding]:
 
 
 def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
-    """One finding for each kind and axis: compares the largest size with the model."""
+    """Compares the largest size of each kind and axis with the model."""
     largest: dict[tuple[str, str], CollectiveTime] = {}
     for time in sorted(times, key=lambda time: time.bytes):
         largest[time.kind, time.axis] = time
@@ -173,10 +166,7 @@ def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
 
 
 def judge_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
-    """Compares both classes on each step, and each step with its plan.
-
-    ``on_tpu``: whether the steps ran on a TPU, for which plans are.
-    """
+    """Compares both classes on each step, and on a TPU each step with its plan."""
     for name in dict.fromkeys(run.name for run in runs):
         by_lane = {run.lane: run for run in runs if run.name == name}
         ours, other = by_lane.get(OURS), by_lane.get(IN_TREE)
@@ -246,11 +236,10 @@ def calibrate(
 def _fit_links(
     times: Sequence[CollectiveTime], slice: Slice
 ) -> tuple[float | None, float | None, float | None]:
-    """Fits launch and hop latency in seconds, and bytes per second of a link in one direction.
+    """Fits launch and hop latency in seconds, and a link's bytes per second in one direction.
 
-    It uses only groups along one axis: over several axes the compiler chooses among algorithms, and
-    groups inside of a chip use no link. It minimizes the squared relative errors, with no figure
-    below zero.
+    Minimizes the squared relative errors with no figure below zero. Groups along one axis only:
+    over several axes the compiler chooses among algorithms.
     """
     lengths = [n for n in slice.device_shape if n > 1]
     along = [t for t in times if t.seconds > 0 and (t.axis != "all" or len(lengths) == 1)]
@@ -278,7 +267,7 @@ def _terms(time: CollectiveTime, slice: Slice) -> list[float] | None:
 
 
 def _least_squares(matrix: numpy.ndarray) -> numpy.ndarray | None:
-    """``x >= 0`` for which ``matrix @ x`` is closest to ones; tries all subsets of zeros."""
+    """``x >= 0`` for which ``matrix @ x`` is closest to ones."""
     best, least = None, math.inf
     for count in range(1, matrix.shape[1] + 1):
         for columns in combinations(range(matrix.shape[1]), count):

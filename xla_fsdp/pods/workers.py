@@ -29,11 +29,10 @@ _DISTINGUISHING_FIELDS = ("{worker}", "{address}", "{external_address}")
 class Template:
     """The user's template of the command that runs a program on a worker.
 
-    It is split like a shell command before its fields are replaced. So ``{command}`` is always a
-    single argument: a line for the shell on the worker.
+    It is split before its fields are replaced, so that ``{command}`` is always a single argument.
 
     Raises:
-        UsageError: it has no ``{command}`` or has unknown fields, or the program is not installed.
+        UsageError: it has no ``{command}`` or unknown fields, or the program is not installed.
     """
 
     def __init__(self, text: str) -> None:
@@ -65,9 +64,8 @@ class Template:
 
 @dataclass(frozen=True)
 class Answer:
-    """A worker's answer to one request.
+    """A worker's answer to one request; ``data`` is empty if there is none, for ``problem``.
 
-    ``data``: its answer; empty if there is none, and then ``problem`` has the reason.
     ``started``, ``ended``: the times of the request and of the answer, by this machine's clock.
     """
 
@@ -102,7 +100,7 @@ class Workers:
         self._where, self._endpoints, self._template = where, endpoints, template
         self._python, self._seconds, self._at_once = python, seconds, at_once
         self.numbers = list(range(len(endpoints)))
-        # Random, so that files and lines of other runs are not confused with those of this one.
+        # Random, so that files and lines of other runs are not taken for those of this one.
         self.token = secrets.token_hex(8)
         if len(endpoints) > 1 and not any(f in template.text for f in _DISTINGUISHING_FIELDS):
             raise UsageError(
@@ -165,7 +163,7 @@ def _program(request: Mapping[str, Any]) -> str:
 
 
 def _reason(text: str) -> str:
-    """The line with the reason of a failure: gcloud's ERROR, or the last of ssh and Python."""
+    """The line with the reason: gcloud's ERROR, or the last of ssh and Python."""
     lines = text.strip().splitlines()
     errors = [number for number, line in enumerate(lines) if line.startswith("ERROR")]
     return to_one_line(" ".join(lines[errors[-1] if errors else -1 :]))
