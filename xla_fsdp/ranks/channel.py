@@ -1,8 +1,7 @@
 """A key-value store that all ranks share, for messages outside of their XLA programs.
 
-If ranks are threads, the store is in memory. If they are processes, one process serves it over TCP:
-the one that launched the ranks of the first host, or torchrun's agent. The store works while a
-device or a collective hangs, because no XLA program contains any part of it.
+For ranks that are processes it is served over TCP by the launcher of the first host, or torchrun's
+agent. It works while a device or a collective hangs.
 """
 
 from __future__ import annotations
@@ -27,23 +26,18 @@ from .slices import place
 
 # "HOST:PORT" of the store, for the processes that a launcher starts.
 _ADDRESS = "XLA_FSDP_STORE"
-# The port of the store if there are several hosts. torch_xla's rendezvous uses port 12355, libtpu
-# the ports from 8471 on.
+# With several hosts. torch_xla's rendezvous uses port 12355, libtpu the ports from 8471 on.
 _PORT_VARIABLE, _PORT = "XLA_FSDP_STORE_PORT", 12377
 _SECONDS_TO_CONNECT = 60.0
-# How many channels for each use this process has opened, by rank: TPU v2 and v3 have two in one.
+# Channels opened for each use, by rank: TPU v2 and v3 have two ranks in one process.
 _numbers = defaultdict[str, Iterator[int]](itertools.count)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A store that all ranks share, and the caller's rank.
+    """A store that all ranks share, with separate keys for each use, and the caller's rank.
 
-    Attributes:
-        rank: the caller's rank, ``0 <= rank < size``.
-        size: the number of ranks.
-        store: a store with separate keys for each use of it.
-        distant: whether a query goes over a network, so that queries should be rare.
+    ``distant``: whether a query goes over a network, so that queries should be rare.
     """
 
     rank: int
@@ -61,7 +55,7 @@ def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
     Raises:
         RuntimeError: the ranks have no store, or it does not answer.
     """
-    if is_simulated_rank():  # a simulated rank: there are no other ranks
+    if is_simulated_rank():
         return Channel(0, 1, dist.HashStore(), False)
     context = current_rank()
     if context is not None:
@@ -116,12 +110,12 @@ def _port() -> int:
 
 
 def _hosts() -> tuple[list[str], int]:
-    """The addresses of the hosts, first the one with the store, and the index of this host."""
+    """Addresses of the hosts, first the one with the store, and the index of this host."""
     if os.environ.get("PJRT_DEVICE", "").split("_")[0] != "TPU":
         return ["localhost"], 0
     try:
         hosts, number = xlac.addresses_of_hosts(), xlac.number_of_host()
-    except Exception:  # requests or yaml raise where there is no metadata: this is a single host
+    except Exception:  # requests or yaml raise without metadata: this is a single host
         return ["localhost"], 0
     # On several slices: the first host of the first slice, whose address every host has.
     found = place()

@@ -25,9 +25,8 @@ EXPECTED = "XLA_FSDP_SLICES"
 
 
 def slices_of_ranks() -> Groups:
-    """Ordinals of the ranks of each slice, or ``()`` if all are on one slice.
-
-    Within a plan, these are the slices that are planned for.
+    """Ordinals of the ranks of each slice (in a plan, the planned ones); ``()`` if there is only
+    one.
     """
     context = current_rank()
     if context is not None:
@@ -39,7 +38,7 @@ def slices_of_ranks() -> Groups:
 
 
 def place() -> PlaceAmongSlices | None:
-    """The place of this host among several slices, or ``None`` for a single slice, and on a CPU.
+    """The place of this host among several slices; ``None`` for a single slice, and on a CPU.
 
     Raises:
         ValueError: the environment and the machine's metadata contradict each other.
@@ -50,16 +49,15 @@ def place() -> PlaceAmongSlices | None:
         # The metadata is YAML, in which some values are parsed as numbers.
         found = dict(xlac.host_metadata())
         metadata = {name: str(value) for name, value in found.items() if value is not None}
-    except Exception:  # requests or yaml raise where there is no metadata
+    except Exception:  # requests or yaml raise without metadata
         metadata = {}
     variables = {name: os.environ.get(name) or metadata.get(name, "") for name in VARIABLES}
     return place_among_slices(variables)
 
 
 def number_of_slices(asked: int | None, ranks: int) -> int:
-    """The number of slices that ``ranks`` CPU ranks simulate.
-
-    ``asked``: the argument ``slices`` of ``launch``.
+    """The number of slices that ``ranks`` CPU ranks simulate; ``asked``: the argument of
+    ``launch``.
 
     Raises:
         ValueError, TypeError: it is not a number, or does not divide ``ranks``.
@@ -77,11 +75,7 @@ def number_of_slices(asked: int | None, ranks: int) -> int:
 
 
 def require_slices(asked: int | None, found: PlaceAmongSlices | None) -> None:
-    """Raises a ValueError if the number of TPU slices is not the expected one.
-
-    The argument ``slices`` of ``launch``, or else the environment, has the expected number. Without
-    this check, slices that are not connected would overwrite each other's checkpoints.
-    """
+    """Raises a ValueError if the number of TPU slices is not the expected one."""
     name, value = _expected(asked)
     count = found.count if found else 1
     if value is not None and value != count:
@@ -112,11 +106,7 @@ def prepare_host(found: PlaceAmongSlices | None) -> None:
 
 
 def prepare_process(local_rank: int) -> None:
-    """Gives this process a separate port for communication between slices.
-
-    This must happen before XLA's runtime starts. torch_xla only sets the ports for communication
-    within a slice.
-    """
+    """Gives this process a port for communication between slices, before XLA's runtime starts."""
     found = place()
     if local_rank > 0 and found is not None:
         os.environ[PORT] = str(found.port + local_rank)
@@ -129,7 +119,7 @@ class OnAllSlices:
         self.fn = fn
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # This runs in the new process, which gets its local rank when torch_xla calls this.
+        # Runs in the new process, which gets its local rank when torch_xla calls this.
         vars(self).update(state)
         configure = xlac.configure_process.value
         if not isinstance(configure, _Configuring):
@@ -152,7 +142,7 @@ class _Configuring:
 def require_all_slices() -> None:
     """Raises a RuntimeError if the runtime of this rank has not joined all expected slices.
 
-    Slices that are not connected would train separately and overwrite each other's checkpoints.
+    Slices that are not connected would overwrite each other's checkpoints.
     """
     own, found = place(), slices_of_ranks()
     expected, seen = (own.count if own else 1), max(len(found), 1)

@@ -1,13 +1,8 @@
 """Runs ranks in separate processes, as on TPU; the first that fails ends all of this host.
 
-``torch_xla.launch`` waits for its processes one after the other before it raises the error of one
-of them. The others wait in a collective for the rank that raised. So a rank that raises writes a
-report and ends its process immediately, and the process that launched the ranks ends the others.
-Their process pool would end them too, but it does not always know the last process that it started.
-
-A scheduler sends SIGTERM to the launcher only or to all processes. The launcher forwards it to
-every rank. Ranks with a :class:`xla_fsdp.Preemption` save and end with :class:`Preempted`, and then
-so does the launcher.
+A rank that raises writes a report and ends its process, and the launcher ends the others, which
+wait for it in a collective. ``torch_xla.launch`` would wait for each process in turn. The launcher
+forwards SIGTERM, which some schedulers send only to it.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from .errors import Preempted, RankError, RankTimeoutError, portable
 
 _REPORT = "report"
 _PREEMPTED = "preempted"
-# The variable in which the process of a rank finds the folder of its launch.
+# Tells the process of a rank the folder of its launch.
 _FOLDER = "XLA_FSDP_RUN_FOLDER"
 _POLL_SECONDS = 0.5
 
@@ -45,12 +40,11 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
     """``torch_xla.launch(fn, args)``, which ends as soon as a rank of this host fails.
 
     Raises:
-        RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled. Or a
-            process ended without a report.
+        RankError: a rank raised, or a process ended without a report.
         RankTimeoutError: ranks made no progress, and the watchdog was set to end them.
         Preempted: the ranks of this host ended with it.
     """
-    # An error in the cleanup of the folder must not hide the first error.
+    # An error in the cleanup must not hide the first error.
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
@@ -67,7 +61,7 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
 
 def leave(reason: str) -> NoReturn:
     """Ends this process as :class:`Preempted` would, without waiting for ranks that may hang."""
-    with contextlib.suppress(KeyError, OSError):  # it was not launched; the disk is full
+    with contextlib.suppress(KeyError, OSError):  # not launched, or the disk is full
         Path(os.environ[_FOLDER], _PREEMPTED).write_text(reason)
     os._exit(Preempted.EXIT_CODE)
 
@@ -75,7 +69,7 @@ def leave(reason: str) -> NoReturn:
 def fail(rank: int, error: BaseException) -> NoReturn:
     """Ends this process as if its rank had raised ``error``, without waiting for its ranks."""
     folder = os.environ.get(_FOLDER)
-    if folder is None:  # this process was not launched
+    if folder is None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     _report_and_exit(Path(folder), rank, error)
@@ -94,10 +88,7 @@ def require_importable(fn: Callable) -> None:
 
 
 def _run_and_report(folder: Path, fn: Callable, rank: int, *args: Any) -> None:
-    """Calls ``fn``; if it raises, writes a report into ``folder`` and ends the process.
-
-    While ``fn`` runs, there is a file ``<process id>.<rank>`` in ``folder``.
-    """
+    """While ``fn`` runs, there is a file ``<process id>.<rank>`` in ``folder``."""
     running = folder / f"{os.getpid()}.{rank}"
     os.environ[_FOLDER] = str(folder)
     try:
@@ -113,11 +104,10 @@ def _run_and_report(folder: Path, fn: Callable, rank: int, *args: Any) -> None:
 
 @contextlib.contextmanager
 def _ending_all(folder: Path) -> Iterator[None]:
-    """A context in which all ranks of this host end if the process of one ends early.
+    """A context that ends all ranks of this host on Ctrl-C, or if the process of one ends early.
 
-    Ctrl-C also ends them all; torch_xla would wait for them. SIGTERM is forwarded to the ranks.
-    When they have ended, this process raises SIGTERM again, unless all ranks saved and ended with
-    :class:`Preempted`.
+    SIGTERM is forwarded; then this process raises it again, unless all ranks saved and ended with
+    Preempted.
     """
     over = threading.Event()
     terminating = threading.Event()
@@ -129,7 +119,7 @@ def _ending_all(folder: Path) -> Iterator[None]:
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         _kill(folder)
-        assert callable(before)  # otherwise this handler is not installed
+        assert callable(before)  # otherwise it is not installed
         before(number, frame)
 
     def terminated(number: int, frame: FrameType | None) -> None:
@@ -171,7 +161,7 @@ def _running(folder: Path) -> set[int]:
 
 
 def _lost(folder: Path) -> bool:
-    # Read the files before the processes: a process removes its file before it ends normally.
+    # Files before processes: a process removes its file before it ends normally.
     running = _running(folder)
     return not running <= {child.pid for child in multiprocessing.active_children()}
 
@@ -187,12 +177,12 @@ def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
     try:
         try:
             _write(folder, rank, error)
-        except Exception:  # most likely the disk is full, which may be why the rank failed
+        except Exception:  # most likely the disk is full
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # Do not wait for anything: another rank of this process may be in a collective.
+        # Another rank of this process may be in a collective: wait for nothing.
         os._exit(1)
 
 
@@ -222,6 +212,6 @@ def _read(folder: Path) -> tuple[RankError, BaseException | None]:
     cause = None
     with contextlib.suppress(Exception):  # the class may exist only in the rank's process
         cause = data and pickle.loads(data)
-    if isinstance(cause, RankTimeoutError):  # it concerns all ranks: no single one raised it
+    if isinstance(cause, RankTimeoutError):  # it concerns all ranks
         return cause, None
     return RankError(message, rank, text), cause

@@ -1,14 +1,13 @@
 """The processes of ``xla_fsdp.testing``: a server, and the workers that it forks.
 
-The server has imported torch_xla, but has started neither a thread nor an XLA runtime, so that its
-forks can start them. Requests to it and its replies are pickled, one in each packet.
-``("start", size, programs, environment)`` comes with the two file descriptors of a worker, for its
-socket and its output; the reply is its process id. The reply to ``("wait", pid, seconds)`` is the
-worker's exit status, or None if it is still running.
+The server starts neither a thread nor an XLA runtime, so that its forks can. Requests and replies
+are pickled, one in each packet: ``("start", size, programs, environment)`` with the file
+descriptors of a worker's socket and output gives its process id; ``("wait", pid, seconds)`` its
+exit status, or None if it still runs.
 
-A worker has one XLA runtime and runs one launch after another. A request to it is ``(sys_path, cwd,
-call)``, where ``call`` is a pickled ``(fn, args, kwargs)``. A reply is ``(results, failure,
-healthy)``; ``failure`` is ``None``, or the error as text, the pickled error and its pickled cause.
+A request to a worker is ``(sys_path, cwd, call)``, where ``call`` is a pickled ``(fn, args,
+kwargs)``; the reply is ``(results, failure, healthy)``. ``failure`` is ``None``, or the error as
+text, the pickled error and its pickled cause.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ def _wait(pid: int, seconds: float) -> int | None:
 
 
 def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
-    """Runs the calls that come over the socket as ``size`` ranks, until the socket is closed.
-
-    ``programs``: a folder for compiled programs, if this machine can load them.
-    """
+    """Runs the calls that come over the socket as ``size`` ranks, until the socket is closed."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -100,7 +96,7 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
             os._exit(0)  # skip the destructors, which take time
         sys.path[:] = sys_path
         os.chdir(cwd)
-        # Every call starts with the state of the first one, independent of earlier calls.
+        # Every call starts with the state of the first one.
         torch.set_rng_state(random_state)
         if xla_seed is None:
             _runtime.start(size)
@@ -127,7 +123,7 @@ def _run(call: bytes, size: int) -> tuple[list[bytes] | None, tuple | None]:
 
 
 class _ToCpuPickler(cloudpickle.Pickler):
-    """Pickles XLA tensors in a result as CPU tensors, because the receiver has no XLA device."""
+    """The receiver of a result has no XLA device."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type == "xla":

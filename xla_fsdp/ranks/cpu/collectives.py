@@ -1,13 +1,8 @@
 """The collectives and rendezvous of ``xm`` for CPU ranks, with the same signatures and results.
 
-On CPU, XLA connects programs that were compiled separately only at collectives with a channel id,
-and torch_xla accepts one only for all-gather and reduce-scatter. The other collectives are composed
-of these two. Every rank traces the same graph: values that depend on the rank are input data of
-the graph, so all ranks share one compiled program.
-
-torch_xla builds ``xm.rendezvous`` and ``xm.mesh_reduce`` from collectives over the payload's bytes.
-Here the ranks are in one process, so Python exchanges the payloads. They are pickled, so that ranks
-share no objects, as between processes.
+Separately compiled programs are connected only by collectives with a channel id, which torch_xla
+accepts only for all-gather and reduce-scatter: others are composed of these. Values that depend on
+the rank are input data, so all ranks share one program. A rendezvous exchanges pickles in Python.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from .session import Session
 Groups = Sequence[Sequence[int]] | None
 _Tensors = TypeVar("_Tensors", torch.Tensor, "torch.Tensor | list[torch.Tensor]")
 
-# A gathered value has the shape [g, ...]: g is the size of a group, and each member has one row.
+# Gathered values have the shape [g, ...]: one row for each member of a group.
 _REDUCE_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     xm.REDUCE_SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
     xm.REDUCE_MUL: lambda rows: rows.prod(0, dtype=rows.dtype),
@@ -59,7 +54,6 @@ class Collectives:
         self._original = {name: getattr(xm, name) for name in self.NAMES}
 
     def replacements(self) -> dict[Callable, Callable]:
-        """Maps each original function to its replacement."""
         return {self._original[name]: getattr(self, name) for name in self.NAMES}
 
     def all_reduce(
@@ -96,7 +90,6 @@ class Collectives:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """See ``xm.all_gather``: a tensor or a list of tensors, joined along ``dim``."""
         context = self._rank_of(value)
         if context is None or channel_id is not None:
             gathered = self._original["all_gather"](
@@ -119,7 +112,6 @@ class Collectives:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """See ``xm.reduce_scatter``: a tensor or a list of tensors."""
         context = self._rank_of(input)
         if context is None or channel_id is not None:
             mine = self._original["reduce_scatter"](
@@ -198,7 +190,6 @@ class Collectives:
     def xla_rendezvous(
         self, payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
     ) -> list[bytes]:
-        """See ``xm.xla_rendezvous``."""
         if self._session.rank_of() is None:
             return self._original["xla_rendezvous"](payload, ordinals, tag)
         return self._exchange("xm.xla_rendezvous", tag, payload, ordinals)
@@ -210,7 +201,7 @@ class Collectives:
         buffer = io.BytesIO()
         torch.save(xlac.tree_to_host(data), buffer)
         payloads = self._exchange("xm.mesh_reduce", tag, buffer.getvalue(), None)
-        # This process has just written these bytes, so loading any class from them is safe.
+        # Safe: this process has just written these bytes.
         return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])
 
     def _reduced(
@@ -288,7 +279,7 @@ class Collectives:
             )
         if not isinstance(payload, bytes):
             raise TypeError(f"{what}: payload must be bytes, got {type(payload).__name__}")
-        torch_xla.sync()  # as on TPU, where a rendezvous is a separate program
+        torch_xla.sync()  # as on TPU, where it is a separate program
         return self._session.exchange(context, f"{what}({tag!r})", (what, tag), payload)
 
 
@@ -317,12 +308,11 @@ def _with_own_channel(
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:
-    # The index is uploaded as data: a constant would give each rank a different program.
+    # As data: a constant would give each rank a different program.
     return rows.index_select(0, torch.tensor([index]).to(rows.device))[0]
 
 
 def _for_each(inputs: _Tensors, output: Any, run: Callable) -> _Tensors:
-    """The result of ``run`` for a tensor, or those for a list; in ``output``, if it is given."""
     with torch.no_grad():
         if isinstance(inputs, torch.Tensor):
             return run(inputs) if output is None else output.copy_(run(inputs))

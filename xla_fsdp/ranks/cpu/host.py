@@ -26,7 +26,7 @@ from .rng import GeneratorOfThisRank
 from .runtime import CpuRuntime
 from .session import Session, drop_pending, wait_for_programs
 
-# A failed launch returns within 5 seconds. Ranks that have not ended by then are left running.
+# A failed launch returns within 5 seconds, and leaves ranks running that have not ended.
 _INTERRUPT_AFTER = 1.5
 _LEAVE_AFTER = 3.5
 _POLL_SECONDS = 0.2
@@ -35,9 +35,7 @@ _POLL_SECONDS = 0.2
 def run_ranks(
     runtime: CpuRuntime, fn: Callable, args: Sequence, size: int, timeout: float, slices: int = 1
 ) -> list[Any]:
-    """Runs ``fn(rank, *args)`` on ``size`` threads, which simulate ``slices`` TPU slices.
-
-    Returns the results by rank.
+    """Runs ``fn(rank, *args)`` on ``size`` threads; returns the results by rank.
 
     Raises:
         RankError: a rank failed, or the ranks waited at different barriers.
@@ -68,8 +66,8 @@ def run_ranks(
         xm.set_rng_state(caller_seed, caller_device)
     failure = session.barrier.failure or session.preempted
     if failure is not None and not runtime.leftover:
-        # The failure has the frames of the ranks, and so their models: only its receiver may refer
-        # to it. Threads that a rank has started must still stop.
+        # The failure has the frames of the ranks, and so their models: only its receiver may keep
+        # it.
         session.barrier.failure, session.preempted = RankStopped(), None
     try:
         if failure is not None:
@@ -100,7 +98,7 @@ def _wait(session: Session, threads: list[_RankThread], ended: threading.Semapho
 
 
 def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
-    # Takes effect at the thread's next bytecode: this ends loops, not calls into C++.
+    # Takes effect at the next bytecode: this ends loops, not calls into C++.
     assert thread.ident is not None  # the thread was started
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
@@ -108,11 +106,7 @@ def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
 
 
 def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
-    """A ``sys.unraisablehook`` for interrupts that Python discards.
-
-    An interrupt that arrives inside of a ``__del__``, for example a data loader's, ends only that
-    method. This hook prints nothing and interrupts the rank again.
-    """
+    """A ``sys.unraisablehook``: an interrupt inside of a ``__del__`` ends only that method."""
 
     def hook(unraisable: Any) -> None:
         if unraisable.exc_type is not RankStopped:
@@ -126,18 +120,18 @@ def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
 
 def _install(session: Session, patches: Patches, seed: int) -> None:
     devices = xm.get_xla_supported_devices()
-    # These are device names, although torch_xla's annotation differs.
+    # Device names, although torch_xla's annotation differs.
     replicas = xm.xla_replication_devices(devices)  # type: ignore[arg-type]
     xlac.set_replication_devices(replicas)
     for device in devices:
         xlac.set_collective_token(device, None)
         xm.set_rng_state(seed, device)
         xlac.drop_step_closures(device)  # of an earlier launch
-    # torch_xla caches these for the process, so the values may be from before the launch.
+    # torch_xla caches these for the process, maybe from before the launch.
     patches.replace(xlac.WORLD_SIZE, None)
     patches.replace(xlac.ORDINAL, None)
     _replace_sync_points(session, patches)
-    # AOTAutograd fills tables of the process, and asserts that nobody fills them at the same time.
+    # AOTAutograd asserts that no other thread fills the tables of the process.
     one_rank, capture = threading.RLock(), xlac.capture_scan.value
 
     def capture_alone(*args: Any, **kwargs: Any) -> Any:
@@ -154,10 +148,7 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
 
 
 def _replace_sync_points(session: Session, patches: Patches) -> None:
-    """Replaces the functions of torch_xla that cut a graph by functions that call the session.
-
-    torch_xla looks these functions up by name, so this affects every cut that Python makes.
-    """
+    """torch_xla looks these functions up by name, so this affects every cut that Python makes."""
     sync_device = xlac.sync_device.value
     sync_tensors = xlac.sync_tensors.value
     copy_to_host = xlac.copy_to_host.value
@@ -240,9 +231,8 @@ def _clean_up(
 def _skip_destructors() -> None:
     """Makes the process end with its exit status, but without waiting for XLA.
 
-    torch_xla's exit handler and the C++ static destructors would wait for programs that never end.
-    So ``_exit`` is registered as an ``on_exit`` handler. glibc runs these handlers in reverse order
-    of registration, and passes the exit status as the first argument.
+    Exit handlers of torch_xla and C++ would wait for programs that never end. glibc runs
+    ``on_exit`` handlers in reverse order of registration, with the exit status as first argument.
     """
     xlac.skip_exit_handler()
     libc = ctypes.CDLL(None)
@@ -250,14 +240,7 @@ def _skip_destructors() -> None:
 
 
 class _RankThread(threading.Thread):
-    """Runs ``fn(rank, *args)`` as one rank.
-
-    It is a daemon, so that a rank that is stuck in C++ does not keep the process from ending.
-
-    Attributes:
-        result: the return value of ``fn``, with its XLA tensors moved to the CPU.
-        interrupted: whether :class:`RankStopped` was raised in this thread.
-    """
+    """A daemon, so that a rank that is stuck in C++ does not keep the process from ending."""
 
     def __init__(
         self,
@@ -285,7 +268,7 @@ class _RankThread(threading.Thread):
                 _adopt_autograd_thread(session, context)
                 value = self._call()
                 results = [t for t in tensors_in(value) if t.device.type == "xla"]
-                if results:  # all in one program
+                if results:  # in one program
                     session.sync_tensors(context, "its function returned", results)
                 self.result = map_tensors(lambda t: t.detach().cpu() if t.is_xla else t, value)
                 session.finish(context)
@@ -295,7 +278,7 @@ class _RankThread(threading.Thread):
             session.barrier.stop(_rank_error(session, context, error))
         finally:
             _set_current_rank(None)
-            # The caller may keep the error, and so this frame, which must not keep the model.
+            # The caller may keep the error, and so this frame, but not the model.
             del self._fn, self._fn_args
             self._on_end()
 
@@ -303,7 +286,7 @@ class _RankThread(threading.Thread):
         try:
             return self._fn(self._context.rank, *self._fn_args)
         except Preempted as error:
-            # All ranks end with it, as with a return. Then launch raises it.
+            # All ranks end with it, and then launch raises it.
             self._session.preempted = error
             return None
         except SystemExit as error:

@@ -1,10 +1,7 @@
 """Looks up the Python objects of torch's operators before the threads of ranks start.
 
-When a dispatch mode first receives an operator, torch looks up its Python object and stores it in
-the operator, without a lock. If two ranks do so at the same time, torch raises ``expected !=
-self_interpreter`` ("PyHandleCache.h"), or reads a pointer that is not set yet, which ends the
-process. Four threads that call each operator at the same time reproduce it within seconds
-(``test_rank_operators``). After this look-up it does not happen.
+torch does so when a dispatch mode first receives an operator, without a lock: two ranks at the same
+time raise ``expected != self_interpreter`` ("PyHandleCache.h") or crash.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _ATEN = "aten::"
 _TO_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.PythonTLSSnapshot
-)  # so that the mode is called before any kernel
+)  # calls the mode before any kernel
 
 
 class _Seen(Exception):
@@ -50,5 +47,5 @@ def look_up_operators() -> None:
                 given = {a.name: values.get(str(a.type)) for a in needed}
                 args = [given.pop(a.name) for a in needed if not a.kwarg_only]
                 operator.redispatch(_TO_MODES, *args, **given)
-            except Exception:  # torch requires other arguments for this operator
+            except Exception:  # torch requires other arguments
                 continue

@@ -18,7 +18,6 @@ class Patches:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __bool__(self) -> bool:
-        """Whether an attribute is replaced."""
         return bool(self._undo)
 
     def set(self, owner: Any, name: str, value: Any) -> None:

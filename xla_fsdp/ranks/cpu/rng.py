@@ -1,8 +1,6 @@
 """A random state for each rank, in the one CPU generator that all threads share.
 
-torch samples from one generator for the process. Each rank keeps the state that it would have in a
-separate process. A rank that samples takes the lock and, if another rank sampled last, first swaps
-its own state in.
+A rank that samples takes the lock and, if another rank sampled last, swaps its own state in.
 """
 
 from __future__ import annotations
@@ -40,11 +38,10 @@ class RankGenerators:
             return fn(*args, **kwargs)
 
     def restore_caller(self) -> None:
-        """Restores the state of the caller of launch."""
         self.run(None, lambda: None)
 
     def _swap(self, context: RankContext | None) -> None:
-        # The two calls below only pass tensors on; no mode may intercept them.
+        # These only pass tensors on; no mode may intercept them.
         with torch._C.DisableTorchFunction():
             self._states[self._owner] = self._generator.get_state()
             self._generator.set_state(self._states[context])
@@ -52,11 +49,7 @@ class RankGenerators:
 
 
 class GeneratorOfThisRank:
-    """Replaces ``torch.random.default_generator``.
-
-    ``torch.manual_seed`` and the other functions of ``torch.random`` then change the state of the
-    rank that calls them.
-    """
+    """Replaces ``torch.random.default_generator``, for ``torch.manual_seed`` and the like."""
 
     def __init__(self, generators: RankGenerators, generator: torch.Generator) -> None:
         self._generators = generators

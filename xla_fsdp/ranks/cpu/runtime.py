@@ -17,7 +17,7 @@ from .operators import look_up_operators
 from .session import drop_pending, wait_for_programs
 from .start_gate import StartGate
 
-# Launching or simulating ranks changes global state of torch_xla, for the entire process.
+# Both launching and simulating ranks change global state of torch_xla.
 ONE_AT_A_TIME = threading.Lock()
 
 MAX_RANKS = 8
@@ -30,7 +30,6 @@ class CpuRuntime:
     Attributes:
         launching: a lock, held for the duration of a launch.
         leftover: rank threads that a failed launch could not stop.
-        gate: where programs with collectives wait for each other.
         unfinished: the ranks of the failed launch, whose collectives are still on the devices.
     """
 
@@ -66,9 +65,8 @@ class CpuRuntime:
         """Starts the runtime with ``size`` devices, or checks the one that is running.
 
         Raises:
-            RuntimeError: the runtime was started with another number of devices or without the
-                settings that ranks need, or ranks of an earlier launch are still stuck in it, or
-                a backward ran before the runtime started.
+            RuntimeError: the runtime has other devices or settings, ranks of an earlier launch are
+                stuck in it, or a backward ran before it started.
         """
         self.leftover = [thread for thread in self.leftover if thread.is_alive()]
         if self.leftover:
@@ -121,9 +119,9 @@ class CpuRuntime:
     def wait_for_autograd_threads(self) -> None:
         """Waits until autograd's threads hold no Python object.
 
-        ``backward`` returns before its thread releases its Python objects. A process that ends
-        meanwhile would abort, because the thread cannot take the GIL any more. The thread runs its
-        tasks in order, so it is enough to wait for one more task without Python objects.
+        ``backward`` returns before its thread releases its objects, and a process that ends
+        meanwhile would abort. The thread runs tasks in order, so it is enough to wait for one more
+        task.
         """
         if not self._anchors:
             # 0 and 1 would be constants, which the first program would have to compute.
@@ -143,7 +141,7 @@ def _settings(size: int) -> dict[str, str]:
         # Each waiting collective blocks one thread in torch_xla's pool and one in XLA's.
         "XLA_THREAD_POOL_SIZE": _at_least("XLA_THREAD_POOL_SIZE", 2 * size),
         "NPROC": _at_least("NPROC", 4 * size),
-        # Freeing a donated buffer waits for its program while it holds the GIL: ranks deadlock.
+        # Freeing a donated buffer waits for its program with the GIL: ranks deadlock.
         "XLA_ENABLE_PARAM_ALIASING": "0",
     }
 

@@ -1,9 +1,9 @@
 """One CPU launch: its ranks, and how they cut their graphs together.
 
 A cut is any point where pending operations become a running program: ``torch_xla.sync()``,
-``.item()``, ``xm.save``. A cut without collectives concerns one rank only and does not wait. At a
-cut with collectives all ranks wait at a barrier first, which raises where XLA would hang. Then rank
-0 dispatches (and compiles) its program, and the others find it in the compile cache.
+``.item()``, ``xm.save``. Without collectives it concerns one rank and does not wait. With
+collectives all ranks meet at a barrier, which raises where XLA would hang; then rank 0 dispatches
+(and compiles) its program, and the others find it in the compile cache.
 """
 
 from __future__ import annotations
@@ -39,12 +39,9 @@ _COLLECTIVE_NODE = re.compile(
 
 
 class Session:
-    """The ranks of one launch on this process's CPU devices.
+    """The ranks of one launch on this process's CPU devices; rank r runs on device ``xla:r``.
 
     Attributes:
-        contexts: one for each rank; rank r runs on device ``xla:r``.
-        barrier: where the ranks wait for each other.
-        generators: the random states of the ranks.
         dispatching: the ranks that must not be interrupted, because others need their program.
         expected: for each rank, the number of programs with collectives that it has dispatched.
         gate: where these programs wait for those of the other ranks.
@@ -58,7 +55,7 @@ class Session:
         self.contexts = contexts = [
             RankContext(r, size, torch.device("xla", r), store, parts) for r in range(size)
         ]
-        # It must not refer to this object, which would then stay until a garbage collection.
+        # Must not refer to this object, which would then stay until a garbage collection.
         self.barrier = Barrier(
             size, timeout, lambda rank: call_site.of_thread(contexts[rank].thread)
         )
@@ -66,7 +63,7 @@ class Session:
         self.dispatching = [False] * size
         self.expected = [0] * size
         self.preempted: Preempted | None = None
-        # torch_xla's original functions: during the launch the names in the module are replaced.
+        # torch_xla's original functions, which a launch replaces.
         self._step_marker = xlac.sync_device.value
         self._sync_multi = xlac.sync_tensors.value
         self._real_devices = xm.xla_real_devices()  # "CPU:0", ...
@@ -120,10 +117,7 @@ class Session:
         wait: bool = False,
         sync_xla_data: bool = True,
     ) -> None:
-        """Runs the pending graph of only ``tensors`` as a program (``xm.save``, results).
-
-        Collectives stay pending, because other tensors may need them again.
-        """
+        """Runs the pending graph of ``tensors`` only; collectives stay pending for others."""
         self.barrier.raise_if_stopped()
         nodes = self._collectives_in(context, tensors)
         if nodes:
@@ -149,11 +143,9 @@ class Session:
     ) -> _T:
         """Runs the pending graph of ``tensors`` and returns the result of ``read()``.
 
-        If the graph contains collectives, all that is pending on the device is run, as by
-        ``torch_xla.sync()``. If only the tensors were computed, the collectives would stay pending
-        and the next program would run them again: in a loop that reads without a sync, programs
-        would grow with every iteration. Without collectives only the tensors are computed, so a
-        single rank can print a finished loss without waiting for others.
+        With collectives, all that is pending is run: otherwise a loop that reads without a sync
+        would run them again in each iteration's larger program. Without, no other rank is waited
+        for.
         """
         self.before_read(context, what, tensors)
         with self._reading:
@@ -169,10 +161,10 @@ class Session:
             )
             xlac.set_collective_token(str(context.device), None)
         elif tensors and any(xlac.are_pending(list(tensors))):
-            with self._reading:  # the second rank finds the program of the first in the cache
+            with self._reading:  # the second rank finds the program in the cache
                 self._sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
-        # If two ranks read tensors that are still being computed, torch_xla crashes in about one
-        # of 2000 launches on a loaded machine. So ranks wait for the values and read in turn.
+        # Two ranks that read tensors still being computed crash torch_xla in one of 2000 launches
+        # on a loaded machine. So ranks wait for the values and read in turn.
         self._wait_for_device(context)
 
     def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
@@ -184,8 +176,7 @@ class Session:
     def finish(self, context: RankContext) -> None:
         """Waits for the other ranks after this rank's function has returned.
 
-        Pending operations are not run: the program would depend on which tensors are still alive,
-        and so on the garbage collector of the process.
+        Pending operations are not run: the program would depend on the garbage collector.
         """
         arrival = _arrival("its function returned", "finish", context.pending)
         self.barrier.meet(context.rank, arrival)
@@ -193,9 +184,9 @@ class Session:
     def stop_if_deadlocked(self) -> None:
         """Stops the ranks if one runs a program that the others cannot run.
 
-        An operator that torch_xla computes on the CPU cuts the graph inside of XLA, where no hook
-        detects it. If the program of that cut has collectives and all other ranks wait at the
-        barrier, none of them can start the matching program.
+        An operator that torch_xla computes on the CPU cuts the graph where no hook detects it. If
+        that program has collectives and all other ranks wait at the barrier, none can start the
+        matching one.
         """
         unseen, waiting = [], self.barrier.waiting()
         for rank, (started, expected) in enumerate(
@@ -216,7 +207,7 @@ class Session:
     def _run_all(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
     ) -> None:
-        # Stays alive until the program is dispatched, so that the program includes all collectives.
+        # Must live until the dispatch, so that the program includes all collectives.
         end = None if context.order is None else context.order.end()
         self._together(context, arrival, dispatch)
         del end
@@ -225,18 +216,17 @@ class Session:
     def _together(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
     ) -> None:
-        # One program with collectives at a time: the next one has the same channel ids, and XLA
-        # would connect the collectives of both.
+        # One program with collectives at a time: the next one has the same channel ids.
         self._wait_for_device(context)
         leads = context.rank == 0
-        own = Future[bool]() if leads else None  # whether rank 0 has dispatched its program
+        own = Future[bool]() if leads else None  # whether rank 0 has dispatched
         dispatched = self.barrier.meet(context.rank, replace(arrival, payload=own))[0]
         self.dispatching[context.rank] = True
-        # Not the previous number plus one: an operator may have run a program that no hook detects.
+        # Not the previous number plus one: an operator may have run an undetected program.
         if context.order is not None:
             self.expected[context.rank] = self.gate.started[context.rank] + 1
         try:
-            # Nothing may interrupt a rank in this block, because other ranks wait for it.
+            # Nothing may interrupt a rank in this block, because others wait for it.
             if leads:
                 try:
                     dispatch()
@@ -248,7 +238,7 @@ class Session:
                 dispatch()
         finally:
             self.dispatching[context.rank] = False
-        # A rank that continued could block while it holds the GIL, so all ranks dispatch first.
+        # A rank that continued could block with the GIL, so all ranks dispatch first.
         self.barrier.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
 
     def _collectives_in(
@@ -264,7 +254,7 @@ def _start_of_program(
     gate: StartGate, rank: int, device: torch.device
 ) -> Callable[[], torch.Tensor]:
     def start() -> torch.Tensor:
-        # As data and not as a constant, so that all ranks share one program.
+        # As data, so that all ranks share one program.
         number = torch.tensor([rank], dtype=torch.int32)
         sent: Any = xm.send_cpu_data_to_device([number], device)
         return gate.wait_for_all(sent[0])
@@ -278,10 +268,7 @@ def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:
 
 
 def wait_for_programs(failed: bool) -> None:
-    """Waits until no program runs, so that the next launch's gate sees only its own programs.
-
-    ``failed``: whether the launch failed, so that its programs may end with an error.
-    """
+    """Waits until no program runs; those of a ``failed`` launch may end with an error."""
     for device in xm.xla_real_devices():
         with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
             xm.wait_device_ops([device])
@@ -290,8 +277,7 @@ def wait_for_programs(failed: bool) -> None:
 def drop_pending(contexts: Sequence[RankContext]) -> None:
     """Removes unfinished collectives from the devices at the end of a launch.
 
-    Their values can never be computed. Tensors that the user's code still holds are filled with NaN
-    (integers: zero); all other pending values become placeholders.
+    Tensors that the user's code still holds are filled with NaN (integers: zero).
     """
     devices = {str(context.device) for context in contexts if context.pending}
     for context in contexts:
@@ -303,8 +289,8 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
     lost = [
         value
         for value in gc.get_objects()
-        if issubclass(type(value), torch.Tensor)  # isinstance would ask objects for __class__
-        # Check is_xla before value.device: tensors that autograd has released have no device.
+        if issubclass(type(value), torch.Tensor)  # isinstance would query __class__
+        # is_xla first: tensors that autograd has released have no device.
         and value.is_xla
         and not has_own_operators(type(value))
         and str(value.device) in devices

@@ -1,12 +1,9 @@
 """Makes programs with collectives wait until the programs of all ranks have started.
 
-XLA's CPU client ends the process when a rank waits 10 seconds in a collective, and no setting
-changes this. A rank with a different program may compile for longer than that while the others
-wait. So a program begins with a custom call that waits here, without a limit, until the program of
-every rank has started. From there on, only the programs' computations count towards the limit.
-
-The call is a handler of XLA's foreign function interface (a C interface, ``xla/ffi/api/c_api.h``).
-torch_xla does not export the function that gives access to it, so it is found by its symbol.
+XLA's CPU client ends the process when a rank waits 10 seconds in a collective, without a setting,
+while another rank may compile for longer. So a program begins with a custom call, a handler of
+XLA's foreign function interface (``xla/ffi/api/c_api.h``), that waits here without a limit.
+torch_xla does not export the function that gives access, so it is found by its symbol.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from ... import xlac
 
 _NAME = b"xla_fsdp.start_gate"
 _PLATFORM = b"Host"
-_TYPED = 4  # version of custom calls that call such handlers
+_TYPED = 4  # version of custom calls with such handlers
 
 _VERSION = (0, 1)  # of the interface
 _METADATA = 1  # kind of extension
@@ -30,11 +27,7 @@ _ABORTED = 10  # code of an error
 
 
 class StartGate:
-    """The gate of this process's runtime.
-
-    Attributes:
-        started: how many programs with collectives each rank has started in this launch.
-    """
+    """The gate of this process's runtime; ``started``: programs of each rank in this launch."""
 
     def __init__(self) -> None:
         self.started: list[int] = []
@@ -65,14 +58,11 @@ class StartGate:
             self._changed.notify_all()
 
     def is_waiting(self, rank: int) -> bool:
-        """Whether a program of ``rank`` waits for programs of other ranks."""
         return rank in self._waiting
 
     def wait_for_all(self, rank: torch.Tensor) -> torch.Tensor:
-        """Waits in the program until those of all ranks have started; its value is then false.
-
-        Args:
-            rank: this rank's number as data of its device, int32 of shape ``(1,)``.
+        """In the program: waits for those of all ranks, then false. ``rank``: int32 of shape
+        ``(1,)``.
         """
         name = _NAME.decode()
         return xlac.custom_call([rank], name, [[]], [torch.bool], True, "", _TYPED, {})[0]

@@ -18,12 +18,9 @@ class RankPlace:
     """The place and progress of one rank.
 
     Attributes:
-        rank: its number.
         steps: the number of syncs of its process.
         silent: the minimum number of seconds without a sign of life; 0 if it answers.
-        what: a description of what it is doing.
-        where: ``file:line`` in user code, or ``""``.
-        stack: its stack as text, or ``""``.
+        what, where: what it is doing, and ``file:line`` in user code, or ``""``.
         ended: whether its function has ended.
         process: host and process id, for the report.
     """
@@ -66,7 +63,7 @@ def named(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
 
 def _behind(running: Sequence[RankPlace]) -> list[RankPlace]:
     furthest = max((place.steps for place in running), default=0)
-    # A rank may be ahead by a sync that only it does, so the majority is not behind.
+    # A rank may be ahead by a sync of its own, so the majority is not behind.
     behind = [place for place in running if place.steps < furthest]
     if 2 * len(behind) > len(running):
         return []
@@ -84,9 +81,7 @@ def _elsewhere(running: Sequence[RankPlace]) -> list[RankPlace]:
 def report(
     places: Sequence[RankPlace], idle: float, timeout: float, slices: Groups = ()
 ) -> tuple[str, str, list[RankPlace]]:
-    """Returns one line about the ranks that hang, the places and stacks, and the ranks that hang.
-
-    Places and stacks that several ranks share are listed once.
+    """Returns one line about the ranks that hang, places and stacks, and the ranks that hang.
 
     ``slices``: ordinals of the ranks of each TPU slice, if there are several.
     """

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-#: ``off``, or seconds that replace launch's ``timeout``, or ``end``, or both: ``900,end``.
+#: ``off``, seconds that replace launch's ``timeout``, ``end``, or both: ``900,end``.
 VARIABLE = "XLA_FSDP_WATCHDOG"
 # Multiplies the timeout while a process compiles or computes, and before the first step.
 _TIMES_AT_WORK = 4
@@ -34,11 +34,7 @@ class WatchSettings:
         return max(_BEATS_TO_ANSWER * self.beat, _SECONDS_TO_ANSWER)
 
     def patience(self, steps: int, work: bool) -> float:
-        """Seconds without progress after which the watcher reports.
-
-        ``steps``: the number of steps of the furthest rank. ``work``: whether any rank compiles or
-        computes.
-        """
+        """Seconds without progress until a report; ``steps``: those of the furthest rank."""
         return self.timeout * (_TIMES_AT_WORK if work or not steps else 1)
 
 
@@ -65,9 +61,8 @@ def settings(timeout: float) -> WatchSettings | None:
 
 
 def say(text: str) -> None:
-    """Prints ``text`` to standard error in one write.
-
-    With ``PYTHONUNBUFFERED``, ``print`` would make two writes, which can mix with other ranks'.
+    """In one write: with ``PYTHONUNBUFFERED``, ``print`` makes two, which can mix with other
+    ranks'.
     """
     sys.stderr.write(f"xla_fsdp: {text}\n")
     sys.stderr.flush()

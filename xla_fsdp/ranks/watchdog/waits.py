@@ -17,8 +17,7 @@ import torch_xla.debug.metrics as met
 
 from ..cpu import call_site
 
-# Counters of torch_xla. The second one counts the compilations that began, the third those that
-# ended. The first one counts a sync when its program is dispatched, before the program ends.
+# Counters of torch_xla: syncs dispatched, compilations begun and ended, programs run.
 _SYNCS, _COMPILING, _COMPILED, _PROGRAMS = (
     "MarkStep", "UncachedCompile", "CreateCompileHandles", "ExecuteComputation",
 )  # fmt: skip
@@ -47,10 +46,7 @@ class Progress:
         self._since = self._processor = 0.0
 
     def look(self) -> tuple[int, float, str]:
-        """Returns the number of steps, the seconds without progress, and the current work.
-
-        The work is ``"compiling"``, ``"computing"`` on the host, or ``""``.
-        """
+        """Returns steps, seconds without progress, and ``"compiling"``, ``"computing"`` or ""."""
         counts = tuple(_counter(name) for name in (_SYNCS, _COMPILING, _COMPILED, _PROGRAMS))
         now, processor = time.monotonic(), time.process_time()
         if counts != self._counts:
@@ -72,15 +68,14 @@ def _counter(name: str) -> int:
 
 
 def doing(thread: int) -> tuple[str, str, str]:
-    """What the thread with this ident is doing, its ``file:line`` in user code, and its stack.
+    """What a thread is doing, its ``file:line`` in user code, and its stack (7,000 characters).
 
-    The stack is followed by the innermost calls of the other threads. The text has at most about
-    7,000 characters.
+    The innermost calls of the other threads follow the stack.
     """
     calls = _calls(thread)
     if not calls:
         return "without a thread", "an unknown place", ""
-    # This reads source files from disk, which does not delay the rank: this is another thread.
+    # Reads source files, which does not delay the rank: this is another thread.
     stack = traceback.StackSummary.extract(iter(calls), limit=_INNERMOST)
     stack.reverse()
     text = "".join(stack.format())[-_CHARACTERS:]

@@ -1,8 +1,4 @@
-"""The watchdog thread of each rank.
-
-It reports the rank's progress, checks that of all ranks while it is on duty, and gets the stacks of
-other processes on the same host whose Python does not answer.
-"""
+"""The watchdog thread of each rank."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ from .report import RankPlace, report
 from .settings import WatchSettings, say, settings
 from .waits import Progress, doing
 
-# A real-time signal, which no library uses by default. It is only sent to processes that handle it.
+# A real-time signal: no library uses it by default. Only sent to processes that handle it.
 _SIGNAL = signal.SIGRTMAX - 7
 _MEMORY_FILE = "xla_fsdp-stacks"
 _CHARACTERS = 6_000
@@ -41,7 +37,7 @@ _STACKS_OF_SILENT_RANKS = 32
 
 
 def watched(fn: Callable, timeout: float) -> Callable:
-    """Wraps ``fn`` so that the ranks that run it are watched; can be pickled if ``fn`` can.
+    """Wraps ``fn`` so that its ranks are watched; can be pickled if ``fn`` can.
 
     Raises:
         ValueError: ``XLA_FSDP_WATCHDOG`` has no valid value.
@@ -58,9 +54,9 @@ def _run_watched(fn: Callable, chosen: WatchSettings, rank: int, *args: Any) -> 
 class _Watch:
     """The watchdog of one rank, created on the rank's thread.
 
-    One of the ranks is on duty: it checks the progress of all. All ranks read its lease, which has
-    its rank, a number that increases, the number of its last request for stacks, the processes that
-    did not answer it, and the reason if all ranks must end.
+    All ranks read the lease of the rank on duty: its rank, a number that increases, the number of
+    its last request for stacks, the processes that did not answer, and why all ranks must end, if
+    so.
     """
 
     _store: Any  # torch's annotations lack half of its methods
@@ -77,11 +73,11 @@ class _Watch:
         self._beats = 0
         self._ended = ""
         self._over = threading.Event()
-        self._lease = ""  # the last lease of the rank on duty; the next line: when it was read
+        self._lease = ""  # the last one that was read, and when
         self._lease_since = time.monotonic()
         self._answered = 0
         self._helped: set[str] = set()
-        # While on duty: its lease in the store, its last request, and what it has found.
+        # While on duty: its lease in the store, its last request, and its findings.
         self._own_lease = ""
         self._ask, self._number = 0, 0
         self._silent: dict[int, dict[str, Any]] = {}
@@ -115,7 +111,7 @@ class _Watch:
     def _run(self) -> None:
         try:
             self._process = _prepare_dump(self._thread)
-            # The store may be slow to answer; the rank does not wait for it.
+            # On this thread, because the store may be slow to answer.
             channel = open_channel("watchdog", (self._rank, self._size))
         except (RuntimeError, OSError) as error:
             say(f"no watchdog for rank {self._rank}, so a hang is not reported: {error}")
@@ -148,7 +144,7 @@ class _Watch:
             "end": self._end, "named": self._named,
         })  # fmt: skip
         if not expected and now - self._lease_since > 2 * self._settings.to_answer:
-            expected = self._lease  # the rank on duty gives no sign of life: take its place
+            expected = self._lease  # the rank on duty is silent: take its place
         current = self._store.compare_set("watcher", expected, own).decode()
         if current != self._lease:
             self._lease, self._lease_since = current, now
@@ -232,7 +228,7 @@ class _Watch:
         places = []
         for rank, sign in signs.items():
             what, where, stack = json.loads(answers.get(rank, '["", "", ""]'))
-            silent = not sign["ended"] and not what  # another process may have answered for it
+            silent = not sign["ended"] and not what  # another process may have answered
             places.append(RankPlace(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
                 sign["ended"] or _describe_wait(what, sign["work"]), where, stack,
@@ -269,10 +265,8 @@ def _describe_wait(what: str, work: str) -> str:
 
 
 def _prepare_dump(thread: int) -> dict[str, Any]:
-    """Lets other processes of this host get the stack of a thread, also while the GIL is held.
-
-    The handler and its file stay until the process ends, because a signal may still arrive.
-    ``thread``: the thread's ident.
+    """Lets processes of this host get a thread's stack; handler and file stay until the process
+    ends.
     """
     faulthandler.register(_SIGNAL, os.memfd_create(_MEMORY_FILE), all_threads=True)
     return {
@@ -296,7 +290,7 @@ def _stack_of(process: dict[str, Any]) -> tuple[str, str]:
         text = "\n".join(Path(file).read_text(errors="replace") for file in files)
     except (FileNotFoundError, ProcessLookupError):
         return "", "  its process has ended\n"
-    except OSError as error:  # the process may belong to another user
+    except OSError as error:  # another user's process
         return "", f"  its process cannot be signalled ({error})\n"
     return _own_part(text, process["thread"])
 
