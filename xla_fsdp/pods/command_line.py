@@ -59,7 +59,7 @@ def _check_pod(argv: Sequence[str]) -> int:
 
 
 def _measure(argv: Sequence[str]) -> int:
-    # These import torch and torch_xla, which the other checks do not need.
+    # These import torch, which the other checks do not need.
     from ..planning.reporting.page import target
     from .verify import verify
 
@@ -200,15 +200,9 @@ def _number(convert: Callable[[str], float], least: float) -> Callable[[str], fl
 
 
 def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
-    """Yields each check as soon as it is done; ``options`` are the flags.
-
-    Raises:
-        UsageError: the user must change a flag, the credentials or the name first.
-        MissingExtraError: the ``pod`` extra is not installed.
-    """
     template = _template(options)
     name, url = "--discovery_url", options.discovery_url
-    if not url:  # cloud_tpu_client reads the same variable
+    if not url:  # cloud_tpu_client reads it too
         name, url = "$TPU_API_DISCOVERY_URL", os.environ.get("TPU_API_DISCOVERY_URL")
     url = url or DISCOVERY_URL
     _require_url(name, url)
@@ -239,7 +233,7 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _template(options: argparse.Namespace) -> Template | None:
-    """The template of the worker command, or ``None`` with --skip_workers; checks the flags."""
+    """The worker command, or ``None`` with --skip_workers; checks the flags."""
     path = options.ckpt_dir
     if options.skip_workers:
         if path is not None:
@@ -282,7 +276,6 @@ def _check_workers(
 def _require_url(name: str, url: str) -> None:
     try:
         parts = urlsplit(url)
-        # Looking up a wrong name would raise this too.
         (parts.hostname or "").encode("idna")
         reason = ""
         if parts.scheme not in ("http", "https"):
@@ -295,7 +288,7 @@ def _require_url(name: str, url: str) -> None:
             reason = "port 0 is not valid"
         elif any(char.isspace() or not char.isprintable() for char in url):
             reason = "it contains spaces or characters that cannot be printed"
-    except ValueError as error:  # also UnicodeError
+    except ValueError as error:
         reason = str(error)
     if reason:
         raise UsageError(

@@ -1,7 +1,7 @@
 """``detect_divergence``: finds the first value that is not finite, and ranks that differ.
 
-Flags are in the order of tracing, which is equal on all ranks, so "first" is defined across ranks:
-the rank that computed a NaN has an earlier flag than ranks that received it in a reduction.
+"First" is the order of tracing, which is equal on all ranks: the rank that computed a NaN has an
+earlier flag than ranks that received it in a reduction.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ _SEEN = "_xla_fsdp_divergence"
 
 
 class _Seen:
-    """The modules that return (``makers``, innermost first) and receive (``takers``) a tensor.
-
-    ``step``: the step of these calls, because a tensor may also be an input of the next step.
-    """
+    """The modules that return (innermost first) and receive a tensor in a ``step``."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -36,7 +33,6 @@ class _Seen:
         self.takers: list[str] = []
 
     def made_gradient(self) -> tuple[str, str | None]:
-        """Describes what computed its gradient, and names the module."""
         if self.takers:
             inner = _innermost(self.takers)
             return f"the gradient that {_shown(inner)} returned", inner
@@ -52,8 +48,7 @@ class DivergenceError(RuntimeError):
     Attributes:
         step: the step; the first one is 1.
         ranks: the ranks with the first value that is not finite, or those that differ from most.
-        module: dotted name of the module that computed the first value that is not finite; ``None``
-            if no module did, or ranks differ.
+        module: dotted name of the module that computed that value; ``None`` if there is none.
     """
 
     def __init__(self, message: str, step: int, ranks: list[int], module: str | None) -> None:
@@ -71,18 +66,17 @@ class detect_divergence:
 
         with xla_fsdp.detect_divergence(model, every=100) as divergence:
             for batch in loader:
-                loss = ...
-                loss.backward()
+                ...
                 norm = model.clip_grad_norm_(1.0)
                 optimizer.step()
                 divergence.step(loss, grad_norm=norm)
 
-    A checked step is a separate program with a flag for each tensor between modules, and
-    :meth:`step` waits for its values. Other steps are not changed. All blocks of ``scan_blocks``
-    are checked as one module. Check gradients after a loss scaler, which lets them overflow.
+    A checked step is a separate program, and :meth:`step` waits for its values; other steps are not
+    changed. Blocks of ``scan_blocks`` are checked as one module. A loss scaler lets gradients
+    overflow, so check them after it.
 
     Args:
-        model: the root module; wrapped or not. It is checked in training mode only.
+        model: the root module; checked in training mode only.
         every: the number of steps from one check to the next; the ``every``-th step is the first.
         rtol: the allowed difference between ranks for values passed to :meth:`step` by name,
             relative to the largest value.
@@ -100,7 +94,7 @@ class detect_divergence:
             raise ValueError(f"rtol must be at least 0 and less than 1, got {rtol!r}")
         self._model, self._every, self._rtol = model, every, rtol
         self._step = 1
-        self._forward: list[tuple[str, str | None, torch.Tensor]] = []  # what, module, flag
+        self._forward: list[tuple[str, str | None, torch.Tensor]] = []
         self._backward: list[tuple[Callable[[], tuple[str, str | None]], torch.Tensor]] = []
         self._hooks: list[Any] = []
 
@@ -197,7 +191,7 @@ class detect_divergence:
         def same(a: float, b: float) -> bool:
             return a == b or abs(a - b) <= self._rtol * largest or (a != a and b != b)
 
-        # On a tie, the value of the lowest rank.
+        # On a tie, that of the lowest rank.
         usual = max(values, key=lambda one: sum(same(one, other) for other in values))
         odd = [rank for rank, value in enumerate(values) if not same(value, usual)]
         if odd:
@@ -215,12 +209,11 @@ class detect_divergence:
 
     def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         for tensor in _with_nan((args, kwargs)) if self.looking else ():
-            # If no module returned it: the model's input, or computed between modules.
+            # If no module returned it, it is the model's input or computed between modules.
             self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
         for tensor in _with_nan(outputs) if self.looking else ():
-            # A container returns the output of its last module.
             self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
 
     def _watched(self, tensor: torch.Tensor, what: str, maker: str | None) -> _Seen:

@@ -1,4 +1,4 @@
-"""A node as the TPU API describes it, and the checks of its state, health, slice and workers."""
+"""A node as the TPU API describes it, and the checks of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .findings import ApiError, Finding, failed, ok, skipped, warning
 _SYMPTOMS = 3  # the last ones describe the current problem
 _COMING = "wait for it: --wait 900"
 _GONE = "'{delete}', then create it again; the data on its disks is lost"
-# Whether waiting helps, and the remedy. The states of v2 of the API include those of v1.
+# Whether waiting helps, and the remedy. States of v2 of the API, which include v1's.
 _STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
     {
-        "READY": (True, ""),  # but unhealthy
+        "READY": (True, ""),  # READY but unhealthy
         "CREATING": (True, _COMING),
         "STARTING": (True, _COMING),
         "RESTARTING": (True, _COMING),
@@ -51,24 +51,22 @@ class NodeLocation:
 
     @property
     def location(self) -> str:
-        """The parent of the zone's nodes in the API."""
         return f"projects/{self.project}/locations/{self.zone}"
 
     def gcloud(self, verb: str) -> str:
-        """A gcloud command for this node that the user can run."""
         return (
             f"gcloud compute tpus tpu-vm {verb} {self.tpu} --zone {self.zone} "
             f"--project {self.project}"
         )
 
     def fill(self, remedy: str) -> str:
-        """``remedy`` with commands in place of its ``{verb}``."""
+        """Replaces ``{verb}`` by commands."""
         verbs = ("start", "stop", "delete", "describe")
         return remedy.format(**{verb: self.gcloud(verb) for verb in verbs})
 
 
 class Endpoint(NamedTuple):
-    """The addresses of a worker. ``external``: for machines outside of its network, or ""."""
+    """``external``: for machines outside of its network, or ""."""
 
     address: str
     external: str
@@ -76,10 +74,7 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """The properties of a node; texts are "" if the API does not state them.
-
-    ``runtime``: the software version, which v2 calls runtimeVersion and v1 tensorflowVersion.
-    """
+    """The properties of a node; texts are "" if the API does not state them."""
 
     state: str
     health: str
@@ -97,11 +92,7 @@ class Node:
 
     @classmethod
     def read(cls, answer: Any) -> Node:
-        """Returns the node in an answer of the API.
-
-        Raises:
-            ApiError: the answer is not a node.
-        """
+        """Raises ApiError if ``answer`` is not a node."""
         if not isinstance(answer, Mapping) or not _text(answer, "state"):
             keys = ", ".join(sorted(answer)[:8]) if isinstance(answer, Mapping) else repr(answer)
             raise ApiError(
@@ -166,12 +157,11 @@ def _text(answer: Mapping, key: str) -> str:
 
 
 def passes(state: str) -> bool:
-    """Whether waiting may make a node in this state READY and HEALTHY."""
+    """Whether waiting may make the node READY and HEALTHY."""
     return _STATES.get(state, _OTHER)[0]
 
 
 def slice_of_type(accelerator: str) -> Slice | None:
-    """The slice of an accelerator type; ``None`` if this package does not know the type."""
     try:
         return resolve(accelerator)
     except UnknownTopologyError:
@@ -186,7 +176,7 @@ def check_node(
     runtime: str | None,
     world_size: int | None,
 ) -> Iterator[Finding]:
-    """A check for each property of the node; an expected value of ``None`` allows any."""
+    """An expected value of ``None`` allows any."""
     yield _state(node, where)
     yield _health(node, where)
     if node.symptoms:

@@ -37,16 +37,15 @@ class Preemption:
                     preempted.exit()  # the process ends with exit code 75
 
     Create one on every rank, and call it once in every step on every rank. If one process receives
-    SIGTERM, or one machine's metadata server announces preemption or maintenance, the calls of all
-    ranks return true at the same step. Without a notice a call uses neither device nor network.
+    a signal, or one metadata server announces preemption or maintenance, the calls of all ranks
+    return true at the same step. Without a notice a call uses neither device nor network.
 
-    Exit code 75, ``EX_TEMPFAIL``, means "start the same command again". A process that has not
-    ended ``grace`` seconds after the notice prints the stacks of its threads and ends with the same
-    code.
+    Exit code 75, ``EX_TEMPFAIL``, means "start the same command again".
 
     Args:
-        grace: seconds from the notice to the end of the process. A Spot VM has 30 seconds, a worker
-            of torchrun 30, a Kubernetes pod its ``terminationGracePeriodSeconds``.
+        grace: seconds from the notice to the end of the process, which then prints its stacks. A
+            Spot VM has 30 seconds, a worker of torchrun 30, a Kubernetes pod its
+            ``terminationGracePeriodSeconds``.
         signals: the signals that count as a notice.
         metadata_server: ``HOST`` or ``HOST:PORT`` that is queried every 5 seconds; ``""`` for none.
             The default is ``GCE_METADATA_HOST`` if it is set, else, on a TPU, Google's server.
@@ -92,7 +91,7 @@ class Preemption:
             self._start_thread("metadata", poll_metadata_server, host, request, self._over)
 
     def __call__(self) -> bool:
-        """Whether to save and end now, equal on all ranks. Call it once a step on every rank."""
+        """Whether to save and end now, equal on all ranks."""
         return self._agreement.reached()
 
     def exit(self) -> NoReturn:
@@ -150,21 +149,16 @@ class Preemption:
 
 
 def _print_line(text: str) -> None:
-    # In one write, because several ranks write to the same terminal.
+    # In one write: several ranks share the terminal.
     os.write(2, f"xla_fsdp.Preemption: {text}\n".encode())
 
 
 class _Agreement:
     """Makes all ranks stop at the same step, although only one of them may get a notice.
 
-    1. The rank with the notice writes it into the store.
-    2. A thread of every rank polls the store, stops the rank's counter after n steps, and writes n
-    + 1 into the store.
-    3. Rank 0 takes the largest number, and all ranks stop at this step.
-
-    A stopped rank may wait for threads that poll, but never for a step of another rank: a
-    collective of that step could be waiting for this rank. ``on_notice`` is called on a thread of
-    this object.
+    The rank with the notice writes it into the store. A thread of every rank polls the store, stops
+    the rank's counter and writes the rank's next step. Rank 0 takes the largest one for all. A
+    stopped rank never waits for a step of another: its collective could be waiting for this rank.
     """
 
     def __init__(self, channel: Channel, on_notice: Callable[[str], None]) -> None:
@@ -193,8 +187,7 @@ class _Agreement:
             if not self._stopped:
                 self._passed += 1
                 return False
-        # Wakes regularly: Python raises the exception of a rank that must end only between
-        # operations.
+        # Wakes regularly, so that Python can raise RankStopped here.
         while not self._decided.wait(0.5):
             if self._over.is_set():
                 return False
@@ -212,7 +205,7 @@ class _Agreement:
                 self._on_notice(self.notice)
                 self._agree_on_step()
         except RuntimeError as error:
-            # The store is lost with the process that served it, so use the notice of this rank.
+            # The process that served the store has ended: use this rank's notice.
             if not self._over.is_set() and self.notice is not None:
                 self._on_notice(f"{self.notice}; then the ranks' store was lost ({error!s:.100})")
 
@@ -252,8 +245,8 @@ class _Agreement:
 class _Signals:
     """Calls functions on a separate thread when this process receives a signal.
 
-    One object for a process. Only the main thread can set Python's handlers and run them, but it
-    may wait in C++. Any thread can set ``faulthandler``'s C handlers, which write into a pipe.
+    The main thread, which runs Python's handlers, may wait in C++. ``faulthandler``'s handlers are
+    in C, can be set on any thread, and write into a pipe.
     """
 
     def __init__(self) -> None:
@@ -261,7 +254,7 @@ class _Signals:
         self._pipes: dict[signal.Signals, _SignalPipe] = {}
 
     def listen(self, number: signal.Signals, callback: Callable[[str], None]) -> Callable[[], None]:
-        """Calls ``callback(name of the signal)``; returns a function that stops listening."""
+        """Calls ``callback(name of the signal)``; returns a function that stops this."""
         with self._lock:
             if number not in self._pipes:
                 self._pipes[number] = _SignalPipe(number)
@@ -283,9 +276,9 @@ class _SignalPipe:
         self.callbacks: list[Callable[[str], None]] = []
         self._number = number
         self._read, self._write = os.pipe()
-        # Not blocking, because a handler must not wait for the reader.
+        # A handler must not wait for the reader.
         os.set_blocking(self._write, False)
-        # Chain only to a Python handler: the default handler would end the process.
+        # Chain only to a Python handler: the default one would end the process.
         chain = callable(signal.getsignal(number))
         faulthandler.register(number, file=self._write, all_threads=False, chain=chain)
         name = f"xla_fsdp-{number.name}"
@@ -308,16 +301,16 @@ _signals = _Signals()
 
 
 def poll_metadata_server(host: str, callback: Callable[[str], None], over: threading.Event) -> None:
-    """Queries a metadata server until ``over`` for announcements that are new since the start."""
+    """Reports announcements that are new since the start, until ``over``."""
     known: dict[str, str | None] = {}
     pause = 0.0
     while not over.wait(pause):
         pause = _SECONDS_BETWEEN_QUESTIONS
-        # Separately, so that a key whose answer never ends does not hide the other one.
+        # Separately: one key's answer may never end.
         for key in metadata_server.KEYS:
             try:
                 value = metadata_server.notice(host, key)
-            except OSError:  # the server is missing or busy
+            except OSError:
                 pause = _SECONDS_AFTER_NO_ANSWER
                 continue
             if value is not None and value != known.get(key, value):

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 
-# All other variables are left out.
 _SHOWN = frozenset(
     """XLA_FLAGS LIBTPU_INIT_ARGS PJRT_DEVICE CPU_NUM_DEVICES XLA_USE_SPMD XLA_USE_BF16
     XLA_DOWNCAST_BF16 XLA_DISABLE_FUNCTIONALIZATION XLA_ENABLE_PARAM_ALIASING XLA_THREAD_POOL_SIZE
@@ -16,13 +15,13 @@ _SHOWN = frozenset(
 )
 _SECRET_NAME = re.compile(r"(?i)(token|secret|passw|credential|api_?key|private|cookie|auth)")
 _SECRET_TEXT = re.compile(
-    r"(?ix) (?P<url>[a-z][a-z0-9+.-]*://)[^\s/@]+@"  # a user and a password in a URL
+    r"(?ix) (?P<url>[a-z][a-z0-9+.-]*://)[^\s/@]+@"  # a password in a URL
     r"| \b(?:bearer\s+|ya29\.|gh[pousr]_|hf_|sk-|AKIA|AIza|xox[abp]-)[\w.\-/+=]{8,}"
     r"| -----BEGIN[^-]+-----[\s\S]*?(?:-----END[^-]+-----|\Z)"
     r"| (?P<key>(?:token|secret|password|passwd|api_?key|credential)s?\s*[=:]\s*)[^\s,;&]+"
 )
 _HIDDEN = "***"
-_SHORTEST = 6  # minimum length of a secret value
+_SHORTEST = 6
 
 
 def shown_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -35,7 +34,7 @@ def shown_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 
 
 def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Returns ``text`` without secrets and without the user's folder and name."""
+    """``text`` without secrets and without the user's folder and name."""
     environment = os.environ if environment is None else environment
     for name, value in environment.items():
         if _SECRET_NAME.search(name) and len(value) >= _SHORTEST:

@@ -13,11 +13,7 @@ from ..tpu.links import wire_bytes
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a child process.
-
-    ``notes``: the file for its results. ``cases``, ``sizes``: names of those to run; empty: all.
-    ``until``: when measurements end, as ``time.time()``.
-    """
+    """``until``: when measurements end (``time.time()``); empty ``cases`` or ``sizes``: all."""
 
     stages: tuple[str, ...]
     folder: str
@@ -30,13 +26,12 @@ class Job:
     topology: str = ""
 
     def add(self, kind: str, value: Any) -> None:
-        """Appends a result of this ``kind`` to the file."""
         with open(self.notes, "ab") as file:
             file.write(pickle.dumps((kind, value)))
 
 
 def read_notes(folder: Path, kind: str) -> list[Any]:
-    """The results of a ``kind`` in all files of ``folder``, in the order of writing."""
+    """Reads all files of ``folder``, in the order of writing."""
     found = []
     for path in sorted(folder.glob("*.notes")):
         with path.open("rb") as file:
@@ -46,18 +41,14 @@ def read_notes(folder: Path, kind: str) -> list[Any]:
             except (
                 EOFError,
                 pickle.UnpicklingError,
-            ):  # the end, or half a result of a killed process
+            ):  # or half a result of a killed process
                 pass
     return [value for each, value in found if each == kind]
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """The measurement of one collective.
-
-    ``axis``: "all" or the axis of the groups. ``bytes``: a rank's input or output, the larger one.
-    ``modelled``: seconds according to ``tpu/links.py``, ``None`` if the slice is unknown.
-    """
+    """``bytes``: a rank's input or output, the larger one; ``modelled``: by ``tpu/links.py``."""
 
     kind: str
     axis: str
@@ -68,21 +59,17 @@ class CollectiveTime:
 
     @property
     def ranks(self) -> int:
-        """Ranks of a group; for a permute, whose groups are pairs, of the ring."""
+        """For a permute, whose groups are pairs, the ranks of the ring."""
         return len(self.groups) if self.kind == "collective-permute" else len(self.groups[0])
 
     @property
     def sent(self) -> int:
-        """The bytes that a rank sends."""
         return wire_bytes(self.kind, self.bytes, self.ranks)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The speed of one device: ``amount`` (bytes or operations) in ``seconds``.
-
-    ``published``: the published speed per second; ``None`` if there is none.
-    """
+    """``amount`` (bytes or operations) in ``seconds``; ``published``: per second."""
 
     name: str
     unit: str  # "B" or "FLOP"
@@ -97,11 +84,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class StepRun:
-    """A measured training step, and its plan if there is one; ``None`` where unknown.
-
-    ``host``: seconds to trace the step. ``hbm``: the device's peak bytes in use; ``planned_hbm``:
-    the bytes that the plan requires.
-    """
+    """``host``: seconds to trace the step; ``hbm``: peak bytes in use; ``None`` where unknown."""
 
     name: str
     lane: str  # "xla_fsdp" or "in-tree"
@@ -115,10 +98,10 @@ class StepRun:
 
 @dataclass(frozen=True)
 class Machine:
-    device: str  # its name in the runtime
+    device: str  # in the runtime
     family: str  # a family of tpu/chips.py, or "cpu"
     ranks: int
-    topology: str  # "" if unknown
+    topology: str
     versions: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     date: str = ""

@@ -1,4 +1,4 @@
-"""The report of a verification: as text, as JSON, and as one HTML page that needs no network."""
+"""The report of a verification: as text, as JSON, and as one HTML page."""
 
 from __future__ import annotations
 

@@ -24,20 +24,20 @@ from .records import CollectiveTime, Machine, Rate, StepRun, read_notes
 from .report import Verification
 from .steps import IN_TREE, OURS
 
-# Allowed range of a measurement, as a share of the published or modelled figure.
+# Allowed shares of the published or modelled figure.
 _FIGURE = (0.75, 1.1)
 _STEP = (0.6, 1.6)
 _MEMORY = (0.5, 1.1)
-# Allowed loss difference: the two classes sum bfloat16 in a different order.
+# The two classes sum bfloat16 in a different order.
 _LOSSES = 2e-2
-# Seconds within which the other ranks must end.
+# Seconds until the other ranks must end.
 _DEATH = 60.0
 _FIGURES = 3  # of links: launch, hop, 1 / W
 _PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy")
 
 
 def describe_machine(found: Sequence[Mapping[str, Any]]) -> Machine:
-    """The machine and software, from the first of ``found``; 0 ranks if it is empty."""
+    """0 ranks if ``found`` is empty."""
     versions = installed_versions(*_PACKAGES)
     where = found[0] if found else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
     return Machine(
@@ -57,8 +57,7 @@ def judge(
 ) -> Verification:
     """Creates the report from the results of the stages in ``folder``.
 
-    ``failures``: findings from running the child processes. ``asked``: the slice that the user
-    chose for the plans of the steps.
+    ``failures``: of the child processes; ``asked``: the slice that the user chose for plans.
     """
     slice = None
     with contextlib.suppress(UnknownTopologyError):
@@ -97,7 +96,6 @@ def judge(
 
 
 def judge_programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
-    """The finding about the programs that two starts compiled."""
     name = "compiled programs"
     if len(notes) < 2:
         return skipped(name, f"{len(notes)} of 2 starts trained")
@@ -114,7 +112,6 @@ def judge_programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def judge_death(note: Mapping[str, Any], ranks: int) -> Finding:
-    """The finding about a launch in which the last rank failed."""
     name = f"a rank that {note['way']}"
     expected = f"the launch raises RankError within {_DEATH:.0f} s, on all hosts"
     found = f"{note['error'] or 'no error'} after {note['seconds']:.1f} s"
@@ -137,7 +134,7 @@ def judge_rate(rate: Rate) -> Iterator[Finding]:
     if rate.published is None:
         return
     share = rate.value / rate.published
-    small = rate.unit == "FLOP" and rate.amount < 1e11  # too small for full use of the unit
+    small = rate.unit == "FLOP" and rate.amount < 1e11  # too small for full use
     yield _compared(
         rate.name,
         small or _is_within(share, _FIGURE),
@@ -166,7 +163,7 @@ def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
 
 
 def judge_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
-    """Compares both classes on each step, and on a TPU each step with its plan."""
+    """Compares both classes, and on a TPU each step with its plan."""
     for name in dict.fromkeys(run.name for run in runs):
         by_lane = {run.lane: run for run in runs if run.name == name}
         ours, other = by_lane.get(OURS), by_lane.get(IN_TREE)
@@ -238,8 +235,7 @@ def _fit_links(
 ) -> tuple[float | None, float | None, float | None]:
     """Fits launch and hop latency in seconds, and a link's bytes per second in one direction.
 
-    Minimizes the squared relative errors with no figure below zero. Groups along one axis only:
-    over several axes the compiler chooses among algorithms.
+    Groups along one axis only: over several axes the compiler chooses among algorithms.
     """
     lengths = [n for n in slice.device_shape if n > 1]
     along = [t for t in times if t.seconds > 0 and (t.axis != "all" or len(lengths) == 1)]
@@ -254,13 +250,13 @@ def _fit_links(
 
 
 def _terms(time: CollectiveTime, slice: Slice) -> list[float] | None:
-    """The numbers of launches and hops in ``time``, and the bytes on the busiest link."""
+    """Launches, hops, and bytes on the busiest link."""
 
     def seconds(launch: float = 0.0, hop: float = 0.0, bandwidth: float = math.inf) -> float:
         chip = replace(slice.chip, launch_latency=launch, hop_latency=hop, link_bandwidth=bandwidth)
         return modelled(time, replace(slice, chip=chip)) or 0.0
 
-    if seconds():  # it does not use links
+    if seconds():
         return None
     terms = [seconds(launch=1.0), seconds(hop=1.0), seconds(bandwidth=1.0)]
     return terms if terms[2] else None

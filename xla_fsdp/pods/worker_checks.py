@@ -17,9 +17,9 @@ GIB = 2**30
 _CACHE_GIB = 2
 _CHECKPOINT_GIB = 10
 _CLOCK_SECONDS = 5.0
-# Part of a worker's memory that should be free; less means that another program runs there.
+# Part of the memory that should be free; less means that another program runs there.
 _AVAILABLE_PART = 0.5
-# The versions that setup.py pins.
+# As in setup.py.
 PINS = {"torch": "2.9.0", "torch_xla": "2.9.0"}
 OLDEST_PYTHON = (3, 10)  # python_requires
 _NOT_INSTALLED = "not installed"
@@ -41,7 +41,7 @@ def check_answers(answers: Mapping[int, Answer]) -> Finding:
 
 
 def check_looks(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Finding]:
-    """The checks of the workers that answered; ``wanted``: the slice of the node."""
+    """``wanted``: the slice of the node."""
     looks = {number: answer.data for number, answer in answers.items()}
     yield _chips(looks, wanted)
     yield _free_chips(looks)
@@ -130,7 +130,6 @@ def _clocks(answers: Mapping[int, Answer]) -> Finding:
 
 
 def check_versions(looks: _Looks, wanted: Slice | None) -> Iterator[Finding]:
-    """A check for Python and each package; ``wanted``: the slice of the node."""
     yield _python({number: str(look["python"]) for number, look in looks.items()})
     for name in ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib"):
         found = {number: look["packages"][name] or _NOT_INSTALLED for number, look in looks.items()}
@@ -145,12 +144,12 @@ def check_versions(looks: _Looks, wanted: Slice | None) -> Iterator[Finding]:
             yield _libtpu(version, required, wanted.chip if wanted is not None else None)
         elif name == "xla_fsdp":
             yield _own(version)
-        elif version != _NOT_INSTALLED:  # only needed for planning and kernels
+        elif version != _NOT_INSTALLED:
             yield ok(name, f"{version} everywhere")
 
 
 def _python(found: Mapping[int, str]) -> Finding:
-    # Pickles and wheels depend only on the first two numbers of the version.
+    # Patch versions may differ.
     minor = {number: ".".join(text.split(".")[:2]) for number, text in found.items()}
     oldest = ".".join(map(str, OLDEST_PYTHON))
     if len(set(minor.values())) > 1:
@@ -169,7 +168,7 @@ def _pinned(name: str, found: str) -> Finding:
 
 
 def _libtpu(found: str, required: set[str | None], chip: Chip | None) -> Finding:
-    """Checks against torch_xla's requirement only if ``chip`` works with the required version."""
+    """Compares with torch_xla's requirement only if ``chip`` works with that version."""
     refused = () if chip is None else chip.refused_by
     if found == _NOT_INSTALLED:
         remedy = f"pip install 'torch_xla[tpu]=={PINS['torch_xla']}'"
@@ -199,10 +198,7 @@ def _own(found: str) -> Finding:
 
 
 def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> Iterator[Finding]:
-    """Checks that the workers ``numbers`` can write to ``path`` and share it.
-
-    In three rounds, because no worker may remove its file before all others have checked it.
-    """
+    """Three rounds, because no worker may remove its file before all others have checked it."""
     numbers = list(numbers)
     wrote: dict[int, Answer] = {}
     try:
@@ -227,16 +223,15 @@ def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> It
 def _clean(
     workers: Workers, numbers: Iterable[int], wrote: Mapping[int, Answer], path: str
 ) -> dict[int, str]:
-    """Removes the files; returns the workers on which that failed, with the reasons."""
-    # These would not answer the next request either.
+    """Returns the workers on which that failed, with the reasons."""
+    # These would not answer now either.
     hung = {number for number, answer in wrote.items() if not answer.data}
     cleaned = workers.ask("clean", [n for n in numbers if n not in hung], path=path)
     made = {number: {"made": answer.data.get("made")} for number, answer in wrote.items()}
-    # Folders that contain other files stay.
     workers.ask("prune", [number for number, each in made.items() if each["made"]], made)
     left = dict.fromkeys(hung, "it may have left a file")
     for number, answer in cleaned.items():
-        # If a worker could not write, another check has the reason.
+        # Otherwise another check has the reason.
         if answer.problem and not (number in wrote and wrote[number].problem):
             left[number] = answer.problem
     return left

@@ -9,9 +9,7 @@ import torch
 
 
 class _Call(torch.autograd.Function):
-    """Defined once: a class and its methods refer to each other, and would wait for a garbage
-    collection.
-    """
+    """Defined once, because each class lives until a garbage collection."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, task: Callable[[], object]) -> torch.Tensor:
@@ -25,7 +23,7 @@ class _Call(torch.autograd.Function):
 
 
 def run_there(device: torch.device, task: Callable[[], object]) -> None:
-    """Calls ``task`` on the thread that runs backward passes on the XLA ``device``, and waits.
+    """Calls ``task`` on autograd's thread for the XLA ``device``, and waits.
 
     Raises:
         RuntimeError: autograd has no such thread.

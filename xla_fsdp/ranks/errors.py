@@ -58,20 +58,18 @@ class Preempted(SystemExit):
 
 
 class RankStopped(BaseException):
-    """Ends a rank because another failed; not an ``Exception``, so that user code does not catch
-    it.
-    """
+    """Ends a rank because another failed; ``except Exception`` does not catch it."""
 
 
 def portable(
     error: BaseException | None, dumps: Callable[[BaseException], bytes] = pickle.dumps
 ) -> bytes | None:
-    """Pickles ``error``; ``None`` if pickling or unpickling it fails in any way."""
+    """Pickles ``error``; ``None`` if pickling or unpickling fails."""
     if error is None:
         return None
     try:
         data = dumps(error)
         pickle.loads(data)
-    except BaseException:  # must not replace the error that is being reported
+    except BaseException:  # must not replace the reported error
         return None
     return data

@@ -44,24 +44,22 @@ def launch(
     """Runs ``fn(rank, *args)`` on every rank and waits for all ranks.
 
     On TPU this calls ``torch_xla.launch``. On CPU the ranks are threads of this process with an XLA
-    device each, connected by real collectives. ``PJRT_DEVICE`` selects TPU or CPU; if it is not
-    set, a TPU is used if there is one. Under ``torchrun`` this process is one rank.
+    device each. ``PJRT_DEVICE`` selects TPU or CPU; if it is not set, a TPU is used if there is
+    one. Under ``torchrun`` this process is one rank.
 
-    On CPU every rank has a separate torch random state, a copy of the caller's. Python's
-    ``random``, numpy's generators and all globals are shared. A data loader with workers needs
-    ``multiprocessing_context="forkserver"`` or ``"spawn"``: a process with threads must not fork.
+    On CPU every rank has a separate torch random state, a copy of the caller's, but shares Python's
+    ``random``, numpy's generators and all globals. A data loader with workers needs
+    ``multiprocessing_context="forkserver"`` or ``"spawn"``.
 
     Args:
-        fn: called as ``fn(rank, *args)``. On TPU it must be picklable and defined in a file, not in
-            a notebook.
+        fn: called as ``fn(rank, *args)``. On TPU it must be picklable and defined in a file.
         args: further arguments for ``fn``. CPU ranks share these objects.
         num_devices: on CPU the number of ranks, 1 to 8; ``None`` means ``CPU_NUM_DEVICES`` if set,
             else 4. On TPU ``None`` or the number of devices of all slices together.
         timeout: seconds that ranks wait for a rank that is still running. CPU ranks that can never
-            continue raise immediately. On TPU the stacks of all ranks are printed when no rank
-            makes progress for this time (during compilations four times this), and the ranks
-            continue to wait. ``XLA_FSDP_WATCHDOG`` changes that: ``off``, seconds, or seconds and
-            ``end`` (``900,end``), which ends the ranks.
+            continue raise immediately. On TPU the stacks of all ranks are printed after this time
+            without progress (four times this during compilations). ``XLA_FSDP_WATCHDOG`` changes
+            that: ``off``, seconds, or seconds and ``end`` (``900,end``), which ends the ranks.
         slices: on CPU, the number of TPU slices that the ranks simulate, a divisor of the number of
             ranks. ``None`` means ``XLA_FSDP_SLICES`` if set, else 1. On TPU it must be the actual
             number of slices.
@@ -71,19 +69,16 @@ def launch(
         moved to the CPU. On TPU ``None``.
 
     Raises:
-        RankError: a rank raised. All ranks of this host are stopped within 5 seconds. A CPU rank
-            that is stuck in C++ code or a long sleep is left running; until it ends, this process
-            cannot launch again.
+        RankError: a rank raised. All ranks of this host are stopped within 5 seconds. This process
+            cannot launch again while a CPU rank is stuck in C++ code.
         CollectiveMismatchError: the ranks wait for different collectives, syncs or rendezvous.
-        RankTimeoutError: a rank kept others waiting for longer than ``timeout``. On TPU only with
-            ``end`` in ``XLA_FSDP_WATCHDOG``, on every host.
+        RankTimeoutError: a rank kept others waiting for longer than ``timeout``; on TPU only with
+            ``end`` in ``XLA_FSDP_WATCHDOG``.
         Preempted: ``fn`` ended with it on every rank, see :class:`xla_fsdp.Preemption`.
-        RuntimeError: launch was called inside a rank; the runtime was started before with another
-            number of devices or without the settings of CPU ranks; ``torchrun`` started another
-            number of processes than XLA has ranks; or ``fn`` is defined in a notebook, on TPU.
-        ValueError, TypeError: an argument or ``XLA_FSDP_WATCHDOG`` is wrong; or, on TPU,
-            LIBTPU_INIT_ARGS, ``XLA_FSDP_STORE_PORT`` or the variables of several slices
-            (``MEGASCALE_...``).
+        RuntimeError: launch was called inside a rank; the runtime was started before with other
+            devices or settings; ``torchrun`` started a wrong number of processes; or, on TPU,
+            ``fn`` is defined in a notebook.
+        ValueError, TypeError: an argument or environment variable is wrong.
     """
     inside = current_rank()
     if inside is not None:
@@ -114,7 +109,7 @@ def launch(
         if not under_torchrun:
             spawned.require_importable(fn)
         prepare_host(found)
-        # libtpu reads them when it starts, here or in the processes of the ranks.
+        # libtpu reads them when it starts.
         compiler_options.add_to_environment()
         if under_torchrun:
             _join_torchrun()
@@ -138,7 +133,7 @@ def launch(
 
 
 def _on_cpu() -> bool:
-    # torch_xla sets PJRT_DEVICE on import, but it may have been removed since.
+    # torch_xla sets PJRT_DEVICE on import, but it may have been removed.
     device = os.environ.get("PJRT_DEVICE")
     if device is None:
         device = "TPU" if xlac.chips_of_host() > 0 else "CPU"
@@ -147,9 +142,7 @@ def _on_cpu() -> bool:
 
 
 def _join_torchrun() -> None:
-    """Not with ``torch_xla.launch``: processes of a host would share ``LOCAL_RANK`` and compete for
-    chips.
-    """
+    """``torch_xla.launch`` would start ranks that compete for the chips of the host."""
     if not dist.is_initialized():
         prepare_process(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("xla", init_method="xla://")
@@ -172,7 +165,7 @@ def _check_device_count(num_devices: int | None, slices: int) -> None:
     if dist.is_torchelastic_launched():
         found, remedy = int(os.environ["WORLD_SIZE"]), "pass torchrun --nproc-per-node"
     elif os.environ["PJRT_DEVICE"] == "TPU":
-        # Not the runtime, which must start in the ranks' processes.
+        # The runtime must start in the ranks' processes.
         found = xlac.devices_of_slice() * slices
         remedy = "choose another slice"
     else:

@@ -20,12 +20,10 @@ from .. import xlac
 class CollectiveOrder:
     """Chains the collectives that one rank traces, by data dependencies of its program.
 
-    XLA on a CPU runs a program's collectives in an order of its choice, and programs of ranks can
-    differ. So each collective depends on the one traced before it, and a program's end on the last
-    one. The dependency is a boolean that is false at run time but unknown to the compiler: an
-    operand becomes ``where(boolean, 0, operand)``, so a NaN in one result does not reach the next.
-
-    ``first``: returns the boolean on which a program's first collective depends.
+    XLA on a CPU chooses the order of a program's collectives, and programs of ranks can differ. So
+    each collective depends on the one before, and a program's end on the last. The dependency is a
+    boolean that is false at run time, which the compiler does not know: an operand becomes
+    ``where(boolean, 0, operand)``, so that no NaN reaches the next collective.
     """
 
     def __init__(self, device: torch.device, first: Callable[[], torch.Tensor]) -> None:
@@ -36,7 +34,7 @@ class CollectiveOrder:
 
     def depend_on_last(self, operand: torch.Tensor) -> torch.Tensor:
         """Makes ``operand`` of the next collective depend on all collectives before it."""
-        # torch_xla's chain adds a number to the operands: NaN after a result with a NaN.
+        # torch_xla's chain adds a number, which is NaN after a NaN.
         xlac.set_collective_token(self._device, None)
         if self._last is None:
             self._last = self._first()
@@ -45,13 +43,12 @@ class CollectiveOrder:
         return self._call("depend_on_last", _guarded, [operand, self._last])
 
     def add(self, result: torch.Tensor) -> None:
-        """Makes the next collective depend on ``result`` of this one."""
         xlac.set_collective_token(self._device, None)
         if self._last is not None and result.numel():
             self._last = self._call("collective_order", _dependent, [result, self._last])
 
     def end(self) -> torch.Tensor | None:
-        """Returns the boolean that depends on all collectives so far, and begins a new chain."""
+        """Begins a new chain; returns the boolean that depends on all collectives so far."""
         last, self._last = self._last, None
         return last
 
@@ -100,7 +97,7 @@ class Collective(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     label: str
-    where: str  # file:line of the caller; may differ between ranks
+    where: str  # file:line; may differ between ranks
 
     @property
     def key(self) -> tuple:
@@ -121,11 +118,9 @@ class RankContext:
     """One rank of a CPU launch, and the collectives that it has traced.
 
     Attributes:
-        store: a key-value store that all ranks of the launch share.
         thread: identifier of the thread that runs the rank; ``None`` until that begins.
         pending: collectives traced since the last full sync, in order.
         active: whether the launch is still running; threads of autograd or the user outlive it.
-        stepping: whether the rank is in an optimizer's step.
         slices: ordinals of the ranks of each simulated slice; ``()`` for one slice.
         as_on_tpu: whether to trace the graph of a TPU, see ``World.as_on_tpu``; for tests.
     """
@@ -155,7 +150,7 @@ class RankContext:
 
     @property
     def order(self) -> CollectiveOrder | None:
-        """Chains the rank's collectives; ``None`` for a single rank, and with ``as_on_tpu``."""
+        """``None`` for a single rank, and with ``as_on_tpu``."""
         return None if self.as_on_tpu else self._order
 
     def chain_collectives(self, first: Callable[[], torch.Tensor]) -> None:
@@ -170,11 +165,10 @@ class RankContext:
         *,
         where: str = "",
     ) -> int:
-        """Returns a new channel id for a collective, and records it as pending. Thread-safe.
+        """Returns a new channel id for a pending collective. Thread-safe.
 
-        Ids start again at 1 after each full sync: the id is part of the program, so the same step
-        must get the same ids or it would compile again. ``label`` must not differ between ranks;
-        ``where`` may.
+        Ids start again at 1 after each full sync, because the id is part of the program. ``label``
+        must not differ between ranks; ``where`` may.
         """
         with self._lock:
             self._issued += 1
@@ -191,7 +185,7 @@ class RankContext:
                 self.pending.append(Collective(channel, kind, tuple(shape), dtype, "", where))
 
     def forget(self) -> None:
-        """Clears the pending collectives after a dispatch or drop; ids start again at 1."""
+        """Clears the pending collectives; ids start again at 1."""
         with self._lock:
             self.pending = []
             self._issued = 0
@@ -200,10 +194,7 @@ class RankContext:
 
     @contextlib.contextmanager
     def separate_channels(self) -> Iterator[None]:
-        """A context with separate channel ids and pending collectives.
-
-        The collectives that are traced within must be dispatched before it ends.
-        """
+        """Collectives that are traced within must be dispatched before it ends."""
         with self._lock:
             before = self.pending, self._issued
             self.pending, self._issued = [], 0
@@ -217,22 +208,19 @@ class RankContext:
                 self.pending, self._issued = before
 
     def post(self, tag: str, value: Any) -> list[Any] | None:
-        """Posts a picklable ``value`` for all ranks, without waiting.
+        """Posts a picklable ``value`` without waiting; the last rank gets all values, others
+        ``None``.
 
-        The last rank that posts gets all values, by rank; the others get ``None``. The n-th post of
-        a rank belongs to the n-th of every other.
+        The n-th post of a rank belongs to the n-th of every other.
         """
         key = f"post/{self.number_of('post')}/{tag}"
-        # torch's stub knows only str
         self.store.set(f"{key}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
         if self.store.add(key, 1) < self.size:
             return None
         return [pickle.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)]
 
     def number_of(self, use: str) -> int:
-        """How often this rank has called this for ``use`` before; numbers objects that all ranks
-        create.
-        """
+        """How often this rank has called this for ``use`` before."""
         with self._lock:
             return next(self._numbers[use])
 
@@ -251,7 +239,7 @@ _this_thread = _ThisThread()
 def current_rank() -> RankContext | None:
     """The rank of this thread, or ``None`` outside a CPU launch.
 
-    Also set on threads that the rank starts, and on the autograd thread of its device.
+    Also set on threads that the rank starts, and on its device's autograd thread.
     """
     context = _this_thread.context
     return context if context is not None and context.active else None
@@ -262,7 +250,7 @@ def _set_current_rank(context: RankContext | None) -> None:
 
 
 def is_simulated_rank() -> bool:
-    """Whether this thread only traces: no communication with other ranks, no values."""
+    """Whether this thread only traces: it has no values and no other ranks."""
     return _this_thread.simulated_rank
 
 

@@ -1,7 +1,7 @@
-"""A barrier that compares what the ranks wait for.
+"""A barrier of all ranks that compares what they wait for.
 
-Deadlocks are detected without a timer: if keys differ, or a rank has ended, the ranks can never
-continue. The timeout is only for ranks that still run.
+If keys differ, or a rank has ended, the ranks can never continue. The timeout is only for ranks
+that still run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import CollectiveMismatchError, RankStopped, RankTimeoutError
 
-_GRACE_SECONDS = 1.0  # from a mismatch to its report: running ranks can arrive
+_GRACE_SECONDS = 1.0  # from a mismatch to its report
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Arrival:
     """The call in which one rank waits.
 
     Attributes:
-        what, where: the user's call, for example ``torch_xla.sync()``, and its ``file:line``.
         key: must be equal on all ranks.
         steps: the parts of ``key`` to report if keys differ, for example pending collectives.
         payload: all ranks receive it once all have arrived.
@@ -43,11 +42,11 @@ class _Round:
 
 
 class Barrier:
-    """The barrier of the ranks of one launch; ``locate`` finds a running rank in user code."""
+    """``locate``: where a running rank is in user code."""
 
     def __init__(self, size: int, timeout: float, locate: Callable[[int], str]) -> None:
         self.size = size
-        self.failure: BaseException | None = None  # the first one; all ranks must stop
+        self.failure: BaseException | None = None
         self._timeout = timeout
         self._locate = locate
         self._changed = threading.Condition()
@@ -58,12 +57,11 @@ class Barrier:
     def meet(self, rank: int, arrival: Arrival) -> list:
         """Waits until every rank has arrived with an equal key; returns all payloads by rank.
 
-        Raises:
-            RankStopped: another rank failed, or the ranks can never all arrive.
+        Raises RankStopped if another rank failed, or the ranks can never all arrive.
         """
         with self._changed:
             while rank in self._meeting.arrivals and self.failure is None:
-                self._changed.wait()  # another thread of this rank waits
+                self._changed.wait()  # another thread of the rank
             self.raise_if_stopped()
             meeting = self._meeting
             if not meeting.arrivals:
@@ -95,7 +93,7 @@ class Barrier:
                 self._changed.notify_all()
 
     def stop_mismatched(self, elsewhere: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Makes every rank stop; ``elsewhere``: by rank, what ranks wait for that are not here."""
+        """``elsewhere``: what the ranks wait for that are not at this barrier."""
         with self._changed:
             text = f"ranks wait for each other at different places:\n{self.places(elsewhere)}"
             difference = _first_difference(self._meeting.arrivals)
@@ -126,7 +124,7 @@ class Barrier:
                 ))  # fmt: skip
 
     def places(self, elsewhere: Mapping[int, str] = MappingProxyType({})) -> str:
-        """One line for each rank: what it waits for, or where it runs."""
+        """One line for each rank."""
         lines = []
         with self._changed:
             for rank in range(self.size):

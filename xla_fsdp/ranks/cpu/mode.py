@@ -4,9 +4,6 @@
 - Sampling random numbers on the CPU uses the rank's random state.
 - The initial values of optimizer state become device data.
 - ``backward`` passes the mode on to autograd's thread.
-
-torch disables the mode inside of a Python function that it is called for, so a dispatch mode finds
-the operators that sample in there.
 """
 
 from __future__ import annotations
@@ -56,9 +53,9 @@ class RankMode(TorchFunctionMode):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if types and torch._C._is_torch_function_enabled():  # a type does not call itself
+        if types and torch._C._is_torch_function_enabled():
             for kind in types:
-                # It may run a collective, so hold no lock of a read.
+                # The type may run a collective, so no lock of a read may be held here.
                 if getattr(kind, "answers_first", False):
                     with self:
                         return kind.__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
@@ -72,7 +69,7 @@ class RankMode(TorchFunctionMode):
 
 
 class _DrawsInside(TorchDispatchMode):
-    """Makes operators inside of a Python function that sample on the CPU use the rank's state."""
+    """Finds operators that sample in Python functions, where torch disables RankMode."""
 
     def __init__(self, mode: RankMode) -> None:
         super().__init__()
@@ -103,14 +100,14 @@ def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     value = args[0] if args else None
     if isinstance(value, torch.Tensor) and value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
         if func in _LOWERED:
-            return func(*args, **kwargs)  # from the device's state
-        # Falls back to the CPU: no collective may run while the generator is locked.
+            return func(*args, **kwargs)
+        # Runs on the CPU: no collective may run while the generator is locked.
         mode.session.before_read(mode.context, _name(func), xla_tensors((args, kwargs)))
     return mode.session.generators.run(mode.context, func, args, kwargs)
 
 
 def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Inside an optimizer's step the result of a factory function becomes device data."""
+    """Inside an optimizer's step the result becomes device data."""
     value = func(*args, **kwargs)
     if not mode.context.stepping or torch.is_grad_enabled() or value.device.type != "xla":
         return value
@@ -121,13 +118,13 @@ def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         return value
     data = torch.full(value.shape, fill, dtype=value.dtype, device="cpu").to(value.device)
     if not data.dim():
-        # A number would make a constant of 0 or 1.
+        # Filling with a number would make a constant if the number is 0 or 1.
         mode.session.sync_tensors(mode.context, "the optimizer's state", [data])
     return data
 
 
 def _backward(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    # Autograd's threads use the active modes, but torch has disabled this one for this call.
+    # Autograd's threads use the active modes, but torch has disabled this one for the call.
     with mode:
         return _plain_backward(*args, **kwargs)
 
@@ -145,8 +142,7 @@ def _plain_backward(
 class FreshState:
     """Makes new optimizer state device data, so that all steps run the same program.
 
-    The initial zeros would be constants in the program of the first step and input data in the
-    next, so XLA would compile two programs. The values are the same.
+    Initial zeros would be constants in the first step's program, and input data in the next.
     """
 
     def __init__(self, session: Session) -> None:
@@ -165,7 +161,7 @@ class FreshState:
         context = current_rank()
         if context is None or context.as_on_tpu:
             return
-        # Harmless if a step raises: more constants than necessary become data until the next one.
+        # If a step raises, this stays set, which is harmless.
         context.stepping = True
         if optimizer not in self._known[context.rank]:
             self._known[context.rank].add(optimizer)
@@ -193,7 +189,7 @@ class FreshState:
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> None:
-    # Without dampening, the first momentum is the gradient, as with a momentum of zeros.
+    # Without dampening, a first momentum of zeros gives the same result.
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
@@ -210,7 +206,7 @@ def reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
         return not args[0].is_xla
     if func is torch.tensor:
         return True
-    # .to(), .type(), as_tensor: only a move off the device reads.
+    # Only a move off the device reads.
     for value in (*args[1:], *kwargs.values()):
         if isinstance(value, torch.Tensor):
             value = value.device
@@ -256,8 +252,8 @@ READS = _MAY_READ | _collect({
         "nonzero unique __dlpack__ masked_select",
     torch: "tensor is_nonzero equal allclose nonzero unique masked_select",
 })  # fmt: skip
-# torch_xla computes these on the CPU. The list need not be complete: a missing operator cuts the
-# graph unseen, which works if all ranks do it.
+# torch_xla computes these on the CPU. A missing operator cuts the graph unseen, which works if all
+# ranks do it.
 _CPU_ONLY = "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
 READS |= _collect({
     torch: _CPU_ONLY,
@@ -266,7 +262,7 @@ READS |= _collect({
     F: "fold grid_sample huber_loss multi_margin_loss unfold",
 })  # fmt: skip
 
-# Every operator that torch tags as sampling, and the Python functions over them.
+# Operators that torch tags as sampling, and functions over them.
 _RANDOM = (
     "alpha_dropout bernoulli binomial cauchy dropout exponential feature_alpha_dropout "
     "feature_dropout geometric gru gru_cell log_normal lstm multinomial native_dropout normal "
@@ -294,7 +290,7 @@ _LOWERED = _collect({
        "feature_alpha_dropout multi_head_attention_forward gumbel_softmax",
 })  # fmt: skip
 
-# These sample no random numbers, unless they are in _SPECIAL too.
+# These do not sample, unless in _SPECIAL too.
 _TORCHS_OWN = {
     value
     for owner in (F, torch, torch.functional, torch.Tensor)

@@ -1,7 +1,7 @@
 """Looks up the Python objects of torch's operators before the threads of ranks start.
 
-torch does so when a dispatch mode first receives an operator, without a lock: two ranks at the same
-time raise ``expected != self_interpreter`` ("PyHandleCache.h") or crash.
+torch does so without a lock: two ranks at the same time raise ``expected != self_interpreter``
+("PyHandleCache.h") or crash.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _ATEN = "aten::"
 _TO_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.PythonTLSSnapshot
-)  # calls the mode before any kernel
+)  # calls the mode first
 
 
 class _Seen(Exception):
-    """Raised when the mode receives an operator, so that the operator does not run."""
+    """Keeps the operator from running."""
 
 
 class _Stop(TorchDispatchMode):
@@ -29,7 +29,7 @@ class _Stop(TorchDispatchMode):
 
 @functools.cache
 def look_up_operators() -> None:
-    """Makes torch store the Python object of each operator, once in a process (0.5 s)."""
+    """Once in a process (0.5 s)."""
     tensor = torch.ones(1)
     values = {
         "Tensor": tensor, "List[Tensor]": [tensor], "List[Optional[Tensor]]": [tensor], "int": 1,
@@ -47,5 +47,5 @@ def look_up_operators() -> None:
                 given = {a.name: values.get(str(a.type)) for a in needed}
                 args = [given.pop(a.name) for a in needed if not a.kwarg_only]
                 operator.redispatch(_TO_MODES, *args, **given)
-            except Exception:  # torch requires other arguments
+            except Exception:  # it requires other arguments
                 continue

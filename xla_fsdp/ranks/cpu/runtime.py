@@ -17,7 +17,7 @@ from .operators import look_up_operators
 from .session import drop_pending, wait_for_programs
 from .start_gate import StartGate
 
-# Both launching and simulating ranks change global state of torch_xla.
+# Both launching and simulating ranks change torch_xla's global state.
 ONE_AT_A_TIME = threading.Lock()
 
 MAX_RANKS = 8
@@ -42,11 +42,7 @@ class CpuRuntime:
         self._anchors: list[torch.Tensor] = []
 
     def size_for(self, num_devices: int | None) -> int:
-        """The number of ranks to run.
-
-        Raises:
-            ValueError, TypeError: ``num_devices`` or ``CPU_NUM_DEVICES`` is not 1 to 8.
-        """
+        """Raises ValueError or TypeError unless the number of ranks is 1 to 8."""
         if num_devices is not None:
             return _checked(num_devices, "num_devices")
         if xlac.runtime_has_started():
@@ -64,9 +60,8 @@ class CpuRuntime:
     def start(self, size: int) -> None:
         """Starts the runtime with ``size`` devices, or checks the one that is running.
 
-        Raises:
-            RuntimeError: the runtime has other devices or settings, ranks of an earlier launch are
-                stuck in it, or a backward ran before it started.
+        Raises RuntimeError if that has other devices or settings, ranks are stuck in it, or a
+        backward ran before it started.
         """
         self.leftover = [thread for thread in self.leftover if thread.is_alive()]
         if self.leftover:
@@ -86,7 +81,7 @@ class CpuRuntime:
             require_folder_is_chosen()
             os.environ.update(settings)
             self._started_here = True
-            found = xr.addressable_device_count()  # starts it
+            found = xr.addressable_device_count()
         else:
             found = xr.addressable_device_count()
         if found != size:
@@ -117,14 +112,13 @@ class CpuRuntime:
             ) from error
 
     def wait_for_autograd_threads(self) -> None:
-        """Waits until autograd's threads hold no Python object.
+        """Waits until autograd's threads hold no Python object: else a process that ends may abort.
 
-        ``backward`` returns before its thread releases its objects, and a process that ends
-        meanwhile would abort. The thread runs tasks in order, so it is enough to wait for one more
-        task.
+        ``backward`` returns before its thread has released them. The thread runs its tasks in
+        order, so waiting for one more task is enough.
         """
         if not self._anchors:
-            # 0 and 1 would be constants, which the first program would have to compute.
+            # 0 and 1 would be constants.
             self._anchors = [
                 torch.full((), 0.5, device="cpu").to(device).requires_grad_()
                 for device in torch_xla.devices()
@@ -138,10 +132,10 @@ def _settings(size: int) -> dict[str, str]:
     return {
         xenv.PJRT_DEVICE: "CPU",
         "CPU_NUM_DEVICES": str(size),
-        # Each waiting collective blocks one thread in torch_xla's pool and one in XLA's.
+        # Each waiting collective blocks a thread of torch_xla's pool and of XLA's.
         "XLA_THREAD_POOL_SIZE": _at_least("XLA_THREAD_POOL_SIZE", 2 * size),
         "NPROC": _at_least("NPROC", 4 * size),
-        # Freeing a donated buffer waits for its program with the GIL: ranks deadlock.
+        # Freeing a donated buffer waits for its program while it holds the GIL: ranks deadlock.
         "XLA_ENABLE_PARAM_ALIASING": "0",
     }
 
