@@ -62,8 +62,9 @@ def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
 
 @contextlib.contextmanager
 def served() -> Iterator[None]:
-    """A context in which processes that this one starts have a store; if its port is not free,
-    warns.
+    """A context in which processes that this one starts have a store.
+
+    The launcher of every host calls it. If the port is not free, it warns and there is no store.
     """
     hosts, number = _hosts()
     host, port = hosts[0], _port() if len(hosts) > 1 else 0

@@ -208,8 +208,8 @@ class RankContext:
                 self.pending, self._issued = before
 
     def post(self, tag: str, value: Any) -> list[Any] | None:
-        """Posts a picklable ``value`` without waiting; the last rank gets all values, others
-        ``None``.
+        """Posts a picklable ``value`` without waiting; the last rank to post gets all values, by
+        rank.
 
         The n-th post of a rank belongs to the n-th of every other.
         """

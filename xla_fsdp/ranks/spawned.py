@@ -195,7 +195,7 @@ def _write(folder: Path, rank: int, error: BaseException) -> None:
         os.link(draft, folder / _REPORT)
     except FileExistsError:
         pass
-    except OSError:  # no links here
+    except OSError:  # the file system has no links
         os.replace(draft, folder / _REPORT)
 
 

@@ -94,7 +94,7 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
             os._exit(0)  # skips slow destructors
         sys.path[:] = sys_path
         os.chdir(cwd)
-        # Equal for every call.
+        # Every call starts with the state of the first one.
         torch.set_rng_state(random_state)
         if xla_seed is None:
             _runtime.start(size)

@@ -197,7 +197,7 @@ class _Worker:
         self._output.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.status() is None:  # valid until the server has waited for it
+        if self.status() is None:  # the id is valid until the server has waited for it
             os.kill(self._pid, number)
 
     def _printed(self, start: int) -> str:

@@ -41,7 +41,7 @@ def of_thread(ident: int | None) -> str:
     if ident is None:
         return "the start of its function"
     frame = _users(sys._current_frames().get(ident))
-    # Then its thread runs only this package.
+    # After a rank's function, its thread runs only this package.
     return "the end of its function" if frame is None else text(frame)
 
 

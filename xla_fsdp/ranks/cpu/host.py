@@ -116,7 +116,7 @@ def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
 
 def _install(session: Session, patches: Patches, seed: int) -> None:
     devices = xm.get_xla_supported_devices()
-    # Names, although torch_xla's annotation differs.
+    # Device names, although torch_xla's annotation differs.
     replicas = xm.xla_replication_devices(devices)  # type: ignore[arg-type]
     xlac.set_replication_devices(replicas)
     for device in devices:

@@ -158,7 +158,7 @@ class Session:
             )
             xlac.set_collective_token(str(context.device), None)
         elif tensors and any(xlac.are_pending(list(tensors))):
-            with self._reading:
+            with self._reading:  # the second rank finds the program in the cache
                 self._sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
         # If two ranks read tensors that are still being computed, torch_xla crashes in about one of
         # 2000 launches on a loaded machine.
@@ -295,6 +295,6 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         xlac.forget_pending(device)
     for tensor in lost:
         fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-        with torch._C.DisableTorchFunctionSubclass():  # of a sharded tensor
+        with torch._C.DisableTorchFunctionSubclass():  # only the local part of a sharded tensor
             value = torch.full(tensor.shape, fill, dtype=tensor.dtype).to(tensor.device)
         xlac.replace_data(tensor, value)

@@ -20,9 +20,9 @@ _PLATFORM = b"Host"
 _TYPED = 4  # version of custom calls
 
 _VERSION = (0, 1)  # of the interface
-_METADATA = 1
-_EXECUTE = 3
-_ABORTED = 10
+_METADATA = 1  # kind of extension
+_EXECUTE = 3  # stage of a call
+_ABORTED = 10  # code of an error
 
 
 class StartGate:
