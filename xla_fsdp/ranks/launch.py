@@ -142,7 +142,10 @@ def _on_cpu() -> bool:
 
 
 def _join_torchrun() -> None:
-    """``torch_xla.launch`` would start ranks that compete for the chips of the host."""
+    """Joins by "xla://", which assigns a chip to this process.
+
+    With ``torch_xla.launch`` the processes of a host would compete for its chips.
+    """
     if not dist.is_initialized():
         prepare_process(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("xla", init_method="xla://")
