@@ -1,8 +1,6 @@
-"""Command line: ``python -m xla_fsdp.preflight``.
+"""Command line: ``python -m xla_fsdp.preflight``. Progress and errors go to stderr.
 
-Without ``--measure`` it prints one line for each check to stdout, with it a report; progress and
-errors go to stderr. Exit codes: 0 no check failed (there may be warnings, and measurements may
-differ from published figures); 1 a check failed; 2 wrong usage, missing credentials or an unknown
+Exit codes: 0 no check failed; 1 a check failed; 2 wrong usage, missing credentials or an unknown
 node; 130 interrupted.
 """
 
@@ -29,7 +27,6 @@ _MOST = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with ``argv`` (default: that of the process) and returns the exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
     run = _check_pod
     errors: tuple[type[Exception], ...] = (UsageError, MissingExtraError)
@@ -62,7 +59,7 @@ def _check_pod(argv: Sequence[str]) -> int:
 
 
 def _measure(argv: Sequence[str]) -> int:
-    # These import torch and torch_xla, which the other checks do not need.
+    # These import torch, which the other checks do not need.
     from ..planning.reporting.page import target
     from .verify import verify
 
@@ -190,14 +187,12 @@ def _pod_parser() -> argparse.ArgumentParser:
 
 
 def _number(convert: Callable[[str], float], least: float) -> Callable[[str], float]:
-    """Returns a function that parses a number of at least ``least``."""
-
     def read(text: str) -> float:
         try:
             value = convert(text)
         except ValueError:
             value = math.nan
-        if not least <= value <= _MOST:  # also not a number
+        if not least <= value <= _MOST:  # also NaN
             raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {_MOST}")
         return value
 
@@ -205,15 +200,9 @@ def _number(convert: Callable[[str], float], least: float) -> Callable[[str], fl
 
 
 def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
-    """Yields each check as soon as it is done; ``options`` are the flags.
-
-    Raises:
-        UsageError: the user must change a flag, the credentials or the name first.
-        MissingExtraError: the ``pod`` extra is not installed.
-    """
     template = _template(options)
     name, url = "--discovery_url", options.discovery_url
-    if not url:  # cloud_tpu_client reads the same variable
+    if not url:  # cloud_tpu_client reads it too
         name, url = "$TPU_API_DISCOVERY_URL", os.environ.get("TPU_API_DISCOVERY_URL")
     url = url or DISCOVERY_URL
     _require_url(name, url)
@@ -244,7 +233,7 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _template(options: argparse.Namespace) -> Template | None:
-    """The template of the worker command, or ``None`` with --skip_workers; checks the flags."""
+    """The worker command, or ``None`` with --skip_workers; checks the flags."""
     path = options.ckpt_dir
     if options.skip_workers:
         if path is not None:
@@ -285,10 +274,8 @@ def _check_workers(
 
 
 def _require_url(name: str, url: str) -> None:
-    """Raises UsageError unless ``url``, the value of the flag or variable ``name``, is valid."""
     try:
         parts = urlsplit(url)
-        # Looking up the host would do this, and raise for a wrong name.
         (parts.hostname or "").encode("idna")
         reason = ""
         if parts.scheme not in ("http", "https"):
@@ -301,7 +288,7 @@ def _require_url(name: str, url: str) -> None:
             reason = "port 0 is not valid"
         elif any(char.isspace() or not char.isprintable() for char in url):
             reason = "it contains spaces or characters that cannot be printed"
-    except ValueError as error:  # also UnicodeError
+    except ValueError as error:
         reason = str(error)
     if reason:
         raise UsageError(

@@ -13,18 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
 
-MAX_OUTPUT = 1 << 20  # the last bytes of a command's output that are kept
+MAX_OUTPUT = 1 << 20
 _POLL_SECONDS = 0.05
 _OUTPUT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a command.
-
-    ``code`` is ``None`` if the command was stopped at its time limit. Times are in seconds since
-    1970, by this machine's clock.
-    """
+    """``code`` is ``None`` at the time limit; ``started`` and ``ended`` are ``time.time()``."""
 
     out: str
     err: str
@@ -42,10 +38,8 @@ def run_all(
 ) -> dict[int, Outcome]:
     """Runs all commands, ``at_once`` at a time, each for at most ``seconds``.
 
-    ``kill_rest``: whether to kill what a command has started and left behind.
-
-    Raises:
-        OSError: a command cannot be started.
+    ``kill_rest``: whether to kill what a command has started and left behind. Raises OSError if a
+    command cannot be started.
     """
     over = threading.Event()
 
@@ -56,7 +50,7 @@ def run_all(
         try:
             results = {number: pool.submit(run, argv) for number, argv in commands.items()}
             return {number: result.result() for number, result in results.items()}
-        finally:  # after an error, or Ctrl-C, ends the others
+        finally:
             over.set()
             pool.shutdown(cancel_futures=True)
 
@@ -69,8 +63,7 @@ def _run(
     over: threading.Event,
 ) -> Outcome:
     started, until = time.time(), time.monotonic() + seconds
-    # A new session, so that killing it also ends what the command has started (ssh under gcloud,
-    # ranks), and so that Ctrl-C only reaches this process.
+    # A new session: a kill also ends the command's children, and Ctrl-C does not reach them.
     process = subprocess.Popen(
         argv,
         env=environment,
@@ -80,7 +73,7 @@ def _run(
         start_new_session=True,
     )
     texts = bytearray(), bytearray()
-    # Daemons, because a grandchild that outlives the command may keep its output open.
+    # Daemons: a grandchild may keep the command's output open.
     readers = [
         threading.Thread(target=_read_output, args=pair, daemon=True)
         for pair in zip((process.stdout, process.stderr), texts, strict=True)

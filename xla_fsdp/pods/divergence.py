@@ -1,9 +1,7 @@
 """``detect_divergence``: finds the first value that is not finite, and ranks that differ.
 
-Hooks trace a flag for each tensor between modules, and for each gradient between them: one element
-on the device, as part of the step's program. Flags are in the order of tracing, which is the same
-on every rank. So "first" is defined across ranks: the rank whose data caused a NaN has an earlier
-flag than ranks that received the NaN in a reduction.
+"First" is the order of tracing, which is equal on all ranks: the rank that computed a NaN has an
+earlier flag than ranks that received it in a reduction.
 """
 
 from __future__ import annotations
@@ -23,18 +21,11 @@ from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
 from ..wording import join_some, runs
 
-_SEEN = "_xla_fsdp_divergence"  # the attribute of a tensor that is checked
+_SEEN = "_xla_fsdp_divergence"
 
 
 class _Seen:
-    """The modules that return and receive a tensor that is checked.
-
-    Attributes:
-        what: a description for messages.
-        makers: modules that returned it, the innermost first.
-        takers: modules that were called with it, in order.
-        step: the step of these calls; a tensor may also be an input of the next step.
-    """
+    """The modules that return (innermost first) and receive a tensor in a ``step``."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -42,7 +33,6 @@ class _Seen:
         self.takers: list[str] = []
 
     def made_gradient(self) -> tuple[str, str | None]:
-        """A description of what computed its gradient, and the module that did."""
         if self.takers:
             inner = _innermost(self.takers)
             return f"the gradient that {_shown(inner)} returned", inner
@@ -58,8 +48,7 @@ class DivergenceError(RuntimeError):
     Attributes:
         step: the step; the first one is 1.
         ranks: the ranks with the first value that is not finite, or those that differ from most.
-        module: dotted name of the module that computed the first value that is not finite; ``None``
-            if no module did, or ranks differ.
+        module: dotted name of the module that computed that value; ``None`` if there is none.
     """
 
     def __init__(self, message: str, step: int, ranks: list[int], module: str | None) -> None:
@@ -77,24 +66,20 @@ class detect_divergence:
 
         with xla_fsdp.detect_divergence(model, every=100) as divergence:
             for batch in loader:
-                loss = ...
-                loss.backward()
+                ...
                 norm = model.clip_grad_norm_(1.0)
                 optimizer.step()
                 divergence.step(loss, grad_norm=norm)
 
-    Every ``every``-th step is checked: it is a separate program, with a flag for each tensor
-    between modules, and :meth:`step` waits for its values. The other steps are not changed, nor is
-    anything outside of the ``with``.
-
-    All blocks of ``scan_blocks`` are checked as one module. A loss scaler lets gradients overflow,
-    so check gradients after it.
+    A checked step is a separate program, and :meth:`step` waits for its values; other steps are not
+    changed. Blocks of ``scan_blocks`` are checked as one module. A loss scaler lets gradients
+    overflow, so check them after it.
 
     Args:
-        model: the root module; wrapped or not. It is checked in training mode only.
+        model: the root module; checked in training mode only.
         every: the number of steps from one check to the next; the ``every``-th step is the first.
-        rtol: the difference between ranks that is allowed for values passed to :meth:`step` by
-            name, relative to the largest value.
+        rtol: the allowed difference between ranks for values passed to :meth:`step` by name,
+            relative to the largest value.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -109,7 +94,7 @@ class detect_divergence:
             raise ValueError(f"rtol must be at least 0 and less than 1, got {rtol!r}")
         self._model, self._every, self._rtol = model, every, rtol
         self._step = 1
-        self._forward: list[tuple[str, str | None, torch.Tensor]] = []  # what, module, flag
+        self._forward: list[tuple[str, str | None, torch.Tensor]] = []
         self._backward: list[tuple[Callable[[], tuple[str, str | None]], torch.Tensor]] = []
         self._hooks: list[Any] = []
 
@@ -137,8 +122,7 @@ class detect_divergence:
 
         Args:
             loss: this rank's loss; must be finite.
-            agreeing: values that must be the same on all ranks, for example a gradient norm or a
-                reduced loss.
+            agreeing: values that must be the same on all ranks, for example a gradient norm.
 
         Raises:
             DivergenceError: on all ranks, if any rank has found a problem.
@@ -176,7 +160,7 @@ class detect_divergence:
         tensors = [value for value in agreeing.values() if isinstance(value, torch.Tensor)]
         numbers = [value.detach().reshape(()).float() for value in tensors]
         flags = torch.stack([flag for _, _, flag in events]) if events else None
-        with synced_device():  # runs the entire step as one program, before values are read
+        with synced_device():  # runs the entire step as one program
             bad = [] if flags is None else flags.cpu().tolist()
         read = iter([number.item() for number in numbers])
         values = {
@@ -207,7 +191,7 @@ class detect_divergence:
         def same(a: float, b: float) -> bool:
             return a == b or abs(a - b) <= self._rtol * largest or (a != a and b != b)
 
-        # The value of most ranks; if numbers are equal, the value of the lowest rank.
+        # On a tie, that of the lowest rank.
         usual = max(values, key=lambda one: sum(same(one, other) for other in values))
         odd = [rank for rank, value in enumerate(values) if not same(value, usual)]
         if odd:
@@ -225,12 +209,11 @@ class detect_divergence:
 
     def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         for tensor in _with_nan((args, kwargs)) if self.looking else ():
-            # If no module returned it: the model's input, or a tensor computed between modules.
+            # If no module returned it, it is the model's input or computed between modules.
             self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
         for tensor in _with_nan(outputs) if self.looking else ():
-            # A container returns the output of its last module.
             self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
 
     def _watched(self, tensor: torch.Tensor, what: str, maker: str | None) -> _Seen:
@@ -260,7 +243,6 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _with_nan(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value`` whose dtype has NaN."""
     return [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
 
 
@@ -270,10 +252,7 @@ def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _innermost(names: list[str]) -> str:
-    """The first of the modules that took one tensor, or its submodule that took the tensor too.
-
-    ``names``: the modules in order of their calls.
-    """
+    """The first of ``names``, or its innermost submodule that took the tensor too."""
     last = names[0]
     for name in names[1:]:
         if not last or name == last or name.startswith(f"{last}."):

@@ -1,4 +1,4 @@
-"""The result of one check, as one line of text, and the errors that end a preflight early."""
+"""The result of one check, and the errors that end a preflight early."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from dataclasses import dataclass
 
 from ..wording import printable, runs
 
-_GROUPS = 6  # the most different findings in one line
+_GROUPS = 6
 
 
 class Status(enum.Enum):
     OK = "ok"
     WARNING = "warning"  # training may start, but its setup may be wrong
-    DIFFERENT = "different"  # a measurement differs from the figure that plans use
-    FAILED = "FAILED"  # training would not start, or would fail or be wrong
-    SKIPPED = "skipped"  # could not be checked; ``found`` has the reason
+    DIFFERENT = "different"  # from the figure that plans use
+    FAILED = "FAILED"  # training would not start, fail or be wrong
+    SKIPPED = "skipped"  # ``found`` has the reason
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one test or measurement.
-
-    ``name``: its subject; ``expected``: the expected result, and ``found``: the actual one, as
-    clauses; ``remedy``: what the user can do, or "".
-    """
+    """``found`` and ``expected`` are clauses; ``remedy`` may be ""."""
 
     status: Status
     name: str
@@ -57,7 +53,7 @@ def skipped(name: str, found: str, remedy: str = "") -> Finding:
 
 
 def by_worker(findings: Mapping[int, str]) -> str:
-    """Lists findings by worker, equal ones together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
+    """Lists equal findings together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
     groups: dict[str, list[int]] = {}
     for worker, finding in sorted(findings.items()):
         groups.setdefault(finding, []).append(worker)
@@ -67,16 +63,11 @@ def by_worker(findings: Mapping[int, str]) -> str:
 
 
 class UsageError(Exception):
-    """The user must change the flags, the credentials or the name before any check can run."""
+    """The user must change flags, credentials or the name before any check can run."""
 
 
 class ApiError(Exception):
-    """The TPU API did not answer, or with an unexpected answer; reported as a failed check.
-
-    Attributes:
-        found, expected, remedy: as in :class:`Finding`.
-        passing: whether the error may be temporary.
-    """
+    """The TPU API's answer is unexpected or missing; ``passing``: this may be temporary."""
 
     def __init__(self, found: str, expected: str, remedy: str, passing: bool = False) -> None:
         super().__init__(found)

@@ -1,7 +1,4 @@
-"""HTTP for the TPU API: limited in bytes, without redirects, and with a safe use of the token.
-
-It needs the packages of the ``pod`` extra.
-"""
+"""HTTP for the TPU API: limited in bytes, without redirects; needs the ``pod`` extra."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import httplib2
 
 from .findings import UsageError
 
-# The discovery document has some 100 KB, a node a few KB.
+# The discovery document has some 100 KB.
 MOST_BYTES = 16 << 20
 _GOOGLE = ".googleapis.com"
 
@@ -40,7 +37,7 @@ class _Secure(httplib2.HTTPSConnectionWithTimeout):
 
 
 class Http(httplib2.Http):
-    """An HTTP client. ``timeout``: the most seconds between two parts of an answer."""
+    """``timeout``: the most seconds between two parts of an answer."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__(timeout=timeout)
@@ -54,8 +51,7 @@ class Http(httplib2.Http):
 class AuthorizedHttp(google_auth_httplib2.AuthorizedHttp):
     """Sends the token only to Google's APIs with https, and to the origin of ``given``.
 
-    The discovery document, from ``described_at``, has the address of the API and can have one for
-    each method. Anyone who can change the document could otherwise receive the token.
+    Otherwise anyone who can change the discovery document, which has the addresses, could get it.
     """
 
     def __init__(self, credentials: Any, http: Http, given: str, described_at: str) -> None:

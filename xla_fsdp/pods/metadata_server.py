@@ -1,7 +1,6 @@
 """Queries the metadata server of a Google Cloud VM for maintenance events and for its name.
 
-Keys and values: "Spot VMs" and "Get VM maintenance events" in Compute Engine's documentation, which
-also applies to TPU VMs. The server is on the machine, so queries use no proxies and redirects.
+Source: "Spot VMs" and "Get VM maintenance events" in Compute Engine's documentation.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _ROOT = "/computeMetadata/v1/"
-# For each key, its values when the machine will be stopped or paused.
+# Values when the machine will be stopped or paused.
 _NOTICES = {
     "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
     "preempted": ("TRUE",),
@@ -28,11 +27,7 @@ _LONGEST_ANSWER = 4096
 
 
 def metadata_host() -> str | None:
-    """``HOST`` or ``HOST:PORT`` of the metadata server, ``None`` if there is none.
-
-    ``GCE_METADATA_HOST`` selects another server, as in Google's client libraries. If it is not set,
-    there is a server only for a process on a TPU.
-    """
+    """``HOST[:PORT]``, from ``GCE_METADATA_HOST``, or Google's on a TPU; ``None`` elsewhere."""
     named = os.environ.get("GCE_METADATA_HOST", "").strip()
     if named:
         return named
@@ -41,15 +36,7 @@ def metadata_host() -> str | None:
 
 
 def notice(host: str, key: str, timeout: float = 3.0) -> str | None:
-    """The current announcement under one of :data:`KEYS`; ``None`` if there is none.
-
-    Args:
-        host: see :func:`metadata_host`.
-        timeout: seconds to connect, and again for the complete answer.
-
-    Raises:
-        OSError: there is no answer, or it is not from a metadata server.
-    """
+    """The current announcement under one of :data:`KEYS`, or ``None``; raises as :func:`ask`."""
     value = ask(host, f"instance/{key}", timeout)
     return value if value in _NOTICES[key] else None
 
@@ -57,8 +44,8 @@ def notice(host: str, key: str, timeout: float = 3.0) -> str | None:
 def ask(host: str, key: str, timeout: float) -> str | None:
     """The beginning of the value of ``key``; ``None`` if the server does not have the key.
 
-    Raises:
-        OSError: there is no answer, or it is not from a metadata server.
+    ``timeout``: seconds to connect, and again for the complete answer. Raises OSError if no
+    metadata server answers.
     """
     try:
         connection = http.client.HTTPConnection(host, timeout=timeout)
@@ -78,7 +65,7 @@ def _read(connection: http.client.HTTPConnection, host: str, key: str) -> str | 
     connection.request("GET", _ROOT + key, headers={"Metadata-Flavor": "Google"})
     with connection.getresponse() as answer:
         if answer.status == 404:
-            return None  # this machine does not have such events
+            return None
         text = answer.read(_LONGEST_ANSWER)
         if answer.length:
             raise OSError(f"{host}: {answer.length} bytes of the answer for {key} are missing")
@@ -88,10 +75,9 @@ def _read(connection: http.client.HTTPConnection, host: str, key: str) -> str | 
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Calls ``call()`` in a thread; raises TimeoutError after ``seconds``.
+    """Calls ``call()`` in a thread; raises TimeoutError after ``seconds``, but the call continues.
 
-    The timeout of a socket is for each read: a server that sends a byte at a time could keep the
-    connection open for hours. After a timeout the call continues, until the process ends at last.
+    A socket's timeout is for each read, so a server that sends single bytes could take hours.
     """
     result: Future[T] = Future()
 

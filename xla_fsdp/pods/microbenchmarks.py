@@ -1,8 +1,4 @@
-"""Measures the parts of a step: memory, matmuls, the link to the host, collectives.
-
-Each operation runs in a loop inside of one compiled program, so that tracing and starting the
-program count only once. An empty program measures their time.
-"""
+"""Measures the parts of a step: memory, matmuls, the link to the host, collectives."""
 
 from __future__ import annotations
 
@@ -24,27 +20,27 @@ from ..tpu.slices import Groups
 from ..tpu.topology import Slice
 from .records import CollectiveTime, Rate
 
-# Bytes of collectives, rounded down to float32 elements for each rank.
+# Bytes, rounded down to float32 elements for each rank.
 SIZES_ON_TPU = tuple(1 << n for n in (13, 17, 20, 24, 26))
 SIZES_ON_CPU = tuple(1 << n for n in (13, 17))
-_SHORTEST = 20e-6  # estimated seconds of a collective if there is no model
-_LONG = 20e-3  # seconds that a loop of collectives should last
+_SHORTEST = 20e-6  # seconds of a collective if there is no model
+_LONG = 20e-3  # seconds of a loop
 _MOST_TIMES = 400
 _REPEATS = 4
 
 
 class Stopwatch:
-    """Measures loops on this rank's device; call its methods on every rank."""
+    """Measures loops in one compiled program; call its methods on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Seconds to start a program and wait for it.
+        # Seconds to start and await a program.
         self.overhead = 0.0
         one = self.sent(torch.ones(8))
         self.overhead = min(self._run(lambda: [one + 1.0]) for _ in range(2 + _REPEATS))
 
     def sent(self, value: torch.Tensor) -> torch.Tensor:
-        """Puts ``value`` on the device, so that it is data of programs and not a constant."""
+        """Puts ``value`` on the device as data of programs, not as a constant."""
         return as_data(value, self._device)
 
     def seconds(
@@ -54,13 +50,13 @@ class Stopwatch:
         constants: Sequence[torch.Tensor],
         times: int,
     ) -> float:
-        """Seconds of one execution of ``body`` in a loop; the minimum of a few runs."""
+        """Seconds of one execution of ``body``; the minimum of a few runs."""
         counter = self.sent(torch.zeros(times))
 
         def start() -> Sequence[torch.Tensor]:
             return loop(body, carry, [counter], constants, self._device)[0]
 
-        self._run(start)  # compiles
+        self._run(start)
         best = min(self._run(start) for _ in range(_REPEATS))
         return max(best - self.overhead, 1e-9) / times
 
@@ -77,7 +73,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Amounts:
-    """The measured sizes: bytes in memory, rows of matrices, bytes to and from the host."""
+    """``memory`` and ``transfer`` in bytes, ``rows`` of square matrices."""
 
     memory: int
     rows: tuple[int, ...]
@@ -90,10 +86,7 @@ AMOUNTS_ON_CPU = Amounts(memory=4 << 20, rows=(64, 256), transfer=4 << 20, times
 
 
 def measure_device(watch: Stopwatch, chip: Chip | None) -> Iterator[Rate]:
-    """Measures the speed of one device; call on every rank.
-
-    ``chip``: the chip whose published figures are compared; ``None`` on CPU ranks.
-    """
+    """Call on every rank; ``chip``: ``None`` on CPU ranks."""
     amounts = AMOUNTS_ON_CPU if chip is None else AMOUNTS_ON_TPU
     memory = None if chip is None else chip.device_hbm_bandwidth
     peak = None if chip is None else chip.device_flops
@@ -133,7 +126,7 @@ def _multiply(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """Groups that communicate at the same time; ``around``: pairs of neighbours in a group."""
+    """Groups that communicate at the same time."""
 
     name: str
     groups: Groups
@@ -148,7 +141,7 @@ class Axis:
 
 
 def axes(ranks: int, slice: Slice | None) -> list[Axis]:
-    """Groups of all ranks, and along each axis of the slice, if it is known."""
+    """Groups of all ranks, and along each axis of the slice."""
     found = [Axis("all", (tuple(range(ranks)),))]
     if slice is None:
         return found
@@ -164,7 +157,7 @@ def axes(ranks: int, slice: Slice | None) -> list[Axis]:
 
 
 def modelled(time: CollectiveTime, slice: Slice | None) -> float | None:
-    """Seconds according to ``tpu/links.py``; ``None`` if the slice is unknown."""
+    """Seconds by ``tpu/links.py``; ``None`` if the slice is unknown."""
     if slice is None:
         return None
     return collective_seconds(OneCollective(time.kind, time.bytes, time.groups), slice)
@@ -173,20 +166,16 @@ def modelled(time: CollectiveTime, slice: Slice | None) -> float | None:
 def measure_collectives(
     watch: Stopwatch, world: World, on_tpu: bool, slice: Slice | None, has_time: Callable
 ) -> Iterator[CollectiveTime]:
-    """Measures each kind of collective on each axis at each size; call on every rank.
-
-    ``world``: all ranks. ``has_time()``: called before each measurement, on every rank; if it
-    returns false, the measurements end.
-    """
+    """Measures each kind on each axis at each size, while ``has_time()``; call on every rank."""
     for axis in axes(world.size, slice):
         group = next(group for group in axis.groups if world.rank in group)
         place = group.index(world.rank)
         among = World(
             place, len(group), axis.groups, world.device, context=world.context
-        )  # without routes: the compiler chooses the links of the group
+        )  # without routes: the compiler chooses the links
         for wanted in SIZES_ON_TPU if on_tpu else SIZES_ON_CPU:
             size = wanted // (4 * len(group)) * 4 * len(group)
-            # Each loop runs one collective, except that of the second kind, which also gathers.
+            # Each loop runs one collective, but that of reduce-scatter also gathers.
             gather = 0.0
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "collective-permute"):
                 if not has_time():
@@ -208,14 +197,10 @@ def measure_collectives(
 def _loop(
     watch: Stopwatch, among: World, kind: str, size: int, axis: Axis
 ) -> tuple[Callable, list[torch.Tensor], list[torch.Tensor]]:
-    """Returns a loop's body and its initial values.
-
-    Each iteration needs the results of the one before, so the compiler cannot remove any. All
-    values are zeros, which stay zeros after any number of sums.
-    """
+    """Each iteration needs the last one's results, so the compiler cannot remove any."""
     count = size // 4
     if kind == "all-gather":
-        # Select this rank's part by data, so that the compiler cannot drop the other parts.
+        # Select by data, so that the compiler cannot drop the other parts.
         own = watch.sent(torch.tensor([among.rank]))
 
         def gather(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:

@@ -1,4 +1,4 @@
-"""A node as the TPU API describes it, and the checks of its state, health, slice and workers."""
+"""A node as the TPU API describes it, and the checks of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from .findings import ApiError, Finding, failed, ok, skipped, warning
 
-_SYMPTOMS = 3  # show the last few, which describe the current problem
+_SYMPTOMS = 3  # the last ones describe the current problem
 _COMING = "wait for it: --wait 900"
 _GONE = "'{delete}', then create it again; the data on its disks is lost"
-# For each state: whether waiting helps, and the remedy. These are the states of v2 of the API,
-# which include those of v1.
+# Whether waiting helps, and the remedy. States of v2 of the API, which include v1's.
 _STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
     {
-        "READY": (True, ""),  # but unhealthy, otherwise there is no need to wait
+        "READY": (True, ""),  # READY but unhealthy
         "CREATING": (True, _COMING),
         "STARTING": (True, _COMING),
         "RESTARTING": (True, _COMING),
@@ -34,7 +33,7 @@ _STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
     }
 )
 _OTHER = (False, "inspect it with '{describe}'")
-# The remedy for each health value. Any other value except HEALTHY is unhealthy too.
+# Any other value except HEALTHY is unhealthy too.
 _HEALTH_REMEDIES = {
     "UNHEALTHY_MAINTENANCE": "its host is under maintenance: wait (--wait 900), or '{delete}' and "
     "create it again",
@@ -46,32 +45,28 @@ _OTHER_HEALTH = "read the symptoms, then '{stop}' and '{start}', or create it ag
 
 @dataclass(frozen=True)
 class NodeLocation:
-    """The name, zone and project of a node."""
-
     tpu: str
     zone: str
     project: str
 
     @property
     def location(self) -> str:
-        """The parent of the zone's nodes in the API."""
         return f"projects/{self.project}/locations/{self.zone}"
 
     def gcloud(self, verb: str) -> str:
-        """A gcloud command for this node that the user can run."""
         return (
             f"gcloud compute tpus tpu-vm {verb} {self.tpu} --zone {self.zone} "
             f"--project {self.project}"
         )
 
     def fill(self, remedy: str) -> str:
-        """``remedy`` with commands in place of its ``{verb}``."""
+        """Replaces ``{verb}`` by commands."""
         verbs = ("start", "stop", "delete", "describe")
         return remedy.format(**{verb: self.gcloud(verb) for verb in verbs})
 
 
 class Endpoint(NamedTuple):
-    """The addresses of a worker. ``external``: for machines outside of its network, or ""."""
+    """``external``: for machines outside of its network, or ""."""
 
     address: str
     external: str
@@ -79,10 +74,7 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """The properties of a node; texts are "" if the API does not state them.
-
-    ``runtime`` is the software version: runtimeVersion in v2 of the API, tensorflowVersion in v1.
-    """
+    """The properties of a node; texts are "" if the API does not state them."""
 
     state: str
     health: str
@@ -100,11 +92,7 @@ class Node:
 
     @classmethod
     def read(cls, answer: Any) -> Node:
-        """Returns the node in an answer of the API.
-
-        Raises:
-            ApiError: the answer is not a node.
-        """
+        """Raises ApiError if ``answer`` is not a node."""
         if not isinstance(answer, Mapping) or not _text(answer, "state"):
             keys = ", ".join(sorted(answer)[:8]) if isinstance(answer, Mapping) else repr(answer)
             raise ApiError(
@@ -169,12 +157,11 @@ def _text(answer: Mapping, key: str) -> str:
 
 
 def passes(state: str) -> bool:
-    """Whether waiting may make a node in this state READY and HEALTHY."""
+    """Whether waiting may make the node READY and HEALTHY."""
     return _STATES.get(state, _OTHER)[0]
 
 
 def slice_of_type(accelerator: str) -> Slice | None:
-    """The slice of an accelerator type; ``None`` if this package does not know the type."""
     try:
         return resolve(accelerator)
     except UnknownTopologyError:
@@ -189,11 +176,7 @@ def check_node(
     runtime: str | None,
     world_size: int | None,
 ) -> Iterator[Finding]:
-    """A check for each property of the node.
-
-    ``accelerator``, ``runtime``, ``world_size``: those that the user expects; ``None`` if any value
-    is allowed.
-    """
+    """An expected value of ``None`` allows any."""
     yield _state(node, where)
     yield _health(node, where)
     if node.symptoms:

@@ -1,8 +1,4 @@
-"""Tests that must pass on every machine.
-
-Sharded training equals unsharded training of the same model on the same devices, and a checkpoint
-of all ranks loads into shards of half of them.
-"""
+"""Tests that must pass on every machine: sharded equals unsharded training, checkpoints load."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ _SAVED_STEP = 7
 
 @dataclass(frozen=True)
 class Case:
-    """A way to shard. ``tolerance``: the relative tolerance for losses, norms and weights."""
+    """``tolerance`` is relative, for losses, norms and weights."""
 
     name: str
     tolerance: float = 1e-4
@@ -44,7 +40,7 @@ class Case:
     checkpoint: bool = False
     scanned: bool = False
     accumulated: bool = False
-    groups: bool = False  # shards over each half of the ranks, which are replicas of each other
+    groups: bool = False  # shards over each half of the ranks
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -62,10 +58,9 @@ CASES = (
 
 
 def compare(cases: Iterable[Case]) -> Iterator[Finding]:
-    """Trains sharded and unsharded and compares them; call on every rank.
+    """Compares sharded with unsharded training; call on every rank.
 
-    Both run on the XLA device with matmuls in full precision: by default a TPU rounds float32
-    operands to bfloat16, in a way that depends on shapes.
+    In full precision: by default a TPU rounds float32 operands to bfloat16, depending on shapes.
     """
     if torch_xla.backends.get_mat_mul_precision() != "highest":
         torch_xla.backends.set_mat_mul_precision("highest")
@@ -97,7 +92,6 @@ def _compared(
 
 
 def _relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value."""
     ours, theirs = ours.double(), theirs.double()
     if not bool(torch.isfinite(ours).all()):
         return float("inf")
@@ -105,13 +99,13 @@ def _relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _trained(case: Case, sharded: bool) -> dict[str, torch.Tensor]:
-    """Trains; returns losses, norms and, on rank 0, the weights."""
+    """Returns losses, norms and, on rank 0, the weights."""
     rank, ranks, device = xr.global_ordinal(), xr.world_size(), torch_xla.device()
     torch.manual_seed(SEED)
     model: Any = _wrapped(case) if sharded else Net(SIZE).to(device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    # Not Adam, which makes large steps from gradients that are only rounding errors. The exact
-    # gradient of the bias of keys is zero.
+    # Not Adam, which makes large steps from rounding errors: the exact gradient of keys' bias is
+    # zero.
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     clip = model.clip_grad_norm_ if sharded else partial(nn.utils.clip_grad_norm_, trained)
     losses, norms = [], []
@@ -163,7 +157,6 @@ def _wrapped(case: Case) -> nn.Module:
 
 
 def _halves() -> dict[str, Any]:
-    """The options of a wrapper that shards over each half of the ranks."""
     rank, half = xr.global_ordinal(), xr.world_size() // 2
     first = list(range(half))
     return {
@@ -175,7 +168,7 @@ def _halves() -> dict[str, Any]:
 
 
 def save_and_load(folder: str) -> Finding:
-    """Saves on N ranks, loads into shards of N/2, and compares; call on every rank."""
+    """Loads into shards of half of the ranks, and compares; call on every rank."""
     ranks = xr.world_size()
     name = "checkpoints"
     if ranks < 2 or ranks % 2:
@@ -192,7 +185,7 @@ def save_and_load(folder: str) -> Finding:
     except SharedStorageError as error:
         remedy = "give a folder that all hosts share: --ckpt_dir"
         return skipped(name, str(error), remedy)
-    torch.manual_seed(SEED + 1)  # so that the values differ from the saved ones
+    torch.manual_seed(SEED + 1)
     groups = _halves()
     other = FSDP(Net(SIZE, lambda block: FSDP(block, **groups)), **groups)
     other_optimizer = _optimizer(other)

@@ -37,30 +37,25 @@ class Preemption:
                     preempted.exit()  # the process ends with exit code 75
 
     Create one on every rank, and call it once in every step on every rank. If one process receives
-    SIGTERM, or one machine's metadata server announces preemption or maintenance, the calls of all
-    ranks return true at the same step. Without such a notice, a call only increments a counter; it
-    does not use the device or the network.
+    a signal, or one metadata server announces preemption or maintenance, the calls of all ranks
+    return true at the same step. Without a notice a call uses neither device nor network.
 
-    Exit code 75, ``EX_TEMPFAIL``, means "start the same command again", which the scripts of
-    ``examples/pod`` do. A process that has not ended ``grace`` seconds after the notice prints the
-    stacks of its threads to standard error and ends with the same code. Its next start resumes from
-    an earlier checkpoint.
+    Exit code 75, ``EX_TEMPFAIL``, means "start the same command again".
 
     Args:
-        grace: seconds from the notice to the end of the process. A Spot VM has 30 seconds, a worker
-            of torchrun 30, a Kubernetes pod its ``terminationGracePeriodSeconds``.
+        grace: seconds from the notice to the end of the process, which then prints its stacks. A
+            Spot VM has 30 seconds, a worker of torchrun 30, a Kubernetes pod its
+            ``terminationGracePeriodSeconds``.
         signals: the signals that count as a notice.
-        metadata_server: ``HOST`` or ``HOST:PORT`` that is queried for maintenance events and
-            preemption every 5 seconds; ``""`` for none. The default is ``GCE_METADATA_HOST`` if it
-            is set, else, on a TPU, Google's server.
+        metadata_server: ``HOST`` or ``HOST:PORT`` that is queried every 5 seconds; ``""`` for none.
+            The default is ``GCE_METADATA_HOST`` if it is set, else, on a TPU, Google's server.
 
     Attributes:
         reason: the notice, and its rank; ``None`` before there is one.
 
     Raises:
-        ValueError: ``grace`` is not a positive number, or ``signals`` are not signals that a
-            process can handle.
-        RuntimeError: the ranks have no store that they share; see the message.
+        ValueError: ``grace`` is not a positive number, or a process cannot handle ``signals``.
+        RuntimeError: the ranks have no store that they share.
     """
 
     def __init__(
@@ -96,7 +91,7 @@ class Preemption:
             self._start_thread("metadata", poll_metadata_server, host, request, self._over)
 
     def __call__(self) -> bool:
-        """Whether to save and end now, equal on all ranks. Call it once a step on every rank."""
+        """Whether to save and end now, equal on all ranks."""
         return self._agreement.reached()
 
     def exit(self) -> NoReturn:
@@ -104,7 +99,7 @@ class Preemption:
 
         Raises:
             Preempted: with exit code 75; do not catch it.
-            RuntimeError: there is no notice: call this only after a call has returned true.
+            RuntimeError: no call has returned true yet.
         """
         if self.reason is None:
             raise RuntimeError(
@@ -154,31 +149,16 @@ class Preemption:
 
 
 def _print_line(text: str) -> None:
-    # In one write, because several ranks write to the same terminal.
+    # In one write: several ranks share the terminal.
     os.write(2, f"xla_fsdp.Preemption: {text}\n".encode())
 
 
 class _Agreement:
     """Makes all ranks stop at the same step, although only one of them may get a notice.
 
-    Every rank creates one. Each counts its steps, and the ranks do not communicate until there is a
-    notice. Then
-
-    1. the rank with the notice writes it into the store;
-    2. a thread of every rank, which polls the store, stops the rank's counter: the rank has passed
-       n steps and passes no more until the decision. The thread writes n + 1 into the store;
-    3. rank 0 takes the largest number, and all ranks stop at this step.
-
-    A rank whose counter is stopped may wait a moment before its next step for threads that poll,
-    but never for a step of another rank: collectives connect the ranks, so that step could be
-    waiting for this rank.
-
-    Args:
-        channel: a channel between all ranks, only for this purpose.
-        on_notice: called with the notice, on a thread of this object.
-
-    Attributes:
-        notice: the notice for which the ranks stop; ``None`` if there is none.
+    The rank with the notice writes it into the store. A thread of every rank polls the store, stops
+    the rank's counter and writes the rank's next step. Rank 0 takes the largest one for all. A
+    stopped rank never waits for a step of another: its collective could be waiting for this rank.
     """
 
     def __init__(self, channel: Channel, on_notice: Callable[[str], None]) -> None:
@@ -188,7 +168,7 @@ class _Agreement:
         self._requested: str | None = None
         self._wake, self._over = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        self._passed = 0  # steps
+        self._passed = 0
         self._stopped = False
         self._last: int | None = None  # the step at which all stop
         self._decided = threading.Event()
@@ -197,21 +177,17 @@ class _Agreement:
         self._thread.start()
 
     def request_stop(self, notice: str) -> None:
-        """Requests that all ranks stop. Can be called on any thread; does not wait."""
+        """Thread-safe; does not wait."""
         self._requested = self._requested or notice
         self._wake.set()
 
     def reached(self) -> bool:
-        """Counts one step; true from the step on at which all ranks stop.
-
-        It waits only if there is a notice and the step is not decided yet.
-        """
+        """Counts one step; true from the step on at which all ranks stop."""
         with self._lock:
             if not self._stopped:
                 self._passed += 1
                 return False
-        # Wakes regularly: a rank that must end because another one failed gets that exception only
-        # between two operations of Python.
+        # Wakes regularly, so that Python can raise RankStopped here.
         while not self._decided.wait(0.5):
             if self._over.is_set():
                 return False
@@ -219,7 +195,6 @@ class _Agreement:
         return self._last is not None and self._passed >= self._last
 
     def close(self) -> None:
-        """Ends the thread."""
         self._over.set()
         self._wake.set()
 
@@ -230,7 +205,7 @@ class _Agreement:
                 self._on_notice(self.notice)
                 self._agree_on_step()
         except RuntimeError as error:
-            # The store is lost with the process that served it, so use the notice of this rank.
+            # The process that served the store has ended: use this rank's notice.
             if not self._over.is_set() and self.notice is not None:
                 self._on_notice(f"{self.notice}; then the ranks' store was lost ({error!s:.100})")
 
@@ -270,10 +245,8 @@ class _Agreement:
 class _Signals:
     """Calls functions on a separate thread when this process receives a signal.
 
-    There is one object for a process, because signals are for a process, and ranks are threads,
-    also on TPU. Python runs signal handlers in the main thread, and only the main thread can set
-    them, but it may be waiting in C++. ``faulthandler`` has handlers in C, which any thread can
-    set. They write into a pipe, which a thread reads.
+    The main thread, which runs Python's handlers, may wait in C++. ``faulthandler``'s handlers are
+    in C, can be set on any thread, and write into a pipe.
     """
 
     def __init__(self) -> None:
@@ -281,7 +254,7 @@ class _Signals:
         self._pipes: dict[signal.Signals, _SignalPipe] = {}
 
     def listen(self, number: signal.Signals, callback: Callable[[str], None]) -> Callable[[], None]:
-        """Calls ``callback(name of the signal)``; returns a function that stops listening."""
+        """Calls ``callback(name of the signal)``; returns a function that stops this."""
         with self._lock:
             if number not in self._pipes:
                 self._pipes[number] = _SignalPipe(number)
@@ -299,15 +272,13 @@ class _Signals:
 
 
 class _SignalPipe:
-    """Reads the output of ``faulthandler`` when the signal ``number`` arrives."""
-
     def __init__(self, number: signal.Signals) -> None:
         self.callbacks: list[Callable[[str], None]] = []
         self._number = number
         self._read, self._write = os.pipe()
-        # Output that does not fit is dropped: a handler must not wait for the reader.
+        # A handler must not wait for the reader.
         os.set_blocking(self._write, False)
-        # A Python handler still runs. The default handler does not: it would end the process.
+        # Chain only to a Python handler: the default one would end the process.
         chain = callable(signal.getsignal(number))
         faulthandler.register(number, file=self._write, all_threads=False, chain=chain)
         name = f"xla_fsdp-{number.name}"
@@ -326,24 +297,20 @@ class _SignalPipe:
             os.close(self._read)
 
 
-# One for each process, like its signals.
 _signals = _Signals()
 
 
 def poll_metadata_server(host: str, callback: Callable[[str], None], over: threading.Event) -> None:
-    """Queries a metadata server until ``over`` for announcements that are new since the start.
-
-    An earlier announcement does not count, because the job was started in spite of it.
-    """
+    """Reports announcements that are new since the start, until ``over``."""
     known: dict[str, str | None] = {}
     pause = 0.0
     while not over.wait(pause):
         pause = _SECONDS_BETWEEN_QUESTIONS
-        # Each key separately: a key whose answer never ends must not hide the other one.
+        # Separately: one key's answer may never end.
         for key in metadata_server.KEYS:
             try:
                 value = metadata_server.notice(host, key)
-            except OSError:  # the server is missing or busy: query it again later
+            except OSError:
                 pause = _SECONDS_AFTER_NO_ANSWER
                 continue
             if value is not None and value != known.get(key, value):

@@ -1,8 +1,4 @@
-"""Removes private data from a report, so that users can attach it to a bug report.
-
-A report lists only the environment variables that change compiled programs or how ranks start. Its
-texts contain no user names, and nothing that looks like a secret.
-"""
+"""Removes user names and secrets from a report, so that users can attach it to a bug report."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 
-# The exact names of the variables in a report. All others are left out.
 _SHOWN = frozenset(
     """XLA_FLAGS LIBTPU_INIT_ARGS PJRT_DEVICE CPU_NUM_DEVICES XLA_USE_SPMD XLA_USE_BF16
     XLA_DOWNCAST_BF16 XLA_DISABLE_FUNCTIONALIZATION XLA_ENABLE_PARAM_ALIASING XLA_THREAD_POOL_SIZE
@@ -20,17 +15,16 @@ _SHOWN = frozenset(
 )
 _SECRET_NAME = re.compile(r"(?i)(token|secret|passw|credential|api_?key|private|cookie|auth)")
 _SECRET_TEXT = re.compile(
-    r"(?ix) (?P<url>[a-z][a-z0-9+.-]*://)[^\s/@]+@"  # a user and a password in a URL
+    r"(?ix) (?P<url>[a-z][a-z0-9+.-]*://)[^\s/@]+@"  # a password in a URL
     r"| \b(?:bearer\s+|ya29\.|gh[pousr]_|hf_|sk-|AKIA|AIza|xox[abp]-)[\w.\-/+=]{8,}"
     r"| -----BEGIN[^-]+-----[\s\S]*?(?:-----END[^-]+-----|\Z)"
     r"| (?P<key>(?:token|secret|password|passwd|api_?key|credential)s?\s*[=:]\s*)[^\s,;&]+"
 )
 _HIDDEN = "***"
-_SHORTEST = 6  # minimum length of a secret value that is removed from texts
+_SHORTEST = 6
 
 
 def shown_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that a report lists."""
     environment = os.environ if environment is None else environment
     return {
         name: scrubbed(environment[name], environment)
@@ -40,7 +34,7 @@ def shown_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 
 
 def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Returns ``text`` without secrets and without the user's folder and name."""
+    """``text`` without secrets and without the user's folder and name."""
     environment = os.environ if environment is None else environment
     for name, value in environment.items():
         if _SECRET_NAME.search(name) and len(value) >= _SHORTEST:

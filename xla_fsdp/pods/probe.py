@@ -1,8 +1,6 @@
-"""The program that runs on each worker. It is sent as text, so a worker needs only a Python.
+"""The program that runs on each worker, sent as text: standard library only, Python 3.6 or later.
 
-It uses only the standard library, with any Python from 3.6 on, and fsspec for a path with "://".
-The answer is one line of JSON with the token of the request. The token distinguishes this line from
-other output of a login.
+The request's token distinguishes its answer, a line of JSON, from other output of a login.
 """
 
 import contextlib
@@ -16,7 +14,7 @@ import sys
 import time
 
 PACKAGES = ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib")
-# Variables that change compiled programs or the devices that run them.
+# They change compiled programs or devices.
 VARIABLES = (
     "PJRT_DEVICE",
     "XLA_FLAGS",
@@ -27,17 +25,17 @@ VARIABLES = (
     "XLA_NO_SPECIAL_SCALARS",
 )
 LOCK = "/tmp/libtpu_lockfile"
-PATIENCE_SECONDS = 5.0  # a network file system may show files of other machines with a delay
+PATIENCE_SECONDS = 5.0  # a network file system may show files of others late
 
 
 def main(text: str) -> None:
     request = json.loads(text)
-    # This process ends even if the connection breaks, unless a dead mount blocks it.
+    # Ends this process even if the connection breaks, unless a dead mount blocks it.
     signal.alarm(int(request["seconds"]) + 1)
     actions = {"look": look, "write": write, "read": read, "clean": clean, "prune": prune}
     try:
         answer = actions[request["action"]](request)
-    except Exception as error:  # the caller reports it to the user
+    except Exception as error:
         answer = {"error": described(error)}
     answer["token"] = request["token"]
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
@@ -50,7 +48,6 @@ def described(error: Exception) -> str:
 
 
 def look(request: dict) -> dict:
-    """Collects the properties of this machine."""
     chips = sorted(
         path for pattern in request["chip_files"] for path in glob.glob(os.path.expanduser(pattern))
     )
@@ -71,8 +68,7 @@ def look(request: dict) -> dict:
 
 
 def version(name: str) -> "str | None":
-    """The version of an installed package; None if it is not installed."""
-    with contextlib.suppress(Exception):  # also if this Python is older than the module
+    with contextlib.suppress(Exception):  # Python may be older than the module
         import importlib.metadata
 
         return importlib.metadata.version(name)
@@ -80,8 +76,8 @@ def version(name: str) -> "str | None":
 
 
 def required_libtpu_version() -> "str | None":
-    """The version of libtpu that this torch_xla requires, from its metadata."""
-    with contextlib.suppress(Exception):  # not installed, or too old to have this metadata
+    """From torch_xla's metadata."""
+    with contextlib.suppress(Exception):  # not installed, or too old
         import importlib.metadata
 
         for line in importlib.metadata.requires("torch_xla") or ():
@@ -95,7 +91,7 @@ def users_of(chips: list) -> list:
     wanted = {os.path.realpath(path) for path in chips}
     found = set()
     for link in glob.glob("/proc/[0-9]*/fd/*") if wanted else ():
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # ended, or another user's
             if os.readlink(link) in wanted:
                 pid = link.split("/")[2]
                 with open(f"/proc/{pid}/comm") as file:
@@ -104,7 +100,7 @@ def users_of(chips: list) -> list:
 
 
 def memory() -> "list | None":
-    """The bytes of memory: total and available; None if this is not Linux."""
+    """Total and available bytes; None if this is not Linux."""
     sizes = {}
     try:
         with open("/proc/meminfo") as file:
@@ -117,7 +113,7 @@ def memory() -> "list | None":
 
 
 def free_bytes(path: str) -> int:
-    """The free bytes of the file system of ``path``, which need not exist."""
+    """``path`` need not exist."""
     path = os.path.abspath(os.path.expanduser(path))
     while not os.path.exists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
@@ -125,13 +121,11 @@ def free_bytes(path: str) -> int:
 
 
 class LocalFolder:
-    """A folder of a local or mounted file system."""
-
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
 
     def make(self) -> list:
-        """Creates the folder; returns the parents that it created, innermost first."""
+        """Returns the parents that it created, innermost first."""
         made, path = [], os.path.dirname(self.path)
         while not os.path.isdir(path) and os.path.dirname(path) != path:
             made.append(path)
@@ -160,8 +154,6 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A folder of any file system that fsspec supports."""
-
     def __init__(self, url: str) -> None:
         import fsspec
 
@@ -189,7 +181,6 @@ class RemoteFolder:
 
 
 def folder_of(request: dict) -> "LocalFolder | RemoteFolder":
-    """The folder of the probe inside of the folder that is checked."""
     path = request["path"].rstrip("/") + "/.preflight-" + request["token"]
     return RemoteFolder(path) if "://" in path else LocalFolder(path)
 
@@ -199,13 +190,12 @@ def content_of(request: dict, worker: int) -> bytes:
 
 
 def write(request: dict) -> dict:
-    """Writes this worker's file."""
     folder = folder_of(request)
     answer: dict = {"made": folder.make()}
     try:
         folder.put(str(request["worker"]), content_of(request, request["worker"]))
         answer["free"] = folder.free()
-    except Exception as error:  # the answer still lists the new folders, so that they are removed
+    except Exception as error:  # the answer lists the new folders
         answer["error"] = described(error)
     return answer
 
@@ -230,11 +220,10 @@ def read(request: dict) -> dict:
 
 
 def clean(request: dict) -> dict:
-    """Removes this worker's file, and the folder if it is empty."""
     folder = folder_of(request)
     with contextlib.suppress(FileNotFoundError):
         folder.drop(str(request["worker"]))
-    # Other files may be in it, it may be deleted, or the store may have no folders.
+    # It may have other files, or the store no folders.
     with contextlib.suppress(Exception):
         folder.remove()
     return {}
@@ -243,6 +232,6 @@ def clean(request: dict) -> dict:
 def prune(request: dict) -> dict:
     """Removes the folders that ``make`` created, if they are empty."""
     for path in request["made"]:
-        with contextlib.suppress(FileNotFoundError):  # another worker may have removed it
+        with contextlib.suppress(FileNotFoundError):
             os.rmdir(path)
     return {}

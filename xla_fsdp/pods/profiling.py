@@ -1,7 +1,6 @@
 """``profile``: records steps of a run as a trace for XProf, with names of units and collectives.
 
-The names are those of a plan (``planning/tracing/naming.py``). They become part of the programs
-during tracing and change nothing else in them. So naming must be on when a step is first compiled.
+The names are those of a plan (``planning/tracing/naming.py``).
 """
 
 from __future__ import annotations
@@ -40,19 +39,15 @@ class profile:
                 ...
                 profiler.step()
 
-    Enter it before the first step is traced, on every rank: programs that are compiled from then on
-    until the end of the recorded steps have names. An instruction of the forward of
-    ``blocks.3.mlp`` is called ``forward[blocks.3.mlp]``, and a gather ``all_gather[...]`` with the
-    names of its parameters. A plan has the same names, and ``report.compare_trace(folder)``
-    compares it with the trace. Programs with names are otherwise equal, and are compiled once.
-
-    Recording begins and ends with a wait for the device; the steps between are not changed.
+    Enter it before the first step is traced, on every rank: programs that are compiled until the
+    end of the recorded steps have names, such as ``forward[blocks.3.mlp]`` or ``all_gather[...]``.
+    ``report.compare_trace(folder)`` compares a plan with the trace. Recording begins and ends with
+    a wait for the device.
 
     Args:
         folder: a folder of TensorBoard; the trace is written to ``plugins/profile`` in it.
         steps: ``(a, b)``: records from step a up to, but without, step b; the first step is 0.
-        ranks: the ranks that record their device. CPU ranks are threads, so each of them records
-            all ranks.
+        ranks: the ranks that record their device. Each CPU rank records all ranks.
 
     Attributes:
         file: the trace, once it is written; ``None`` before, and on ranks that do not record.
@@ -136,7 +131,7 @@ class profile:
 
     def _next_event(self) -> None:
         self._end_event()
-        # "_r": the root of a step, for the profiler's times of steps.
+        # "_r": the root of a step.
         self._event = xlac.TraceEvent("train", step_num=self._step, _r=1)
         self._event.__enter__()
 
@@ -146,8 +141,7 @@ class profile:
             self._event = None
 
     def _require_names(self) -> None:
-        # Programs with names that ran earlier in this process are in the file too. Then there is no
-        # warning, even if the recorded steps have no names.
+        # The file also contains programs that ran earlier in this process.
         if self.file is None or b"forward[" in self.file.read_bytes():
             return
         warnings.warn(
@@ -159,10 +153,10 @@ class profile:
 
 
 class _SharedNaming(Naming):
-    """Names for several ranks that are threads, each of which needs them for some steps only.
+    """Names for ranks that are threads.
 
-    The hooks are removed when the last rank is done and no thread is inside of a module, so that a
-    thread that has entered a module with hooks also leaves it with hooks.
+    The hooks stay until no thread is inside of a module: who enters with hooks must leave with
+    them.
     """
 
     def __init__(self) -> None:
@@ -176,13 +170,12 @@ class _SharedNaming(Naming):
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
 
     def join(self) -> None:
-        """Turns names on for this thread's modules."""
         with self._lock:
             self._users += 1
         self._wanted.here = True
 
     def part(self) -> bool:
-        """Turns names off for this thread; returns whether it was the last rank with names."""
+        """Returns whether this thread was the last rank with names."""
         self._wanted.here = False
         with self._lock:
             self._users -= 1
@@ -193,7 +186,7 @@ class _SharedNaming(Naming):
         return last
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        # Not for autograd's threads: the forward determines whether recomputed modules have names.
+        # In a backward, the forward determines whether recomputed modules have names.
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and not self._is_wanted():
             return
@@ -231,7 +224,7 @@ class _SharedNaming(Naming):
 
 
 class _Names:
-    """Turns names on while any rank of this process needs them: module hooks are global."""
+    """Turns names on while any rank needs them: module hooks are global."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

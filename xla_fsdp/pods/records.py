@@ -13,11 +13,7 @@ from ..tpu.links import wire_bytes
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a child process.
-
-    ``notes``: the file for its results; ``cases``, ``sizes``: the names of those to run, all if
-    empty; ``until``: when measurements end, as ``time.time()``.
-    """
+    """``until``: when measurements end (``time.time()``); empty ``cases`` or ``sizes``: all."""
 
     stages: tuple[str, ...]
     folder: str
@@ -30,13 +26,12 @@ class Job:
     topology: str = ""
 
     def add(self, kind: str, value: Any) -> None:
-        """Writes a result of this ``kind`` immediately to the file."""
         with open(self.notes, "ab") as file:
             file.write(pickle.dumps((kind, value)))
 
 
 def read_notes(folder: Path, kind: str) -> list[Any]:
-    """The results of a ``kind`` in all files of ``folder``, in the order of writing."""
+    """Reads all files of ``folder``, in the order of writing."""
     found = []
     for path in sorted(folder.glob("*.notes")):
         with path.open("rb") as file:
@@ -46,19 +41,14 @@ def read_notes(folder: Path, kind: str) -> list[Any]:
             except (
                 EOFError,
                 pickle.UnpicklingError,
-            ):  # the end, or half a result of a killed process
+            ):  # or half a result of a killed process
                 pass
     return [value for each, value in found if each == kind]
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """The measurement of one collective.
-
-    ``axis``: "all" or the axis of the groups; ``bytes``: the size of a rank's input or output, the
-    larger one; ``modelled``: the seconds according to ``tpu/links.py``, ``None`` if the slice is
-    unknown.
-    """
+    """``bytes``: a rank's input or output, the larger one; ``modelled``: by ``tpu/links.py``."""
 
     kind: str
     axis: str
@@ -69,21 +59,17 @@ class CollectiveTime:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of a group; for a permute, whose groups are pairs, of the ring."""
+        """For a permute, whose groups are pairs, the ranks of the ring."""
         return len(self.groups) if self.kind == "collective-permute" else len(self.groups[0])
 
     @property
     def sent(self) -> int:
-        """The bytes that a rank sends."""
         return wire_bytes(self.kind, self.bytes, self.ranks)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The speed of one device: ``amount`` (bytes or operations) in ``seconds``.
-
-    ``published``: the published speed for each second; ``None`` if there is none.
-    """
+    """``amount`` (bytes or operations) in ``seconds``; ``published``: per second."""
 
     name: str
     unit: str  # "B" or "FLOP"
@@ -93,17 +79,12 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The amount for each second."""
         return self.amount / self.seconds
 
 
 @dataclass(frozen=True)
 class StepRun:
-    """A measured training step, and its plan if there is one.
-
-    ``hbm``: the peak bytes of the device in use; ``planned_hbm``: the bytes that the plan requires;
-    ``None`` if unknown. ``host``: seconds of this process to trace the step.
-    """
+    """``host``: seconds to trace the step; ``hbm``: peak bytes in use; ``None`` where unknown."""
 
     name: str
     lane: str  # "xla_fsdp" or "in-tree"
@@ -117,12 +98,10 @@ class StepRun:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and software of a verification."""
-
-    device: str  # its name in the runtime
+    device: str  # in the runtime
     family: str  # a family of tpu/chips.py, or "cpu"
     ranks: int
-    topology: str  # "" if it is unknown
+    topology: str
     versions: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     date: str = ""

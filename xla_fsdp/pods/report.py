@@ -1,4 +1,4 @@
-"""The report of a verification: as text, as JSON, and as one HTML page that needs no network."""
+"""The report of a verification: as text, as JSON, and as one HTML page."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Verification:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The report as JSON, for programs."""
+        """The report as JSON."""
         data = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -123,7 +123,6 @@ def _finding(found: Finding) -> dict[str, str]:
 
 
 def _sections(found: Verification) -> list[Section]:
-    """The tables that are not empty."""
     where = found.where
     rates = [
         (
@@ -168,7 +167,6 @@ def _sections(found: Verification) -> list[Section]:
 
 
 def _page(found: Verification) -> str:
-    """The HTML of the page, with every text escaped."""
     parts = [f'<h1 class="{"fits" if found.ok else "not"}">{escape(found.verdict)}</h1>']
     parts += [f"<p>{escape(_CPU_NOTE)}</p>"] * (found.where.family == "cpu")
     rows = tuple((f.status.value, f.name, f.found, f.expected, f.remedy) for f in found.findings)

@@ -1,7 +1,6 @@
 """The child processes of a verification: ``python -m xla_fsdp.pods.stages WHAT JOB``.
 
-``ranks`` launches ranks that run the stages. ``again`` launches ranks a second time, to check that
-they find the compiled programs, and then lets one fail. ``plan`` plans the steps, without ranks.
+``again`` launches ranks a second time and lets one fail; ``plan`` needs no ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .parity import CASES, SIZE, compare, save_and_load
 from .records import Job
 
 _DYING = "the last rank ends here, on purpose"
-_Add = Callable[[str, object], None]  # the kind of a result, and the result
+_Add = Callable[[str, object], None]
 
 
 def main(what: str, path: str) -> None:
@@ -55,7 +54,7 @@ def main(what: str, path: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process and its ranks when the process that started it has ended."""
+    """Ends this process and its ranks when the process ``parent`` has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(os.getpgid(0), signal.SIGKILL)
@@ -91,7 +90,7 @@ def plan_steps(job: Job) -> None:
         size = steps.ON_TPU.get(name) or steps.ON_CPU[name]
         try:
             report = plan(steps.planned(size), job.topology, progress=False, ranks=(0,))
-        except Exception as error:  # the compiler fails, the slice is wrong, an extra is missing
+        except Exception as error:
             found = f"{type(error).__name__}: {to_one_line(error, 500)}"
             job.add("finding", skipped(f"plan of {name}", found))
             continue
@@ -99,7 +98,7 @@ def plan_steps(job: Job) -> None:
 
 
 def run(rank: int, job: Job) -> None:
-    """Runs all stages of the job on this rank; rank 0 writes the results."""
+    """Rank 0 writes the results."""
     first = xr.global_ordinal() == 0
     add: _Add = job.add if first else lambda kind, value: None
     chip, slice = _chip(), _slice()
@@ -112,7 +111,7 @@ def run(rank: int, job: Job) -> None:
     add("where", where)
     for stage in job.stages:
         STAGES[stage](job, add)
-        if xr.local_ordinal() == 0:  # each host must know at which stage to continue
+        if xr.local_ordinal() == 0:  # each host must know where to continue
             job.add("done", stage)
 
 
@@ -122,7 +121,6 @@ def _kind() -> str:
 
 
 def _chip() -> Chip | None:
-    """``None`` on CPU ranks."""
     return chip_of(_kind())
 
 
@@ -133,13 +131,13 @@ def _slice() -> Slice | None:
 
 
 def _programs(job: Job, add: _Add) -> None:
-    """Runs a few steps, whose programs a second start must find, and counts compilations."""
+    """Runs a few steps, whose programs a second start must find."""
     lane, losses = steps.Lane(steps.OURS, SIZE), []
     for _ in range(3):
         loss = lane.trace()
         torch_xla.sync()
         losses.append(float(loss.item()).hex())
-    RankExchange().gather_values("train", None)  # the counts include all ranks of the process
+    RankExchange().gather_values("train", None)  # the counts include all ranks
     add("programs", {"losses": losses, **compilation_counts()._asdict()})
     RankExchange().gather_values("count", None)
 
@@ -165,7 +163,7 @@ def _collectives(job: Job, add: _Add) -> None:
 
 
 def _time_check(job: Job) -> Callable[[], bool]:
-    """Returns a function that checks whether there is time left; rank 0 decides for all ranks."""
+    """Rank 0 decides for all ranks."""
     exchange = RankExchange()
     return lambda: bool(
         exchange.run_on_first_rank("continue measuring", lambda: time.time() < job.until)
@@ -184,7 +182,7 @@ def _steps(job: Job, add: _Add) -> None:
             add("step", found)
 
 
-# In the order in which they run. After a failure, the rest runs in a new process.
+# In the order in which they run.
 STAGES: dict[str, Callable[[Job, _Add], None]] = {
     "programs": _programs,
     "parity": _parity,

@@ -25,7 +25,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a model and its batch; ``batch`` is the number of sequences for each rank."""
+    """``batch``: sequences for each rank."""
 
     blocks: int
     width: int
@@ -39,8 +39,6 @@ class Size:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a norm and with a residual connection."""
-
     def __init__(self, size: Size) -> None:
         super().__init__()
         width = size.width
@@ -59,10 +57,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Returns the mean cross entropy of tokens ``(b, s)``, each given all; one weight is frozen.
-
-    ``wrap`` is called on every block, ``join`` on the list of all blocks.
-    """
+    """Returns the mean cross entropy of tokens ``(b, s)``; one weight is frozen."""
 
     def __init__(
         self,
@@ -84,7 +79,7 @@ class Net(nn.Module):
 
 
 def tokens(size: Size, ranks: int, number: int) -> torch.Tensor:
-    """The global batch of step ``number``, ``(ranks * batch, sequence)``, on the CPU."""
+    """The global batch of a step, ``(ranks * batch, sequence)``, on the CPU."""
     generator = torch.Generator().manual_seed(1000 + number)
     shape = ranks * size.batch, size.sequence
     return torch.randint(size.vocabulary, shape, generator=generator)
@@ -105,8 +100,6 @@ _WARM, _ROUNDS, _STEPS = 3, 3, 4
 
 
 class Lane:
-    """A model wrapped with one of the two FSDP classes, and its optimizer."""
-
     def __init__(self, name: str, size: Size) -> None:
         torch.manual_seed(SEED)
         self.name = name
@@ -129,7 +122,7 @@ class Lane:
 def _class(name: str) -> Callable[[nn.Module], nn.Module]:
     if name == OURS:
         return lambda module: FSDP(module, compute_dtype=torch.bfloat16)
-    # The in-tree class hangs on CPU ranks with pinned layouts, which are its default.
+    # The in-tree class hangs on CPU ranks with pinned layouts, its default.
     pinned = current_rank() is None
     return lambda module: InTree(
         module, compute_dtype=torch.bfloat16, pin_layout_in_collective_ops=pinned
@@ -144,8 +137,7 @@ def planned(size: Size) -> Callable[[], object]:
 def peaks(sizes: Mapping[str, Size]) -> dict[str, int | None]:
     """The peak bytes of the device for a few steps of each size, with xla_fsdp's class.
 
-    The runtime only has the peak since it started. So call this before anything that needs more
-    memory, with sizes in increasing order.
+    The runtime has only the peak since it started: call this first, sizes in increasing order.
     """
     found = {}
     for name, size in sizes.items():
@@ -157,10 +149,7 @@ def peaks(sizes: Mapping[str, Size]) -> dict[str, int | None]:
 
 
 def run(name: str, size: Size, peak: int | None) -> Iterator[StepRun]:
-    """Trains with both classes, in turns; call on every rank.
-
-    ``peak``: the result of :func:`peaks` for this size.
-    """
+    """Trains with both classes, in turns; call on every rank."""
     lanes = [Lane(OURS, size), Lane(IN_TREE, size)]
     losses = [_warm(lane) for lane in lanes]
     times: list[list[tuple[float, float]]] = [[], []]
@@ -183,12 +172,12 @@ def _warm(lane: Lane) -> list[float]:
 
 
 def _timed(lane: Lane) -> tuple[float, float]:
-    """The seconds of a step, and the seconds of this process to trace it."""
+    """Seconds of a step, and of tracing it."""
     xm.wait_device_ops([])
     host, began = 0.0, time.perf_counter()
     for _ in range(_STEPS):
         tracing = time.perf_counter()
-        loss = lane.trace()  # kept alive until the sync: one output less is another program
+        loss = lane.trace()  # kept until the sync: one output less is another program
         host += time.perf_counter() - tracing
         torch_xla.sync()
     xm.wait_device_ops([])
@@ -198,7 +187,7 @@ def _timed(lane: Lane) -> tuple[float, float]:
 
 
 def _peak() -> int | None:
-    """The peak bytes of the device since the process started; ``None`` if unknown."""
+    """Since the process started; ``None`` if unknown."""
     try:
         return int(xm.get_memory_info(torch_xla.device())["peak_bytes_used"])  # type: ignore
     except (RuntimeError, KeyError, TypeError):

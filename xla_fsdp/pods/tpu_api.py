@@ -1,9 +1,4 @@
-"""Queries the TPU API about a node, through cloud_tpu_client, with time limits and retries.
-
-``cloud_tpu_client.Client`` has neither, and reports every error as "could not lookup". So this
-module creates the service object that the client uses, and translates the errors that it raises
-into messages for the user.
-"""
+"""Queries the TPU API about a node, through cloud_tpu_client, with time limits and retries."""
 
 from __future__ import annotations
 
@@ -24,19 +19,19 @@ from .findings import ApiError, UsageError
 from .metadata_server import ask, within
 from .node import Node, NodeLocation, passes
 
-# v1, the client's default, does not have the runtime version of TPU VMs.
+# The client's default, v1, has no runtime version of TPU VMs.
 DISCOVERY_URL = "https://tpu.googleapis.com/$discovery/rest?version=v2"
 
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 16.0  # seconds between two tries
-_LISTED = 10  # nodes
-_REQUESTS = 3  # the most for one answer: the discovery document, a token, the node
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 16.0
+_LISTED = 10
+_REQUESTS = 3  # discovery document, token, node
 _LOGIN = (
     "Run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS to the "
     "path of a service account's key"
 )
 _NETWORK = "check the network, the proxy and --discovery_url, then try again"
-# An address and not a name: without a name server, looking up a name can take half a minute.
+# Not a name, whose look-up may take half a minute without a name server.
 _METADATA_ADDRESS = "169.254.169.254"
 _METADATA_SECONDS = 2
 
@@ -46,19 +41,14 @@ class _UnknownNodeError(UsageError):
 
 
 def find_node(tpu: str, zone: str | None, project: str | None) -> NodeLocation:
-    """Returns the node, zone and project from the flags, with defaults for missing ones.
-
-    The defaults come from gcloud's variables and, on Google Cloud, from this machine's metadata.
-
-    Raises:
-        UsageError: there is no zone or project, or a name is not valid.
+    """Gets what is missing from gcloud's variables and this machine's metadata, or raises
+    UsageError.
     """
     variables = os.environ.get
     project = project or variables("GOOGLE_CLOUD_PROJECT") or variables("CLOUDSDK_CORE_PROJECT")
     project = project or _metadata("project/project-id")
     zone = zone or variables("CLOUDSDK_COMPUTE_ZONE")
-    # If there is no project, the metadata server did not answer, so do not query it again. Its
-    # answer for the zone: projects/123/zones/us-central2-b.
+    # Without a project, the metadata server did not answer.
     zone = zone or (project and _metadata("instance/zone").rpartition("/")[2])
     missing = [flag for flag, value in (("--zone", zone), ("--project", project)) if not value]
     if missing:
@@ -77,7 +67,7 @@ def find_node(tpu: str, zone: str | None, project: str | None) -> NodeLocation:
 
 
 def _metadata(path: str) -> str:
-    """A value of this machine's Google Cloud metadata; "" on other machines."""
+    """Empty on machines that are not on Google Cloud."""
     host = os.environ.get("GCE_METADATA_HOST") or _METADATA_ADDRESS
     try:
         return ask(host, path, _METADATA_SECONDS) or ""
@@ -86,17 +76,9 @@ def _metadata(path: str) -> str:
 
 
 class TpuApi:
-    """The TPU API, queried with the user's credentials.
+    """The TPU API, queried with the user's credentials; UsageError if there are none.
 
-    Args:
-        discovery_url: URL of the discovery document, which needs no credentials.
-        endpoint: the address of the API; if empty, the address in that document.
-        timeout: time limit of one request in seconds.
-        retries: number of retries after errors of the server or the network.
-
-    Raises:
-        MissingExtraError: the ``pod`` extra is not installed.
-        UsageError: there are no credentials.
+    ``endpoint``: the API's address; if empty, that in the document at ``discovery_url``.
     """
 
     def __init__(
@@ -116,12 +98,7 @@ class TpuApi:
         self._service: Any = None
 
     def node(self) -> Node:
-        """Returns the current state of the node.
-
-        Raises:
-            UsageError: there is no such node, no permission, or the credentials are wrong.
-            ApiError: the API does not answer, or its answer is not a node.
-        """
+        """Raises UsageError for wrong names or credentials, ApiError for an unexpected answer."""
         try:
             return Node.read(self._call_with_retries(self._get))
         except _UnknownNodeError as error:
@@ -146,19 +123,17 @@ class TpuApi:
         where = self._where
         client = Client(where.tpu, where.zone, where.project, service=self._connected())
         try:
-            # One request for all properties. Each public getter makes a separate request, so state
-            # and health could be from different times, and no getter returns v2's runtimeVersion.
+            # Each public getter makes a separate request, and none returns runtimeVersion.
             return client._fetch_cloud_tpu_metadata()
         except ValueError as error:
             raise error.__context__ or error from None
 
     def _neighbours(self) -> str:
-        """Text with the names of the zone's nodes, if the API lists them."""
         try:
             nodes = self._connected().projects().locations().nodes()
             answer = self._call_with_retries(nodes.list(parent=self._where.location).execute)
             names = [str(node["name"]).rpartition("/")[2] for node in answer.get("nodes", [])]
-        except Exception:  # this only adds information to an error that is reported anyway
+        except Exception:
             return "the nodes there cannot be listed"
         if not names:
             return "there are no nodes in that zone"
@@ -188,7 +163,7 @@ class TpuApi:
                 http=AuthorizedHttp(self._credentials, http, endpoint or url, shown(url)),
                 client_options={"api_endpoint": endpoint} if endpoint else None,
             )
-            # The document defines these methods: this fails if it does not describe the TPU API.
+            # Fails if this is not the TPU API.
             service.projects().locations().nodes().get(name=f"{self._where.location}/nodes/x")
             return service
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -198,7 +173,6 @@ class TpuApi:
             ) from error
 
     def _call_with_retries(self, call: Callable[[], Any]) -> Any:
-        """Calls ``call()``, and again after errors that may be temporary."""
         attempt = 0
         while True:
             try:
@@ -206,7 +180,7 @@ class TpuApi:
             except Exception as error:
                 what = _explain(self._without_token(error), self._where)
                 if isinstance(error, TimeoutError):
-                    self._service = None  # a thread may still be reading from its connection
+                    self._service = None  # a thread may still read
                 if what is error and not isinstance(error, ApiError):
                     raise
                 if not isinstance(what, ApiError) or not what.passing:
@@ -215,12 +189,11 @@ class TpuApi:
                     what.found += f" (tried {attempt + 1} times)"
                     raise what from error
                 pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
-                # Random pauses, so that clients do not retry at the same moments.
                 time.sleep(pause * random.uniform(0.75, 1.25))
                 attempt += 1
 
     def _without_token(self, error: Exception) -> Exception:
-        """Removes the token from an error, because a server may repeat it in its answer."""
+        """A server may repeat the token in its answer."""
         token = getattr(self._credentials, "token", None)
         content = getattr(error, "content", None)
         if token and isinstance(content, bytes):
@@ -229,14 +202,11 @@ class TpuApi:
 
 
 def _credentials() -> Any:
-    """The application default credentials of google-auth.
-
-    google-auth supports more kinds of credentials than the oauth2client of cloud_tpu_client.
-    """
+    """google-auth supports more kinds of credentials than oauth2client."""
     import google.auth
     import google.auth.exceptions
 
-    # They would log every place without credentials, and advice on quotas.
+    # They would log every place without credentials.
     for name in ("google.auth", "googleapiclient"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -244,12 +214,12 @@ def _credentials() -> Any:
             warnings.simplefilter("ignore")
             return google.auth.default(scopes=[_SCOPE])[0]
     except (google.auth.exceptions.GoogleAuthError, OSError, ValueError) as error:
-        reason = first_line(error).partition(". ")[0].rstrip(".")  # without the advice after it
+        reason = first_line(error).partition(". ")[0].rstrip(".")
         raise UsageError(f"no credentials: {reason}. {_LOGIN}") from error
 
 
 def _explain(error: Exception, where: NodeLocation) -> Exception:
-    """The UsageError or ApiError for an error of a request; ``error`` itself if it is neither."""
+    """The UsageError or ApiError for an error of a request, or ``error`` itself."""
     import google.auth.exceptions
     import httplib2
     from googleapiclient.errors import Error, HttpError
@@ -294,5 +264,5 @@ def _is_temporary(status: int) -> bool:
 
 
 def shown(url: str) -> str:
-    """A URL without the parts that may be secret: user, password and query."""
+    """A URL without user, password and query, which may be secret."""
     return re.sub("(?<=//)[^/?#]*@", "", url).partition("?")[0].partition("#")[0]

@@ -1,9 +1,4 @@
-"""Creates the report from the measurements: the findings and a calibration.
-
-The calibration has the figures that the time model needs. The model's seconds of a collective are
-``launch + hops * hop + load / W`` (``tpu/links.py``). The hops and load of each measured collective
-come from the same model. So no other figures make plans closer to the measured times.
-"""
+"""Creates the report from the measurements: the findings and a calibration for the time model."""
 
 from __future__ import annotations
 
@@ -29,20 +24,20 @@ from .records import CollectiveTime, Machine, Rate, StepRun, read_notes
 from .report import Verification
 from .steps import IN_TREE, OURS
 
-# The allowed range of a measurement, as a share of the published or modelled figure.
+# Allowed shares of the published or modelled figure.
 _FIGURE = (0.75, 1.1)
 _STEP = (0.6, 1.6)
 _MEMORY = (0.5, 1.1)
-# The allowed loss difference between both classes: they sum bfloat16 in a different order.
+# The two classes sum bfloat16 in a different order.
 _LOSSES = 2e-2
-# Seconds within which the other ranks must end.
+# Seconds until the other ranks must end.
 _DEATH = 60.0
 _FIGURES = 3  # of links: launch, hop, 1 / W
 _PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy")
 
 
 def describe_machine(found: Sequence[Mapping[str, Any]]) -> Machine:
-    """The machine and software, from the first result about them; 0 ranks if there is none."""
+    """0 ranks if ``found`` is empty."""
     versions = installed_versions(*_PACKAGES)
     where = found[0] if found else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
     return Machine(
@@ -62,15 +57,12 @@ def judge(
 ) -> Verification:
     """Creates the report from the results of the stages in ``folder``.
 
-    Args:
-        failures: findings from running the child processes.
-        asked: the slice for which the steps were planned, if the user chose one.
+    ``failures``: of the child processes; ``asked``: the slice that the user chose for plans.
     """
     slice = None
     with contextlib.suppress(UnknownTopologyError):
         slice = resolve(where.topology) if where.topology else None
     rates, times = read_notes(folder, "rate"), read_notes(folder, "collective")
-    # On CPU ranks a plan is for other hardware.
     plans = {name: planned for name, *planned in read_notes(folder, "plan")}
     runs = [
         replace(run, planned=plans[run.name][0], planned_hbm=plans[run.name][1])
@@ -104,7 +96,6 @@ def judge(
 
 
 def judge_programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
-    """The finding about the programs that two starts compiled."""
     name = "compiled programs"
     if len(notes) < 2:
         return skipped(name, f"{len(notes)} of 2 starts trained")
@@ -121,7 +112,6 @@ def judge_programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def judge_death(note: Mapping[str, Any], ranks: int) -> Finding:
-    """The finding about a launch in which the last rank failed."""
     name = f"a rank that {note['way']}"
     expected = f"the launch raises RankError within {_DEATH:.0f} s, on all hosts"
     found = f"{note['error'] or 'no error'} after {note['seconds']:.1f} s"
@@ -144,7 +134,7 @@ def judge_rate(rate: Rate) -> Iterator[Finding]:
     if rate.published is None:
         return
     share = rate.value / rate.published
-    small = rate.unit == "FLOP" and rate.amount < 1e11  # too small for full use of the unit
+    small = rate.unit == "FLOP" and rate.amount < 1e11  # too small for full use
     yield _compared(
         rate.name,
         small or _is_within(share, _FIGURE),
@@ -154,7 +144,7 @@ def judge_rate(rate: Rate) -> Iterator[Finding]:
 
 
 def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
-    """One finding for each kind and axis: compares the largest size with the model."""
+    """Compares the largest size of each kind and axis with the model."""
     largest: dict[tuple[str, str], CollectiveTime] = {}
     for time in sorted(times, key=lambda time: time.bytes):
         largest[time.kind, time.axis] = time
@@ -173,10 +163,7 @@ def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
 
 
 def judge_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
-    """Compares both classes on each step, and each step with its plan.
-
-    ``on_tpu``: whether the steps ran on a TPU, for which plans are.
-    """
+    """Compares both classes, and on a TPU each step with its plan."""
     for name in dict.fromkeys(run.name for run in runs):
         by_lane = {run.lane: run for run in runs if run.name == name}
         ours, other = by_lane.get(OURS), by_lane.get(IN_TREE)
@@ -246,11 +233,9 @@ def calibrate(
 def _fit_links(
     times: Sequence[CollectiveTime], slice: Slice
 ) -> tuple[float | None, float | None, float | None]:
-    """Fits launch and hop latency in seconds, and bytes per second of a link in one direction.
+    """Fits launch and hop latency in seconds, and a link's bytes per second in one direction.
 
-    It uses only groups along one axis: over several axes the compiler chooses among algorithms, and
-    groups inside of a chip use no link. It minimizes the squared relative errors, with no figure
-    below zero.
+    Groups along one axis only: over several axes the compiler chooses among algorithms.
     """
     lengths = [n for n in slice.device_shape if n > 1]
     along = [t for t in times if t.seconds > 0 and (t.axis != "all" or len(lengths) == 1)]
@@ -265,20 +250,20 @@ def _fit_links(
 
 
 def _terms(time: CollectiveTime, slice: Slice) -> list[float] | None:
-    """The numbers of launches and hops in ``time``, and the bytes on the busiest link."""
+    """Launches, hops, and bytes on the busiest link."""
 
     def seconds(launch: float = 0.0, hop: float = 0.0, bandwidth: float = math.inf) -> float:
         chip = replace(slice.chip, launch_latency=launch, hop_latency=hop, link_bandwidth=bandwidth)
         return modelled(time, replace(slice, chip=chip)) or 0.0
 
-    if seconds():  # it does not use links
+    if seconds():
         return None
     terms = [seconds(launch=1.0), seconds(hop=1.0), seconds(bandwidth=1.0)]
     return terms if terms[2] else None
 
 
 def _least_squares(matrix: numpy.ndarray) -> numpy.ndarray | None:
-    """``x >= 0`` for which ``matrix @ x`` is closest to ones; tries all subsets of zeros."""
+    """``x >= 0`` for which ``matrix @ x`` is closest to ones."""
     best, least = None, math.inf
     for count in range(1, matrix.shape[1] + 1):
         for columns in combinations(range(matrix.shape[1]), count):

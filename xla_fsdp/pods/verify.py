@@ -24,7 +24,7 @@ from .stages import STAGES
 from .steps import ON_CPU, ON_TPU
 from .verdict import describe_machine, judge
 
-_SHORTEST = 30.0  # the smallest time limit in seconds
+_SHORTEST = 30.0  # seconds
 
 
 def verify(
@@ -41,33 +41,29 @@ def verify(
     """Tests this package on the devices of this machine, and measures the devices.
 
     It works on a TPU slice and on CPU ranks. The tests compare sharded with unsharded training,
-    save a checkpoint on all ranks and load it into shards of half of them, check that a second
-    start finds its compiled programs, and let a rank fail. The measurements are the speed of the
-    device's memory, matrix unit and link to the host; the time of each collective by size and axis;
-    and three small steps, compared with torch_xla's FSDP class and with plans.
+    load a checkpoint, check that a second start finds its compiled programs, and let a rank fail.
+    The measurements are memory, matrix unit, link to the host, collectives, and three small steps.
 
     Everything runs in separate processes: call it from a main program that has used no XLA device.
-    On several hosts, call it on all of them, as for training; the host with rank 0 gets the report.
+    On several hosts, call it on all of them; the host with rank 0 gets the report.
 
     Args:
         num_devices: the number of ranks, as for :func:`xla_fsdp.launch`.
         ckpt_dir: a folder for the checkpoint that all hosts share; default: a temporary one.
-        seconds: the total time limit. Stages that are not finished then are skipped or ended.
+        seconds: the total time limit, at least 30. Stages that are not finished then are skipped or
+            ended.
         stages: the stages to run, of ``programs``, ``parity``, ``checkpoints``, ``rates``,
             ``collectives``, ``steps``; default: all.
         cases: names of ways to shard (``parity``); default: all.
         sizes: names of steps (``steps``); default: all for this kind of device.
-        topology: the slice to plan the steps for; default: this one. On CPU ranks nothing is
-            planned unless it is given, because a plan is for a TPU.
-        say: called with text about the progress; default: no progress is reported.
+        topology: the slice to plan the steps for; default: this one, none on CPU ranks.
+        say: called with text about the progress.
 
     Returns:
-        The report: ``print`` it, or use ``.save("x.json")``, ``.plot("x.html")``, ``.calibration``,
-        and ``.ok``, which is true if no test failed.
+        ``print`` the report, or use its ``save``, ``plot``, ``calibration`` and ``ok``.
 
     Raises:
-        ValueError: an unknown stage, case, size or slice, ``seconds`` below 30, or ``num_devices``
-            below 1.
+        ValueError: an argument is wrong.
         RuntimeError: this process has already started XLA's runtime.
     """
     slice = None if topology is None else resolve(topology)
@@ -79,7 +75,7 @@ def verify(
             stages=tuple(stages),
             folder=name,
             ckpt_dir=os.fspath(ckpt_dir) if ckpt_dir is not None else str(folder / "checkpoints"),
-            until=until - 0.25 * seconds,  # the second start, plans and report also need time
+            until=until - 0.25 * seconds,  # for the second start and plans
             cases=tuple(cases),
             sizes=tuple(sizes),
             num_devices=num_devices,
@@ -127,14 +123,14 @@ def _check(
 
 
 class Children:
-    """Runs child processes (``stages.main``), one after the other, which write notes."""
+    """Runs child processes (``stages.main``), one after the other."""
 
     def __init__(self, folder: Path, until: float, say: Callable[[str], None]) -> None:
         self.folder, self.until, self.say = folder, until, say
         self.failures: list[Finding] = []
 
     def run_stages(self, job: Job) -> None:
-        """Runs all stages; after a stage that fails, the others run in a new process."""
+        """After a stage that fails, the others run in a new process."""
         left = list(job.stages)
         while left:
             before = len(read_notes(self.folder, "done"))
@@ -150,14 +146,13 @@ class Children:
                 return
 
     def start_again(self, job: Job) -> None:
-        """Starts ranks a second time, which must find their programs, and lets one fail."""
+        """Starts ranks that must find their programs, and lets one fail."""
         again = replace(job, stages=("programs",))
         problem = self._run("again", again, "a second start, and a rank that dies")
         if problem:
             self.failures.append(failed("second start", problem, "it ends well"))
 
     def plan(self, job: Job, where: Machine, slice: Slice | None) -> None:
-        """Plans the steps for ``slice``, or for the one that is here."""
         name = "plans of the steps"
         if slice is None and where.topology:
             slice = resolve(where.topology)
@@ -166,7 +161,7 @@ class Children:
             self.failures.append(skipped(name, found))
             return
         wanted = job.sizes or tuple(ON_CPU if where.family == "cpu" else ON_TPU)
-        # Tracing needs no device, and must not occupy the devices of the ranks.
+        # Tracing must not occupy the ranks' devices.
         planned = replace(job, sizes=wanted, topology=slice.name)
         problem = self._run("plan", planned, "plans", {"PJRT_DEVICE": "CPU"})
         if problem:
@@ -175,7 +170,7 @@ class Children:
     def _run(
         self, what: str, job: Job, shown: str, more: Mapping[str, str] | None = None
     ) -> str | None:
-        """Runs a child process; returns the problem, or ``None``."""
+        """Returns the problem, or ``None``."""
         self.say(shown)
         number = len(list(self.folder.glob("*.job")))
         path = self.folder / f"{number:02}.job"
@@ -193,7 +188,7 @@ class Children:
 
 
 def _reason(text: str) -> str:
-    """The last line of an output that begins with an error's name, else the last line."""
+    """The last line that begins with an error's name, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (errors or lines or [""])[-1]

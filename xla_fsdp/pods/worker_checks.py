@@ -1,9 +1,4 @@
-"""Checks of the workers: chips, memory, clock, disk, environment, software, checkpoint folder.
-
-To check that all workers share the checkpoint folder, each worker writes a file, then each checks
-that it can see all files, then each removes its own. These are three rounds, because a worker must
-not remove its file before all others have checked it.
-"""
+"""Checks of the workers: chips, memory, clock, disk, environment, software, checkpoint folder."""
 
 from __future__ import annotations
 
@@ -19,24 +14,22 @@ from .findings import Finding, by_worker, failed, ok, skipped, warning
 from .workers import Answer, Workers
 
 GIB = 2**30
-_CACHE_GIB = 2  # compiled programs of a few models
-_CHECKPOINT_GIB = 10  # a few checkpoints of a small model
+_CACHE_GIB = 2
+_CHECKPOINT_GIB = 10
 _CLOCK_SECONDS = 5.0
-# The part of a worker's memory that should be free. Less means that another program runs there.
+# Part of the memory that should be free; less means that another program runs there.
 _AVAILABLE_PART = 0.5
-# The versions that setup.py pins: torch_xla works with this torch only, and this package with this
-# torch_xla only.
+# As in setup.py.
 PINS = {"torch": "2.9.0", "torch_xla": "2.9.0"}
 OLDEST_PYTHON = (3, 10)  # python_requires
 _NOT_INSTALLED = "not installed"
 _INSTALL_REMEDY = "install the same on every worker; --python selects the interpreter"
 
-# The answers of the workers, by number.
+# By number of the worker.
 _Looks = Mapping[int, Mapping[str, Any]]
 
 
 def check_answers(answers: Mapping[int, Answer]) -> Finding:
-    """Whether every worker answered."""
     problems = {number: answer.problem for number, answer in answers.items() if answer.problem}
     if not problems:
         return ok("workers", f"{len(answers)} of {len(answers)} answered")
@@ -48,7 +41,7 @@ def check_answers(answers: Mapping[int, Answer]) -> Finding:
 
 
 def check_looks(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Finding]:
-    """The checks of the workers that answered; ``wanted``: the slice of the node."""
+    """``wanted``: the slice of the node."""
     looks = {number: answer.data for number, answer in answers.items()}
     yield _chips(looks, wanted)
     yield _free_chips(looks)
@@ -122,7 +115,7 @@ def _memory(looks: _Looks) -> Finding:
 
 
 def _clocks(answers: Mapping[int, Answer]) -> Finding:
-    """Checks the clocks: a worker read its clock between the request and the answer."""
+    """A worker reads its clock between the request and its answer."""
     off = {}
     for number, answer in answers.items():
         ahead = answer.data["time"] - answer.ended
@@ -137,8 +130,6 @@ def _clocks(answers: Mapping[int, Answer]) -> Finding:
 
 
 def check_versions(looks: _Looks, wanted: Slice | None) -> Iterator[Finding]:
-    """A check for Python and each package; ``looks``: the answer of each worker; ``wanted``: the
-    slice of the node."""
     yield _python({number: str(look["python"]) for number, look in looks.items()})
     for name in ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib"):
         found = {number: look["packages"][name] or _NOT_INSTALLED for number, look in looks.items()}
@@ -153,12 +144,12 @@ def check_versions(looks: _Looks, wanted: Slice | None) -> Iterator[Finding]:
             yield _libtpu(version, required, wanted.chip if wanted is not None else None)
         elif name == "xla_fsdp":
             yield _own(version)
-        elif version != _NOT_INSTALLED:  # these are only needed for planning and kernels
+        elif version != _NOT_INSTALLED:
             yield ok(name, f"{version} everywhere")
 
 
 def _python(found: Mapping[int, str]) -> Finding:
-    # Pickles and wheels depend only on the first two numbers of the version.
+    # Patch versions may differ.
     minor = {number: ".".join(text.split(".")[:2]) for number, text in found.items()}
     oldest = ".".join(map(str, OLDEST_PYTHON))
     if len(set(minor.values())) > 1:
@@ -177,10 +168,7 @@ def _pinned(name: str, found: str) -> Finding:
 
 
 def _libtpu(found: str, required: set[str | None], chip: Chip | None) -> Finding:
-    """Whether libtpu is installed, supports ``chip``, and is what torch_xla requires.
-
-    The last is not checked if the chip does not work with what torch_xla requires.
-    """
+    """Compares with torch_xla's requirement only if ``chip`` works with that version."""
     refused = () if chip is None else chip.refused_by
     if found == _NOT_INSTALLED:
         remedy = f"pip install 'torch_xla[tpu]=={PINS['torch_xla']}'"
@@ -210,7 +198,7 @@ def _own(found: str) -> Finding:
 
 
 def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> Iterator[Finding]:
-    """The checks of ``path`` on the workers ``numbers``."""
+    """Three rounds, because no worker may remove its file before all others have checked it."""
     numbers = list(numbers)
     wrote: dict[int, Answer] = {}
     try:
@@ -225,7 +213,7 @@ def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> It
         else:
             found = f"{path}: needs two workers that write, not {len(writers)}"
             yield skipped("checkpoints shared", found)
-    finally:  # also after Ctrl-C, and if the caller stops the generator
+    finally:
         left = _clean(workers, numbers, wrote, path)
     if left:
         remedy = f"remove {path.rstrip('/')}/.preflight-{workers.token} manually"
@@ -235,16 +223,15 @@ def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> It
 def _clean(
     workers: Workers, numbers: Iterable[int], wrote: Mapping[int, Answer], path: str
 ) -> dict[int, str]:
-    """Removes the files; returns the workers on which that failed, with the reasons."""
-    # Workers that did not answer the request to write would not answer the next one either.
+    """Returns the workers on which that failed, with the reasons."""
+    # These would not answer now either.
     hung = {number for number, answer in wrote.items() if not answer.data}
     cleaned = workers.ask("clean", [n for n in numbers if n not in hung], path=path)
     made = {number: {"made": answer.data.get("made")} for number, answer in wrote.items()}
-    # Folders in which there are other files by now stay.
     workers.ask("prune", [number for number, each in made.items() if each["made"]], made)
     left = dict.fromkeys(hung, "it may have left a file")
     for number, answer in cleaned.items():
-        # If a worker could not write, the reason is already in another check.
+        # Otherwise another check has the reason.
         if answer.problem and not (number in wrote and wrote[number].problem):
             left[number] = answer.problem
     return left

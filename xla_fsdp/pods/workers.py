@@ -27,13 +27,9 @@ _DISTINGUISHING_FIELDS = ("{worker}", "{address}", "{external_address}")
 
 
 class Template:
-    """The user's template of the command that runs a program on a worker.
+    """The user's command that runs a program on a worker; UsageError if it is wrong.
 
-    It is split like a shell command before its fields are replaced. So ``{command}`` is always a
-    single argument: a line for the shell on the worker.
-
-    Raises:
-        UsageError: it has no ``{command}`` or has unknown fields, or the program is not installed.
+    It is split before its fields are replaced, so that ``{command}`` is a single argument.
     """
 
     def __init__(self, text: str) -> None:
@@ -52,7 +48,6 @@ class Template:
             )
 
     def fill(self, values: Mapping[str, str]) -> list[str]:
-        """The command and its arguments, with ``values`` in place of the fields."""
         try:
             return [word.format_map(values) for word in self._words]
         except (KeyError, ValueError, IndexError, AttributeError):
@@ -65,11 +60,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Answer:
-    """A worker's answer to one request.
-
-    ``data``: its answer; empty if there is none, and then ``problem`` has the reason.
-    ``started``, ``ended``: the times of the request and of the answer, by this machine's clock.
-    """
+    """``data`` is empty if there is a ``problem``; times by this machine's clock."""
 
     data: Mapping[str, Any]
     problem: str
@@ -78,15 +69,9 @@ class Answer:
 
 
 class Workers:
-    """The workers of a node, by number.
+    """The workers of a node, by number; UsageError if the template cannot tell them apart.
 
-    Args:
-        python: the interpreter on the workers, quoted for their shell.
-        seconds: time limit of one answer.
-        at_once: number of workers that are queried at the same time.
-
-    Raises:
-        UsageError: the template would reach the same worker for all of them.
+    ``python``: the interpreter on the workers, quoted; ``seconds``: time limit of one answer.
     """
 
     def __init__(
@@ -102,7 +87,7 @@ class Workers:
         self._where, self._endpoints, self._template = where, endpoints, template
         self._python, self._seconds, self._at_once = python, seconds, at_once
         self.numbers = list(range(len(endpoints)))
-        # Random, so that files and lines of other runs are not confused with those of this one.
+        # Distinguishes the files and lines of other runs.
         self.token = secrets.token_hex(8)
         if len(endpoints) > 1 and not any(f in template.text for f in _DISTINGUISHING_FIELDS):
             raise UsageError(
@@ -117,12 +102,9 @@ class Workers:
         each: Mapping[int, Mapping[str, Any]] | None = None,
         **details: Any,
     ) -> dict[int, Answer]:
-        """Sends one request to each of the workers ``numbers``, and waits for all answers.
+        """Sends one request to each of ``numbers``, and waits for all answers.
 
-        ``details``: the details of the request; ``each``: those for single workers.
-
-        Raises:
-            UsageError: the worker command cannot be started.
+        ``details``: of the request; ``each``: those for single workers.
         """
         common = {"token": self.token, "seconds": self._seconds, "action": action, **details}
         commands = {}
@@ -165,14 +147,14 @@ def _program(request: Mapping[str, Any]) -> str:
 
 
 def _reason(text: str) -> str:
-    """The line with the reason of a failure: gcloud's ERROR, or the last of ssh and Python."""
+    """gcloud's ERROR, or the last line of ssh or Python."""
     lines = text.strip().splitlines()
     errors = [number for number, line in enumerate(lines) if line.startswith("ERROR")]
     return to_one_line(" ".join(lines[errors[-1] if errors else -1 :]))
 
 
 def _own_line(text: str, token: str) -> Mapping[str, Any]:
-    """The answer of the probe in the output ``text``; empty if there is none."""
+    """The probe's answer; empty if there is none."""
     for line in text.splitlines():
         if line.startswith("{") and token in line:
             try:

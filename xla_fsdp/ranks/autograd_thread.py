@@ -9,8 +9,7 @@ import torch
 
 
 class _Call(torch.autograd.Function):
-    """Calls a function in its backward. Defined once: a class and its methods refer to each other,
-    so that a new one for each function would keep it until a garbage collection."""
+    """Defined once, because each class lives until a garbage collection."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, task: Callable[[], object]) -> torch.Tensor:
@@ -24,9 +23,7 @@ class _Call(torch.autograd.Function):
 
 
 def run_there(device: torch.device, task: Callable[[], object]) -> None:
-    """Calls ``task`` on the thread that runs backward passes on ``device``, an XLA device.
-
-    Returns when ``task`` has returned.
+    """Calls ``task`` on autograd's thread for the XLA ``device``, and waits.
 
     Raises:
         RuntimeError: autograd has no such thread.

@@ -1,8 +1,7 @@
 """A key-value store that all ranks share, for messages outside of their XLA programs.
 
-If ranks are threads, the store is in memory. If they are processes, one process serves it over TCP:
-the one that launched the ranks of the first host, or torchrun's agent. The store works while a
-device or a collective hangs, because no XLA program contains any part of it.
+For processes, the launcher of the first host or torchrun's agent serves it over TCP. It works while
+a device hangs.
 """
 
 from __future__ import annotations
@@ -25,26 +24,18 @@ from ..wording import first_line
 from .rank import current_rank, is_simulated_rank
 from .slices import place
 
-# "HOST:PORT" of the store, for the processes that a launcher starts.
+# "HOST:PORT", for the processes that a launcher starts.
 _ADDRESS = "XLA_FSDP_STORE"
-# The port of the store if there are several hosts. torch_xla's rendezvous uses port 12355, libtpu
-# the ports from 8471 on.
+# torch_xla's rendezvous uses port 12355, libtpu the ports from 8471 on.
 _PORT_VARIABLE, _PORT = "XLA_FSDP_STORE_PORT", 12377
 _SECONDS_TO_CONNECT = 60.0
-# How many channels for each use this process has opened, by rank: TPU v2 and v3 have two in one.
+# Channels by rank and use: TPU v2 and v3 have two ranks in one process.
 _numbers = defaultdict[str, Iterator[int]](itertools.count)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A store that all ranks share, and the caller's rank.
-
-    Attributes:
-        rank: the caller's rank, ``0 <= rank < size``.
-        size: the number of ranks.
-        store: a store with separate keys for each use of it.
-        distant: whether a query goes over a network, so that queries should be rare.
-    """
+    """A store with separate keys for each use; ``distant``: queries go over a network."""
 
     rank: int
     size: int
@@ -55,13 +46,10 @@ class Channel:
 def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
     """Opens a channel between all ranks of the launch, without waiting for other ranks.
 
-    The n-th channel for ``use`` on one rank is connected to the n-th on every other rank.
-    ``place``: the caller's rank and the number of ranks, if the caller is not the rank's thread.
-
-    Raises:
-        RuntimeError: the ranks have no store, or it does not answer.
+    The n-th channel for ``use`` on one rank is connected to the n-th on every other. ``place``:
+    rank and number of ranks, if this is not the rank's thread. Raises RuntimeError without a store.
     """
-    if is_simulated_rank():  # a simulated rank: there are no other ranks
+    if is_simulated_rank():
         return Channel(0, 1, dist.HashStore(), False)
     context = current_rank()
     if context is not None:
@@ -77,9 +65,6 @@ def served() -> Iterator[None]:
     """A context in which processes that this one starts have a store.
 
     The launcher of every host calls it. If the port is not free, it warns and there is no store.
-
-    Raises:
-        ValueError: there are several hosts, and ``XLA_FSDP_STORE_PORT`` is not a port.
     """
     hosts, number = _hosts()
     host, port = hosts[0], _port() if len(hosts) > 1 else 0
@@ -116,14 +101,14 @@ def _port() -> int:
 
 
 def _hosts() -> tuple[list[str], int]:
-    """The addresses of the hosts, first the one with the store, and the index of this host."""
+    """Addresses of the hosts, first the one with the store, and the index of this host."""
     if os.environ.get("PJRT_DEVICE", "").split("_")[0] != "TPU":
         return ["localhost"], 0
     try:
         hosts, number = xlac.addresses_of_hosts(), xlac.number_of_host()
-    except Exception:  # requests or yaml raise where there is no metadata: this is a single host
+    except Exception:  # no metadata: a single host
         return ["localhost"], 0
-    # On several slices: the first host of the first slice, whose address every host has.
+    # With several slices, every host has this address.
     found = place()
     if found is not None:
         return [found.coordinator, *hosts], 0 if found.number == number == 0 else 1
@@ -132,7 +117,6 @@ def _hosts() -> tuple[list[str], int]:
 
 @functools.cache
 def _connect(size: int) -> dist.Store:
-    """The store of this process, whose ranks are not threads of a CPU launch."""
     address, within = os.environ.get(_ADDRESS), timedelta(seconds=_SECONDS_TO_CONNECT)
     attempt = ""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -9,8 +9,6 @@ from collections.abc import Callable
 class RankError(RuntimeError):
     """A rank raised. ``__cause__`` is its exception.
 
-    ``str(error)`` contains the rank's traceback, unless Python prints that of ``__cause__``.
-
     Attributes:
         rank: the number of the first rank that raised, or ``None`` if no single rank is the cause.
         traceback: that rank's traceback as text, or ``""``.
@@ -60,21 +58,18 @@ class Preempted(SystemExit):
 
 
 class RankStopped(BaseException):
-    """Ends a rank because another one failed.
-
-    It is not an ``Exception``, so that ``except Exception`` in user code does not catch it.
-    """
+    """Ends a rank because another failed; ``except Exception`` does not catch it."""
 
 
 def portable(
     error: BaseException | None, dumps: Callable[[BaseException], bytes] = pickle.dumps
 ) -> bytes | None:
-    """Pickles ``error``; ``None`` if pickling or unpickling it fails in any way."""
+    """Pickles ``error``; ``None`` if pickling or unpickling fails."""
     if error is None:
         return None
     try:
         data = dumps(error)
         pickle.loads(data)
-    except BaseException:  # a failure here must not replace the error that is being reported
+    except BaseException:  # must not replace the reported error
         return None
     return data

@@ -1,4 +1,4 @@
-"""Starts ranks: ``launch(fn)`` runs ``fn`` once for each rank, on a TPU or on the CPU."""
+"""``launch``: starts ranks on a TPU or on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from .watchdog.watch import watched
 
 __all__ = ["CollectiveMismatchError", "Preempted", "RankError", "RankTimeoutError", "launch"]
 
-# The XLA runtime of this process. There is one for each process.
 _runtime = CpuRuntime()
 
 
@@ -44,56 +43,42 @@ def launch(
 ) -> list[Any] | None:
     """Runs ``fn(rank, *args)`` on every rank and waits for all ranks.
 
-    On TPU this calls ``torch_xla.launch``. On CPU the ranks are threads of this process. Each has
-    an XLA device, and real collectives connect them. ``fn`` is written as for TPU, with
-    ``torch_xla.sync()``, ``.item()``, ``xm.rendezvous``, ``xm.mesh_reduce`` and step closures.
-    ``PJRT_DEVICE`` selects TPU or CPU; if it is not set, a TPU is used if there is one. Under
-    ``torchrun`` this process is one rank, which joins the others and calls ``fn``.
+    On TPU this calls ``torch_xla.launch``. On CPU the ranks are threads of this process with an XLA
+    device each. ``PJRT_DEVICE`` selects TPU or CPU; if it is not set, a TPU is used if there is
+    one. Under ``torchrun`` this process is one rank.
 
-    On CPU every rank has a separate torch random state, which starts as a copy of the caller's: a
-    rank that calls ``torch.manual_seed(k)`` samples the same numbers as a separate process would.
-    Python's ``random``, numpy's generators and all globals are shared between ranks; give each rank
-    its own ``random.Random`` and ``numpy.random.Generator``. A data loader with workers needs
-    ``multiprocessing_context="forkserver"`` or ``"spawn"``: a process with threads must not fork.
+    On CPU every rank has a separate torch random state, a copy of the caller's, but shares Python's
+    ``random``, numpy's generators and all globals. A data loader with workers needs
+    ``multiprocessing_context="forkserver"`` or ``"spawn"``.
 
     Args:
-        fn: called as ``fn(rank, *args)``. On TPU it must be picklable and defined in a file, not in
-            a notebook.
+        fn: called as ``fn(rank, *args)``. On TPU it must be picklable and defined in a file.
         args: further arguments for ``fn``. CPU ranks share these objects.
         num_devices: on CPU the number of ranks, 1 to 8; ``None`` means ``CPU_NUM_DEVICES`` if set,
             else 4. On TPU ``None`` or the number of devices of all slices together.
-        timeout: seconds that ranks wait for a rank that is still running. On CPU this applies to
-            collectives and rendezvous; ranks that can never continue raise immediately. On TPU,
-            when no rank makes progress for this time, the stacks of all ranks are printed and the
-            ranks continue to wait. ``XLA_FSDP_WATCHDOG`` changes that: ``off``, seconds, or seconds
-            and ``end`` (``900,end``), which ends the ranks. During compilations the time is four
-            times as long (docs/how-to/debug-and-profile.md).
+        timeout: seconds that ranks wait for a rank that is still running. CPU ranks that can never
+            continue raise immediately. On TPU the stacks of all ranks are printed after this time
+            without progress (four times this during compilations). ``XLA_FSDP_WATCHDOG`` changes
+            that: ``off``, seconds, or seconds and ``end`` (``900,end``), which ends the ranks.
         slices: on CPU, the number of TPU slices that the ranks simulate, a divisor of the number of
-            ranks: the first ranks are the first slice. ``None`` means ``XLA_FSDP_SLICES`` if set,
-            else 1. On TPU it must be the actual number of slices (docs/how-to/several-slices.md).
+            ranks. ``None`` means ``XLA_FSDP_SLICES`` if set, else 1. On TPU it must be the actual
+            number of slices.
 
     Returns:
         On CPU the results of ``fn``, by rank, with XLA tensors in (nested) lists, tuples and dicts
-        moved to the CPU. On TPU ``None``, like ``torch_xla.launch``.
+        moved to the CPU. On TPU ``None``.
 
     Raises:
-        RankError: a rank raised; ``rank``, ``traceback`` and ``__cause__`` show which rank and why.
-            All ranks of this host are stopped within 5 seconds, on TPU by ending their processes.
-            A CPU rank that cannot be stopped (because it is in C++ code or in a long sleep) is left
-            running; until it ends, this process cannot launch again.
-        CollectiveMismatchError: the ranks wait for different collectives, syncs or rendezvous, so
-            they can never continue. The message lists the place of each rank.
-        RankTimeoutError: a rank kept others waiting for longer than ``timeout``. On TPU only with
-            ``end`` in ``XLA_FSDP_WATCHDOG``, on every host.
+        RankError: a rank raised. All ranks of this host are stopped within 5 seconds. This process
+            cannot launch again while a CPU rank is stuck in C++ code.
+        CollectiveMismatchError: the ranks wait for different collectives, syncs or rendezvous.
+        RankTimeoutError: a rank kept others waiting for longer than ``timeout``; on TPU only with
+            ``end`` in ``XLA_FSDP_WATCHDOG``.
         Preempted: ``fn`` ended with it on every rank, see :class:`xla_fsdp.Preemption`.
-        RuntimeError: launch was called inside a rank; or this process's runtime was started before
-            with another number of devices, or without the settings that CPU ranks need; or
-            ``torchrun`` started a number of processes that differs from XLA's number of ranks; or
-            there is a TPU and ``fn`` is defined in a notebook.
-        ValueError, TypeError: ``args``, ``num_devices``, ``timeout``, ``slices`` or
-            ``XLA_FSDP_WATCHDOG`` is wrong; or, on TPU, libtpu rejects LIBTPU_INIT_ARGS,
-            ``XLA_FSDP_STORE_PORT`` is not a port, or the variables of several slices
-            (``MEGASCALE_...``) contradict each other.
+        RuntimeError: launch was called inside a rank; the runtime was started before with other
+            devices or settings; ``torchrun`` started a wrong number of processes; or, on TPU,
+            ``fn`` is defined in a notebook.
+        ValueError, TypeError: an argument or environment variable is wrong.
     """
     inside = current_rank()
     if inside is not None:
@@ -124,7 +109,7 @@ def launch(
         if not under_torchrun:
             spawned.require_importable(fn)
         prepare_host(found)
-        # libtpu reads them when it starts, in this process or in the processes of the ranks.
+        # libtpu reads them when it starts.
         compiler_options.add_to_environment()
         if under_torchrun:
             _join_torchrun()
@@ -148,7 +133,7 @@ def launch(
 
 
 def _on_cpu() -> bool:
-    # torch_xla sets PJRT_DEVICE on import, but it may have been removed since.
+    # torch_xla sets PJRT_DEVICE on import, but it may have been removed.
     device = os.environ.get("PJRT_DEVICE")
     if device is None:
         device = "TPU" if xlac.chips_of_host() > 0 else "CPU"
@@ -157,11 +142,9 @@ def _on_cpu() -> bool:
 
 
 def _join_torchrun() -> None:
-    """Joins this process, which torchrun started, to the other ranks as one rank.
+    """Joins by "xla://", which assigns a chip to this process.
 
-    ``torch_xla.launch`` would call ``fn`` with ``LOCAL_RANK``, which repeats on every host, and the
-    processes of a host would compete for its chips. "xla://" assigns a chip to this process, and
-    passes the addresses of the other hosts' processes to libtpu.
+    With ``torch_xla.launch`` the processes of a host would compete for its chips.
     """
     if not dist.is_initialized():
         prepare_process(int(os.environ["LOCAL_RANK"]))
@@ -185,7 +168,7 @@ def _check_device_count(num_devices: int | None, slices: int) -> None:
     if dist.is_torchelastic_launched():
         found, remedy = int(os.environ["WORLD_SIZE"]), "pass torchrun --nproc-per-node"
     elif os.environ["PJRT_DEVICE"] == "TPU":
-        # Query the machine, not the runtime: the runtime must start in the ranks' processes.
+        # The runtime must start in the ranks' processes.
         found = xlac.devices_of_slice() * slices
         remedy = "choose another slice"
     else:

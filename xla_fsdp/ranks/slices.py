@@ -20,15 +20,12 @@ from ..tpu.slices import (
 )
 from .rank import current_rank
 
-#: The number of slices if ``launch`` gets none: CPU ranks simulate it, on TPUs it is checked.
+#: The number of slices if ``launch`` gets none; on TPUs it is checked.
 EXPECTED = "XLA_FSDP_SLICES"
 
 
 def slices_of_ranks() -> Groups:
-    """Ordinals of the ranks of each slice, or ``()`` if all are on one slice.
-
-    Within a plan, these are the slices that are planned for.
-    """
+    """Ordinals of the ranks of each slice, in a plan the planned ones; ``()`` for one slice."""
     context = current_rank()
     if context is not None:
         return context.slices
@@ -39,31 +36,24 @@ def slices_of_ranks() -> Groups:
 
 
 def place() -> PlaceAmongSlices | None:
-    """The place of this host among several slices, or ``None`` for a single slice, and on a CPU.
+    """This host's place among several slices; ``None`` for one slice, and on a CPU.
 
-    Raises:
-        ValueError: the environment and the machine's metadata contradict each other.
+    Raises ValueError if the environment and the machine's metadata contradict each other.
     """
     if os.environ.get("PJRT_DEVICE", "").split("_")[0] != "TPU":
         return None
     try:
-        # The metadata is YAML, in which some values are parsed as numbers.
+        # YAML, in which some values are numbers.
         found = dict(xlac.host_metadata())
         metadata = {name: str(value) for name, value in found.items() if value is not None}
-    except Exception:  # requests or yaml raise where there is no metadata
+    except Exception:  # there is no metadata
         metadata = {}
     variables = {name: os.environ.get(name) or metadata.get(name, "") for name in VARIABLES}
     return place_among_slices(variables)
 
 
 def number_of_slices(asked: int | None, ranks: int) -> int:
-    """The number of slices that ``ranks`` CPU ranks simulate.
-
-    ``asked``: the argument ``slices`` of ``launch``.
-
-    Raises:
-        ValueError, TypeError: it is not a number, or does not divide ``ranks``.
-    """
+    """The number that ``ranks`` CPU ranks simulate; raises unless it divides them."""
     name, value = _expected(asked)
     if value is None:
         return 1
@@ -77,11 +67,7 @@ def number_of_slices(asked: int | None, ranks: int) -> int:
 
 
 def require_slices(asked: int | None, found: PlaceAmongSlices | None) -> None:
-    """Raises a ValueError if the number of TPU slices is not the expected one.
-
-    The argument ``slices`` of ``launch``, or else the environment, has the expected number. Without
-    this check, slices that are not connected would overwrite each other's checkpoints.
-    """
+    """Raises ValueError if the number of TPU slices is not the expected one."""
     name, value = _expected(asked)
     count = found.count if found else 1
     if value is not None and value != count:
@@ -93,7 +79,7 @@ def require_slices(asked: int | None, found: PlaceAmongSlices | None) -> None:
 
 
 def _expected(asked: int | None) -> tuple[str, int | None]:
-    """The name and value of the setting with the expected number of slices."""
+    """Name and value of the setting."""
     if asked is not None:
         if isinstance(asked, bool) or not isinstance(asked, int):
             raise TypeError(f"slices must be a number of slices or None, got {asked!r}")
@@ -105,18 +91,13 @@ def _expected(asked: int | None) -> tuple[str, int | None]:
 
 
 def prepare_host(found: PlaceAmongSlices | None) -> None:
-    """Sets the environment for the processes that this one starts on several slices."""
     if found is not None:
         # torch_xla searches for the first rank's host only among the hosts of the same slice.
         os.environ.setdefault("MASTER_ADDR", found.coordinator)
 
 
 def prepare_process(local_rank: int) -> None:
-    """Gives this process a separate port for communication between slices.
-
-    This must happen before XLA's runtime starts. torch_xla only sets the ports for communication
-    within a slice.
-    """
+    """Sets the port for communication between slices; call it before XLA's runtime starts."""
     found = place()
     if local_rank > 0 and found is not None:
         os.environ[PORT] = str(found.port + local_rank)
@@ -129,7 +110,7 @@ class OnAllSlices:
         self.fn = fn
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # This runs in the new process, which gets its local rank when torch_xla calls this.
+        # Runs in the new process, before torch_xla calls this with the local rank.
         vars(self).update(state)
         configure = xlac.configure_process.value
         if not isinstance(configure, _Configuring):
@@ -150,9 +131,9 @@ class _Configuring:
 
 
 def require_all_slices() -> None:
-    """Raises a RuntimeError if the runtime of this rank has not joined all expected slices.
+    """Raises RuntimeError if this rank's runtime has not joined all expected slices.
 
-    Slices that are not connected would train separately and overwrite each other's checkpoints.
+    Slices that are not connected would overwrite each other's checkpoints.
     """
     own, found = place(), slices_of_ranks()
     expected, seen = (own.count if own else 1), max(len(found), 1)

@@ -1,13 +1,7 @@
 """Runs ranks in separate processes, as on TPU; the first that fails ends all of this host.
 
-``torch_xla.launch`` waits for its processes one after the other before it raises the error of one
-of them. The others wait in a collective for the rank that raised. So a rank that raises writes a
-report and ends its process immediately, and the process that launched the ranks ends the others.
-Their process pool would end them too, but it does not always know the last process that it started.
-
-A scheduler sends SIGTERM to the launcher only or to all processes. The launcher forwards it to
-every rank. Ranks with a :class:`xla_fsdp.Preemption` save and end with :class:`Preempted`, and then
-so does the launcher.
+A rank that raises writes a report and ends its process, and the launcher ends the others.
+``torch_xla.launch`` would wait for them first, while they wait in a collective.
 """
 
 from __future__ import annotations
@@ -36,21 +30,20 @@ from .errors import Preempted, RankError, RankTimeoutError, portable
 
 _REPORT = "report"
 _PREEMPTED = "preempted"
-# The variable in which the process of a rank finds the folder of its launch.
+# The folder of the launch.
 _FOLDER = "XLA_FSDP_RUN_FOLDER"
 _POLL_SECONDS = 0.5
 
 
 def run(fn: Callable, args: Sequence[Any]) -> None:
-    """``torch_xla.launch(fn, args)``, which ends as soon as a rank of this host fails.
+    """``torch_xla.launch``, which ends as soon as a rank of this host fails.
 
     Raises:
-        RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled. Or a
-            process ended without a report.
+        RankError: a rank raised, or a process ended without a report.
         RankTimeoutError: ranks made no progress, and the watchdog was set to end them.
         Preempted: the ranks of this host ended with it.
     """
-    # An error in the cleanup of the folder must not hide the first error.
+    # The cleanup must not hide the first error.
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
@@ -66,23 +59,23 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
 
 
 def leave(reason: str) -> NoReturn:
-    """Ends this process as :class:`Preempted` would, without waiting for ranks that may hang."""
-    with contextlib.suppress(KeyError, OSError):  # it was not launched; the disk is full
+    """Ends this process as :class:`Preempted` would, without waiting for ranks."""
+    with contextlib.suppress(KeyError, OSError):  # not launched, or a full disk
         Path(os.environ[_FOLDER], _PREEMPTED).write_text(reason)
     os._exit(Preempted.EXIT_CODE)
 
 
 def fail(rank: int, error: BaseException) -> NoReturn:
-    """Ends this process as if its rank had raised ``error``, without waiting for its ranks."""
+    """Ends this process as if its rank had raised ``error``, without waiting for ranks."""
     folder = os.environ.get(_FOLDER)
-    if folder is None:  # this process was not launched
+    if folder is None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     _report_and_exit(Path(folder), rank, error)
 
 
 def require_importable(fn: Callable) -> None:
-    """Raises a RuntimeError if a new process could not import ``fn`` by its name."""
+    """Raises RuntimeError if a new process could not import ``fn``."""
     main = sys.modules["__main__"]
     if getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
         name = getattr(fn, "__qualname__", repr(fn))
@@ -94,16 +87,13 @@ def require_importable(fn: Callable) -> None:
 
 
 def _run_and_report(folder: Path, fn: Callable, rank: int, *args: Any) -> None:
-    """Calls ``fn``; if it raises, writes a report into ``folder`` and ends the process.
-
-    While ``fn`` runs, there is a file ``<process id>.<rank>`` in ``folder``.
-    """
+    """While ``fn`` runs, there is a file ``<process id>.<rank>`` in ``folder``."""
     running = folder / f"{os.getpid()}.{rank}"
     os.environ[_FOLDER] = str(folder)
     try:
         running.touch()
         fn(rank, *args)
-    except Preempted as end:  # all ranks raise it, after each has saved
+    except Preempted as end:  # all ranks raise it
         (folder / _PREEMPTED).write_text(end.reason)
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -113,11 +103,9 @@ def _run_and_report(folder: Path, fn: Callable, rank: int, *args: Any) -> None:
 
 @contextlib.contextmanager
 def _ending_all(folder: Path) -> Iterator[None]:
-    """A context in which all ranks of this host end if the process of one ends early.
+    """Ends all ranks of this host on Ctrl-C, or if the process of one ends early.
 
-    Ctrl-C also ends them all; torch_xla would wait for them. SIGTERM is forwarded to the ranks.
-    When they have ended, this process raises SIGTERM again, unless all ranks saved and ended with
-    :class:`Preempted`.
+    SIGTERM goes to the ranks first, and then to this process unless they saved (Preempted).
     """
     over = threading.Event()
     terminating = threading.Event()
@@ -129,12 +117,12 @@ def _ending_all(folder: Path) -> Iterator[None]:
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         _kill(folder)
-        assert callable(before)  # otherwise this handler is not installed
+        assert callable(before)
         before(number, frame)
 
     def terminated(number: int, frame: FrameType | None) -> None:
         terminating.set()
-        for child in multiprocessing.active_children():  # also those that are still starting
+        for child in multiprocessing.active_children():  # also those still starting
             child.terminate()
 
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -158,7 +146,7 @@ def _ending_all(folder: Path) -> Iterator[None]:
         if passed_on:
             signal.signal(signal.SIGTERM, before_term)
             if terminating.is_set() and not (folder / _PREEMPTED).exists():
-                shutil.rmtree(folder, ignore_errors=True)  # the signal may end this process
+                shutil.rmtree(folder, ignore_errors=True)  # the signal may end the process
                 signal.raise_signal(signal.SIGTERM)
 
 
@@ -166,12 +154,12 @@ def _running(folder: Path) -> set[int]:
     """The processes that have a rank, or had one when they ended."""
     try:
         return {int(name.partition(".")[0]) for name in os.listdir(folder) if "." in name}
-    except OSError:  # another program may delete temporary files
+    except OSError:
         return set()
 
 
 def _lost(folder: Path) -> bool:
-    # Read the files before the processes: a process removes its file before it ends normally.
+    # Files first: a process removes its file before it ends normally.
     running = _running(folder)
     return not running <= {child.pid for child in multiprocessing.active_children()}
 
@@ -187,26 +175,26 @@ def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
     try:
         try:
             _write(folder, rank, error)
-        except Exception:  # most likely the disk is full, which may be why the rank failed
+        except Exception:  # most likely a full disk
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # Do not wait for anything: another rank of this process may be in a collective.
+        # Another rank of this process may be in a collective.
         os._exit(1)
 
 
 def _write(folder: Path, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     message, cause = type(error).__name__, portable(error)
-    with contextlib.suppress(Exception):  # __str__ of the user's class may raise
+    with contextlib.suppress(Exception):  # __str__ may raise
         message += f": {error}"
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
     draft.write_bytes(pickle.dumps((f"rank {rank} raised {message}", rank, text, cause)))
     try:
         os.link(draft, folder / _REPORT)
     except FileExistsError:
-        pass  # another rank was first
+        pass
     except OSError:  # the file system has no links
         os.replace(draft, folder / _REPORT)
 
@@ -220,8 +208,8 @@ def _read(folder: Path) -> tuple[RankError, BaseException | None]:
             "and the runtime, and in the system's log for whether the process ran out of memory"
         ), None
     cause = None
-    with contextlib.suppress(Exception):  # the class may exist only in the rank's process
+    with contextlib.suppress(Exception):  # the class may be unknown here
         cause = data and pickle.loads(data)
-    if isinstance(cause, RankTimeoutError):  # it concerns all ranks: no single one raised it
+    if isinstance(cause, RankTimeoutError):
         return cause, None
     return RankError(message, rank, text), cause

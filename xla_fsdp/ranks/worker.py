@@ -1,14 +1,11 @@
 """The processes of ``xla_fsdp.testing``: a server, and the workers that it forks.
 
-The server has imported torch_xla, but has started neither a thread nor an XLA runtime, so that its
-forks can start them. Requests to it and its replies are pickled, one in each packet.
-``("start", size, programs, environment)`` comes with the two file descriptors of a worker, for its
-socket and its output; the reply is its process id. The reply to ``("wait", pid, seconds)`` is the
-worker's exit status, or None if it is still running.
+The server starts neither a thread nor an XLA runtime, so that its forks can. Packets are pickled.
+``("start", size, programs, environment)``, with file descriptors for socket and output, gives a
+process id; ``("wait", pid, seconds)`` its exit status, or None if it still runs.
 
-A worker has one XLA runtime and runs one launch after another. A request to it is ``(sys_path, cwd,
-call)``, where ``call`` is a pickled ``(fn, args, kwargs)``. A reply is ``(results, failure,
-healthy)``; ``failure`` is ``None``, or the error as text, the pickled error and its pickled cause.
+A worker gets ``(sys_path, cwd, pickled (fn, args, kwargs))`` and replies ``(results, failure,
+healthy)``; ``failure``: ``None``, or the error as text, the pickled error and its pickled cause.
 """
 
 from __future__ import annotations
@@ -79,10 +76,7 @@ def _wait(pid: int, seconds: float) -> int | None:
 
 
 def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
-    """Runs the calls that come over the socket as ``size`` ranks, until the socket is closed.
-
-    ``programs``: a folder for compiled programs, if this machine can load them.
-    """
+    """Runs calls as ``size`` ranks, until the socket is closed."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -97,16 +91,16 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
         try:
             sys_path, cwd, call = connection.recv()
         except (EOFError, OSError):
-            os._exit(0)  # skip the destructors, which take time
+            os._exit(0)  # skips slow destructors
         sys.path[:] = sys_path
         os.chdir(cwd)
-        # Every call starts with the state of the first one, independent of earlier calls.
+        # Every call starts with the state of the first one.
         torch.set_rng_state(random_state)
         if xla_seed is None:
             _runtime.start(size)
             xla_seed = xm.get_rng_state("xla:0")
             environment = dict(os.environ)
-        os.environ.clear()  # libraries, for example Accelerate, leave settings in it
+        os.environ.clear()  # libraries leave settings in it
         os.environ.update(environment)
         xm.set_rng_state(xla_seed, "xla:0")
         outcome = _run(call, size)
@@ -119,7 +113,7 @@ def _run(call: bytes, size: int) -> tuple[list[bytes] | None, tuple | None]:
     try:
         fn, args, kwargs = pickle.loads(call)
         results = launch(functools.partial(fn, **kwargs), args, size)
-        assert results is not None  # launch on a CPU returns results
+        assert results is not None
         return [_dumps(result, f"the result of rank {r}") for r, result in enumerate(results)], None
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
@@ -127,7 +121,7 @@ def _run(call: bytes, size: int) -> tuple[list[bytes] | None, tuple | None]:
 
 
 class _ToCpuPickler(cloudpickle.Pickler):
-    """Pickles XLA tensors in a result as CPU tensors, because the receiver has no XLA device."""
+    """The receiver of a result has no XLA device."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type == "xla":

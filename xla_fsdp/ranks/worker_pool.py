@@ -23,25 +23,20 @@ from .errors import RankError, RankTimeoutError
 _MAX_IDLE = 2  # each uses some hundred MB
 _START_SECONDS = 60.0
 _MAX_RANKS = 8
-# Imported modules stay: garbage collection need not scan them, in the server and in workers.
+# Garbage collection need not scan imported modules.
 _SERVER = "import gc; gc.disable(); from xla_fsdp.ranks import worker; worker.main()"
 
 
 class WorkerDiedError(RankError):
-    """The worker process ended in the middle of a call; the message contains its output.
-
-    Attributes:
-        signal: the signal that killed it, or ``None``.
-    """
+    """The worker process ended in the middle of a call."""
 
     signal: signal.Signals | None = None
 
 
 class WorkerPool:
-    """Keeps at most one idle worker for each number of ranks, and at most two idle ones in total.
+    """Keeps one idle worker for each number of ranks, and at most two in total.
 
-    Attributes:
-        programs: a folder in which workers store compiled programs; ``None``: they store none.
+    ``programs``: a folder for compiled programs; ``None``: workers store none.
     """
 
     def __init__(self) -> None:
@@ -63,7 +58,7 @@ class WorkerPool:
             return worker.run(call, timeout)
         except WorkerDiedError as error:
             # XLA's runtime sometimes crashes in a process that has run many programs, some of which
-            # failed. Earlier calls must not make this one fail, so it runs again in a new process.
+            # failed. Earlier calls must not make this one fail.
             if first_call or error.signal not in (signal.SIGSEGV, signal.SIGABRT):
                 raise
             sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
@@ -76,7 +71,6 @@ class WorkerPool:
             self._give_back(worker)
 
     def close(self) -> None:
-        """Ends all workers."""
         while self._idle:
             self._idle.pop().end()
         if self._server is not None:
@@ -108,11 +102,7 @@ class WorkerPool:
 
 
 class _ForkServer:
-    """The process that forks workers (worker.py). It and they end when this object is closed.
-
-    The import of torch_xla takes seconds, a fork milliseconds. Python's fork server would run the
-    caller's main module again; this one does not.
-    """
+    """Python's fork server would run the caller's main module."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,7 +111,7 @@ class _ForkServer:
             "PJRT_DEVICE": "CPU",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONUNBUFFERED": "1",
-            "OPENBLAS_NUM_THREADS": "1",  # otherwise importing numpy starts threads
+            "OPENBLAS_NUM_THREADS": "1",  # numpy would start threads
         }
         with theirs:
             self._process = subprocess.Popen(
@@ -135,7 +125,7 @@ class _ForkServer:
         return self._process.poll() is None
 
     def ask(self, request: tuple, *descriptors: int) -> Any:
-        """Sends a request, see worker.py, and returns the reply."""
+        """See worker.py."""
         try:
             socket.send_fds(self._socket, [pickle.dumps(request)], descriptors)
             answer = self._socket.recv(1 << 20)
@@ -154,12 +144,7 @@ class _ForkServer:
 
 
 class _Worker:
-    """One worker process, started with the current environment of this process.
-
-    Attributes:
-        size: its number of ranks.
-        usable: whether another call may be sent to it.
-    """
+    """``usable``: whether another call may be sent to it."""
 
     def __init__(self, server: _ForkServer, size: int, programs: str | None) -> None:
         self.size = size
@@ -176,15 +161,14 @@ class _Worker:
         self._connection = Connection(ours.detach())
 
     def status(self, seconds: float = 0.0) -> int | None:
-        """Its exit status, as ``Popen.returncode``; ``None`` if it still runs after ``seconds``."""
+        """As ``Popen.returncode``; ``None`` if it still runs after ``seconds``."""
         if self._status is None:
             self._status = self._server.ask(("wait", self._pid, seconds))
         return self._status
 
     def run(self, call: bytes, timeout: float) -> list[Any]:
-        """Sends one call and waits for its results."""
         start = self._output.seek(0, os.SEEK_END)
-        self.usable = False  # until the worker has answered
+        self.usable = False  # until it answers
         limit = timeout + (_START_SECONDS if self.fresh else 0.0)
         try:
             self._connection.send((list(sys.path), os.getcwd(), call))
@@ -201,20 +185,19 @@ class _Worker:
         text, data, cause = failure
         raised = _loads_or_none(data) or RuntimeError(text)
         raised.__cause__ = _loads_or_none(cause)
-        if output and sys.version_info >= (3, 11):  # add_note needs Python 3.11
+        if output and sys.version_info >= (3, 11):
             raised.add_note(f"Printed by the ranks:\n{output}")
         raise raised
 
     def end(self) -> None:
-        """Ends the process of this worker."""
-        self._connection.close()  # an idle worker ends when its socket is closed
+        self._connection.close()  # ends an idle worker
         if self.status(2.0 if self.usable else 0.0) is None:
             self._signal(signal.SIGKILL)
             self.status(60.0)
         self._output.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.status() is None:  # the process id stays valid until the server has waited for it
+        if self.status() is None:  # the id is valid until the server has waited for it
             os.kill(self._pid, number)
 
     def _printed(self, start: int) -> str:
@@ -224,7 +207,7 @@ class _Worker:
     def _timed_out(self, limit: float, start: int) -> RankTimeoutError:
         before = self._output.seek(0, os.SEEK_END)
         printed = self._printed(start)
-        self._signal(signal.SIGUSR1)  # the worker's faulthandler prints all stacks
+        self._signal(signal.SIGUSR1)  # its faulthandler prints all stacks
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             time.sleep(0.2)
@@ -252,12 +235,12 @@ class _Worker:
 def _loads_or_none(data: bytes | None) -> BaseException | None:
     try:
         return None if data is None else pickle.loads(data)
-    except Exception:  # its class may exist in the worker only; the message has the same text
+    except Exception:  # its class may be unknown here
         return None
 
 
 def _dumps_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:
-    import cloudpickle  # only test suites need it
+    import cloudpickle
 
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     by_value = module is not None and not _importable(module)
@@ -275,10 +258,7 @@ def _dumps_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:
 
 
 def _pickler(buffer: io.BytesIO) -> pickle.Pickler:
-    """A cloudpickle pickler that keeps the file names of functions, which messages contain.
-
-    cloudpickle omits them since 3.1.3.
-    """
+    """Keeps the file names of functions, which cloudpickle omits since 3.1.3."""
     import cloudpickle
 
     reduce = cloudpickle.Pickler.dispatch_table[CodeType]
@@ -294,9 +274,9 @@ def _pickler(buffer: io.BytesIO) -> pickle.Pickler:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether the worker, which gets this process's ``sys.path``, would import the same file."""
+    """Whether the worker would import the same file."""
     if module.__name__ == "__main__":
-        return True  # cloudpickle sends its contents by value automatically
+        return True  # cloudpickle sends its contents
     path = None
     spec = None
     name = ""
@@ -306,5 +286,5 @@ def _importable(module: ModuleType) -> bool:
         if spec is None:
             return False
         path = spec.submodule_search_locations
-    assert spec is not None  # a name has one part at least
+    assert spec is not None
     return spec.origin is None or spec.origin == getattr(module, "__file__", None)

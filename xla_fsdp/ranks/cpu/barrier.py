@@ -1,8 +1,7 @@
-"""A barrier that compares what the ranks wait for.
+"""A barrier of all ranks that compares what they wait for.
 
-Every barrier is for all ranks: a rank that waits continues once every other rank has arrived with
-an equal key. So deadlocks are detected without a timer: if keys differ, or a rank has ended, the
-ranks can never continue. The timeout is only for ranks that still run.
+If keys differ, or a rank has ended, the ranks can never continue. The timeout is only for ranks
+that still run.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 from ..errors import CollectiveMismatchError, RankStopped, RankTimeoutError
 
-_GRACE_SECONDS = 1.0  # from a mismatch to its report, so that running ranks can arrive
+_GRACE_SECONDS = 1.0  # from a mismatch to its report
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,7 @@ class Arrival:
     """The call in which one rank waits.
 
     Attributes:
-        what: the user's call, for example ``torch_xla.sync()``.
         key: must be equal on all ranks.
-        where: the user's ``file:line``.
         steps: the parts of ``key`` to report if keys differ, for example pending collectives.
         payload: all ranks receive it once all have arrived.
     """
@@ -41,21 +38,15 @@ class Arrival:
 @dataclass
 class _Round:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
-    payloads: list | None = None  # set once complete, by rank
+    payloads: list | None = None  # by rank, once complete
 
 
 class Barrier:
-    """The barrier of the ranks of one launch.
-
-    Args:
-        size: the number of ranks.
-        timeout: seconds that a rank waits for a rank that is still running.
-        locate: returns a running rank's place in user code, for reports.
-    """
+    """``locate``: where a running rank is in user code."""
 
     def __init__(self, size: int, timeout: float, locate: Callable[[int], str]) -> None:
         self.size = size
-        self.failure: BaseException | None = None  # the first failure; all ranks must stop
+        self.failure: BaseException | None = None
         self._timeout = timeout
         self._locate = locate
         self._changed = threading.Condition()
@@ -66,12 +57,11 @@ class Barrier:
     def meet(self, rank: int, arrival: Arrival) -> list:
         """Waits until every rank has arrived with an equal key; returns all payloads by rank.
 
-        Raises:
-            RankStopped: another rank failed, or the ranks can never all arrive.
+        Raises RankStopped if another rank failed, or the ranks can never all arrive.
         """
         with self._changed:
             while rank in self._meeting.arrivals and self.failure is None:
-                self._changed.wait()  # another thread of this rank is waiting already
+                self._changed.wait()  # another thread of the rank
             self.raise_if_stopped()
             meeting = self._meeting
             if not meeting.arrivals:
@@ -92,23 +82,18 @@ class Barrier:
             return meeting.payloads
 
     def raise_if_stopped(self) -> None:
-        """Raises RankStopped in the calling rank if another rank failed."""
         if self.failure is not None:
             raise RankStopped
 
     def stop(self, failure: BaseException) -> None:
-        """Makes every rank stop at its next barrier, unless ranks are stopping already."""
+        """Makes every rank stop at its next barrier; only the first failure counts."""
         with self._changed:
             if self.failure is None:
                 self.failure = failure
                 self._changed.notify_all()
 
     def stop_mismatched(self, elsewhere: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Makes every rank stop, because ranks wait for each other at different places.
-
-        Args:
-            elsewhere: by rank, what the ranks wait for that are not at this barrier.
-        """
+        """``elsewhere``: what the ranks wait for that are not at this barrier."""
         with self._changed:
             text = f"ranks wait for each other at different places:\n{self.places(elsewhere)}"
             difference = _first_difference(self._meeting.arrivals)
@@ -121,7 +106,6 @@ class Barrier:
             self.stop(CollectiveMismatchError(text))
 
     def waiting(self) -> set[int]:
-        """The ranks that wait at this barrier."""
         with self._changed:
             return set(self._meeting.arrivals)
 
@@ -140,7 +124,7 @@ class Barrier:
                 ))  # fmt: skip
 
     def places(self, elsewhere: Mapping[int, str] = MappingProxyType({})) -> str:
-        """One line for each rank: what it waits for, or where it runs."""
+        """One line for each rank."""
         lines = []
         with self._changed:
             for rank in range(self.size):

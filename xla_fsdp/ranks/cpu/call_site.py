@@ -28,7 +28,7 @@ def of_frame(frame: FrameType) -> str:
 
 
 def here() -> str:
-    """The caller's place in user code; on autograd's thread, the place of its rank's thread."""
+    """On autograd's thread, the place of its rank's thread."""
     own = sys._getframe(1)
     context = current_rank()
     if _users(own) is None and context is not None:
@@ -37,11 +37,11 @@ def here() -> str:
 
 
 def of_thread(ident: int | None) -> str:
-    """Where a rank's thread is in user code; ``ident`` is ``None`` until the thread begins."""
+    """``ident`` is ``None`` until the thread begins."""
     if ident is None:
         return "the start of its function"
     frame = _users(sys._current_frames().get(ident))
-    # After a rank's function has returned or raised, its thread runs only this package and Python.
+    # After a rank's function, its thread runs only this package.
     return "the end of its function" if frame is None else text(frame)
 
 
@@ -52,8 +52,7 @@ def _users(frame: FrameType | None) -> FrameType | None:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether ``frame`` runs user code: of a file, or a function of a script that has none
-    (``python -``, ``python -c``, IPython)."""
+    """Also true for functions of a script without a file (``python -c``, IPython)."""
     code = frame.f_code
     if code.co_filename.startswith("<"):
         return frame.f_globals.get("__name__") == "__main__" and code.co_name != "<module>"
@@ -61,12 +60,10 @@ def is_users(frame: FrameType) -> bool:
 
 
 def is_library(filename: str) -> bool:
-    """Whether ``filename`` is not one of the user's files."""
     if filename.startswith(_PACKAGES) or filename.startswith("<"):
         return True
     return filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
 
 
 def text(frame: FrameType) -> str:
-    """The place of ``frame`` as messages show it."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

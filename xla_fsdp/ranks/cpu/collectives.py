@@ -1,13 +1,8 @@
 """The collectives and rendezvous of ``xm`` for CPU ranks, with the same signatures and results.
 
-On CPU, XLA connects programs that were compiled separately only at collectives with a channel id,
-and torch_xla accepts one only for all-gather and reduce-scatter. The other collectives are composed
-of these two. Every rank traces the same graph: values that depend on the rank are input data of
-the graph, so all ranks share one compiled program.
-
-torch_xla builds ``xm.rendezvous`` and ``xm.mesh_reduce`` from collectives over the payload's bytes.
-Here the ranks are in one process, so Python exchanges the payloads. They are pickled, so that ranks
-share no objects, as between processes.
+XLA connects separate programs only by collectives with a channel id, which torch_xla accepts only
+for all-gather and reduce-scatter: the others use these. Values that depend on the rank are input
+data, so that all ranks share one program.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from .session import Session
 Groups = Sequence[Sequence[int]] | None
 _Tensors = TypeVar("_Tensors", torch.Tensor, "torch.Tensor | list[torch.Tensor]")
 
-# A gathered value has the shape [g, ...]: g is the size of a group, and each member has one row.
+# Gathered values are [g, ...]: one row for each member.
 _REDUCE_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     xm.REDUCE_SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
     xm.REDUCE_MUL: lambda rows: rows.prod(0, dtype=rows.dtype),
@@ -47,7 +42,7 @@ def _fold(rows: torch.Tensor, combine: Callable) -> torch.Tensor:
 
 
 class Collectives:
-    """Methods that replace the functions of ``xla_model`` with the same names, for one session."""
+    """These methods replace the functions of ``xla_model`` with the same names."""
 
     NAMES = (
         *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"),
@@ -59,7 +54,6 @@ class Collectives:
         self._original = {name: getattr(xm, name) for name in self.NAMES}
 
     def replacements(self) -> dict[Callable, Callable]:
-        """Maps each original function to its replacement."""
         return {self._original[name]: getattr(self, name) for name in self.NAMES}
 
     def all_reduce(
@@ -70,7 +64,7 @@ class Collectives:
         groups: Groups = None,
         pin_layout: bool = True,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """See ``xm.all_reduce``: returns a new tensor for a tensor; reduces a list in place."""
+        """Returns a new tensor for a tensor; reduces a list in place."""
         tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         context = self._rank_of(tensors)
         if context is None or self._session.size == 1:  # torch_xla only copies
@@ -96,7 +90,6 @@ class Collectives:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """See ``xm.all_gather``: a tensor or a list of tensors, joined along ``dim``."""
         context = self._rank_of(value)
         if context is None or channel_id is not None:
             gathered = self._original["all_gather"](
@@ -119,7 +112,6 @@ class Collectives:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """See ``xm.reduce_scatter``: a tensor or a list of tensors."""
         context = self._rank_of(input)
         if context is None or channel_id is not None:
             mine = self._original["reduce_scatter"](
@@ -150,7 +142,7 @@ class Collectives:
         groups: Groups = None,
         pin_layout: bool = True,
     ) -> torch.Tensor:
-        """See ``xm.all_to_all``: member j's part i goes to member i, joined in order of j."""
+        """Member j's part i goes to member i, joined in order of j."""
         context = self._rank_of(value)
         if context is None:
             return self._original["all_to_all"](
@@ -177,7 +169,7 @@ class Collectives:
     def collective_permute(
         self, value: torch.Tensor, pairs: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """See ``xm.collective_permute``: ranks to which no rank sends get zeros."""
+        """Ranks to which no rank sends get zeros."""
         context = self._rank_of(value)
         if context is None:
             return self._original["collective_permute"](value, pairs)
@@ -190,7 +182,7 @@ class Collectives:
     def rendezvous(
         self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()
     ) -> list[bytes]:
-        """See ``xm.rendezvous``. Tags must be equal on all ranks (TPU only logs them)."""
+        """Tags must be equal on all ranks (TPU only logs them)."""
         if self._session.rank_of() is None:
             return self._original["rendezvous"](tag, payload, list(replicas))
         return self._exchange("xm.rendezvous", tag, payload, replicas)
@@ -198,19 +190,18 @@ class Collectives:
     def xla_rendezvous(
         self, payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
     ) -> list[bytes]:
-        """See ``xm.xla_rendezvous``."""
         if self._session.rank_of() is None:
             return self._original["xla_rendezvous"](payload, ordinals, tag)
         return self._exchange("xm.xla_rendezvous", tag, payload, ordinals)
 
     def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-        """See ``xm.mesh_reduce``: ``reduce_fn`` gets a copy of every rank's data, by rank."""
+        """``reduce_fn`` gets a copy of every rank's data, by rank."""
         if self._session.rank_of() is None:
             return self._original["mesh_reduce"](tag, data, reduce_fn)
         buffer = io.BytesIO()
         torch.save(xlac.tree_to_host(data), buffer)
         payloads = self._exchange("xm.mesh_reduce", tag, buffer.getvalue(), None)
-        # This process has just written these bytes, so loading any class from them is safe.
+        # Safe: this process wrote these bytes.
         return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])
 
     def _reduced(
@@ -221,8 +212,8 @@ class Collectives:
         scale: float,
         groups: Groups,
     ) -> list[torch.Tensor]:
-        """Gathers all tensors of a dtype in one collective: on CPU, calls cost more than bytes."""
-        reduced = list(tensors)  # each is replaced
+        """One collective for each dtype: on CPU, calls cost more than bytes."""
+        reduced = list(tensors)
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -260,7 +251,7 @@ class Collectives:
 
     def _groups(self, groups: Groups) -> list[list[int]]:
         if not groups:
-            return [list(range(self._session.size))]  # a channel id needs explicit groups
+            return [list(range(self._session.size))]  # a channel id needs groups
         return [list(map(int, group)) for group in groups]
 
     def _group_of(self, context: RankContext, groups: Groups) -> list[int]:
@@ -280,7 +271,7 @@ class Collectives:
         self, what: str, tag: str | None, payload: bytes, ordinals: Sequence[int] | None
     ) -> list[bytes]:
         context = self._session.rank_of()
-        assert context is not None  # as its callers have seen
+        assert context is not None
         if ordinals and len(ordinals) != self._session.size:
             raise ValueError(
                 f"{what}: only a rendezvous of all {self._session.size} ranks is supported, "
@@ -288,7 +279,7 @@ class Collectives:
             )
         if not isinstance(payload, bytes):
             raise TypeError(f"{what}: payload must be bytes, got {type(payload).__name__}")
-        torch_xla.sync()  # as on TPU, where a rendezvous is a separate program
+        torch_xla.sync()  # as on TPU
         return self._session.exchange(context, f"{what}({tag!r})", (what, tag), payload)
 
 
@@ -317,12 +308,11 @@ def _with_own_channel(
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:
-    # The index is uploaded as data: a constant would give each rank a different program.
+    # As data: a constant would be another program on each rank.
     return rows.index_select(0, torch.tensor([index]).to(rows.device))[0]
 
 
 def _for_each(inputs: _Tensors, output: Any, run: Callable) -> _Tensors:
-    """The result of ``run`` for a tensor, or those for a list; in ``output``, if it is given."""
     with torch.no_grad():
         if isinstance(inputs, torch.Tensor):
             return run(inputs) if output is None else output.copy_(run(inputs))

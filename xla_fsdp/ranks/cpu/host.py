@@ -26,7 +26,7 @@ from .rng import GeneratorOfThisRank
 from .runtime import CpuRuntime
 from .session import Session, drop_pending, wait_for_programs
 
-# A failed launch returns within 5 seconds. Ranks that have not ended by then are left running.
+# A failed launch returns within 5 seconds, even if ranks have not ended.
 _INTERRUPT_AFTER = 1.5
 _LEAVE_AFTER = 3.5
 _POLL_SECONDS = 0.2
@@ -35,14 +35,9 @@ _POLL_SECONDS = 0.2
 def run_ranks(
     runtime: CpuRuntime, fn: Callable, args: Sequence, size: int, timeout: float, slices: int = 1
 ) -> list[Any]:
-    """Runs ``fn(rank, *args)`` on ``size`` threads, which simulate ``slices`` TPU slices.
+    """Returns the results by rank.
 
-    Returns the results by rank.
-
-    Raises:
-        RankError: a rank failed, or the ranks waited at different barriers.
-        Preempted: all ranks ended with it.
-        KeyboardInterrupt: Ctrl-C was pressed; the ranks are stopped first.
+    Raises RankError, Preempted if all ranks ended with it, or KeyboardInterrupt.
     """
     runtime.start(size)
     runtime.gate.open_for(size)
@@ -59,7 +54,7 @@ def run_ranks(
         for thread in threads:
             thread.start()
         _wait(session, threads, ended)
-    except BaseException as error:  # most likely KeyboardInterrupt
+    except BaseException as error:
         session.barrier.stop(error)
         _wait(session, threads, ended)
     finally:
@@ -68,8 +63,7 @@ def run_ranks(
         xm.set_rng_state(caller_seed, caller_device)
     failure = session.barrier.failure or session.preempted
     if failure is not None and not runtime.leftover:
-        # The failure has the frames of the ranks, and so their models: only its receiver may refer
-        # to it. Threads that a rank has started must still stop.
+        # The failure refers to the ranks' models: only its receiver may keep it.
         session.barrier.failure, session.preempted = RankStopped(), None
     try:
         if failure is not None:
@@ -100,19 +94,15 @@ def _wait(session: Session, threads: list[_RankThread], ended: threading.Semapho
 
 
 def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
-    # Takes effect at the thread's next bytecode: this ends loops, not calls into C++.
-    assert thread.ident is not None  # the thread was started
+    # Takes effect at the next bytecode: this ends loops, not calls into C++.
+    assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
     )
 
 
 def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
-    """A ``sys.unraisablehook`` for interrupts that Python discards.
-
-    An interrupt that arrives inside of a ``__del__``, for example a data loader's, ends only that
-    method. This hook prints nothing and interrupts the rank again.
-    """
+    """Interrupts again, because an interrupt inside of a ``__del__`` ends only that method."""
 
     def hook(unraisable: Any) -> None:
         if unraisable.exc_type is not RankStopped:
@@ -126,18 +116,18 @@ def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
 
 def _install(session: Session, patches: Patches, seed: int) -> None:
     devices = xm.get_xla_supported_devices()
-    # These are device names, although torch_xla's annotation differs.
+    # Device names, although torch_xla's annotation differs.
     replicas = xm.xla_replication_devices(devices)  # type: ignore[arg-type]
     xlac.set_replication_devices(replicas)
     for device in devices:
         xlac.set_collective_token(device, None)
         xm.set_rng_state(seed, device)
-        xlac.drop_step_closures(device)  # of an earlier launch
-    # torch_xla caches these for the process, so the values may be from before the launch.
+        xlac.drop_step_closures(device)
+    # torch_xla caches these for the process.
     patches.replace(xlac.WORLD_SIZE, None)
     patches.replace(xlac.ORDINAL, None)
     _replace_sync_points(session, patches)
-    # AOTAutograd fills tables of the process, and asserts that nobody fills them at the same time.
+    # AOTAutograd's tables are not thread-safe.
     one_rank, capture = threading.RLock(), xlac.capture_scan.value
 
     def capture_alone(*args: Any, **kwargs: Any) -> Any:
@@ -154,10 +144,7 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
 
 
 def _replace_sync_points(session: Session, patches: Patches) -> None:
-    """Replaces the functions of torch_xla that cut a graph by functions that call the session.
-
-    torch_xla looks these functions up by name, so this affects every cut that Python makes.
-    """
+    """torch_xla looks these functions up by name: this affects every cut that Python makes."""
     sync_device = xlac.sync_device.value
     sync_tensors = xlac.sync_tensors.value
     copy_to_host = xlac.copy_to_host.value
@@ -194,7 +181,7 @@ def _replace_sync_points(session: Session, patches: Patches) -> None:
         return session.fetch(context, what, tensors, lambda: copy_to_host(tensors))
 
     def start_as_same_rank(thread: threading.Thread) -> None:
-        # A thread, for example a data loader's, belongs to the rank that started it.
+        # A thread belongs to the rank that started it.
         context = current_rank()
         if context is not None:
             run = thread.run
@@ -204,7 +191,7 @@ def _replace_sync_points(session: Session, patches: Patches) -> None:
                 try:
                     with RankMode(session, context):
                         run()
-                finally:  # this function and the thread refer to each other
+                finally:  # breaks a reference cycle
                     vars(thread).pop("run", None)
 
             vars(thread)["run"] = run_as_rank
@@ -240,9 +227,8 @@ def _clean_up(
 def _skip_destructors() -> None:
     """Makes the process end with its exit status, but without waiting for XLA.
 
-    torch_xla's exit handler and the C++ static destructors would wait for programs that never end.
-    So ``_exit`` is registered as an ``on_exit`` handler. glibc runs these handlers in reverse order
-    of registration, and passes the exit status as the first argument.
+    Exit handlers would wait for programs that never end. glibc runs ``on_exit`` handlers in reverse
+    order, with the exit status as first argument.
     """
     xlac.skip_exit_handler()
     libc = ctypes.CDLL(None)
@@ -250,14 +236,7 @@ def _skip_destructors() -> None:
 
 
 class _RankThread(threading.Thread):
-    """Runs ``fn(rank, *args)`` as one rank.
-
-    It is a daemon, so that a rank that is stuck in C++ does not keep the process from ending.
-
-    Attributes:
-        result: the return value of ``fn``, with its XLA tensors moved to the CPU.
-        interrupted: whether :class:`RankStopped` was raised in this thread.
-    """
+    """A daemon, so that a rank in C++ does not keep the process from ending."""
 
     def __init__(
         self,
@@ -285,17 +264,17 @@ class _RankThread(threading.Thread):
                 _adopt_autograd_thread(session, context)
                 value = self._call()
                 results = [t for t in tensors_in(value) if t.device.type == "xla"]
-                if results:  # all in one program
+                if results:
                     session.sync_tensors(context, "its function returned", results)
                 self.result = map_tensors(lambda t: t.detach().cpu() if t.is_xla else t, value)
                 session.finish(context)
         except RankStopped:
             pass
-        except BaseException as error:  # the caller of launch gets every error
+        except BaseException as error:
             session.barrier.stop(_rank_error(session, context, error))
         finally:
             _set_current_rank(None)
-            # The caller may keep the error, and so this frame, which must not keep the model.
+            # The caller may keep the error, and so this frame, but must not keep the model.
             del self._fn, self._fn_args
             self._on_end()
 
@@ -303,7 +282,7 @@ class _RankThread(threading.Thread):
         try:
             return self._fn(self._context.rank, *self._fn_args)
         except Preempted as error:
-            # All ranks end with it, as with a return. Then launch raises it.
+            # Launch raises it when all ranks have ended.
             self._session.preempted = error
             return None
         except SystemExit as error:
@@ -327,7 +306,6 @@ def _rank_error(session: Session, context: RankContext, error: BaseException) ->
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    # The frames above the user's function do not explain the error.
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename == __file__:
         first = first.tb_next
@@ -335,7 +313,7 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _adopt_autograd_thread(session: Session, context: RankContext) -> None:
-    """Assigns autograd's thread for the rank's device, which outlives the launch, to the rank."""
+    """That thread outlives the launch."""
 
     def adopt() -> None:
         if threading.get_ident() != context.thread:

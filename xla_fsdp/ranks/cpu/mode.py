@@ -1,18 +1,9 @@
 """A torch function mode that changes some operators on the threads of a rank.
 
-It looks each operator up in one or two dictionaries:
-
-- reading values (``.item()``, ``print``) runs pending collectives together with the other ranks;
-- sampling random numbers on the CPU uses the rank's random state;
-- the initial values of optimizer state become device data;
+- Reading values (``.item()``, ``print``) runs pending collectives together with the other ranks.
+- Sampling random numbers on the CPU uses the rank's random state.
+- The initial values of optimizer state become device data.
 - ``backward`` passes the mode on to autograd's thread.
-
-Types with ``answers_first``, those of sharded parameters, handle an operator before this mode does;
-the operators that they call come to this mode again.
-
-torch disables the mode inside of a Python function that it is called for (``torch.nn.init``,
-functions of other libraries, and those with which a library replaces torch's). So a dispatch mode,
-one level below, finds the operators in such a function that sample random numbers on the CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +39,7 @@ FACTORIES: set[Callable] = {*_CONSTANTS, torch.full_like}
 
 
 class RankMode(TorchFunctionMode):
-    """The mode, active on every thread of a rank."""
+    """Types with ``answers_first`` (sharded parameters) handle an operator before the mode."""
 
     def __init__(self, session: Session, context: RankContext) -> None:
         super().__init__()
@@ -62,7 +53,7 @@ class RankMode(TorchFunctionMode):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if types and torch._C._is_torch_function_enabled():  # a type does not call itself
+        if types and torch._C._is_torch_function_enabled():
             for kind in types:
                 # The type may run a collective, so no lock of a read may be held here.
                 if getattr(kind, "answers_first", False):
@@ -78,7 +69,7 @@ class RankMode(TorchFunctionMode):
 
 
 class _DrawsInside(TorchDispatchMode):
-    """Makes operators inside of a Python function that sample on the CPU use the rank's state."""
+    """Finds operators that sample in Python functions, where torch disables RankMode."""
 
     def __init__(self, mode: RankMode) -> None:
         super().__init__()
@@ -109,14 +100,14 @@ def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     value = args[0] if args else None
     if isinstance(value, torch.Tensor) and value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
         if func in _LOWERED:
-            return func(*args, **kwargs)  # sampled on the device, from the device's state
-        # The operator falls back to the CPU: no collective may run while the generator is locked.
+            return func(*args, **kwargs)
+        # Runs on the CPU: no collective may run while the generator is locked.
         mode.session.before_read(mode.context, _name(func), xla_tensors((args, kwargs)))
     return mode.session.generators.run(mode.context, func, args, kwargs)
 
 
 def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Calls a factory function; inside an optimizer's step its result becomes device data."""
+    """Inside an optimizer's step the result becomes device data."""
     value = func(*args, **kwargs)
     if not mode.context.stepping or torch.is_grad_enabled() or value.device.type != "xla":
         return value
@@ -133,8 +124,7 @@ def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _backward(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    # Autograd's threads use the modes that are active when backward starts. torch has disabled
-    # this one for the call of this function.
+    # Autograd's threads use the active modes, but torch has disabled this one for the call.
     with mode:
         return _plain_backward(*args, **kwargs)
 
@@ -152,12 +142,7 @@ def _plain_backward(
 class FreshState:
     """Makes new optimizer state device data, so that all steps run the same program.
 
-    An optimizer creates its state in the first step that needs it. On a lazy device the initial
-    zeros would be constants in the program of that step, and input data in that of the next: XLA
-    would compile two programs and run the first one once. CPU ranks compile on the cores that they
-    train on. So hooks mark ranks that are in an optimizer's step, until they are removed, and
-    tensors that the step fills with a constant are put on the device. Their values are the same.
-    Computations that an optimizer does only in its first step still need another program.
+    Initial zeros would be constants in the first step's program, and input data in the next.
     """
 
     def __init__(self, session: Session) -> None:
@@ -176,8 +161,7 @@ class FreshState:
         context = current_rank()
         if context is None or context.as_on_tpu:
             return
-        # A step that raises leaves it set. Until the next step, more constants than necessary
-        # become data, which is harmless.
+        # If a step raises, this stays set, which is harmless.
         context.stepping = True
         if optimizer not in self._known[context.rank]:
             self._known[context.rank].add(optimizer)
@@ -205,7 +189,7 @@ class FreshState:
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> None:
-    # Without dampening, the first momentum is the gradient; a momentum of zeros gives the same.
+    # Without dampening, a first momentum of zeros gives the same result.
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
@@ -222,7 +206,7 @@ def reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
         return not args[0].is_xla
     if func is torch.tensor:
         return True
-    # .to(), .type(), as_tensor: only a move off the device reads.
+    # Only a move off the device reads.
     for value in (*args[1:], *kwargs.values()):
         if isinstance(value, torch.Tensor):
             value = value.device
@@ -268,8 +252,8 @@ READS = _MAY_READ | _collect({
         "nonzero unique __dlpack__ masked_select",
     torch: "tensor is_nonzero equal allclose nonzero unique masked_select",
 })  # fmt: skip
-# torch_xla has no kernel for these operators and computes them on the CPU. The list need not be
-# complete: an operator that is missing here cuts the graph unseen, which works if all ranks do it.
+# torch_xla computes these on the CPU. A missing operator cuts the graph unseen, which works if all
+# ranks do it.
 _CPU_ONLY = "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
 READS |= _collect({
     torch: _CPU_ONLY,
@@ -278,7 +262,7 @@ READS |= _collect({
     F: "fold grid_sample huber_loss multi_margin_loss unfold",
 })  # fmt: skip
 
-# Every operator that torch tags as sampling from a generator, and the Python functions over them.
+# Operators that torch tags as sampling, and functions over them.
 _RANDOM = (
     "alpha_dropout bernoulli binomial cauchy dropout exponential feature_alpha_dropout "
     "feature_dropout geometric gru gru_cell log_normal lstm multinomial native_dropout normal "
@@ -306,7 +290,7 @@ _LOWERED = _collect({
        "feature_alpha_dropout multi_head_attention_forward gumbel_softmax",
 })  # fmt: skip
 
-# Python functions of torch that sample no random numbers, unless they are in _SPECIAL too.
+# These do not sample, unless in _SPECIAL too.
 _TORCHS_OWN = {
     value
     for owner in (F, torch, torch.functional, torch.Tensor)

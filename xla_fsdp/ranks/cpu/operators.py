@@ -1,10 +1,7 @@
 """Looks up the Python objects of torch's operators before the threads of ranks start.
 
-When a dispatch mode first receives an operator, torch looks up its Python object and stores it in
-the operator, without a lock. If two ranks do so at the same time, torch raises ``expected !=
-self_interpreter`` ("PyHandleCache.h"), or reads a pointer that is not set yet, which ends the
-process. Four threads that call each operator at the same time reproduce it within seconds
-(``test_rank_operators``). After this look-up it does not happen.
+torch does so without a lock: two ranks at the same time raise ``expected != self_interpreter``
+("PyHandleCache.h") or crash.
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _ATEN = "aten::"
 _TO_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.PythonTLSSnapshot
-)  # so that the mode is called before any kernel
+)  # calls the mode first
 
 
 class _Seen(Exception):
-    """Raised when the mode receives an operator, so that the operator does not run."""
+    """Keeps the operator from running."""
 
 
 class _Stop(TorchDispatchMode):
@@ -32,7 +29,7 @@ class _Stop(TorchDispatchMode):
 
 @functools.cache
 def look_up_operators() -> None:
-    """Makes torch store the Python object of each operator, once in a process (0.5 s)."""
+    """Once in a process (0.5 s)."""
     tensor = torch.ones(1)
     values = {
         "Tensor": tensor, "List[Tensor]": [tensor], "List[Optional[Tensor]]": [tensor], "int": 1,
@@ -50,5 +47,5 @@ def look_up_operators() -> None:
                 given = {a.name: values.get(str(a.type)) for a in needed}
                 args = [given.pop(a.name) for a in needed if not a.kwarg_only]
                 operator.redispatch(_TO_MODES, *args, **given)
-            except Exception:  # torch requires other arguments for this operator
+            except Exception:  # it requires other arguments
                 continue

@@ -12,13 +12,10 @@ _MISSING = object()
 
 
 class Patches:
-    """A list of replaced attributes, which :meth:`undo` restores in reverse order."""
-
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __bool__(self) -> bool:
-        """Whether an attribute is replaced."""
         return bool(self._undo)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
@@ -27,7 +24,6 @@ class Patches:
         self._undo.append((owner, name, original))
 
     def replace(self, attribute: PrivateAttribute, value: Any) -> None:
-        """Replaces a private attribute of torch_xla."""
         self.set(attribute.owner, attribute.name, value)
 
     def set_everywhere(self, replacements: dict[Callable, Callable]) -> None:

@@ -1,9 +1,4 @@
-"""A random state for each rank, in the one CPU generator that all threads share.
-
-torch samples from one generator for the process. Each rank keeps the state that it would have in a
-separate process. A rank that samples takes the lock and, if another rank sampled last, first swaps
-its own state in.
-"""
+"""A random state for each rank, in the one CPU generator that all threads share."""
 
 from __future__ import annotations
 
@@ -17,12 +12,12 @@ from ..rank import RankContext, current_rank
 
 
 class RankGenerators:
-    """The states of one launch. Every rank starts with the caller's current state."""
+    """Every rank starts with the caller's current state."""
 
     def __init__(self, contexts: list[RankContext]) -> None:
         self._generator = torch.default_generator
         self._lock = threading.RLock()
-        self._owner: RankContext | None = None  # None: the caller of launch, or a thread of no rank
+        self._owner: RankContext | None = None  # None: a thread of no rank
         start = self._generator.get_state()
         self._states: dict[RankContext | None, torch.Tensor] = {c: start for c in contexts}
 
@@ -40,11 +35,10 @@ class RankGenerators:
             return fn(*args, **kwargs)
 
     def restore_caller(self) -> None:
-        """Restores the state of the caller of launch."""
         self.run(None, lambda: None)
 
     def _swap(self, context: RankContext | None) -> None:
-        # The two calls below only pass tensors on; no mode may intercept them.
+        # No mode may intercept these.
         with torch._C.DisableTorchFunction():
             self._states[self._owner] = self._generator.get_state()
             self._generator.set_state(self._states[context])
@@ -52,11 +46,7 @@ class RankGenerators:
 
 
 class GeneratorOfThisRank:
-    """Replaces ``torch.random.default_generator``.
-
-    ``torch.manual_seed`` and the other functions of ``torch.random`` then change the state of the
-    rank that calls them.
-    """
+    """Replaces ``torch.random.default_generator``, for ``torch.manual_seed`` and the like."""
 
     def __init__(self, generators: RankGenerators, generator: torch.Generator) -> None:
         self._generators = generators

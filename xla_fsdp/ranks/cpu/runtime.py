@@ -17,7 +17,7 @@ from .operators import look_up_operators
 from .session import drop_pending, wait_for_programs
 from .start_gate import StartGate
 
-# Launching or simulating ranks changes global state of torch_xla, for the entire process.
+# Both launching and simulating ranks change torch_xla's global state.
 ONE_AT_A_TIME = threading.Lock()
 
 MAX_RANKS = 8
@@ -30,7 +30,6 @@ class CpuRuntime:
     Attributes:
         launching: a lock, held for the duration of a launch.
         leftover: rank threads that a failed launch could not stop.
-        gate: where programs with collectives wait for each other.
         unfinished: the ranks of the failed launch, whose collectives are still on the devices.
     """
 
@@ -43,11 +42,7 @@ class CpuRuntime:
         self._anchors: list[torch.Tensor] = []
 
     def size_for(self, num_devices: int | None) -> int:
-        """The number of ranks to run.
-
-        Raises:
-            ValueError, TypeError: ``num_devices`` or ``CPU_NUM_DEVICES`` is not 1 to 8.
-        """
+        """Raises ValueError or TypeError unless the number of ranks is 1 to 8."""
         if num_devices is not None:
             return _checked(num_devices, "num_devices")
         if xlac.runtime_has_started():
@@ -65,10 +60,8 @@ class CpuRuntime:
     def start(self, size: int) -> None:
         """Starts the runtime with ``size`` devices, or checks the one that is running.
 
-        Raises:
-            RuntimeError: the runtime was started with another number of devices or without the
-                settings that ranks need, or ranks of an earlier launch are still stuck in it, or
-                a backward ran before the runtime started.
+        Raises RuntimeError if that has other devices or settings, ranks are stuck in it, or a
+        backward ran before it started.
         """
         self.leftover = [thread for thread in self.leftover if thread.is_alive()]
         if self.leftover:
@@ -88,7 +81,7 @@ class CpuRuntime:
             require_folder_is_chosen()
             os.environ.update(settings)
             self._started_here = True
-            found = xr.addressable_device_count()  # starts it
+            found = xr.addressable_device_count()
         else:
             found = xr.addressable_device_count()
         if found != size:
@@ -119,14 +112,13 @@ class CpuRuntime:
             ) from error
 
     def wait_for_autograd_threads(self) -> None:
-        """Waits until autograd's threads hold no Python object.
+        """Waits until autograd's threads hold no Python object: else a process that ends may abort.
 
-        ``backward`` returns before its thread releases its Python objects. A process that ends
-        meanwhile would abort, because the thread cannot take the GIL any more. The thread runs its
-        tasks in order, so it is enough to wait for one more task without Python objects.
+        ``backward`` returns before its thread has released them. The thread runs its tasks in
+        order, so waiting for one more task is enough.
         """
         if not self._anchors:
-            # 0 and 1 would be constants, which the first program would have to compute.
+            # 0 and 1 would be constants.
             self._anchors = [
                 torch.full((), 0.5, device="cpu").to(device).requires_grad_()
                 for device in torch_xla.devices()
@@ -140,7 +132,7 @@ def _settings(size: int) -> dict[str, str]:
     return {
         xenv.PJRT_DEVICE: "CPU",
         "CPU_NUM_DEVICES": str(size),
-        # Each waiting collective blocks one thread in torch_xla's pool and one in XLA's.
+        # Each waiting collective blocks a thread of torch_xla's pool and of XLA's.
         "XLA_THREAD_POOL_SIZE": _at_least("XLA_THREAD_POOL_SIZE", 2 * size),
         "NPROC": _at_least("NPROC", 4 * size),
         # Freeing a donated buffer waits for its program while it holds the GIL: ranks deadlock.

@@ -1,9 +1,8 @@
 """One CPU launch: its ranks, and how they cut their graphs together.
 
-A cut is any point where pending operations become a running program: ``torch_xla.sync()``,
-``.item()``, ``xm.save``. A cut without collectives concerns one rank only and does not wait. At a
-cut with collectives all ranks wait at a barrier first, which raises where XLA would hang. Then rank
-0 dispatches (and compiles) its program, and the others find it in the compile cache.
+A cut makes pending operations a running program: ``torch_xla.sync()``, ``.item()``, ``xm.save``. At
+a cut with collectives all ranks meet at a barrier, which raises where XLA would hang. Then rank 0
+compiles and dispatches its program, and the others find it in the compile cache.
 """
 
 from __future__ import annotations
@@ -39,15 +38,11 @@ _COLLECTIVE_NODE = re.compile(
 
 
 class Session:
-    """The ranks of one launch on this process's CPU devices.
+    """The ranks of one launch; rank r runs on device ``xla:r``.
 
     Attributes:
-        contexts: one for each rank; rank r runs on device ``xla:r``.
-        barrier: where the ranks wait for each other.
-        generators: the random states of the ranks.
         dispatching: the ranks that must not be interrupted, because others need their program.
         expected: for each rank, the number of programs with collectives that it has dispatched.
-        gate: where these programs wait for those of the other ranks.
         preempted: the exception that ended the ranks' functions, if the machine is preempted.
     """
 
@@ -58,7 +53,7 @@ class Session:
         self.contexts = contexts = [
             RankContext(r, size, torch.device("xla", r), store, parts) for r in range(size)
         ]
-        # It must not refer to this object, which would then stay until a garbage collection.
+        # Without a reference to this object, which would be a reference cycle.
         self.barrier = Barrier(
             size, timeout, lambda rank: call_site.of_thread(contexts[rank].thread)
         )
@@ -66,7 +61,7 @@ class Session:
         self.dispatching = [False] * size
         self.expected = [0] * size
         self.preempted: Preempted | None = None
-        # torch_xla's original functions: during the launch the names in the module are replaced.
+        # The originals, which a launch replaces.
         self._step_marker = xlac.sync_device.value
         self._sync_multi = xlac.sync_tensors.value
         self._real_devices = xm.xla_real_devices()  # "CPU:0", ...
@@ -76,7 +71,7 @@ class Session:
                 context.chain_collectives(_start_of_program(gate, context.rank, context.device))
 
     def rank_of(self, device: Any = None) -> RankContext | None:
-        """The rank of this thread, else of ``device``; ``None`` if neither belongs to a rank."""
+        """The rank of this thread, else of ``device``, if any."""
         context = current_rank()
         if context is not None:
             return context
@@ -89,14 +84,14 @@ class Session:
         return self.contexts[index] if index < self.size else None
 
     def adopt_thread(self, context: RankContext) -> None:
-        """Assigns this thread to the rank ``context``, and sets its default XLA device."""
+        """Assigns this thread to a rank, and sets its default XLA device."""
         _set_current_rank(context)
         xlac.set_default_device(str(context.device))
 
     def sync(
         self, context: RankContext, device: str, devices: list[str], wait: bool, reset_scope: bool
     ) -> None:
-        """``torch_xla.sync``: runs all that is pending on the device, as one program."""
+        """Runs all that is pending on the device, as one program."""
         self.barrier.raise_if_stopped()
         pending = context.pending
         if not pending:
@@ -105,7 +100,7 @@ class Session:
         self._run_all(
             context,
             _arrival("torch_xla.sync()", "sync", pending),
-            # Waiting here would keep rank 0 from letting the others dispatch.
+            # Rank 0 must not wait here: others could not dispatch.
             lambda: self._step_marker(device, devices, wait=False, reset_scope=reset_scope),
         )
         if wait:
@@ -120,10 +115,7 @@ class Session:
         wait: bool = False,
         sync_xla_data: bool = True,
     ) -> None:
-        """Runs the pending graph of only ``tensors`` as a program (``xm.save``, results).
-
-        Collectives stay pending, because other tensors may need them again.
-        """
+        """Runs the pending graph of ``tensors`` only; collectives stay pending for others."""
         self.barrier.raise_if_stopped()
         nodes = self._collectives_in(context, tensors)
         if nodes:
@@ -149,18 +141,15 @@ class Session:
     ) -> _T:
         """Runs the pending graph of ``tensors`` and returns the result of ``read()``.
 
-        If the graph contains collectives, all that is pending on the device is run, as by
-        ``torch_xla.sync()``. If only the tensors were computed, the collectives would stay pending
-        and the next program would run them again: in a loop that reads without a sync, programs
-        would grow with every iteration. Without collectives only the tensors are computed, so a
-        single rank can print a finished loss without waiting for others.
+        With collectives, all that is pending runs: otherwise later programs would run them again.
+        Without collectives no rank waits for others.
         """
         self.before_read(context, what, tensors)
         with self._reading:
             return read()
 
     def before_read(self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Computes ``tensors``, so that reading them waits for nothing; see :meth:`fetch`."""
+        """Computes ``tensors``, so that reading them waits for nothing."""
         if self._collectives_in(context, tensors):
             self._run_all(
                 context,
@@ -169,14 +158,13 @@ class Session:
             )
             xlac.set_collective_token(str(context.device), None)
         elif tensors and any(xlac.are_pending(list(tensors))):
-            with self._reading:  # the second rank finds the program of the first in the cache
+            with self._reading:  # the second rank finds the program in the cache
                 self._sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
-        # If two ranks read tensors that are still being computed, torch_xla crashes in about one
-        # of 2000 launches on a loaded machine. So ranks wait for the values and read in turn.
+        # If two ranks read tensors that are still being computed, torch_xla crashes in about one of
+        # 2000 launches on a loaded machine.
         self._wait_for_device(context)
 
     def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
-        """Returns every rank's ``payload``, by rank."""
         return self.barrier.meet(
             context.rank, Arrival(what, ("exchange", *key), call_site.here(), payload=payload)
         )
@@ -184,8 +172,7 @@ class Session:
     def finish(self, context: RankContext) -> None:
         """Waits for the other ranks after this rank's function has returned.
 
-        Pending operations are not run: the program would depend on which tensors are still alive,
-        and so on the garbage collector of the process.
+        Pending operations are not run: which ones there are depends on the garbage collector.
         """
         arrival = _arrival("its function returned", "finish", context.pending)
         self.barrier.meet(context.rank, arrival)
@@ -193,9 +180,8 @@ class Session:
     def stop_if_deadlocked(self) -> None:
         """Stops the ranks if one runs a program that the others cannot run.
 
-        An operator that torch_xla computes on the CPU cuts the graph inside of XLA, where no hook
-        detects it. If the program of that cut has collectives and all other ranks wait at the
-        barrier, none of them can start the matching program.
+        An operator that torch_xla computes on the CPU cuts the graph where no hook detects it.
+        Ranks at the barrier cannot start the matching program.
         """
         unseen, waiting = [], self.barrier.waiting()
         for rank, (started, expected) in enumerate(
@@ -216,7 +202,7 @@ class Session:
     def _run_all(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
     ) -> None:
-        # Stays alive until the program is dispatched, so that the program includes all collectives.
+        # Must live until the dispatch: the program then includes all collectives.
         end = None if context.order is None else context.order.end()
         self._together(context, arrival, dispatch)
         del end
@@ -225,18 +211,17 @@ class Session:
     def _together(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
     ) -> None:
-        # One program with collectives at a time: the next one has the same channel ids, and XLA
-        # would connect the collectives of both.
+        # One program with collectives at a time: channel ids repeat.
         self._wait_for_device(context)
         leads = context.rank == 0
-        own = Future[bool]() if leads else None  # whether rank 0 has dispatched its program
+        own = Future[bool]() if leads else None
         dispatched = self.barrier.meet(context.rank, replace(arrival, payload=own))[0]
         self.dispatching[context.rank] = True
-        # Not the previous number plus one: an operator may have run a program that no hook detects.
+        # Not the previous number plus one: an operator may have run an undetected program.
         if context.order is not None:
             self.expected[context.rank] = self.gate.started[context.rank] + 1
         try:
-            # Nothing may interrupt a rank in this block, because other ranks wait for it.
+            # Nothing may interrupt a rank in this block, because others wait for it.
             if leads:
                 try:
                     dispatch()
@@ -248,7 +233,7 @@ class Session:
                 dispatch()
         finally:
             self.dispatching[context.rank] = False
-        # A rank that continued could block while it holds the GIL, so all ranks dispatch first.
+        # All ranks dispatch first: one that continued could block while it holds the GIL.
         self.barrier.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
 
     def _collectives_in(
@@ -264,7 +249,7 @@ def _start_of_program(
     gate: StartGate, rank: int, device: torch.device
 ) -> Callable[[], torch.Tensor]:
     def start() -> torch.Tensor:
-        # As data and not as a constant, so that all ranks share one program.
+        # As data: all ranks share one program.
         number = torch.tensor([rank], dtype=torch.int32)
         sent: Any = xm.send_cpu_data_to_device([number], device)
         return gate.wait_for_all(sent[0])
@@ -278,10 +263,7 @@ def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:
 
 
 def wait_for_programs(failed: bool) -> None:
-    """Waits until no program runs, so that the next launch's gate sees only its own programs.
-
-    ``failed``: whether the launch failed, so that its programs may end with an error.
-    """
+    """Programs of a ``failed`` launch may end with an error."""
     for device in xm.xla_real_devices():
         with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
             xm.wait_device_ops([device])
@@ -290,8 +272,7 @@ def wait_for_programs(failed: bool) -> None:
 def drop_pending(contexts: Sequence[RankContext]) -> None:
     """Removes unfinished collectives from the devices at the end of a launch.
 
-    Their values can never be computed. Tensors that the user's code still holds are filled with NaN
-    (integers: zero); all other pending values become placeholders.
+    The user's tensors are filled with NaN (integers: zero).
     """
     devices = {str(context.device) for context in contexts if context.pending}
     for context in contexts:
@@ -303,8 +284,8 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
     lost = [
         value
         for value in gc.get_objects()
-        if issubclass(type(value), torch.Tensor)  # isinstance would ask objects for __class__
-        # Check is_xla before value.device: tensors that autograd has released have no device.
+        if issubclass(type(value), torch.Tensor)  # isinstance queries __class__
+        # Tensors that autograd has released have no device.
         and value.is_xla
         and not has_own_operators(type(value))
         and str(value.device) in devices

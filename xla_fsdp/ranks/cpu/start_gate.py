@@ -1,12 +1,8 @@
 """Makes programs with collectives wait until the programs of all ranks have started.
 
-XLA's CPU client ends the process when a rank waits 10 seconds in a collective, and no setting
-changes this. A rank with a different program may compile for longer than that while the others
-wait. So a program begins with a custom call that waits here, without a limit, until the program of
-every rank has started. From there on, only the programs' computations count towards the limit.
-
-The call is a handler of XLA's foreign function interface (a C interface, ``xla/ffi/api/c_api.h``).
-torch_xla does not export the function that gives access to it, so it is found by its symbol.
+XLA's CPU client ends the process after 10 seconds in a collective, while another rank may compile
+for longer. So a program begins with a custom call, a handler of XLA's foreign function interface
+(``xla/ffi/api/c_api.h``), that waits here without a limit.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from ... import xlac
 
 _NAME = b"xla_fsdp.start_gate"
 _PLATFORM = b"Host"
-_TYPED = 4  # version of custom calls that call such handlers
+_TYPED = 4  # version of custom calls
 
 _VERSION = (0, 1)  # of the interface
 _METADATA = 1  # kind of extension
@@ -30,11 +26,7 @@ _ABORTED = 10  # code of an error
 
 
 class StartGate:
-    """The gate of this process's runtime.
-
-    Attributes:
-        started: how many programs with collectives each rank has started in this launch.
-    """
+    """``started``: programs with collectives of each rank in this launch."""
 
     def __init__(self) -> None:
         self.started: list[int] = []
@@ -45,11 +37,7 @@ class StartGate:
         self._registered = False
 
     def open_for(self, size: int) -> None:
-        """Prepares the gate for a launch of ``size`` ranks.
-
-        Raises:
-            NotImplementedError: this torch_xla does not support several ranks on CPU.
-        """
+        """Raises NotImplementedError if torch_xla does not support several ranks on CPU."""
         if size > 1 and not self._registered:
             _register(self._handler)
             self._registered = True
@@ -59,21 +47,16 @@ class StartGate:
             self._closed = False
 
     def close(self) -> None:
-        """Ends waiting programs with an error, because the launch failed."""
+        """Ends waiting programs with an error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def is_waiting(self, rank: int) -> bool:
-        """Whether a program of ``rank`` waits for programs of other ranks."""
         return rank in self._waiting
 
     def wait_for_all(self, rank: torch.Tensor) -> torch.Tensor:
-        """Waits in the program until those of all ranks have started; its value is then false.
-
-        Args:
-            rank: this rank's number as data of its device, int32 of shape ``(1,)``.
-        """
+        """Waits in the program, then is false; ``rank``: int32 of shape ``(1,)``."""
         name = _NAME.decode()
         return xlac.custom_call([rank], name, [[]], [torch.bool], True, "", _TYPED, {})[0]
 
@@ -95,7 +78,7 @@ class StartGate:
         return frame.api[0].create_error(byref(error))
 
     def _enter(self, rank: int) -> bool:
-        """Waits for the programs of all ranks; false if the launch failed meanwhile."""
+        """Returns false if the launch failed meanwhile."""
         with self._changed:
             if not 0 <= rank < len(self.started) or self._closed:
                 return False
@@ -144,7 +127,6 @@ class _RegisterArguments(ctypes.Structure):
     _fields_ = [
         *(("size", c_size_t), ("extension", c_void_p)),
         *(("name", _Bytes), ("platform", _Bytes)),
-        # Handlers by stage.
         *(("instantiate", c_void_p), ("prepare", c_void_p), ("initialize", c_void_p)),
         *(("execute", c_void_p), ("traits", c_uint32)),
     ]

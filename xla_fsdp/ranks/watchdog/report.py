@@ -18,14 +18,10 @@ class RankPlace:
     """The place and progress of one rank.
 
     Attributes:
-        rank: its number.
         steps: the number of syncs of its process.
         silent: the minimum number of seconds without a sign of life; 0 if it answers.
-        what: a description of what it is doing.
-        where: ``file:line`` in user code, or ``""``.
-        stack: its stack as text, or ``""``.
+        what, where: what it does, and ``file:line`` in user code, or ``""``.
         ended: whether its function has ended.
-        process: host and process id, for the report.
     """
 
     rank: int
@@ -48,7 +44,7 @@ class RankPlace:
 
 
 def named(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
-    """The reason and the ranks for which the others wait; none if no rank differs from others."""
+    """The reason and the ranks for which the others wait; no ranks if none differs."""
     running = [place for place in places if not place.ended]
     kept_waiting = any(place.what == DEVICE for place in running)
     for why, chosen in (
@@ -66,11 +62,11 @@ def named(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
 
 def _behind(running: Sequence[RankPlace]) -> list[RankPlace]:
     furthest = max((place.steps for place in running), default=0)
-    # A rank may be ahead by a sync that only it does, so the majority is not behind.
+    # A rank may be ahead by a sync of its own.
     behind = [place for place in running if place.steps < furthest]
     if 2 * len(behind) > len(running):
         return []
-    # Two ranks of one process share their progress.
+    # Two ranks of a process share their progress.
     return [place for place in behind if place.what != DEVICE] or behind
 
 
@@ -84,12 +80,7 @@ def _elsewhere(running: Sequence[RankPlace]) -> list[RankPlace]:
 def report(
     places: Sequence[RankPlace], idle: float, timeout: float, slices: Groups = ()
 ) -> tuple[str, str, list[RankPlace]]:
-    """Returns one line about the ranks that hang, the places and stacks, and the ranks that hang.
-
-    Places and stacks that several ranks share are listed once.
-
-    ``slices``: ordinals of the ranks of each TPU slice, if there are several.
-    """
+    """Returns a line about the ranks that hang, places and stacks, and these ranks."""
     why, chosen = named(places)
     head = f"no rank has made progress for {idle:.0f} s (timeout={timeout:g}); "
     if chosen:
@@ -113,7 +104,7 @@ def report(
 
 
 def _slices(places: Sequence[RankPlace], slices: Groups) -> str:
-    """Text for the report if these are exactly all ranks of one or more slices."""
+    """Names slices if these are exactly all of their ranks."""
     found = {place.rank for place in places}
     whole = [number for number, one in enumerate(slices) if found.issuperset(one)]
     if not whole or len(found) != sum(len(slices[number]) for number in whole):

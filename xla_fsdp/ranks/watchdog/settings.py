@@ -8,9 +8,9 @@ import os
 import sys
 from dataclasses import dataclass
 
-#: ``off``, or seconds that replace launch's ``timeout``, or ``end``, or both: ``900,end``.
+#: ``off``, seconds that replace launch's ``timeout``, ``end``, or both: ``900,end``.
 VARIABLE = "XLA_FSDP_WATCHDOG"
-# Multiplies the timeout while a process compiles or computes, and before the first step.
+# The factor for ranks that compile or compute, and before the first step.
 _TIMES_AT_WORK = 4
 _SECONDS_BETWEEN_BEATS, _BEATS_IN_TIMEOUT = 5.0, 20
 _BEATS_TO_ANSWER, _SECONDS_TO_ANSWER = 3, 2.0  # whichever is longer
@@ -18,7 +18,7 @@ _BEATS_TO_ANSWER, _SECONDS_TO_ANSWER = 3, 2.0  # whichever is longer
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """``timeout``: allowed seconds without progress. ``end``: whether ranks are ended then."""
+    """``timeout``: allowed seconds without progress; ``end``: whether ranks are ended then."""
 
     timeout: float
     end: bool
@@ -30,24 +30,15 @@ class WatchSettings:
 
     @property
     def to_answer(self) -> float:
-        """Seconds that a rank has to answer."""
         return max(_BEATS_TO_ANSWER * self.beat, _SECONDS_TO_ANSWER)
 
     def patience(self, steps: int, work: bool) -> float:
-        """Seconds without progress after which the watcher reports.
-
-        ``steps``: the number of steps of the furthest rank. ``work``: whether any rank compiles or
-        computes.
-        """
+        """Seconds without progress until a report; ``steps``: those of the furthest rank."""
         return self.timeout * (_TIMES_AT_WORK if work or not steps else 1)
 
 
 def settings(timeout: float) -> WatchSettings | None:
-    """The settings from the environment, or else ``timeout`` of launch; ``None`` if it is off.
-
-    Raises:
-        ValueError: the variable has no valid value.
-    """
+    """From the environment, or else ``timeout`` of launch; ``None`` if off. Raises ValueError."""
     given = os.environ.get(VARIABLE, "")
     text = given.replace(" ", "").lower()
     if text == "off":
@@ -65,9 +56,6 @@ def settings(timeout: float) -> WatchSettings | None:
 
 
 def say(text: str) -> None:
-    """Prints ``text`` to standard error in one write.
-
-    With ``PYTHONUNBUFFERED``, ``print`` would make two writes, which can mix with other ranks'.
-    """
+    """In one write: ``print`` may make two, which mix with other ranks'."""
     sys.stderr.write(f"xla_fsdp: {text}\n")
     sys.stderr.flush()

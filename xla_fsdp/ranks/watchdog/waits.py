@@ -1,4 +1,4 @@
-"""Observes what a rank is doing from another thread of its process, at no cost to its steps."""
+"""Observes what a rank is doing from another thread of its process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ import torch_xla.debug.metrics as met
 
 from ..cpu import call_site
 
-# Counters of torch_xla. The second one counts the compilations that began, the third those that
-# ended. The first one counts a sync when its program is dispatched, before the program ends.
+# Syncs dispatched, compilations begun and ended, programs run.
 _SYNCS, _COMPILING, _COMPILED, _PROGRAMS = (
     "MarkStep", "UncachedCompile", "CreateCompileHandles", "ExecuteComputation",
 )  # fmt: skip
-# A process that uses more of a core than this is compiling or computing on the host.
+# The part of a core above which a process is compiling or computing.
 _AT_WORK = 0.5
 _INNERMOST, _CHARACTERS = 24, 6_000
 _OTHER_THREADS, _ATTEMPTS = 8, 10
@@ -47,15 +46,12 @@ class Progress:
         self._since = self._processor = 0.0
 
     def look(self) -> tuple[int, float, str]:
-        """Returns the number of steps, the seconds without progress, and the current work.
-
-        The work is ``"compiling"``, ``"computing"`` on the host, or ``""``.
-        """
+        """Returns steps, seconds without progress, and ``"compiling"``, ``"computing"`` or ""."""
         counts = tuple(_counter(name) for name in (_SYNCS, _COMPILING, _COMPILED, _PROGRAMS))
         now, processor = time.monotonic(), time.process_time()
         if counts != self._counts:
             self._counts, self._since, self._processor = counts, now, processor
-        # Some compilations count no beginning, and one that fails counts no end.
+        # Some count no beginning, and failed ones no end.
         compiling = counts[1] - counts[2]
         self._least = min(self._least, compiling)
         idle = now - self._since
@@ -72,15 +68,11 @@ def _counter(name: str) -> int:
 
 
 def doing(thread: int) -> tuple[str, str, str]:
-    """What the thread with this ident is doing, its ``file:line`` in user code, and its stack.
-
-    The stack is followed by the innermost calls of the other threads. The text has at most about
-    7,000 characters.
-    """
+    """What a thread is doing, its ``file:line`` in user code, and its stack."""
     calls = _calls(thread)
     if not calls:
         return "without a thread", "an unknown place", ""
-    # This reads source files from disk, which does not delay the rank: this is another thread.
+    # Reads source files, but does not delay the rank.
     stack = traceback.StackSummary.extract(iter(calls), limit=_INNERMOST)
     stack.reverse()
     text = "".join(stack.format())[-_CHARACTERS:]
@@ -94,14 +86,14 @@ def doing(thread: int) -> tuple[str, str, str]:
 
 
 def _calls(thread: int) -> list[tuple[FrameType, int]]:
-    """The calls of the thread, innermost first, up to the call of the rank's function."""
+    """Innermost first, up to the call of the rank's function."""
     calls: list[tuple[FrameType, int]] = []
     for _ in range(_ATTEMPTS):
         calls, frame = [], sys._current_frames().get(thread)
         while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
             calls.append((frame, frame.f_lineno))
             frame = frame.f_back
-        if frame is not None:  # otherwise a call returned during this loop
+        if frame is not None:  # else a call has returned meanwhile
             break
     return calls
 

@@ -1,8 +1,4 @@
-"""The watchdog thread of each rank.
-
-It reports the rank's progress, checks that of all ranks while it is on duty, and gets the stacks of
-other processes on the same host whose Python does not answer.
-"""
+"""The watchdog thread of each rank."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ from .report import RankPlace, report
 from .settings import WatchSettings, say, settings
 from .waits import Progress, doing
 
-# A real-time signal, which no library uses by default. It is only sent to processes that handle it.
+# No library uses it by default. Only sent to processes that handle it.
 _SIGNAL = signal.SIGRTMAX - 7
 _MEMORY_FILE = "xla_fsdp-stacks"
 _CHARACTERS = 6_000
@@ -41,11 +37,7 @@ _STACKS_OF_SILENT_RANKS = 32
 
 
 def watched(fn: Callable, timeout: float) -> Callable:
-    """Wraps ``fn`` so that the ranks that run it are watched; can be pickled if ``fn`` can.
-
-    Raises:
-        ValueError: ``XLA_FSDP_WATCHDOG`` has no valid value.
-    """
+    """Wraps ``fn`` so that its ranks are watched; can be pickled if ``fn`` can."""
     chosen = settings(timeout)
     return fn if chosen is None else partial(_run_watched, fn, chosen)
 
@@ -58,15 +50,14 @@ def _run_watched(fn: Callable, chosen: WatchSettings, rank: int, *args: Any) -> 
 class _Watch:
     """The watchdog of one rank, created on the rank's thread.
 
-    One of the ranks is on duty: it checks the progress of all. All ranks read its lease, which has
-    its rank, a number that increases, the number of its last request for stacks, the processes that
-    did not answer it, and the reason if all ranks must end.
+    All ranks read the lease of the rank on duty: its rank, a counter, its last request for stacks,
+    the processes that did not answer, and why all ranks must end, if so.
     """
 
-    _store: Any  # torch's annotations lack half of its methods
+    _store: Any
 
     def __init__(self, chosen: WatchSettings) -> None:
-        # On v2 and v3 only this thread knows which rank of its process it is.
+        # On v2 and v3 only this thread knows its rank.
         self._rank, self._size = xr.global_ordinal(), xr.world_size()
         self._slices = slices_of_ranks()
         self._settings = chosen
@@ -77,17 +68,17 @@ class _Watch:
         self._beats = 0
         self._ended = ""
         self._over = threading.Event()
-        self._lease = ""  # the last lease of the rank on duty; the next line: when it was read
+        self._lease = ""  # the last one read
         self._lease_since = time.monotonic()
         self._answered = 0
         self._helped: set[str] = set()
-        # While on duty: its lease in the store, its last request, and what it has found.
+        # While on duty.
         self._own_lease = ""
         self._ask, self._number = 0, 0
         self._silent: dict[int, dict[str, Any]] = {}
         self._end: str = ""
         self._named: int | None = None
-        self._seen: dict[int, tuple[int, float]] = {}  # a rank's last beat, and when it was read
+        self._seen: dict[int, tuple[int, float]] = {}  # last beat and its time, by rank
         self._asked_at: float | None = None
         self._reported_at: float | None = None
         self._beater = threading.Thread(
@@ -96,26 +87,26 @@ class _Watch:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """A context in which the rank is watched; afterwards no rank waits for it."""
+        """Afterwards no rank waits for this one."""
         self._beater.start()
         try:
             yield
             self._ended = "its function returned"
         except BaseException as error:
             self._ended = f"raised {type(error).__name__}"
-            if isinstance(error, SystemExit):  # also Preempted
+            if isinstance(error, SystemExit):
                 self._ended = f"ended with exit code {error.code!s:.100}"
-            with contextlib.suppress(Exception):  # __str__ of the user's class may raise
+            with contextlib.suppress(Exception):  # __str__ may raise
                 self._ended += f": {error!s:.300}" if isinstance(error, Exception) else ""
             raise
         finally:
             self._over.set()
-            self._beater.join(1.0)  # a store that hangs must not delay the rank
+            self._beater.join(1.0)  # the store may hang
 
     def _run(self) -> None:
         try:
             self._process = _prepare_dump(self._thread)
-            # The store may be slow to answer; the rank does not wait for it.
+            # On this thread, because the store may be slow to answer.
             channel = open_channel("watchdog", (self._rank, self._size))
         except (RuntimeError, OSError) as error:
             say(f"no watchdog for rank {self._rank}, so a hang is not reported: {error}")
@@ -148,7 +139,7 @@ class _Watch:
             "end": self._end, "named": self._named,
         })  # fmt: skip
         if not expected and now - self._lease_since > 2 * self._settings.to_answer:
-            expected = self._lease  # the rank on duty gives no sign of life: take its place
+            expected = self._lease  # the rank on duty is silent: take its place
         current = self._store.compare_set("watcher", expected, own).decode()
         if current != self._lease:
             self._lease, self._lease_since = current, now
@@ -167,7 +158,7 @@ class _Watch:
                 if int(rank) != self._rank:
                     self._answer(lease["ask"], int(rank), "", *_stack_of(process))
         if lease["end"]:
-            # Wait until every rank has read it: the store may end with the first process.
+            # Every rank must read it: the store may end with the first process.
             time.sleep(self._settings.to_answer)
             spawned.fail(self._rank, RankTimeoutError(lease["end"], lease["named"]))
         if current == own:
@@ -178,7 +169,6 @@ class _Watch:
         self._store.append(f"answered/{ask}", f"{rank} ")
 
     def _check_all(self) -> None:
-        """Checks the progress of all ranks once; the rank on duty calls it."""
         now = time.monotonic()
         signs = self._signs(now)
         quiet = {rank: now - self._seen[rank][1] for rank in signs}
@@ -186,7 +176,7 @@ class _Watch:
         if not running:
             return
         idle = min(signs[rank]["idle"] + quiet[rank] for rank in running)
-        # A silent rank may not be working any more.
+        # A silent rank may not be working.
         there = [rank for rank in running if quiet[rank] < self._settings.to_answer]
         work = any(signs[rank]["work"] for rank in there)
         steps = max(sign["steps"] for sign in signs.values())
@@ -213,7 +203,7 @@ class _Watch:
     def _collect(
         self, now: float, idle: float, signs: dict[int, dict[str, Any]], quiet: dict[int, float]
     ) -> None:
-        assert self._asked_at is not None  # only called after a request
+        assert self._asked_at is not None
         answered, list_of_them = set[int](), f"answered/{self._ask}"
         if self._store.check([list_of_them]):
             answered = {int(rank) for rank in self._store.get(list_of_them).split()}
@@ -232,7 +222,7 @@ class _Watch:
         places = []
         for rank, sign in signs.items():
             what, where, stack = json.loads(answers.get(rank, '["", "", ""]'))
-            silent = not sign["ended"] and not what  # another process may have answered for it
+            silent = not sign["ended"] and not what  # another process may answer
             places.append(RankPlace(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
                 sign["ended"] or _describe_wait(what, sign["work"]), where, stack,
@@ -269,11 +259,7 @@ def _describe_wait(what: str, work: str) -> str:
 
 
 def _prepare_dump(thread: int) -> dict[str, Any]:
-    """Lets other processes of this host get the stack of a thread, also while the GIL is held.
-
-    The handler and its file stay until the process ends, because a signal may still arrive.
-    ``thread``: the thread's ident.
-    """
+    """Lets processes of this host get a thread's stack, until the process ends."""
     faulthandler.register(_SIGNAL, os.memfd_create(_MEMORY_FILE), all_threads=True)
     return {
         "host": _host(),
@@ -283,20 +269,20 @@ def _prepare_dump(thread: int) -> dict[str, Any]:
 
 
 def _stack_of(process: dict[str, Any]) -> tuple[str, str]:
-    """``file:line`` and stack of another process, innermost call first, or why there is none."""
+    """``file:line`` and stack, innermost call first, or why there is none."""
     folder = f"/proc/{process['pid']}/fd"
     try:
         links = [f"{folder}/{name}" for name in os.listdir(folder)]
-        # Two ranks in a process have two files: faulthandler writes into the last one.
+        # faulthandler writes only into the last file of a process.
         files = [link for link in links if f"/memfd:{_MEMORY_FILE}" in _target(link)]
         if not files or not _handles_it(process["pid"]):
-            return "", "  its process has ended\n"  # another process has the same id now
+            return "", "  its process has ended\n"  # the id was reused
         os.kill(process["pid"], _SIGNAL)
         time.sleep(_SECONDS_TO_DUMP)
         text = "\n".join(Path(file).read_text(errors="replace") for file in files)
     except (FileNotFoundError, ProcessLookupError):
         return "", "  its process has ended\n"
-    except OSError as error:  # the process may belong to another user
+    except OSError as error:
         return "", f"  its process cannot be signalled ({error})\n"
     return _own_part(text, process["thread"])
 
@@ -320,7 +306,7 @@ def _own_part(text: str, thread: str) -> tuple[str, str]:
 def _target(link: str) -> str:
     try:
         return os.readlink(link)
-    except FileNotFoundError:  # closed meanwhile
+    except FileNotFoundError:
         return ""
 
 
