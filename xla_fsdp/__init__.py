@@ -1,7 +1,7 @@
 """Fully sharded data parallel training for PyTorch on XLA.
 
-Names are imported when they are first used: ``xla_fsdp.launch`` must be able to set environment
-variables before torch_xla is imported, and ``xla_fsdp.consolidate`` must work without torch_xla.
+Names are imported when they are first used: ``xla_fsdp.launch`` must set environment variables
+before torch_xla is imported, and ``xla_fsdp.consolidate`` must work without torch_xla.
 """
 
 import os as _os
@@ -74,7 +74,6 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The public names of each module.
 _PUBLIC = {
     "ranks.launch": "launch RankError RankTimeoutError CollectiveMismatchError",
     "pods.divergence": "detect_divergence DivergenceError",
@@ -166,8 +165,7 @@ def __dir__() -> list[str]:
 if "torch_xla" in _sys.modules:
     _import_module(".moves", __name__).watch_moves()
 
-# Enables integrations without changing a script: "1", or names of libraries separated by commas.
-# No other code imports them automatically.
+# Enables integrations without a changed script: "1", or names of libraries separated by commas.
 _asked = _os.environ.get("XLA_FSDP_DROP_IN", "").split(",")
 for _library in ("transformers", "lightning"):
     if _library in _asked or (_asked == ["1"] and _find_spec(_library) is not None):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
-# By the module or class that has the name: the old name and the new one.
+# Module or class -> old name -> new name.
 RENAMED: dict[str, dict[str, str]] = {
     "xla_fsdp": {"latest": "latest_checkpoint", "loaded_later": "defer_init"},
     "xla_fsdp.compiler_options": {"for_large_products": "for_large_matmuls"},
@@ -19,7 +19,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def new_name(owner: str, old: str) -> str | None:
-    """The name that replaced ``old``, with a warning for the caller's caller; None if none did."""
+    """The name that replaced ``old``, with a warning for the caller's caller; else None."""
     new = RENAMED[owner].get(old)
     if new is not None:
         _warn(owner, old, new, stacklevel=4)
@@ -27,7 +27,7 @@ def new_name(owner: str, old: str) -> str | None:
 
 
 def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with old names replaced by new ones, with a warning for the caller's caller.
+    """``given`` with new names for old ones, with a warning for the caller's caller.
 
     Raises:
         TypeError: an old name and its new name are both passed.

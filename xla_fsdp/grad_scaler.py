@@ -14,12 +14,10 @@ from .collectives.world import World
 class ShardedGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for gradients that are sharded.
 
-    If the shard of any rank contains infinity or NaN, the step is skipped, and the scale lowered,
-    on every rank. Use it like torch's, on all ranks: ``scaler.scale(loss).backward()``, optionally
-    ``scaler.unscale_(optimizer)`` and ``model.clip_grad_norm_(...)``, then
-    ``scaler.step(optimizer)`` and ``scaler.update()``. ``step`` reads one number from the device,
-    so a step is two programs; bfloat16 needs no scaler. ``torch.amp.GradScaler`` works on shards
-    too; this class also checks ignored parameters, and all replicas.
+    If any rank's shard contains infinity or NaN, every rank skips the step and lowers the scale.
+    ``torch.amp.GradScaler`` works on shards too; this class also checks ignored parameters and all
+    replicas. Use it on all ranks like torch's, with ``model.clip_grad_norm_(...)`` after
+    ``unscale_``. ``step`` reads one number from the device, so a step is two programs.
 
     Args:
         init_scale: the first factor.
@@ -51,7 +49,7 @@ class ShardedGradScaler(GradScaler):
         # A rank without any gradient still takes part in the reduction.
         own = found.get(device, torch.zeros((), device=device))
         cpu = torch.device("cpu")
-        if cpu in found:  # with cpu_offload
+        if cpu in found:
             own = torch.maximum(own, as_data(found[cpu], device))
         world = World.to_reduce_over(None, device)
         return {device: world.all_reduce_max(own, "found infinity")}

@@ -13,23 +13,20 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def has_own_operators(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of this class override torch functions. Their device attribute is then not
-    meaningful: torch_xla does not see such tensors."""
+    """Whether such tensors override torch functions; torch_xla does not see them, or their device."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor) -> Any:
-    """``value`` with ``fn`` applied to every tensor in it; containers keep their types.
+    """``value`` with ``fn`` applied to every ``leaf`` in it; containers keep their types.
 
-    Visits dict (any mapping), list, tuple, named tuple, set, dataclass instance and
-    ``PackedSequence``; anything else is returned unchanged. A container in which no tensor changed
-    is returned itself, so it stays the same object. ``leaf`` is the type to visit instead of
-    tensors.
+    Visits mappings, lists, (named) tuples, sets, dataclass instances and ``PackedSequence``. A
+    container in which nothing changed is returned itself.
     """
     if isinstance(value, leaf):
         return fn(value)
     if isinstance(value, PackedSequence):
-        # Only the data is for the module; lengths and permutations must keep dtype and device.
+        # Lengths and permutations must keep dtype and device.
         data = map_tensors(fn, value.data, leaf)
         return value if data is value.data else value._replace(data=data)
     if isinstance(value, Mapping):
@@ -62,8 +59,6 @@ def tensors_in(value: Any, leaf: type = torch.Tensor) -> list[Any]:
 
 
 class _Slot:
-    """Takes the place of tensor ``number``."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -80,18 +75,16 @@ def with_tensors(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return map_tensors(lambda slot: tensors[slot.number], structure, leaf=_Slot)
 
 
-# Set on a tensor: wrappers do not cast it when it is an input.
 _KEEPS_DTYPE = "_xla_fsdp_keeps_dtype"
 
 
 def keep_dtype(tensor: torch.Tensor) -> None:
-    """Makes :func:`cast_floats` skip ``tensor``."""
+    """Makes :func:`cast_floats` skip ``tensor``, in all wrappers."""
     setattr(tensor, _KEEPS_DTYPE, True)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it cast to ``dtype``, except those marked by
-    :func:`keep_dtype`."""
+    """``value`` with its floating-point tensors as ``dtype``, except those of :func:`keep_dtype`."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         stays = not tensor.is_floating_point() or tensor.dtype == dtype
@@ -107,8 +100,7 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 def _rebuilt(mapping: Mapping, items: dict) -> Mapping:
     if type(mapping) is dict:
         return items
-    # A shallow copy keeps other state of a mapping class: a defaultdict's factory, the attributes
-    # of a model-output class.
+    # A copy keeps other state: a defaultdict's factory, attributes of a model-output class.
     clone: Any = copy.copy(mapping)
     for key, item in items.items():
         clone[key] = item

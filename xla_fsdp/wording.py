@@ -1,4 +1,4 @@
-"""Parts of messages: texts of errors on one line, the first of many names, runs of numbers."""
+"""Parts of messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ def printable(text: str) -> str:
 
 
 def to_one_line(said: object, most: int = 300) -> str:
-    """The message of an exception or another program, on one line, cut to ``most`` characters and
-    without terminal control characters. For an exception without a message, its type."""
+    """The message of an exception or another program, printable, on one line of ``most``
+    characters.
+
+    For an exception without a message, its type.
+    """
     words = " ".join(str(said).split())
     if not words and isinstance(said, BaseException):
         return type(said).__name__
