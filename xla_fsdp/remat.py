@@ -1,14 +1,9 @@
 """Gradient checkpointing: the backward recomputes activations instead of storing them.
 
-:func:`checkpoint_module` nests no backward in another: the forward builds its usual graph, but
-every tensor that autograd would save is replaced by its number. When the backward needs the first
-of them, the forward runs again and collects the tensors that it would have saved, in the same
-order. So gradients, hooks and FSDP units work with one graph and one backward.
-
-The last part of this module replaces functions of ``torch.utils.checkpoint``, so that it works on
-XLA. torch has no extension point for this: with ``preserve_rng_state=False`` or without tensors
-among the arguments, a recomputation calls nothing of the device's module, and saved-tensor hooks
-around it get its inputs like any other saved tensor, so they cannot tie these to a gradient.
+:func:`checkpoint_module` replaces each tensor that autograd would save by its number. When the
+backward needs the first of them, the forward runs again and collects its saved tensors in the same
+order, so there is one graph and one backward. The last part makes ``torch.utils.checkpoint`` work
+on XLA by replacing functions, because torch has no extension point for it.
 """
 
 from __future__ import annotations
@@ -43,24 +38,20 @@ from .tree import map_tensors, separate_tensors, tensors_in, with_tensors
 def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
     """Makes ``module`` recompute its activations in the backward; returns the module itself.
 
-    Its forward keeps its interface: keyword and non-tensor arguments, any structure of outputs. The
-    recomputation uses the same inputs, random numbers, autocast settings, modes and parameters;
-    buffers that a forward updates (batch statistics) are updated once. Memory: the inputs are
-    stored, all tensors between them and the outputs are freed.
-
-    Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one gather serves recomputation
-    and backward.
+    The recomputation uses the same inputs, random numbers, autocast settings, modes and parameters;
+    buffers that a forward updates (batch statistics) are updated once. Only the inputs and outputs
+    stay in memory. Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one gather serves
+    recomputation and backward.
 
     Args:
         offload: on TPU, store the inputs that require gradients in host memory until the backward.
-            They are copied back while the backward of the next checkpointed module runs. Forward
-            and backward must be in one program, without ``torch_xla.sync()`` in between; otherwise
-            the compiler raises an error. No effect on other devices.
+            Forward and backward must be in one program, without ``torch_xla.sync()`` in between;
+            otherwise the compiler raises an error. No effect on other devices.
 
     Raises:
         TypeError: ``offload`` is not a bool.
         RuntimeError: in the backward, if the recomputation saves other tensors than the forward
-            did (because the forward depends on something that changed in between).
+            did.
     """
     if not isinstance(offload, bool):
         raise TypeError(f"offload must be True or False, got {offload!r}")
@@ -74,7 +65,7 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
 class _CheckpointedForward:
     """Replaces the forward of a module, and recomputes it in the backward.
 
-    Lifetime: has only a weak reference to the module, so that both are freed together.
+    Has only a weak reference to the module, so that both are freed together.
     """
 
     def __init__(self, module: nn.Module, forward: Callable, offload: bool) -> None:
@@ -102,11 +93,11 @@ class _CheckpointedForward:
         return recomputation.run(args, kwargs)
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles it for the copy of the module."""
+        """For a copy or pickle of the module."""
         return type(self), (self.module, self.original, self.offload)
 
 
-# Whether checkpointed functions in this thread must save what their recomputation needs.
+# Whether this thread's checkpointed functions save what their recomputation needs.
 _checkpoints: ContextVar[bool] = ContextVar("xla_fsdp_checkpoints", default=True)
 
 
@@ -122,7 +113,7 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Within, each of these modules is in training mode (True) or in evaluation mode."""
+    """Within, each module is in training mode (True) or in evaluation mode."""
     others = [(module, now) for module, was in modes if (now := module.training) is not was]
     for module, now in others:
         module.training = not now
@@ -134,15 +125,11 @@ def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 
 class _Recomputation:
-    """One call of a checkpointed function, and the state in which it runs again.
-
-    Stores no tensor of the forward: torch saves the arguments.
-    """
+    """A call of a checkpointed function, to run it again. torch saves the arguments."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device | None) -> None:
         self.function = function
         self.device = device or torch.device("cpu")
-        # Units whose parameters the function uses; the recomputation gathers them again.
         self.passes = computing_passes()
         self.random = _random_state(self.device)
         self.draws = True
@@ -158,7 +145,7 @@ class _Recomputation:
         ]
 
     def end_forward(self) -> None:
-        """Notes whether the forward drew random numbers: only then they must be restored."""
+        """Detects whether the forward drew random numbers: only then they must be restored."""
         (cpu, xla), (cpu_before, xla_before) = _random_state(self.device), self.random
         self.draws = xla != xla_before or not torch.equal(cpu, cpu_before)
 
@@ -196,7 +183,7 @@ class _Recomputation:
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, int | None]:
-    """The states of the generators that a function on ``device`` can draw from: CPU and XLA."""
+    """The states of the CPU generator and of the XLA one, None without XLA."""
     xla = xm.get_rng_state(str(device)) if device.type == "xla" else None
     return torch.get_rng_state(), xla
 
@@ -222,23 +209,18 @@ def _delayed_until(
 ) -> list[torch.Tensor]:
     """Copies of ``tensors``, for recomputation, that exist only after ``events``.
 
-    Without a barrier the compiler would merge the recomputation with the forward and store the
-    result, which is what checkpointing avoids.
+    Without a barrier the compiler would merge the recomputation with the forward.
     """
     copies = after(tensors, events) if events else [prevent_fusion(tensor) for tensor in tensors]
-    # Each copy has a graph node with one output: torch_xla 2.9 aborts the process if the indices of
-    # an embedding are the direct output of a barrier, which has several outputs.
+    # torch_xla 2.9 aborts if the indices of an embedding are the direct output of a barrier.
     return [torch.view_copy(copy, copy.shape) for copy in copies]
-
-
-# -- checkpoint_module -------------------------------------------------------------------------
 
 
 class _SaveInputs(torch.autograd.Function):
     """Saves tensors as an operator would, under the hooks that are active around the module.
 
-    So an enclosing checkpoint drops the inputs of the inner one, and offloading moves them. The
-    extra scalar input ensures that there is a graph node to save them on.
+    So an enclosing checkpoint drops the inputs, and offloading moves them. The scalar requires a
+    gradient, which creates the graph node.
     """
 
     @staticmethod
@@ -248,11 +230,10 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class _ModuleRecomputation(_Recomputation):
-    """One checkpointed forward of ``module``, and how to run it again.
+    """One checkpointed forward of ``module``. The numbers that replace saved tensors refer to it.
 
-    Lifetime: referenced by the numbers that replace saved tensors, which the backward drops.
-    Recomputed tensors exist until the end of the backward that needed them. With streamed units,
-    whose programs start earlier, they exist only until they are used.
+    Recomputed tensors exist until the end of the backward; with streamed units, until they are
+    used.
     """
 
     def __init__(self, module: nn.Module, forward: Callable, inputs: tuple[tuple, dict]):
@@ -267,7 +248,7 @@ class _ModuleRecomputation(_Recomputation):
         self.gradient: torch.Tensor | None = None
         self.recomputed: dict[int, dict[int, torch.Tensor]] = {}  # by graph task, by number
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
-        # The shapes of tensors in host memory, by number of the tensor.
+        # Shapes of tensors in host memory, by their number.
         self.on_host: dict[int, torch.Size] = {}
         self._save(tensors, {})
 
@@ -278,14 +259,12 @@ class _ModuleRecomputation(_Recomputation):
         return any(unit.stream is not None for unit in units)
 
     def run(self, args: tuple, kwargs: dict) -> Any:
-        """Runs the original forward."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._value)
         with hooks, linear.recomputed_later():
             outputs = self.function(*args, **kwargs)
         self.buffers.end_forward()
         self.end_forward()
-        # Hooks stay in the graph, which exists as long as the loss does. They must not keep tensors
-        # alive that the backward has released.
+        # Hooks live as long as the loss, but must not keep tensors alive after the backward.
         known = weakref.ref(self)
 
         def note(gradient: torch.Tensor) -> None:
@@ -310,8 +289,10 @@ class _ModuleRecomputation(_Recomputation):
         self.saved = _SaveInputs.apply(torch.zeros((), requires_grad=True), *kept)
 
     def offload(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Stores inputs in host memory. Returns them for the forward, tied to the arrival of the
-        previous module's inputs on the host."""
+        """Stores inputs in host memory, and returns the inputs for the forward.
+
+        These wait until the previous module's inputs have arrived on the host.
+        """
         if self.in_programs:
             raise RuntimeError(
                 f"checkpoint_module({type(self.module).__name__}, offload=True) is in or around "
@@ -351,7 +332,7 @@ class _ModuleRecomputation(_Recomputation):
             first = task not in self.recomputed
             self.recomputed[task] = dict(enumerate(self._recompute_saved()))
             if first and task != -1:
-                # Autograd's thread drops the callback some time after backward has returned.
+                # Autograd drops the callback some time after backward has returned.
                 known = weakref.ref(self)
 
                 def forget() -> None:
@@ -414,8 +395,7 @@ class _ModuleRecomputation(_Recomputation):
 
 
 class _Buffers:
-    """The buffers of ``module`` before a forward, to run it again with them (spectral norm computes
-    with the vectors that it has just updated)."""
+    """The buffers before a forward: spectral norm computes with vectors that it has just updated."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -433,8 +413,10 @@ class _Buffers:
         }
 
     def end_forward(self) -> None:
-        """Drops the buffers that the forward did not change. Batch norm updates leave the stamp as
-        it was; on XLA such a value is pending."""
+        """Drops the buffers that the forward did not change.
+
+        Batch norm does not change the stamp of a buffer; on XLA, a changed value is pending.
+        """
         for (owner, name), (buffer, stamp, before) in list(self._before.items()):
             if owner._buffers.get(name) is buffer and stamps([buffer]) == stamp:
                 on_xla = buffer.device.type == "xla"
@@ -446,11 +428,8 @@ class _Buffers:
     def as_before(self) -> Iterator[None]:
         """Within, the module computes with copies of the buffers before the forward.
 
-        The buffers themselves do not change, so tensors that autograd saved of them stay valid.
-
-        Raises:
-            RuntimeError: a buffer changed nevertheless, through a reference other than the module's
-                attribute.
+        The buffers do not change, so tensors that autograd saved of them stay valid. Raises
+        RuntimeError if one changed through a reference other than the module's attribute.
         """
         now = {use: (buffer, stamps([buffer])) for use, buffer in self._current().items()}
         copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one tensor
@@ -475,12 +454,9 @@ class _Buffers:
                 )
 
 
-# -- torch.utils.checkpoint on XLA: torch's wrappers, timm, diffusers and transformers call it -----
-#
-# Three things are missing on XLA. The function needs a module ``torch.xla``. It restores the random
-# numbers of the CPU only. And the compiler merges the recomputation with the forward, so that no
-# memory is saved, unless a barrier ties its inputs to a gradient. All else (what is recomputed and
-# when, and the checks) stays torch's.
+# On XLA, torch.utils.checkpoint lacks a module ``torch.xla``, restores only the CPU's random state,
+# and saves no memory without a barrier on the recomputation's inputs. Saved-tensor hooks cannot add
+# it: they do not know which tensors are those inputs.
 
 _TorchFunction = torch.utils.checkpoint.CheckpointFunction
 _TorchXlaFunction = torch_xla.utils.checkpoint.CheckpointFunction
@@ -488,8 +464,7 @@ _torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generato
 
 
 def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    """torch's generator; it calls the function that it gets only in recomputations. ``args`` are
-    torch's options and the arguments of the function."""
+    """torch's generator, which calls ``function`` only to recompute."""
     if not _checkpoints.get():
         yield
         return
@@ -513,7 +488,7 @@ class _Applied:
 
 
 class _TorchXlaReentrant(_Applied, _TorchXlaFunction):
-    """torch_xla's reentrant function, which needs nothing else."""
+    """torch_xla's reentrant function."""
 
 
 class _Reentrant(_Applied, _TorchFunction):

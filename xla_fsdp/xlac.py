@@ -1,15 +1,9 @@
-"""All private names of torch_xla that this package uses: no other file uses any.
+"""All private names of torch_xla that this package uses. ``python -m xla_fsdp.xlac`` lists those
+that the installed release lacks; the import raises ImportError for them.
 
-Most are functions of ``torch_xla._XLAC``, torch_xla's C++ library. They are undocumented and may
-change with every release. ``python -m xla_fsdp.xlac`` lists those that the installed release lacks;
-then only this file must be changed. Importing it raises an ImportError that names missing ones.
-
-A declaration with a path (``@_bound("XLAC._xla_all_gather")``) has only a signature and a docstring
-that says what the function is for. It becomes torch_xla's function itself, looked up once, because
-a Python wrapper around it would add a tenth of a microsecond to every operator of a step. With
-``@_replaceable`` it is looked up at each call, because launches and plans replace it temporarily.
-
-Devices are given by name, such as ``"xla:0"``.
+A declaration (``@_bound("XLAC._xla_all_gather")``) becomes torch_xla's function itself: a Python
+wrapper would add 0.1 microseconds to every operator. ``@_replaceable`` is looked up at each call,
+because launches and plans replace it temporarily. Devices are names, such as ``"xla:0"``.
 """
 
 # Declarations have no bodies.
@@ -41,17 +35,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 
-# Maps the path of a private name, below the module torch_xla, to its purpose. Complete once this
-# file is imported, and constant from then on.
+# Path below the module torch_xla -> purpose, printed by the self-test.
 _USES: dict[str, str] = {}
 
 
 def _find(path: str) -> Any:
-    """The object that torch_xla has at ``path``.
-
-    Raises:
-        AttributeError: there is none.
-    """
+    """The object at ``path`` of torch_xla, else AttributeError."""
     return functools.reduce(getattr, filter(None, path.split(".")), torch_xla)
 
 
@@ -83,12 +72,8 @@ def _bound(path: str) -> Callable[[_T], _T]:
 
 
 class PrivateAttribute:
-    """An attribute of a module of torch_xla, which launches and plans set temporarily.
-
-    Attributes:
-        owner: the module.
-        name: of the attribute.
-    """
+    """The attribute ``name`` of a torch_xla module ``owner``, set temporarily by launches and
+    plans."""
 
     def __init__(self, path: str, use: str) -> None:
         _declare(path, use)
@@ -97,7 +82,6 @@ class PrivateAttribute:
 
     @property
     def value(self) -> Any:
-        """The current value."""
         return getattr(self.owner, self.name)
 
     @value.setter
@@ -114,9 +98,6 @@ class Replaceable(PrivateAttribute, Generic[_P, _R]):
 
 def _replaceable(path: str) -> Callable[[Callable[_P, _R]], Replaceable[_P, _R]]:
     return lambda declared: Replaceable(path, declared.__doc__ or "")
-
-
-# -- collectives, and operators that torch lacks ---------------------------------------------------
 
 
 @_bound("_XLAC._xla_all_gather")
@@ -147,8 +128,7 @@ def reduce_scatter(
     use_global_ids: bool | None,
     /,
 ) -> tuple[torch.Tensor, object]:
-    """Reduces over each group, returns this rank's part: ``(size*d, ...)`` to ``(d, ...)``, and the
-    next token."""
+    """Reduces over each group: ``(size*d, ...)`` to this rank's ``(d, ...)``, and the next token."""
 
 
 @_bound("_XLAC._get_all_reduce_token")
@@ -168,7 +148,7 @@ def optimization_barrier_(tensors: Tensors, /) -> None:
 
 @_bound("_XLAC._xla_user_computation")
 def call_computation(name: str, operands: Tensors, computation: object, /) -> Tensors:
-    """The results of an XLA computation, called as one operator of the graph, without gradient."""
+    """Calls an XLA computation as one operator of the graph, without gradient."""
 
 
 @_bound("_XLAC._xla_custom_call")
@@ -183,8 +163,7 @@ def custom_call(
     frontend_attributes: Mapping[str, str],
     /,
 ) -> Tensors:
-    """The results, of these shapes and dtypes, of a function that the compiler or the runtime knows
-    by name."""
+    """Calls a function of the compiler or runtime by name; results have these shapes and dtypes."""
 
 
 @_bound("_XLAC._xla_dot_general")
@@ -195,9 +174,6 @@ def dot_general(
     precision: str | None = None,
 ) -> torch.Tensor:
     """The matmul over any dimensions: ((contracted of lhs, of rhs), (batch of lhs, of rhs))."""
-
-
-# -- tensors and pending computations --------------------------------------------------------------
 
 
 @_bound("_XLAC._replace_xla_tensor")
@@ -232,7 +208,7 @@ def buffer_handles(tensors: Tensors, /) -> list[int]:
 
 @_bound("_XLAC._get_tensors_xla_device_data_node")
 def device_data_of(tensors: Tensors, /) -> tuple[list[int], Tensors]:
-    """The device data that the pending graph of tensors reads: its ids, and the tensors."""
+    """Ids and tensors of the device data that the pending graph reads."""
 
 
 @_bound("_XLAC._get_seed_info_id")
@@ -280,19 +256,16 @@ class LoweringContext:
         """Parameter numbers to the tensors with that device data."""
 
 
-# -- running programs ------------------------------------------------------------------------------
-
-
 @_replaceable("_XLAC._xla_step_marker")
 def sync_device(
     device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
 ) -> None:
-    """Compiles and starts all that is live on a device: ``torch_xla.sync()`` calls it."""
+    """Compiles and starts all that is live on a device: ``torch_xla.sync()``."""
 
 
 @_bound("_XLAC._xla_sync_live_tensors")
 def sync_live_tensors(device: str, devices: Sequence[str], wait: bool) -> None:
-    """The same, without the end of a step: tokens and random state stay."""
+    """:func:`sync_device` without the end of a step: tokens and random state stay."""
 
 
 @_replaceable("_XLAC._xla_sync_multi")
@@ -359,11 +332,7 @@ def start_program(device: torch.device) -> None:
 
 
 def start_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Starts a program for only the pending graph of ``tensors``."""
     sync_tensors(tensors, [], wait=False)
-
-
-# -- names in programs and traces ------------------------------------------------------------------
 
 
 @_bound("_XLAC._get_ir_debug")
@@ -395,8 +364,6 @@ class TraceEvent:
         """Ends it."""
 
 
-# -- process state that is cached between launches -------------------------------------------------
-
 WORLD_SIZE = PrivateAttribute(
     "runtime._WORLD_SIZE", "The cached xr.world_size() of the process, or None."
 )
@@ -412,21 +379,16 @@ _EXIT_HANDLER = PrivateAttribute(
 
 
 def drop_step_closures(device: str) -> None:
-    """Drops functions to be called after the next sync of ``device``."""
     _STEP_CLOSURES.value.pop(device, None)
 
 
 def skip_exit_handler() -> None:
-    """Makes the process end without waiting for programs."""
     atexit.unregister(_EXIT_HANDLER.value)
 
 
 @_bound("core.xla_model._maybe_convert_to_cpu")
 def tree_to_host(data: Any) -> Any:
     """``data``, with the XLA tensors in its lists, dicts and objects as CPU tensors."""
-
-
-# -- TPU hosts -------------------------------------------------------------------------------------
 
 
 @_replaceable("_internal.tpu.num_available_chips")
@@ -477,8 +439,7 @@ _SETUP_CALLS = (
 def environment_after_import(environ: Mapping[str, str], generation: int) -> dict[str, str]:
     """``environ`` as ``import torch_xla`` leaves it on a host with TPU chips, v2 being 2.
 
-    Runs torch_xla's functions on a copy of the environment, with a simulated answer to which chips
-    there are.
+    Runs torch_xla's functions on a copy of the environment, with a simulated chip.
     """
     changed = dict(environ)
     names = {
@@ -513,9 +474,7 @@ def jax_may_start() -> Iterator[None]:
         yield
 
 
-# -- functions and tables of the library that are not exported, found by their symbols -------------
-#
-# A mangled name contains the argument types of a function.
+# Symbols that the library does not export. A mangled name contains a function's argument types.
 
 GET_FFI_API = "_ZN3xla3ffi12GetXlaFfiApiEv"
 _SERIALIZED = "ESt17basic_string_viewIcSt11char_traitsIcEESt8optionalINS_14CompileOptionsEE"
@@ -527,13 +486,8 @@ LOAD = (
 
 
 class ClientSymbols(NamedTuple):
-    """Symbols of one of XLA's client classes.
-
-    Attributes:
-        name: of the class.
-        table: its table of virtual functions.
-        load_serialized: ``LoadSerializedExecutable``.
-    """
+    """Of an XLA client class: its name, its table of virtual functions,
+    ``LoadSerializedExecutable``."""
 
     name: str
     table: str
@@ -566,7 +520,7 @@ _SYMBOL = np.dtype(
 
 
 class Symbol(NamedTuple):
-    """The address of a symbol of the library in this process's memory, and its size in bytes."""
+    """Address in this process's memory and size in bytes of a symbol of the library."""
 
     address: int
     size: int
@@ -576,8 +530,7 @@ def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
     """The symbols ``names`` of torch_xla's library, by name.
 
     Raises:
-        NotImplementedError: the names are not known for this platform, or the library lacks one of
-            them.
+        NotImplementedError: another platform, or the library lacks one of them.
     """
     machine = f"{sys.platform} {platform.machine()}"
     if machine != "linux x86_64":
@@ -586,7 +539,7 @@ def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
     offsets = _offsets(path, [*names, _EXPORTED])
     exported = getattr(ctypes.CDLL(path), _EXPORTED)
     start = ctypes.cast(exported, ctypes.c_void_p).value
-    assert start is not None  # a function that was found has an address
+    assert start is not None  # it was found
     base = start - offsets.pop(_EXPORTED)[0]
     return {name: Symbol(base + offset, size) for name, (offset, size) in offsets.items()}
 
@@ -616,9 +569,6 @@ def _offsets(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
-# -- what the installed release lacks --------------------------------------------------------------
-
-
 def missing() -> dict[str, str]:
     """Private names and symbols that the installed torch_xla lacks, with the purpose of each."""
     lacking = {f"torch_xla.{path}": use for path, use in _USES.items() if not _exists(path)}
@@ -641,8 +591,7 @@ def _report() -> int:
 
 
 def _require_names() -> None:
-    """Raises ImportError if a name is missing. Symbols are looked up where they are needed, by CPU
-    ranks and the compilation cache."""
+    """Raises ImportError if a name is missing; symbols are looked up where they are needed."""
     if lacking := [f"torch_xla.{path}" for path in _USES if not _exists(path)]:
         raise ImportError(
             f"torch_xla {version('torch_xla')} lacks {', '.join(lacking)}, which xla_fsdp needs. "

@@ -1,12 +1,8 @@
-"""Scaled dot-product attention: a kernel on TPU, torch's implementation elsewhere.
+"""Scaled dot-product attention: JAX's splash attention on TPU, torch's implementation elsewhere.
 
-The kernel never stores the full scores: it is JAX's splash attention, forward and backward
-(``jax.experimental.pallas.ops.tpu.splash_attention``, version 0.7.1), after Dao et al.,
-"FlashAttention", arXiv 2205.14135. Blocks of scores that a causal mask hides are skipped. Several
-query heads share a key/value head without copies of it.
-
-Shapes: b batch, h query heads, g key/value heads (g divides h), s length of queries,
-t length of keys and values, d head dimension.
+Version 0.7.1 of ``jax.experimental.pallas.ops.tpu.splash_attention``, after Dao et al.,
+"FlashAttention", arXiv 2205.14135. Shapes: b batch, h query heads, g key/value heads (g divides h),
+s length of queries, t length of keys and values, d head dimension.
 """
 
 from __future__ import annotations
@@ -29,15 +25,14 @@ from .jax_call import Cost, JaxFunction, call
 from .saved_activations import ATTENTION, current_saved_activations
 
 Implementation = Literal["auto", "kernel", "math"]
-# torch's function, before this package may replace it.
 _torch_attention = F.scaled_dot_product_attention
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-# Head dimensions are multiples of the first, up to the second: compiled for v4, v5e and v6e.
+# Head dimensions: multiples of the first, up to the second; compiled for v4, v5e and v6e.
 _HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
 
-# Lengths must be multiples of this, the width of the core's vector registers.
+# Lengths are multiples of the width of the core's vector registers.
 LANES = 128
-# The largest block of queries and of keys: 512, as in MaxText's configurations.
+# The largest block of queries and of keys, as in MaxText's configurations.
 _LARGEST_BLOCK = 512
 _SUBLANES = 8
 _FLOAT = 4  # bytes
@@ -58,16 +53,8 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``, without full scores in TPU memory.
 
-    On a TPU, and in a plan for one, it is a Pallas kernel, forward and backward: JAX's splash
-    attention, whose memory is proportional to the length instead of its square. It supports first
-    gradients, but not gradients of gradients.
-
-    ``implementation="auto"`` uses the kernel where it is supported and torch's implementation
-    otherwise: off TPUs; on v2 and v3; for an ``attn_mask``; for dtypes other than bfloat16 and
-    float32; for head dimensions that are not a multiple of 64 up to 256, or that differ between
-    keys and values; for lengths that are not a multiple of 128; in SPMD mode; and for float32 with
-    a matmul precision other than the default. ``"math"`` is always torch's. ``"kernel"`` raises if
-    the kernel is not supported; off TPUs it interprets the kernel, slowly, for tests.
+    On a TPU, and in a plan for one, it is a Pallas kernel, forward and backward: its memory is
+    proportional to the length instead of its square. Gradients of gradients are not supported.
 
     Args:
         query: (batch, heads, length, head dimension).
@@ -76,15 +63,20 @@ def scaled_dot_product_attention(
         dropout_p: must be 0.
         is_causal: position i attends to positions 0 to i.
         scale: the factor of the scores; default 1 / sqrt(head dimension).
-        enable_gqa: the number of key heads may be smaller and must divide the number of query
-            heads; consecutive query heads share a key head.
+        enable_gqa: the number of key heads must divide the number of query heads; consecutive query
+            heads share a key head.
         segment_ids: (batch, length), integers: positions attend only to positions with the same
-            number. For packed sequences, and for padding (one number for it, another for the
-            rest). Query and key must have the same length.
+            number, for packed sequences and padding. Query and key must have the same length.
+        implementation: ``"auto"``: the kernel where it is supported, else torch's: off TPUs; on v2
+            and v3; for an ``attn_mask``; for dtypes other than bfloat16 and float32; for head
+            dimensions that are not a multiple of 64 up to 256, or that differ between keys and
+            values; for lengths that are not a multiple of 128; in SPMD mode; and for float32 with a
+            matmul precision other than the default. ``"math"``: torch's. ``"kernel"``: the kernel,
+            which is interpreted slowly off TPUs, for tests.
 
     Returns:
         (batch, heads, length, head dimension), in the dtype of ``query``; under autocast in the
-        dtype of autocast.
+            dtype of autocast.
 
     Raises:
         MissingExtraError: the kernel is needed, but jax is not installed.
@@ -298,12 +290,8 @@ def block_of(length: int) -> int | None:
 class Splash:
     """The parameters of the kernels, besides shapes and dtypes.
 
-    Attributes:
-        is_causal: position i of the queries attends to positions up to i of the keys.
-        scale: the factor of the scores.
-        interpret: compute block by block on any device, instead of by a kernel.
-        matrix_unit: rows of a matrix unit of the chip; only the stated cost depends on it.
-        itemsize: bytes of an element of queries, keys and values.
+    ``interpret``: compute on any device instead of by a kernel. ``matrix_unit``: rows of the
+    chip's, for the stated cost. ``itemsize``: bytes of an element.
     """
 
     is_causal: bool
@@ -313,7 +301,6 @@ class Splash:
     itemsize: int
 
     def kernel(self, heads: int, queries: int, keys: int, residuals: bool) -> Any:
-        """The kernels for one sequence."""
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel,
             splash_attention_mask,
@@ -360,22 +347,18 @@ class Splash:
         row = math.ceil(d / LANES) * LANES * self.itemsize
 
         def cost(matmuls: int, counted: int, bytes_: int) -> Cost:
-            """Executed FLOPs of N = ``matmuls`` over the scores include the masked part of visited
-            blocks and the padded head dimension; model FLOPs are those of ``counted`` of them, as
-            the formula needs."""
+            """Executed FLOPs include masked and padded parts; model FLOPs are of ``counted``
+            matmuls."""
             return Cost(
                 matmuls * 2 * scores * padded, bytes_, scores, counted * 2 * b * h * pairs * d
             )
 
         def by_queries(read: int, written: int) -> int:
-            """Bytes of a kernel that keeps a block of queries while it loops over keys and values:
-            ``read`` and ``written`` for each query, and keys and values once for every block."""
+            """Bytes of a kernel that holds a block of queries while it loops over keys and values."""
             return b * h * (s * (read + written) + visited * block_kv * 2 * row)
 
         def by_keys(read: int) -> int:
-            """Bytes of a kernel that keeps a block of keys while it loops over queries: ``read``
-            for each query of a visited block; for every query head, keys and values are read and
-            their gradients written."""
+            """Bytes of a kernel that holds a block of keys while it loops over queries."""
             return b * h * visited * block_q * read + (h + g) * b * t * 2 * row
 
         if not backward:
@@ -391,9 +374,11 @@ class Splash:
 
 @dataclass(frozen=True)
 class Forward(JaxFunction):
-    """(q (b, h, s, d), k and v (b, g, t, d), segment ids (b, s) or nothing) to the output
-    (b, h, s, d) and, with ``residuals``, the logarithm of the sum of exponentials of the scores
-    (b, h, s), float32."""
+    """(q (b, h, s, d), k and v (b, g, t, d), segment ids (b, s) or nothing) to the output (b, h, s,
+    d).
+
+    ``residuals``: also the logarithm of the sum of exponentials of the scores (b, h, s), float32.
+    """
 
     splash: Splash
     residuals: bool
@@ -416,8 +401,10 @@ class Forward(JaxFunction):
 
 @dataclass(frozen=True)
 class Backward(JaxFunction):
-    """(q, k, v, output, logarithm, gradient of the output, segment ids or nothing) to the gradients
-    of q, k and v. Model FLOPs: four matmuls, twice the forward's; recomputed scores do not count.
+    """(q, k, v, output, logarithm, its gradient, segment ids or nothing) to gradients of q, k and
+    v.
+
+    Model FLOPs are four matmuls, twice the forward's; recomputed scores do not count.
     """
 
     splash: Splash

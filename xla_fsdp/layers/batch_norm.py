@@ -1,14 +1,10 @@
 """Batch normalization with the statistics of the full batch, which is sharded over the ranks.
 
-Sums of x and of its square would need only one pass and one all-reduce. But the variance would then
-be a difference of large squares: for float32 data with mean 4000 and deviation 1, no digit of it is
-correct. So each rank computes its mean and variance in two passes, a small gather sends them to all
-ranks, and every rank combines them (Chan, Golub and LeVeque, *Algorithms for computing the sample
-variance*, 1983: corrected two-pass algorithm, and the combination of parts). Only distances from a
-mean are squared. The second pass reads the input once more: by the TPU compiler's estimate an
-eighth more compute in a small ResNet of 64 channels on v3. The size of the gather grows with the
-ranks, but two all-reduces, of the mean and then of distances from it, are slower even on 128 ranks
-of v3 by the planner's model.
+Each rank computes mean and variance in two passes, and one small gather combines them (Chan, Golub
+and LeVeque, *Algorithms for computing the sample variance*, 1983). Sums of x and of its square
+would need one pass, but in float32 with mean 4000 and deviation 1 no digit of the variance would be
+right. Two all-reduces instead of the gather are slower even on 128 ranks of v3 in the planner's
+model.
 """
 
 from __future__ import annotations
@@ -30,18 +26,14 @@ from ..tpu.slices import Groups
 class SyncBatchNorm(_BatchNorm):
     """``nn.BatchNorm1d``, ``2d`` and ``3d`` with the statistics of the batch of all ranks.
 
-    Supports the inputs of ``torch.nn.SyncBatchNorm``, on XLA, and has the parameters, buffers and
-    state dict of ``nn.BatchNorm``. N ranks with a part of the batch each compute what
-    ``nn.BatchNorm`` computes on the full batch. Gradients of weight and bias are local to the rank;
-    FSDP averages them.
-
-    Statistics, and everything between input and output, are at least in float32. Running statistics
-    keep their dtype inside FSDP whatever ``compute_dtype`` and ``buffer_dtype`` are: in bfloat16
-    they would stop changing, because a tenth of a small difference is rounded away.
+    Has the parameters, buffers and state dict of ``nn.BatchNorm``, and computes what it computes on
+    the full batch. Gradients of weight and bias are local to the rank; FSDP averages them.
+    Statistics, and everything between input and output, are at least in float32; running statistics
+    keep their dtype inside FSDP.
 
     Batch statistics are used in training, and in evaluation if there are no running statistics.
-    Then every rank of a group must call the module the same number of times with equal shapes, as
-    the ranks of one XLA program do. With running statistics, evaluation needs no collective.
+    Then every rank of a group must call the module the same number of times with equal shapes. With
+    running statistics, evaluation needs no collective.
 
     Args:
         num_features: C, the size of the input's dimension 1.
@@ -61,7 +53,7 @@ class SyncBatchNorm(_BatchNorm):
             on all ranks of a group together (for batch statistics), or is not on an XLA device.
     """
 
-    # Read by wrappers: in bfloat16, running statistics would stop changing.
+    # Read by wrappers: in bfloat16, a tenth of a small difference would be rounded away.
     fsdp_keeps_buffer_dtypes = True
     groups: Groups | None
 
@@ -83,16 +75,14 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, groups: Sequence[Sequence[int]] | None = None
     ) -> nn.Module:
-        """Changes every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``module`` to this class.
+        """Changes the class of every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``module``, in place.
 
-        In place: each stays the same object, with its parameters, buffers, mode, hooks and other
-        attributes, and only its class changes. Returns ``module``. Convert before wrapping and
-        before ``checkpoint_module``.
+        Parameters, buffers, mode, hooks and other attributes stay. Returns ``module``. Convert
+        before wrapping and before ``checkpoint_module``.
 
         Raises:
-            ValueError: a batch norm is wrapped already, overrides forward (in a subclass, or by
-                ``checkpoint_module``), or has no shape yet (lazy); ``groups`` as in the
-                constructor.
+            ValueError: a batch norm is wrapped already, overrides forward, or has no shape yet
+                (lazy); ``groups`` as in the constructor.
             TypeError: ``module`` is not a module.
         """
         if not isinstance(module, nn.Module):
@@ -104,7 +94,6 @@ class SyncBatchNorm(_BatchNorm):
             if isinstance(one, _BatchNorm) and not isinstance(one, SyncBatchNorm):
                 _require_convertible(name, one, wrappers)
                 found.append(one)
-        # All have been checked before: after an error the module is unchanged.
         for one in found:
             one.__class__ = cls
             vars(one)["groups"] = checked
@@ -175,12 +164,9 @@ def _require_convertible(name: str, module: nn.Module, wrappers: Sequence[str]) 
 
 
 class Batch:
-    """Input ``x`` of this rank as a part of the batch of its group.
+    """Input ``x`` of this rank as a part of the batch of its group ``world``.
 
-    Attributes:
-        world: the ranks that share their statistics.
-        count: values a channel on all of them. Shapes are static and the same on all ranks, so it
-            needs no communication.
+    ``count``: values a channel on all of them; shapes are equal, so this needs no communication.
     """
 
     def __init__(self, x: torch.Tensor, groups: Groups | None):
@@ -225,10 +211,9 @@ class Batch:
 class Normalized(torch.autograd.Function):
     """``(x - mean) * inverse * weight + bias``; with a ``batch``, mean and inverse depend on x.
 
-    The backward is that of Ioffe and Szegedy, *Batch normalization*, 2015, section 3: with
-    x' = (x - mean) * inverse, the gradient of x is
-    ``inverse * weight * (dy - mean(dy) - x' * mean(dy * x'))``, where means are over all ranks.
-    Until then it stores x in the dtype of x, the weight, and the statistics.
+    Backward: Ioffe and Szegedy, *Batch normalization*, 2015, section 3. With x' = (x - mean) *
+    inverse, the gradient of x is ``inverse * weight * (dy - mean(dy) - x' * mean(dy * x'))``, where
+    means are over all ranks.
     """
 
     @staticmethod

@@ -1,11 +1,8 @@
 """Functions of JAX, Pallas kernels included, as operators of torch_xla's graph.
 
-A function is exported for the platform that the tensors are on, or that a plan simulates, and its
-StableHLO becomes an XLA computation that the graph calls. No JAX backend is used, and no TPU is
-needed: ``jax.export`` lowers for any platform. Exported code must run with compilers older than the
-JAX that made it, so kernels are written in a format of Mosaic (7) that libtpu 0.0.21, which
-torch_xla 2.9 pins, can read. ``jax.jit`` on a machine without a TPU would write the newest format
-(8), which that libtpu does not read. This holds for the releases in :data:`KNOWN_JAX` only.
+``jax.export`` lowers for any platform, without a JAX backend or TPU. It writes kernels in version 7
+of Mosaic's format; ``jax.jit`` without a TPU would write version 8, which libtpu 0.0.21 (torch_xla
+2.9) does not read. This holds for :data:`KNOWN_JAX` only.
 """
 
 from __future__ import annotations
@@ -49,11 +46,9 @@ class UnsupportedJaxVersionError(ImportError):
 class Cost:
     """The cost of one call of a kernel, in the terms of Pallas' ``CostEstimate``.
 
-    Attributes:
-        flops: floating-point operations of the matrix units, including padding.
-        bytes: bytes moved between HBM and the core.
-        transcendentals: exponentials and similar functions.
-        model_flops: the part of ``flops`` that the formula needs.
+    ``flops``: of the matrix units, including padding; ``model_flops``: the part that the formula
+    needs. ``bytes``: moved between HBM and the core. ``transcendentals``: exponentials and the
+    like.
     """
 
     flops: int
@@ -76,7 +71,7 @@ class JaxFunction:
 def call(
     function: JaxFunction, tensors: Sequence[torch.Tensor], platform: str
 ) -> list[torch.Tensor]:
-    """The result of ``function`` for ``tensors``. The call has no gradient.
+    """The result of ``function`` for ``tensors``, without gradient.
 
     Args:
         tensors: on an XLA device, of the dtypes in :data:`DTYPES`.
@@ -88,9 +83,8 @@ def call(
     """
     shapes = tuple((tuple(tensor.shape), DTYPES[tensor.dtype]) for tensor in tensors)
     with _ONE_AT_A_TIME:
-        # Ranks that are threads share one computation. torch_xla counts each computation object as
-        # different, even with equal contents: the ranks would compile a program each, and their
-        # collectives could wait for each other in different orders, forever.
+        # Ranks that are threads must share one object: torch_xla compiles a program for each
+        # object, and the programs' collectives could then deadlock.
         computation = _computation(function, shapes, platform)
     return xlac.call_computation(f"xla::{function.name}", list(tensors), computation)
 
@@ -148,8 +142,10 @@ def _exported(
 
 
 def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
-    """Writes its cost into every kernel, and removes source locations: the files and lines of all
-    callers, which would make programs differ that compile to the same."""
+    """Writes its cost into every kernel, and removes source locations.
+
+    With the lines of all callers, programs would differ that compile to the same.
+    """
 
     def complete(operation: Any) -> Any:
         attributes = operation.attributes
@@ -182,7 +178,7 @@ def _without_locations(kernel: bytes) -> bytes:
     from jaxlib.mlir.passmanager import PassManager
 
     with mlir.make_ir_context() as context:
-        context.allow_unregistered_dialects = True  # MLIR does not know Mosaic's serialized dialect
+        context.allow_unregistered_dialects = True  # for Mosaic's serialized dialect
         module = ir.Module.parse(kernel)
         PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         written = io.BytesIO()
