@@ -1,9 +1,8 @@
 """Stores compiled programs on disk, so that the next start of a job need not compile.
 
-torch_xla 2.9 has such a cache. It writes programs and cannot load them (see ``repair_client``), and
-it does not check its files: a process that is killed while it writes, or a flipped bit, makes the
-next one load a damaged program. One flipped byte silently changed losses. So torch_xla never gets
-the files of the store, but checked hard links to them::
+torch_xla 2.9 writes such files, but cannot load them (see ``repair_client``) and does not check
+them: one flipped byte silently changed losses. So it gets checked hard links to the files of a
+store::
 
     compiled/                            the store
       cpu-1f0c92ab44d0e871/              programs of one kind: of the same versions, flags, ...
@@ -13,13 +12,9 @@ the files of the store, but checked hard links to them::
           8675...                            a hard link to a program, which was checked
         loading-HOST-PID                   that process has not loaded its first program yet
 
-If a process ends before that, the program may have crashed it: the next process loads nothing.
-
-A new program gets its digest and its name in the store after torch_xla has closed its file. Files
-get their names in one step, so any number of processes and hosts may use a store at the same time.
-
-torch_xla's key contains the program, the devices and their number, the flags of XLA, and whether
-arguments are overwritten. The name of a kind stands for all else that a program depends on.
+If a process ends before it has loaded its first program, the next process loads nothing. Files get
+their names in one step, so any number of processes and hosts may share a store. torch_xla's name
+covers the program, the devices, XLA's flags and aliasing; the kind covers all else.
 """
 
 from __future__ import annotations
@@ -75,17 +70,11 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 _LEAST_FREE_BYTES = 64 << 20
 _DAY = 24 * 3600.0  # seconds
 _FORGET_RUNS_AFTER = 30 * _DAY
-# One thread of a process opens the store.
 _opening = threading.Lock()
 
 
 class CompilationCounts(NamedTuple):
-    """The numbers of programs that this process has compiled and loaded so far.
-
-    Attributes:
-        compiled: the programs that it compiled.
-        cached: the programs that it loaded from the compilation cache.
-    """
+    """The numbers of programs that this process has compiled, and loaded from the cache, so far."""
 
     compiled: int
     cached: int
@@ -95,11 +84,10 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     """Stores compiled programs in a folder, and loads those that are there instead of compiling.
 
     Call it in the main program before :func:`launch`, and before anything uses an XLA device. On a
-    TPU, the processes that ``launch`` starts use the folder too; under ``torchrun`` each calls it.
-    A program is only loaded with the same versions, flags and kind of processor, and if its file
-    has the digest with which it was written: damaged and incomplete programs are compiled again.
-    Any number of processes may use a folder at the same time. It grows to at most 8 GiB; a start
-    removes the oldest programs. On a pod give every host a folder on its local disk.
+    TPU, processes of ``launch`` use the folder too; under ``torchrun`` each calls it. A program is
+    only loaded with the same versions, flags and kind of processor, and if its file is undamaged.
+    Any number of processes may share a folder. It grows to at most 8 GiB; a start removes the
+    oldest programs. On a pod use a local disk of every host.
 
     Args:
         path: the folder, created if it does not exist; ``None``: ``xla_fsdp/compiled`` in
@@ -111,7 +99,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     Raises:
         ValueError: ``path`` is empty.
         RuntimeError: XLA's runtime was started before, or another folder is in use.
-        NotImplementedError: this torch_xla or machine cannot do it. Nothing was changed.
+        NotImplementedError: this torch_xla or machine does not support it. Nothing was changed.
         OSError: the folder cannot be created or written; or any user can write there, which is
             unsafe, because the programs in it are run.
     """
@@ -170,7 +158,6 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
             try:
                 _open(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
             except (OSError, NotImplementedError) as error:
-                # Training also works without a cache.
                 warnings.warn(f"no compilation cache in this process: {error}", stacklevel=2)
     return fn(*args)
 
@@ -194,11 +181,11 @@ def _open(folder: Path, part: str) -> None:
             f"compiled programs cannot be kept in {folder} ({error.strerror}); name a folder of "
             "your own, with space left",
         ) from error
-    # This overrides a folder of the user for torch_xla, whose files are not checked.
+    # Overrides a folder of the user for torch_xla, whose files are not checked.
     xr.initialize_cache(str(run.folder), readonly=False)
     xr.get_num_cached_compilation_graph()  # creates the cache; it does not start the runtime
     for name in _TORCH_XLA:
-        os.environ.pop(name, None)  # no process that this one starts may use its folder
+        os.environ.pop(name, None)  # child processes may not use its folder
 
 
 def _platform() -> str:
@@ -211,17 +198,10 @@ def _platform() -> str:
     return name
 
 
-# -- kinds of programs -----------------------------------------------------------------------------
-
-
 def describe_kind(on: str, part: str) -> dict[str, str]:
-    """The properties of a kind: programs with equal properties can replace each other.
+    """What distinguishes kinds; torch_xla's key does not contain versions and processor.
 
-    Tests on a CPU showed that torch_xla's key does not contain versions and processor.
-
-    Args:
-        on: CPU or TPU.
-        part: the number of this process among those that run one program.
+    ``part``: the number of this process among those that run one program.
     """
     about = {
         "format": _FORMAT,
@@ -257,13 +237,8 @@ def _processor() -> str:
     return f"{' / '.join(names)}, {hashlib.sha256(flags.encode()).hexdigest()}"
 
 
-# -- the files ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Program:
-    """A file of the store, and what its name states."""
-
     path: Path
     name: str  # torch_xla's
     size: int
@@ -331,7 +306,6 @@ def _write_at_once(path: Path, write: Callable[[str], object]) -> None:
 
 
 def _open_files() -> set[str]:
-    """Paths of the files that this process has open."""
     found = set()
     for entry in _entries_of(Path("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -340,11 +314,7 @@ def _open_files() -> set[str]:
 
 
 class Run:
-    """The programs that one process gets from the store and adds to it, until the process ends.
-
-    Attributes:
-        folder: the folder that torch_xla uses.
-    """
+    """One process's programs from and for the store; torch_xla uses ``folder``."""
 
     def __init__(self, kind: Path, began: Callable[[], bool]) -> None:
         self._kind, self._began = kind, began
@@ -369,7 +339,7 @@ class Run:
         ]
         if not new:
             return
-        # After listing the files: torch_xla opens a file once, so one that is not open is complete.
+        # Listed before: torch_xla opens a file once, so one that is not open is complete.
         unfinished = _open_files()
         for path in map(Path, new):
             if str(path) not in unfinished:
@@ -389,7 +359,7 @@ class Run:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        # A process that is killed does not call ``end``, so this stores every program soon.
+        # A process that is killed does not call ``end``.
         while not self._ending.wait(_SECONDS_BETWEEN_LOOKS):
             with contextlib.suppress(OSError):
                 if self._began():
@@ -397,7 +367,7 @@ class Run:
                 self.keep_new()
 
     def _take(self, program: Program) -> tuple[str, int] | None:
-        # Checked at every start, because it may have been damaged since the last one.
+        # It may have been damaged since the last start.
         if not program.is_whole():
             program.path.unlink(missing_ok=True)
             return None
@@ -406,7 +376,7 @@ class Run:
             _link(program.path, path)
             return path.name, path.stat().st_ino
         except OSError:
-            return None  # another process has removed it, or has another program of this name
+            return None  # another process was faster
 
     def _keep(self, path: Path) -> None:
         size = path.stat().st_size
@@ -484,7 +454,7 @@ def _make_room(store: Path, limit: int) -> None:
     aged = []
     for kind in store.iterdir():
         for program in _programs_in(kind) if kind.is_dir() else ():
-            with contextlib.suppress(FileNotFoundError):  # another process was here
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
                 aged.append((program.path.stat().st_mtime, program))
     total = 0
     for _, program in sorted(aged, key=lambda pair: pair[0], reverse=True):
@@ -495,29 +465,22 @@ def _make_room(store: Path, limit: int) -> None:
 
 def _remove_dead_runs(store: Path) -> None:
     for path in (*store.glob("*/run-*"), *store.glob("*/*.tmp")):
-        with contextlib.suppress(FileNotFoundError):  # another process was here
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
             age = time.time() - path.stat().st_mtime
             run = _RUN.fullmatch(path.name)
-            # Processes of other hosts are unknown. One that loses its folder only stores no more.
+            # Other hosts' processes are unknown. Without its folder a process only stores nothing
+            # more.
             if run and (_is_gone(run) or age > _FORGET_RUNS_AFTER):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.suffix == ".tmp" and age > _DAY:
                 path.unlink()
 
 
-# -- how torch_xla loads programs ------------------------------------------------------------------
-
-# To load a program, torch_xla calls ``DeserializeExecutable`` of XLA's client, then ``Load``.
-# The clients of CPU and TPU have neither: both return "UNIMPLEMENTED: Deserializing serialized
-# executable not supported", and the program is compiled again at every start
-# (github.com/pytorch/xla/issues/9094, open). They have ``LoadSerializedExecutable``, which does
-# both steps in one.
-#
-# So two entries of the client's table of virtual functions are replaced: the first step becomes
-# ``LoadSerializedExecutable``, the second returns the result of the first. The library's symbols
-# have the addresses of the table and of the functions and, in their mangled names, the types of
-# their arguments. An entry is only replaced if it is the function that returns "UNIMPLEMENTED". If
-# anything is not as expected, nothing is changed.
+# torch_xla calls ``DeserializeExecutable``, then ``Load``. The clients of CPU and TPU return
+# "UNIMPLEMENTED" from both (github.com/pytorch/xla/issues/9094, open), but have
+# ``LoadSerializedExecutable``, which does both. So two entries of the client's table of virtual
+# functions are replaced, if they are those that return "UNIMPLEMENTED": the first becomes that
+# function, the second returns the first's result.
 
 
 def repair_client(platform_name: str) -> None:
@@ -561,13 +524,11 @@ def _refuse(reason: str) -> NoReturn:
 def _functions(both_steps: int) -> tuple[int, int]:
     """Creates two functions, which stay until the process ends, and returns their addresses.
 
-    Python functions would deadlock: torch_xla calls them with a lock, and they would wait for the
-    GIL of a thread that waits for this lock.
-
-    Arguments are in registers. rdi: the address for the result, a status (1: OK) and a pointer;
-    rsi: the client; rdx ...: the arguments of the call; rax: returned, the address of the result.
+    Python functions would deadlock: torch_xla calls them with a lock, while another thread may wait
+    for that lock with the GIL. Registers: rdi the address for the result, a status (1: OK) and a
+    pointer; rsi the client; rdx ... the arguments; rax, returned, the address of the result.
     """
-    enter = bytes.fromhex("f30f1efa")  # endbr64: processors may demand it where calls arrive
+    enter = bytes.fromhex("f30f1efa")  # endbr64, which processors may require of call targets
     libc = _libc()
     size = mmap.PAGESIZE
     page = libc.mmap(
