@@ -1,8 +1,7 @@
 """Adafactor: stores second moments as one number for each row and one for each column.
 
-Sums over rows and columns are computed for matrices of which a rank has some elements. Shape
-letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's shard: complete rows
-of a matrix if the shard consists of rows, otherwise single elements.
+Shape letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's shard: complete
+rows if the shard consists of rows, otherwise single elements.
 """
 
 from __future__ import annotations
@@ -22,14 +21,10 @@ from .saved import LazyState, chunks, require_keys, require_shape
 class Adafactor(ShardedOptimizer):
     """``torch.optim.Adafactor``, with the rows, columns and norms of full matrices.
 
-    Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018 (arXiv
-    1804.04235). Options, their defaults and formulas are those of torch, which factors the last two
-    dimensions, bounds the relative step by ``lr`` and uses ``eps[0]`` as a lower bound.
-
-    A step sends the sums of each matrix's rows and columns and the parameters' norms in one
-    all-reduce, and the updates' norms in another. Rows and columns are replicated on every rank, in
-    float32. If the shards of a matrix do not consist of complete rows, its elements are added up
-    one by one, which is slow on TPUs: use ``shard_param_on_dim_0`` or sizes that divide evenly.
+    Shazeer and Stern, 2018 (arXiv 1804.04235). Options, defaults and formulas are torch's, which
+    factors the last two dimensions, bounds the relative step by ``lr`` and uses ``eps[0]`` as a
+    lower bound. Shards that are not complete rows are slow on TPUs: use ``shard_param_on_dim_0`` or
+    sizes that divide evenly.
 
     Args:
         params: parameters, or groups of them.
@@ -73,13 +68,12 @@ class Adafactor(ShardedOptimizer):
         for one, norm, update in zip(own, found, updates, strict=True):
             one.move(update, norm)
 
-    # Each matrix has separate rows and columns, see StateConverter.
     member_state = frozenset({"row_var", "col_var"})
 
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """For checkpoints: rows and columns of each matrix, and one element for each other."""
+        """Rows and columns of each matrix, and one element for each other."""
         part = Parts(parameter)
         lengths = _lengths(part.shapes)
         vectors = any(not _lengths([shape]) for shape in part.shapes)
@@ -154,7 +148,7 @@ class _Own:
         part: Parts,
         group: dict[str, Any],
     ):
-        assert parameter.grad is not None  # parameters without gradient are skipped before
+        assert parameter.grad is not None  # skipped before
         self.state, self.parameter, self.part, self.group = state, parameter, part, group
         self.grad = part.without_padding(parameter.grad.float())
         self.factors = factors_of(part, parameter)
@@ -172,7 +166,6 @@ class _Own:
 
     @property
     def _lengths(self) -> list[int]:
-        """The number of rows, or of columns, of each matrix."""
         found = [factors for factors in self.factors if factors is not None]
         return [length for factors in found for length in (factors.rows, factors.columns)]
 
@@ -195,7 +188,7 @@ class _Own:
         return torch.cat(pieces)
 
     def update(self, totals: torch.Tensor) -> torch.Tensor:
-        """The update, not yet clipped; ``totals``: the sums of all ranks."""
+        """The update before clipping; ``totals``: the sums of all ranks."""
         count, state, step = self.part.count, self.state, self.state["step"]
         self.length = totals[:count].sqrt() * self._scale
         rate = step ** self.group["beta2_decay"]
@@ -249,9 +242,8 @@ def factors_of(part: Parts, like: torch.Tensor) -> list[Factors | None]:
 class Factors:
     """The last two dimensions of one parameter, of which this rank has some elements.
 
-    Attributes:
-        rows, columns: their total numbers, for all leading dimensions together.
-        mask: which elements of the shard belong to this parameter; ``None`` for all.
+    ``rows, columns``: for all leading dimensions together. ``mask``: which elements of the shard
+    belong to this parameter; ``None`` for all.
     """
 
     def __init__(self, part: Parts, number: int, like: torch.Tensor):
@@ -273,10 +265,7 @@ class Factors:
             self._cell_of = self._cell_of * self._width + first % self._width
 
     def means(self, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the means over each row ``(d, rows)`` and column ``(d, columns)``.
-
-        ``squares``: of the shard's shape, 0 in the padding.
-        """
+        """This rank's part of the means over rows ``(d, rows)`` and columns ``(d, columns)``."""
         if self.mask is not None:
             squares = torch.where(self.mask, squares, torch.zeros_like(squares))
         depth = self._part.depth
@@ -290,7 +279,6 @@ class Factors:
         return rows / self._width, columns / self._height
 
     def spread(self, rows: torch.Tensor, columns: torch.Tensor, eps: float) -> torch.Tensor:
-        """``rows * columns / mean(rows)`` for each element of the shard."""
         depth = self._part.depth
         means = rows.view(depth, self.batch, -1).mean(2, keepdim=True).clamp(min=eps)
         rows = (rows.view(depth, self.batch, -1) / means).view(depth, -1)
