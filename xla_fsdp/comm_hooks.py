@@ -35,16 +35,15 @@ def reduce_scatter_hook(state: None, bucket: GradBucket) -> torch.Tensor:
 
 
 def allreduce_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """The default reduction too: torch has this name for modules that are not sharded."""
+    """The default reduction; torch's name for modules that are not sharded."""
     _require_no_state("allreduce_hook", state)
     return bucket.reduce()
 
 
 def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """Sends and sums gradients in bfloat16.
+    """Sends and sums float32 and float64 gradients in bfloat16.
 
-    Each addition has a rounding error of 1/256 of a value. Only float32 and float64 gradients
-    change.
+    Each addition has a rounding error of 1/256 of a value.
     """
     _require_no_state("bf16_compress_hook", state)
     buffer = bucket.buffer()
@@ -54,7 +53,7 @@ def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
 
 
 def fp16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """Sends and sums gradients in float16, else as :func:`bf16_compress_hook`.
+    """Sends and sums float32 and float64 gradients in float16.
 
     Each addition has a rounding error of 1/2048 of a value. Values above 65504 become infinite,
     values below 6e-8 become zero.

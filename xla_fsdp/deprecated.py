@@ -1,4 +1,4 @@
-"""Public names of the last release that still work, with a DeprecationWarning."""
+"""Names of the last release that still work, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def new_name(owner: str, old: str) -> str | None:
-    """The name that replaced ``old``, with a warning for the caller's caller; else None."""
+    """The new name of ``old``, with a warning for the caller's caller; else None."""
     new = RENAMED[owner].get(old)
     if new is not None:
         _warn(owner, old, new, stacklevel=4)
@@ -27,11 +27,7 @@ def new_name(owner: str, old: str) -> str | None:
 
 
 def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with new names for old ones, with a warning for the caller's caller.
-
-    Raises:
-        TypeError: an old name and its new name are both passed.
-    """
+    """``given`` with new names, with a warning. Raises TypeError for an old name and its new one."""
     renamed = dict(given)
     for old, new in RENAMED[owner].items():
         if old not in given:

@@ -16,8 +16,7 @@ class MissingExtraError(ImportError):
 
 
 def require_extra(extra: str, part: str, modules: Iterable[str]) -> None:
-    """Raises MissingExtraError unless ``modules`` of ``extra``, which ``part`` needs, are
-    installed."""
+    """Raises MissingExtraError unless ``modules`` of ``extra``, for ``part``, are installed."""
     missing = [name for name in modules if not _is_there(name)]
     if missing:
         raise MissingExtraError(
@@ -34,7 +33,7 @@ def _is_there(module: str) -> bool:
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """The versions of packages and of "python"; "" for a package that is not installed."""
+    """Versions of packages, or "", and of "python"."""
     versions = {}
     for name in packages:
         try:
@@ -45,12 +44,9 @@ def installed_versions(*packages: str) -> dict[str, str]:
 
 
 def require_torch_xla() -> None:
-    """Checks the versions before the import, whose error would only name a missing symbol.
+    """Raises ImportError if torch, torch_xla and this package do not match.
 
-    Does nothing without torch_xla.
-
-    Raises:
-        ImportError: torch and torch_xla are incompatible with each other, or with this package.
+    Their own import error would only name a missing symbol. Does nothing without torch_xla.
     """
     try:
         xla, torch = metadata.version("torch_xla"), metadata.version("torch")

@@ -12,12 +12,11 @@ from .collectives.world import World
 
 
 class ShardedGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` for gradients that are sharded.
+    """``torch.amp.GradScaler`` for gradients that are sharded, on all ranks.
 
-    If any rank's shard contains infinity or NaN, every rank skips the step and lowers the scale.
-    ``torch.amp.GradScaler`` works on shards too; this class also checks ignored parameters and all
-    replicas. Use it on all ranks like torch's, with ``model.clip_grad_norm_(...)`` after
-    ``unscale_``. ``step`` reads one number from the device, so a step is two programs.
+    If any rank's shard contains infinity or NaN, every rank skips the step. Unlike
+    ``torch.amp.GradScaler``, which works on shards too, it checks ignored parameters and all
+    replicas. ``step`` reads one number from the device, so a step is two programs.
 
     Args:
         init_scale: the first factor.

@@ -1,7 +1,6 @@
 """Preserves shared parameters, hooks and attributes when ``module.to(device)`` moves to XLA.
 
-For XLA, ``to`` makes a new parameter for each module attribute: shared weights would be separated
-and an optimizer's parameters would be stale, silently.
+For XLA, ``to`` makes a new parameter for each module attribute, silently.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def dotted(path: str, name: str) -> str:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether ``module`` is a completely constructed wrapper, or is sharded in place."""
+    """Whether ``module`` is a complete wrapper, or is sharded in place."""
     return getattr(type(module), "_is_fsdp_wrapper", False) and "_unit" in vars(module)
 
 
@@ -32,5 +32,4 @@ def names_hook(hook: _Hook) -> _Hook:
 
 
 def is_names_hook(hook: Any) -> bool:
-    """Whether :func:`names_hook` marked ``hook``, or the function inside torch's hook object."""
     return getattr(getattr(hook, "hook", hook), "_is_names_hook", False)

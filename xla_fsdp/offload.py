@@ -1,8 +1,8 @@
 """Parameters, gradients and the optimizer update on the host: docs/how-to/cpu-offload.md.
 
 A program's results exist only when all of it has run, and its arguments and results are in device
-memory. Streaming therefore cuts the step into one program for each unit's forward and one for its
-backward; two units' copies and three units' gradients are on the device at most.
+memory. So streaming runs one program for each unit's forward and backward; at most two units'
+copies and three units' gradients are on the device.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from .tree import map_tensors, tensors_in
 
 
 def attach(unit: FSDPState) -> None:
-    """Gives each host shard of ``unit`` a copy on the device, and its gradient a way to the host.
-
-    Does nothing if ``unit`` does not offload.
+    """Prepares the host shards of ``unit``, if it offloads.
 
     Raises:
         ValueError: only one of two wrappers that share a parameter (tied weights) offloads it.
@@ -60,13 +58,12 @@ def attach(unit: FSDPState) -> None:
         tensor.widens = True
 
 
-# Bytes in transfer before the next send waits, unless one tensor has more. Each has a second copy
-# on the host meanwhile.
+# Bytes in transfer before the next send waits, unless one tensor has more.
 STAGED_BYTES = 1 << 28
 
 
 class Uploads:
-    """Sends tensors to ``device``, at most ``most`` bytes at a time; ``sent`` counts them."""
+    """Sends tensors to ``device``, at most ``most`` bytes at a time."""
 
     def __init__(self, device: torch.device, most: int = STAGED_BYTES) -> None:
         self.device = device
@@ -75,11 +72,11 @@ class Uploads:
         self._under_way = 0
 
     def send(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Sends ``value`` as ``dtype``; returns during the transfer, when ``value`` may be changed."""
+        """Returns during the transfer, when ``value`` may be changed."""
         size = value.numel() * dtype.itemsize
         if self._under_way and self._under_way + size > self.most:
             self._under_way = 0
-            if not is_simulated_rank():  # to wait for all earlier ones, send one more and fetch it
+            if not is_simulated_rank():  # wait for all earlier ones: fetch one more
                 xlac.copy_to_host([as_data(torch.zeros(1, device="cpu"), self.device)])
         self._under_way += size
         self.sent += size
@@ -107,7 +104,7 @@ class ShardCopy:
         self.held = self._made_of = None
 
     def send(self) -> torch.Tensor:
-        """The copy on the device. Starts a transfer if the shard has changed since the last one."""
+        """The copy on the device; a transfer starts if the shard has changed."""
         state = self._shard.state()
         if self.held is None or state != self._made_of:
             self.held = None  # so that only one is in device memory
@@ -116,29 +113,28 @@ class ShardCopy:
         return self.held
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for deep copies: without the tensor, which belongs to another shard."""
+        """For deep copies: without the tensor of another shard."""
         return {**vars(self), "held": None, "_made_of": None}
 
 
-# Bytes that are fetched at a time, unless one tensor has more.
 FETCHED_BYTES = 1 << 28
 
 Pending = tuple[torch.Tensor, torch.Tensor]
 
 
 class HostGradients:
-    """The gradients of one unit for the host; ``received`` counts the bytes that arrived there."""
+    """The gradients of one unit for the host."""
 
     def __init__(self, device: torch.device, most: int = FETCHED_BYTES) -> None:
         self.device = device
         self.most = most
         self.pending: list[Pending] = []
         self.received = 0
-        self._told: int | None = None  # the backward at whose end `arrive` is called
+        self._told: int | None = None
 
     def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
-        """Adds ``grad`` to that of ``shard`` once the backward is over."""
-        assert isinstance(shard, HostShard)  # the object that the optimizer has
+        """Adds ``grad`` to that of ``shard`` after the backward."""
+        assert isinstance(shard, HostShard)
         self.pending.append((shard, grad))
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._told):
@@ -146,11 +142,10 @@ class HostGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self.arrive)
 
     def forget(self) -> None:
-        """Drops gradients that a failed backward left."""
         self.pending.clear()
 
     def arrive(self) -> None:
-        """Runs the traced program, and gives every shard its gradient, in the shard's dtype."""
+        """Runs the traced program, and gives every shard its gradient."""
         self._told = None
         if not self.pending:
             return
@@ -187,7 +182,6 @@ class HostGradients:
             _add_up(*following.result())
 
     def _pieces(self, pending: list[Pending]) -> list[list[Pending]]:
-        """Pieces of ``pending``, the last gradients first."""
         pieces: list[list[Pending]] = []
         size = 0
         while pending:
@@ -220,10 +214,7 @@ _FETCHING = 2
 
 
 class Traffic:
-    """The current transfers and programs of the streamed units of one model.
-
-    Its thread lives from the first gradients of a backward to the end of that backward.
-    """
+    """Transfers and programs of a model's streamed units. Its thread lives during a backward."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -248,7 +239,7 @@ class Traffic:
         self._fetching.append(self._pool.submit(task))
 
     def wait(self) -> None:
-        """Waits until every gradient is on the host. Raises what a hook on a shard raised."""
+        """Waits for all gradients. Raises what a hook on a shard raised."""
         try:
             while self._fetching:
                 self._fetching.pop(0).result()
@@ -269,11 +260,7 @@ class Stream:
 
     @property
     def _is_temporary_copy(self) -> bool:
-        """Whether to free the unit's copies now.
-
-        The root's are used during all forwards, and the backward follows a recomputation
-        immediately.
-        """
+        """Not the root's, used by all forwards, nor in a recomputation, whose backward follows."""
         return not self._unit.is_root and torch._C._current_graph_task_id() == -1
 
     def mark_backward_end(self, inputs: Any) -> Any:
@@ -293,15 +280,14 @@ class Stream:
             self._drop()
 
     def end_backward(self) -> None:
-        """Runs the program, once all gradients of the unit and of its inputs were traced."""
-        # Else full parameters and pending gradients would be results of the program.
+        # Else they would be results of the program.
         self._unit.leave_backward()
         self.traffic.cut()
         self._drop()
         self._gradients.depart(self.traffic.fetch)
 
     def forget(self) -> None:
-        with contextlib.suppress(Exception):  # the user has already seen the error
+        with contextlib.suppress(Exception):  # the user has seen the error
             self.traffic.wait()
 
     def _drop(self) -> None:

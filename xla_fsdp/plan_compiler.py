@@ -1,7 +1,7 @@
-"""TPU compilers that plans use: ``python -m xla_fsdp.plan_compiler install``.
+"""TPU compilers for plans: ``python -m xla_fsdp.plan_compiler install``.
 
-A compiler is a Python interpreter with jax and libtpu: this one (the ``plan`` extra), or one of a
-virtual environment of its own. Nothing here imports jax, torch or libtpu.
+A compiler is a Python interpreter with jax and libtpu: this one, or a virtual environment's.
+Nothing here imports jax, torch or libtpu.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .wording import to_one_line
 
 COMMAND = "python -m xla_fsdp.plan_compiler install"
 FOLDER = "XLA_FSDP_COMPILERS"
-_SECONDS = 60  # for an interpreter to report its packages
+_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ TESTED: Mapping[str, Release] = MappingProxyType({
     "0.0.21": Release(jax="0.7.1", python="3.11"),
 })  # fmt: skip
 
-# Runs in an interpreter of any Python release, without packages.
+# Runs in any Python, without packages.
 _ASK = """
 import importlib.metadata as m, json, os, platform
 def version(name):
@@ -67,8 +67,8 @@ class UnusableCompilerError(ValueError):
 class Compiler:
     """An interpreter with jax and libtpu.
 
-    ``versions``: of "jaxlib", "libtpu", "jax" and "python". ``library``: path of its libtpu.
-    ``environment``: variables of a process that runs it; None removes a variable.
+    ``versions``: of "jaxlib", "libtpu", "jax" and "python". ``library``: its libtpu's path.
+    ``environment``: changed variables of its processes; None removes one.
     """
 
     python: str
@@ -77,7 +77,7 @@ class Compiler:
     environment: Mapping[str, str | None] = field(default_factory=dict)
 
     def require_knows(self, chip: Chip) -> None:
-        """Raises UnusableCompilerError if this libtpu is known not to compile for ``chip``."""
+        """Raises UnusableCompilerError if this libtpu does not compile for ``chip``."""
         if self.versions["libtpu"] in chip.refused_by:
             raise UnusableCompilerError(refusal_of(self.versions["libtpu"], chip.family))
 
@@ -88,7 +88,6 @@ def tested_for(chip: Chip) -> list[str]:
 
 
 def refusal_of(libtpu: str, slice: str, message: str = "") -> str:
-    """The error message if libtpu does not compile for a chip or a slice."""
     newest = next(iter(TESTED))
     said = f" ({to_one_line(message, 200)})" if message else ""
     remedy = (
@@ -169,7 +168,7 @@ def _this_interpreter() -> Compiler:
 
 
 def _examined(python: Path, named: str) -> Compiler:
-    """The compiler of an interpreter. ``named``: how the user asked for it."""
+    """``named``: how the user asked for it."""
     if os.path.abspath(python) == os.path.abspath(sys.executable):
         return _this_interpreter()
     # Another interpreter must not use this one's packages and libtpu.
@@ -214,7 +213,6 @@ def _run(
 
 
 def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """This process's environment with ``changes``; None removes a variable."""
     changed = {**os.environ, **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
@@ -230,7 +228,7 @@ def install(
         version: of libtpu, one of :data:`TESTED`.
         folder: default: :func:`folder_of_compilers` / ``version``. It appears complete or not at
             all; an existing environment is not changed.
-        python: the interpreter to make it with; default: one of the tested release of Python.
+        python: an interpreter; default: one of the tested release of Python.
 
     Raises:
         UnusableCompilerError: the version is unknown, there is no such Python, or pip failed.
@@ -258,7 +256,7 @@ def install(
         pip = [str(_python_in(partial)), "-m", "pip", "install", "--disable-pip-version-check"]
         _require_done([*pip, "--quiet", *packages], "pip install " + " ".join(packages))
         if place.is_dir():
-            place.rmdir()  # empty, checked above
+            place.rmdir()  # empty
         partial.rename(place)
     except OSError as error:
         if not _python_in(place).is_file():  # else another process was quicker
@@ -287,7 +285,6 @@ def _require_done(command: list[str], what: str) -> None:
 
 
 def _interpreter_of(release: str) -> str:
-    """The path of a Python of ``release``, such as "3.12"."""
     for candidate in _candidates(release):
         try:
             done = _run([candidate, "-c", "import sys; print(*sys.version_info[:2])"], {}, _SECONDS)
@@ -306,7 +303,7 @@ def _candidates(release: str) -> Iterator[str]:
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         if os.access(path := os.path.join(folder, f"python{release}"), os.X_OK):
             yield path
-    # pyenv's own commands on PATH start only the releases that are switched on.
+    # pyenv's own commands on PATH start only releases that are switched on.
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     yield from map(str, sorted(root.glob(f"versions/{release}*/bin/python")))
 

@@ -1,9 +1,8 @@
 """Gradient checkpointing: the backward recomputes activations instead of storing them.
 
-:func:`checkpoint_module` replaces each tensor that autograd would save by its number. When the
-backward needs the first of them, the forward runs again and collects its saved tensors in the same
-order, so there is one graph and one backward. The last part makes ``torch.utils.checkpoint`` work
-on XLA by replacing functions, because torch has no extension point for it.
+:func:`checkpoint_module` replaces tensors that autograd would save by numbers. When the backward
+needs the first, the forward runs again and collects its saved tensors in the same order. The last
+part makes ``torch.utils.checkpoint`` work on XLA; torch has no extension point for it.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ from .tree import map_tensors, separate_tensors, tensors_in, with_tensors
 def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
     """Makes ``module`` recompute its activations in the backward; returns the module itself.
 
-    The recomputation uses the same inputs, random numbers, autocast settings, modes and parameters;
-    buffers that a forward updates (batch statistics) are updated once. Only the inputs and outputs
-    stay in memory. Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one gather serves
-    recomputation and backward.
+    The recomputation has the same inputs, random numbers, autocast settings, modes and parameters;
+    buffers are updated once. Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one
+    gather serves recomputation and backward.
 
     Args:
         offload: on TPU, store the inputs that require gradients in host memory until the backward.
@@ -63,10 +61,7 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
 
 
 class _CheckpointedForward:
-    """Replaces the forward of a module, and recomputes it in the backward.
-
-    Has only a weak reference to the module, so that both are freed together.
-    """
+    """Replaces the forward of a module. Its reference is weak, so that both are freed together."""
 
     def __init__(self, module: nn.Module, forward: Callable, offload: bool) -> None:
         self._module = weakref.ref(module)
@@ -93,11 +88,9 @@ class _CheckpointedForward:
         return recomputation.run(args, kwargs)
 
     def __reduce__(self) -> tuple:
-        """For a copy or pickle of the module."""
         return type(self), (self.module, self.original, self.offload)
 
 
-# Whether this thread's checkpointed functions save what their recomputation needs.
 _checkpoints: ContextVar[bool] = ContextVar("xla_fsdp_checkpoints", default=True)
 
 
@@ -145,19 +138,18 @@ class _Recomputation:
         ]
 
     def end_forward(self) -> None:
-        """Detects whether the forward drew random numbers: only then they must be restored."""
+        """Detects whether random numbers were drawn: only then they must be restored."""
         (cpu, xla), (cpu_before, xla_before) = _random_state(self.device), self.random
         self.draws = xla != xla_before or not torch.equal(cpu, cpu_before)
 
     def enter_backward(self, events: Sequence[torch.Tensor]) -> None:
-        """Gathers the parameters that the function uses, after the gradients ``events`` exist."""
+        """Gathers the function's parameters after the gradients ``events`` exist."""
         for one in self.passes:
             one.require_shards_unchanged()
             one.unit.enter_backward(one, events[0] if events else None)
 
     @contextlib.contextmanager
     def state_of_forward(self) -> Iterator[None]:
-        """Within, autocast, parameters and random numbers are those of the forward."""
         with contextlib.ExitStack() as stack:
             for context in (*self.autocast, computing(self.passes)):
                 stack.enter_context(context)
@@ -172,7 +164,6 @@ class _Recomputation:
         return self.recompute(events, args, kwargs)
 
     def recompute(self, events: Sequence[torch.Tensor], args: tuple, kwargs: dict) -> Any:
-        """Calls the function again, after the gradients ``events`` exist."""
         with _disable_current_modes():  # selective checkpointing counts the function's operators
             self.enter_backward(events)
             tensors = [t for t in tensors_in((args, kwargs)) if t.device == self.device]
@@ -196,7 +187,6 @@ def _set_random_state(device: torch.device, state: tuple[torch.Tensor, int | Non
 
 
 def _xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The XLA device that a function of ``tensors`` computes on, if any."""
     for tensor in tensors:
         if tensor.device.type == "xla":
             return tensor.device
@@ -207,20 +197,20 @@ def _xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 def _delayed_until(
     tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Copies of ``tensors``, for recomputation, that exist only after ``events``.
+    """Copies of ``tensors`` that exist only after ``events``.
 
-    Without a barrier the compiler would merge the recomputation with the forward.
+    Without them the compiler would merge the recomputation with the forward.
     """
     copies = after(tensors, events) if events else [prevent_fusion(tensor) for tensor in tensors]
-    # torch_xla 2.9 aborts if the indices of an embedding are the direct output of a barrier.
+    # torch_xla 2.9 aborts if an embedding's indices are the direct output of a barrier.
     return [torch.view_copy(copy, copy.shape) for copy in copies]
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Saves tensors as an operator would, under the hooks that are active around the module.
+    """Saves tensors under the hooks around the module: other checkpoints drop them, offloading
+    moves them.
 
-    So an enclosing checkpoint drops the inputs, and offloading moves them. The scalar requires a
-    gradient, which creates the graph node.
+    The scalar requires a gradient, which creates the graph node.
     """
 
     @staticmethod
@@ -248,13 +238,13 @@ class _ModuleRecomputation(_Recomputation):
         self.gradient: torch.Tensor | None = None
         self.recomputed: dict[int, dict[int, torch.Tensor]] = {}  # by graph task, by number
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
-        # Shapes of tensors in host memory, by their number.
+        # By the number of the tensor.
         self.on_host: dict[int, torch.Size] = {}
         self._save(tensors, {})
 
     @cached_property
     def in_programs(self) -> bool:
-        """Whether the step is cut into programs here or next to it (streaming)."""
+        """Whether streaming cuts the step into programs here or next to it."""
         units = [*(one.unit for one in self.passes), *unique_units(self.module)]
         return any(unit.stream is not None for unit in units)
 
@@ -268,7 +258,7 @@ class _ModuleRecomputation(_Recomputation):
         known = weakref.ref(self)
 
         def note(gradient: torch.Tensor) -> None:
-            """Stores the first gradient that arrives: recomputation must not start before it."""
+            """Recomputation must not start before the first gradient."""
             alive = known()
             if alive is not None and alive.gradient is None:
                 alive.gradient = gradient.detach()
@@ -281,9 +271,8 @@ class _ModuleRecomputation(_Recomputation):
         return map_tensors(hook, outputs)
 
     def _save(self, tensors: list[torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
-        """Saves ``tensors``, or their copies in ``hosted``, for the backward."""
         with torch.no_grad():
-            # On XLA a copy uses no memory, and allows the forward to change its input in place.
+            # On XLA a copy uses no memory, and the forward may change its input in place.
             kept = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
         kept = [hosted.get(number, tensor) for number, tensor in enumerate(kept)]
         self.saved = _SaveInputs.apply(torch.zeros((), requires_grad=True), *kept)
@@ -303,7 +292,7 @@ class _ModuleRecomputation(_Recomputation):
         tensors = tensors_in((args, kwargs))
         hosted: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors):
-            # Tensors that are referenced elsewhere (masks, parameters) would not be freed.
+            # Other tensors (masks, parameters) would not be freed.
             if tensor.grad_fn is None or not host_memory.can_offload(tensor):
                 continue
             if tensor.numel() and host_memory.can_be_stored(tensor.shape):
@@ -343,7 +332,7 @@ class _ModuleRecomputation(_Recomputation):
 
                 torch.autograd.Variable._execution_engine.queue_callback(forget)
         if self.in_programs:
-            # Tensors that are referenced when a program starts become results of it.
+            # Else they would become results of a program that starts.
             return self.recomputed[task].pop(number)
         return self.recomputed[task][number]
 
@@ -364,7 +353,7 @@ class _ModuleRecomputation(_Recomputation):
                 tensors[number] = copy
         self.enter_backward(events)
         with torch.enable_grad():
-            # Not leaves, so that the forward may change its input in place.
+            # Not leaves: the forward may change its input in place.
             tensors = [
                 torch.view_copy(t.requires_grad_(), t.shape) if needs else t
                 for t, needs in zip(tensors, self.needs_grad, strict=True)
@@ -415,7 +404,7 @@ class _Buffers:
     def end_forward(self) -> None:
         """Drops the buffers that the forward did not change.
 
-        Batch norm does not change the stamp of a buffer; on XLA, a changed value is pending.
+        Batch norm does not change a buffer's stamp; on XLA, a changed value is pending.
         """
         for (owner, name), (buffer, stamp, before) in list(self._before.items()):
             if owner._buffers.get(name) is buffer and stamps([buffer]) == stamp:
@@ -428,11 +417,11 @@ class _Buffers:
     def as_before(self) -> Iterator[None]:
         """Within, the module computes with copies of the buffers before the forward.
 
-        The buffers do not change, so tensors that autograd saved of them stay valid. Raises
-        RuntimeError if one changed through a reference other than the module's attribute.
+        Raises RuntimeError if a buffer changed through a reference other than the module's
+        attribute.
         """
         now = {use: (buffer, stamps([buffer])) for use, buffer in self._current().items()}
-        copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one tensor
+        copies: dict[int, torch.Tensor] = {}  # a buffer may have two names
         for (owner, name), (buffer, _) in now.items():
             if id(buffer) not in copies:
                 *_, value = self._before.get((owner, name), (buffer,))
@@ -454,9 +443,8 @@ class _Buffers:
                 )
 
 
-# On XLA, torch.utils.checkpoint lacks a module ``torch.xla``, restores only the CPU's random state,
-# and saves no memory without a barrier on the recomputation's inputs. Saved-tensor hooks cannot add
-# it: they do not know which tensors are those inputs.
+# torch.utils.checkpoint needs a module ``torch.xla``, restores only the CPU's random state, and
+# saves memory on XLA only with a barrier on the recomputation's inputs.
 
 _TorchFunction = torch.utils.checkpoint.CheckpointFunction
 _TorchXlaFunction = torch_xla.utils.checkpoint.CheckpointFunction
@@ -478,8 +466,6 @@ def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Itera
 
 
 class _Applied:
-    """The calling convention of torch's and torch_xla's reentrant functions."""
-
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if not _checkpoints.get():
@@ -514,7 +500,7 @@ class _Reentrant(_Applied, _TorchFunction):
 
 if not hasattr(torch, "xla"):
     torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
-# Some modules, such as torch's composable checkpoint, have imported the functions by name.
+# Some modules, such as torch's composable checkpoint, imported the functions by name.
 for _module in list(sys.modules.values()):
     for _name, _theirs, _own in (
         ("CheckpointFunction", _TorchFunction, _Reentrant),

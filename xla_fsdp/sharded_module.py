@@ -1,4 +1,4 @@
-"""What wrappers and modules sharded in place have in common: their FSDP unit and public methods."""
+"""The FSDP unit and the public methods that wrappers and modules sharded in place share."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPSt
 
 
 def finish_unit(unit: FSDPState, on_device: bool) -> None:
-    """Sets divisors and offloading; ``on_device``: parameters were on the device before."""
+    """``on_device``: parameters were on the device before."""
     narrow, offloads = False, unit.options.cpu_offload is not None
     for tensor in unit.stored:
         computed = tensor.spec.compute_dtype(unit.options.compute_dtype)
@@ -90,16 +90,15 @@ def finish_unit(unit: FSDPState, on_device: bool) -> None:
 
 
 class ShardedModule(nn.Module):
-    """A module with an FSDP unit, which shards parameters in it."""
+    """A module with an FSDP unit."""
 
-    _is_fsdp_wrapper = True  # see names.is_wrapper
+    _is_fsdp_wrapper = True
     _unit: FSDPState
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, under the names that the parameters have in the unsharded module.
 
-        Between ``unshard()`` and ``reshard()`` of ``fully_shard``: full parameters, for reading
-        only.
+        Between ``unshard()`` and ``reshard()``: full parameters, for reading only.
         """
         for unit in unique_units(self):
             if unit.unsharded is None:
@@ -119,8 +118,7 @@ class ShardedModule(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """Describes how to combine the ``state_dict()`` of all ranks, in plain dicts, lists and
-        numbers.
+        """Describes how to combine the ``state_dict()`` of all ranks, in plain values.
 
         Save it with the state dict, under ``"shard_metadata"``, for ``python -m
         xla_fsdp.consolidate``.
@@ -144,9 +142,8 @@ class ShardedModule(nn.Module):
     def average_ignored_gradients(self) -> None:
         """Replaces gradients of ignored parameters by the mean over all ranks. Collective.
 
-        Call it between backward and clipping or step; without it, each rank has the gradient of its
-        own batch. Divides as ``set_gradient_divide_factors`` says. All ranks must have gradients
-        for the same parameters.
+        Call it between backward and clipping or step. Divides as ``set_gradient_divide_factors``
+        says. All ranks must have gradients for the same parameters.
         """
         done: set[nn.Parameter] = set()
         for unit in unique_units(self):
@@ -187,7 +184,7 @@ class ShardedModule(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Calls ``fn`` on each module inside, then on this one, with full parameters. Collective.
 
-        During the call for a module, only the FSDP units around it are full.
+        During each call, only the FSDP units around the module are full.
         """
         require_no_scanned(unique_units(self))
         _rest(self)
@@ -230,7 +227,7 @@ class ShardedModule(nn.Module):
         )
 
     def _fqn_modifiers(self) -> NoReturn:
-        """Called only by ``torch.distributed.checkpoint.state_dict``, on the modules of a model."""
+        """Called only by ``torch.distributed.checkpoint.state_dict``."""
         raise RuntimeError(
             "torch.distributed.checkpoint.state_dict would treat this rank's shards as full "
             "parameters. Use xla_fsdp.full_state_dict, full_optim_state_dict and their load_ "
@@ -243,8 +240,7 @@ def _rest(module: nn.Module) -> None:
         unit.install_shards()
 
 
-# Libraries whose models read parameters outside of a forward: a module that is imported whenever
-# such a model exists, and the part of this package with ``adapt(model)``.
+# A module that is imported whenever such models exist: the part with ``adapt(model)``.
 _PARTS = {
     "transformers.modeling_utils": "integrations.models",
     "peft.peft_model": "integrations.peft",
@@ -252,9 +248,9 @@ _PARTS = {
 
 
 def adapt(module: nn.Module) -> None:
-    """Makes models of other libraries, such as ``module``, work sharded.
+    """Adapts models of other libraries, which read parameters outside of a forward.
 
-    Warns if the installed release of a library was not tested; its methods then raise.
+    Warns about releases that were not tested; the methods then raise.
     """
     for library, source in _PARTS.items():
         if library not in sys.modules:

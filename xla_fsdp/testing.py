@@ -42,13 +42,13 @@ def run_in_ranks(
 ) -> list[Any]:
     """Runs ``fn(rank, *args, **kwargs)`` as ``num_ranks`` CPU ranks in a worker process.
 
-    One worker for each number of ranks serves all calls, each with the same random states. An abort
-    inside XLA ends only the worker. Its output goes to this process's standard error.
+    A worker serves all calls with its number of ranks; each call starts with the same random
+    states. Output goes to this process's standard error.
 
     Args:
         fn: may be a closure or a lambda; it is pickled, as are its arguments and results. Returned
             tensors are CPU tensors.
-        num_ranks: the number of ranks, 1 to 8.
+        num_ranks: 1 to 8.
         timeout: seconds after which the worker is killed; a new worker has 60 more to start.
 
     Returns:
@@ -65,10 +65,7 @@ def run_in_ranks(
 
 
 def keep_programs(folder: str | os.PathLike[str]) -> None:
-    """Makes worker processes that start from now on share compiled programs through ``folder``.
-
-    Each calls :func:`xla_fsdp.enable_compilation_cache` if possible.
-    """
+    """Makes workers that start from now on share compiled programs in ``folder``, if possible."""
     _workers.programs = os.fspath(folder)
 
 

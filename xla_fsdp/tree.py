@@ -13,15 +13,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def has_own_operators(kind: type[torch.Tensor]) -> bool:
-    """Whether such tensors override torch functions; torch_xla does not see them, or their device."""
+    """Whether such tensors override torch functions: torch_xla does not see them."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor) -> Any:
-    """``value`` with ``fn`` applied to every ``leaf`` in it; containers keep their types.
+    """``value`` with ``fn`` applied to every ``leaf`` in it.
 
-    Visits mappings, lists, (named) tuples, sets, dataclass instances and ``PackedSequence``. A
-    container in which nothing changed is returned itself.
+    Visits mappings, lists, (named) tuples, sets, dataclass instances and ``PackedSequence``, which
+    keep their types. Returns an unchanged container itself.
     """
     if isinstance(value, leaf):
         return fn(value)
@@ -64,7 +64,7 @@ class _Slot:
 
 
 def separate_tensors(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """The distinct tensors in ``value``, and ``value`` without them, for :func:`with_tensors`."""
+    """The distinct tensors in ``value``, and the rest for :func:`with_tensors`."""
     tensors = tensors_in(value)
     slots = {id(tensor): _Slot(number) for number, tensor in enumerate(tensors)}
     return tensors, map_tensors(lambda tensor: slots[id(tensor)], value)
@@ -84,7 +84,7 @@ def keep_dtype(tensor: torch.Tensor) -> None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors as ``dtype``, except those of :func:`keep_dtype`."""
+    """Casts floating-point tensors, except those of :func:`keep_dtype`."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         stays = not tensor.is_floating_point() or tensor.dtype == dtype

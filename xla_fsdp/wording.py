@@ -11,11 +11,7 @@ def printable(text: str) -> str:
 
 
 def to_one_line(said: object, most: int = 300) -> str:
-    """The message of an exception or another program, printable, on one line of ``most``
-    characters.
-
-    For an exception without a message, its type.
-    """
+    """The message of an exception (or else its type) or of another program, on one printable line."""
     words = " ".join(str(said).split())
     if not words and isinstance(said, BaseException):
         return type(said).__name__
@@ -24,7 +20,7 @@ def to_one_line(said: object, most: int = 300) -> str:
 
 
 def first_line(said: object, most: int = 300) -> str:
-    """:func:`to_one_line` of the first line only: a C++ stack, or advice, follows after it."""
+    """:func:`to_one_line` of the first line: a C++ stack, or advice, follows after it."""
     return to_one_line(str(said).strip().partition("\n")[0] or said, most)
 
 

@@ -1,8 +1,8 @@
 """Auto-wrap policies and the walk that applies them.
 
 A policy is ``policy(module, recurse, unwrapped_params) -> bool``: whether to visit the children
-(``recurse=True``), or to wrap the module. ``unwrapped_params`` counts its parameters outside of
-wrapped children.
+(``recurse=True``), or to wrap the module. ``unwrapped_params``: parameters outside of wrapped
+children.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def transformer_auto_wrap_policy(
     unwrapped_params: int,
     transformer_layer_cls: Collection[type[nn.Module]],
 ) -> bool:
-    """Wraps the submodules of the given classes, typically the transformer block."""
+    """Wraps the submodules of the given classes."""
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -90,10 +90,7 @@ def require_unwrapped(module: nn.Module) -> None:
 
 
 def warn_if_none_chosen(module: nn.Module, policy: Policy) -> None:
-    """Warns if ``policy`` has wrapped nothing in ``module``, which has submodules to wrap.
-
-    Not for :func:`size_based_auto_wrap_policy`, which rightly wraps no small model.
-    """
+    """Warns if ``policy`` has wrapped nothing, unless it is :func:`size_based_auto_wrap_policy`."""
     chooses = policy
     while isinstance(chooses, functools.partial):
         chooses = chooses.func
@@ -121,8 +118,8 @@ def recursive_wrap(
 ) -> tuple[nn.Module, int]:
     """Wraps, in place, the submodules that the policy chooses and that have a forward.
 
-    ``kwargs`` are passed to ``wrapper_cls``; a module attribute ``_wrap_overrides`` (a dict) takes
-    precedence. A module with several names is wrapped once and stays shared.
+    A module attribute ``_wrap_overrides`` (a dict) takes precedence over ``kwargs`` of
+    ``wrapper_cls``. A module with several names is wrapped once.
 
     Returns:
         The module (wrapped if the policy says so and ``only_wrap_children`` is false), and the
@@ -136,7 +133,7 @@ def recursive_wrap(
         if not auto_wrap_policy(module=module, recurse=True, unwrapped_params=total):
             return module, 0
         wrapped = 0
-        # Not named_children(), which omits a module's second name.
+        # named_children() omits a module's second name.
         for name, child in list(module._modules.items()):
             if child is None or child in ignored_modules:
                 continue

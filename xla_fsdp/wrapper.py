@@ -1,4 +1,4 @@
-"""``XlaFullyShardedDataParallel``: the wrapper of a module."""
+"""The wrapper of a module."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit"}
 class XlaFullyShardedDataParallel(ShardedModule):
     """Shards a module's parameters, gradients and optimizer state over the ranks.
 
-    Between uses, the module has one shard of each parameter on each rank. A forward gathers the
-    full parameters, computes, and frees them; the backward gathers them again and reduce-scatters
-    the gradients, so that ``parameter.grad`` is the mean gradient of this rank's shard. Create the
-    optimizer after wrapping and call ``optimizer.step()`` directly.
+    Each rank has one shard of each parameter. A forward gathers the full parameters and frees them;
+    the backward gathers them again and reduce-scatters the gradients, so that ``parameter.grad`` is
+    the mean gradient of this rank's shard. Create the optimizer after wrapping and call
+    ``optimizer.step()`` directly.
 
     Wrap the layers of a large model separately (manually, from the inside out, or with
     ``auto_wrap_policy``), then the model, so that only one layer's parameters are full at a time.
@@ -39,10 +39,10 @@ class XlaFullyShardedDataParallel(ShardedModule):
     torch_xla's class.
 
     Args:
-        module: may be on CPU, on the XLA device or on the meta device. Its values must be the same
-            on every rank, unless ``sync_module_states``.
-        args, options: those of :class:`~xla_fsdp.FSDPOptions`, by position or by name. Positions
-            and defaults are those of torch_xla's class.
+        module: on CPU, on the XLA device or on the meta device. Its values must be the same on
+            every rank, unless ``sync_module_states``.
+        args, options: those of :class:`~xla_fsdp.FSDPOptions`. Positions and defaults are those of
+            torch_xla's class.
 
     Raises:
         RuntimeError: the module is already wrapped, or has no ``forward``.
@@ -89,7 +89,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("_fsdp_wrapped_module", "fsdp_options"):  # in construction
+            if name in ("_fsdp_wrapped_module", "fsdp_options"):
                 raise
         if FSDPOptions.inherits(name):
             return getattr(self.fsdp_options, name)
@@ -114,22 +114,22 @@ class XlaFullyShardedDataParallel(ShardedModule):
             super().__delattr__(name)
 
     def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """On the wrapped module, so that its forward can use it."""
+        """Registers it on the wrapped module."""
         self._owner_of_new(name).register_buffer(name, *args, **kwargs)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """On the wrapped module, so that its forward can use it; it is not sharded."""
+        """Registers it on the wrapped module; it is not sharded."""
         self._owner_of_new(name).register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """To the wrapped module, so that its forward can use it; it is not sharded."""
+        """Adds it to the wrapped module; it is not sharded."""
         self._owner_of_new(name).add_module(name, module)
 
     def _owner_of_new(self, name: str) -> Any:
         return self._fsdp_wrapped_module if self._is_inside(name) else super()
 
     def _is_inside(self, name: str) -> bool:
-        if WRAPPED not in self.__dict__.get("_modules", {}):  # in construction
+        if WRAPPED not in self.__dict__.get("_modules", {}):
             return False
         if name in _OWN or hasattr(type(self), name):
             return False
@@ -144,7 +144,6 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return call
 
     def __getitem__(self, key: Any) -> Any:
-        """Items of the wrapped module, for an ``nn.Sequential``."""
         return self._fsdp_wrapped_module[key]
 
     def __len__(self) -> int:
@@ -174,7 +173,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
     ) -> Iterator[tuple[str, nn.Module]]:
         """All modules, under the names that they have without wrappers.
 
-        A wrapper has the name of the module that it wraps, and comes before it.
+        A wrapper has the name of its module, and comes before it.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -196,8 +195,8 @@ class XlaFullyShardedDataParallel(ShardedModule):
         Those of a flattened vector are separate. Changing the list has no effect.
 
         Raises:
-            RuntimeError: outside of a forward, backward and ``summon_full_params``, where none
-                exist (``torch_xla``'s class has tensors of one element there).
+            RuntimeError: outside of a forward, backward and ``summon_full_params`` (``torch_xla``'s
+                class has tensors of one element there).
         """
         return full_params_of(self._unit)
 
@@ -209,10 +208,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """The wrappers in ``module``, including itself and modules that are sharded in place.
-
-        ``root_only``: only the outermost ones.
-        """
+        """The wrappers in ``module``, itself and modules sharded in place included."""
         found: list[Any] = [m for m in module.modules() if is_wrapper(m)]
         if not root_only:
             return found
@@ -226,10 +222,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, backwards do not reduce gradients; the first backward after it reduces the sum.
-
-        Full gradients stay in memory until then.
-        """
+        """Within, backwards store full gradients; the first backward after it reduces the sum."""
         units = unique_units(self)
         before = [unit.require_sync for unit in units]
         for unit in units:
@@ -243,7 +236,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides gradients by ``pre`` before and by ``post`` after the reduction.
 
-        The defaults average over all ranks. ``recursive``: also in all wrappers inside.
+        The default is the mean over all ranks. ``recursive``: also in all wrappers inside.
         """
         for name, value in (("pre", pre), ("post", post)):
             if not value > 0:
@@ -266,11 +259,10 @@ class XlaFullyShardedDataParallel(ShardedModule):
         Args:
             state: passed to ``hook`` unchanged. Not saved with the model.
             hook: takes ``state`` and a :class:`~xla_fsdp.comm_hooks.GradBucket`, returns the mean
-                gradient of this rank's shards: docs/how-to/communication-hooks.md. All ranks must
-                do the same.
+                gradient of this rank's shards: docs/how-to/communication-hooks.md. Must do the same
+                on all ranks.
             over: ``"all"``: the hook gets each rank's local full gradients. ``"replicas"`` (hybrid
-                sharding): it gets gradients that are reduced within the sharding group, and
-                averages them over the replicas.
+                sharding): it averages gradients that are reduced within the sharding group.
 
         Raises:
             TypeError: ``hook`` is no such function, or is one of torch.distributed.
@@ -280,8 +272,8 @@ class XlaFullyShardedDataParallel(ShardedModule):
         """
         register(unique_units(self), state, hook, over)
 
-    # The wrapper's own hooks run around those of the module. If the module alone would call a new
-    # hook on the other side of an existing one, the hook goes to the module.
+    # The wrapper's own hooks run around those of the module. A hook that the module alone would
+    # call on the other side of one of these goes to the module.
 
     def register_forward_pre_hook(
         self, hook: Any, *, prepend: bool = False, **options: Any
@@ -314,10 +306,10 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes ``module.method_name(...)`` compute like ``module(...)``: with gathered parameters.
+    """Makes ``module.method_name(...)`` compute with gathered parameters, such as ``generate``.
 
-    For entry points such as ``encode`` and ``generate``. Gradients flow through them; hooks of the
-    module do not run. No effect if ``module`` is not wrapped.
+    Gradients flow through it; hooks of the module do not run. No effect if ``module`` is not
+    wrapped.
 
     Args:
         module: a wrapper of this package, or any module.

@@ -1,12 +1,11 @@
-"""All private names of torch_xla that this package uses. ``python -m xla_fsdp.xlac`` lists those
-that the installed release lacks; the import raises ImportError for them.
+"""All private names of torch_xla that this package uses.
 
-A declaration (``@_bound("XLAC._xla_all_gather")``) becomes torch_xla's function itself: a Python
-wrapper would add 0.1 microseconds to every operator. ``@_replaceable`` is looked up at each call,
-because launches and plans replace it temporarily. Devices are names, such as ``"xla:0"``.
+``python -m xla_fsdp.xlac`` lists those that the installed release lacks; the import then raises
+ImportError. A declaration becomes torch_xla's function itself: a Python wrapper would add 0.1
+microseconds to every operator. ``@_replaceable`` is looked up at each call, because launches and
+plans replace it temporarily. Devices are names, such as ``"xla:0"``.
 """
 
-# Declarations have no bodies.
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 
-# Path below the module torch_xla -> purpose, printed by the self-test.
+# Path below torch_xla -> purpose, printed by the self-test.
 _USES: dict[str, str] = {}
 
 
 def _find(path: str) -> Any:
-    """The object at ``path`` of torch_xla, else AttributeError."""
     return functools.reduce(getattr, filter(None, path.split(".")), torch_xla)
 
 
@@ -72,8 +70,7 @@ def _bound(path: str) -> Callable[[_T], _T]:
 
 
 class PrivateAttribute:
-    """The attribute ``name`` of a torch_xla module ``owner``, set temporarily by launches and
-    plans."""
+    """An attribute of a torch_xla module, set temporarily by launches and plans."""
 
     def __init__(self, path: str, use: str) -> None:
         _declare(path, use)
@@ -90,7 +87,7 @@ class PrivateAttribute:
 
 
 class Replaceable(PrivateAttribute, Generic[_P, _R]):
-    """A function that is looked up at each call, as in torch_xla, so a replacement is used."""
+    """A function that is looked up at each call."""
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return self.value(*args, **kwargs)
@@ -111,7 +108,7 @@ def all_gather(
     use_global_ids: bool | None,
     /,
 ) -> torch.Tensor:
-    """Concatenates the shards of each group's ``size`` ranks: ``(d, ...)`` to ``(size*d, ...)``."""
+    """Concatenates shards of a group's ``size`` ranks: ``(d, ...)`` to ``(size*d, ...)``."""
 
 
 @_bound("_XLAC._xla_reduce_scatter")
@@ -133,22 +130,22 @@ def reduce_scatter(
 
 @_bound("_XLAC._get_all_reduce_token")
 def collective_token(device: str, /) -> object:
-    """The token that orders the next collective on a device after the last one."""
+    """The token that orders the next collective on a device."""
 
 
 @_bound("_XLAC._set_all_reduce_token")
 def set_collective_token(device: str, token: object, /) -> None:
-    """Sets that token; ``None``: the next collective is not ordered after another."""
+    """Sets that token; ``None``: no order."""
 
 
 @_bound("_XLAC._xla_optimization_barrier_")
 def optimization_barrier_(tensors: Tensors, /) -> None:
-    """Replaces tensors, in place, by copies that exist only after all of ``tensors`` do."""
+    """Replaces tensors, in place, by copies that exist only after all ``tensors`` do."""
 
 
 @_bound("_XLAC._xla_user_computation")
 def call_computation(name: str, operands: Tensors, computation: object, /) -> Tensors:
-    """Calls an XLA computation as one operator of the graph, without gradient."""
+    """Calls an XLA computation as one operator, without gradient."""
 
 
 @_bound("_XLAC._xla_custom_call")
@@ -163,7 +160,7 @@ def custom_call(
     frontend_attributes: Mapping[str, str],
     /,
 ) -> Tensors:
-    """Calls a function of the compiler or runtime by name; results have these shapes and dtypes."""
+    """Calls a function of the compiler or runtime by name."""
 
 
 @_bound("_XLAC._xla_dot_general")
@@ -178,7 +175,7 @@ def dot_general(
 
 @_bound("_XLAC._replace_xla_tensor")
 def replace_data(tensor: torch.Tensor, value: torch.Tensor, /) -> torch.Tensor:
-    """Gives a tensor the data and the shape of another, without a trace."""
+    """Gives a tensor the data and shape of another, without a trace."""
 
 
 @_bound("_XLAC._xla_get_tensor_id")
@@ -193,7 +190,7 @@ def debug_info(tensor: torch.Tensor, /) -> str:
 
 @_bound("_XLAC._check_tensor_need_materialization")
 def are_pending(tensors: Tensors, /) -> list[bool]:
-    """Whether each tensor's value is traced but not computed."""
+    """Whether each value is traced but not computed."""
 
 
 @_bound("_XLAC._get_xla_tensors_text")
@@ -223,7 +220,7 @@ def forget_draws(device: str, /) -> torch.Tensor:
 
 @_bound("_XLAC._clear_pending_irs")
 def forget_pending(device: str, /) -> None:
-    """Makes all pending tensors of a device placeholders, which have no value."""
+    """Makes all pending tensors placeholders without a value."""
 
 
 @_bound("_XLAC._xla_op_tensor_shape")
@@ -238,7 +235,7 @@ def placeholder(shape: object, /) -> torch.Tensor:
 
 @_bound("_XLAC.lowering.LoweringContext")
 class LoweringContext:
-    """Lowers pending tensors to an XLA module, an HloModuleProto."""
+    """Lowers pending tensors to an HloModuleProto."""
 
     def __init__(self, name: str) -> None:
         """Names the module."""
@@ -250,7 +247,7 @@ class LoweringContext:
         """The module, serialized."""
 
     def tensor_parameter_id(self, tensor: torch.Tensor) -> int:
-        """The parameter number of a tensor; -1 if it is not a parameter."""
+        """The parameter number of a tensor, or -1."""
 
     def device_parameter_id_tensor_mapping(self) -> dict[int, torch.Tensor]:
         """Parameter numbers to the tensors with that device data."""
@@ -275,22 +272,22 @@ def sync_tensors(
     wait: bool = True,
     sync_xla_data: bool = True,
 ) -> None:
-    """Compiles and starts the pending graph of some tensors alone."""
+    """Compiles and starts the pending graph of some tensors."""
 
 
 @_replaceable("experimental.scan.value_and_grad_partitioned")
 def capture_scan(*arguments: Any, **keywords: Any) -> Any:
-    """Captures the graphs of the function that ``scan`` repeats, by AOTAutograd."""
+    """Captures the graphs of the function of ``scan``, by AOTAutograd."""
 
 
 @_replaceable("core.xla_model._fetch_gradients")
 def gradients_to_average(optimizer: torch.optim.Optimizer) -> Tensors:
-    """The gradients that ``xm.reduce_gradients`` and Accelerate average over the ranks."""
+    """The gradients that ``xm.reduce_gradients`` and Accelerate average."""
 
 
 @_replaceable("_XLAC._xla_get_cpu_tensors")
 def copy_to_host(tensors: Sequence[torch.Tensor], /) -> Tensors:
-    """Values of tensors as CPU tensors; runs their pending computations, and waits."""
+    """CPU copies of tensors; runs their pending computations, and waits."""
 
 
 @_bound("_XLAC._get_use_eager_mode")
@@ -305,7 +302,7 @@ def runtime_has_started() -> bool:
 
 @_bound("_XLAC._xla_computation_cache_is_initialized")
 def compilation_cache_exists() -> bool:
-    """Whether torch_xla has created its cache of programs, and read the folder's name."""
+    """Whether torch_xla has created its cache, and read the folder's name."""
 
 
 @_bound("_XLAC._xla_get_default_device")
@@ -324,10 +321,7 @@ def set_replication_devices(devices: Sequence[str], /) -> None:
 
 
 def start_program(device: torch.device) -> None:
-    """Starts what was traced for ``device``, as ``torch_xla.sync()`` does for the default device.
-
-    Autograd's threads have another default device.
-    """
+    """``torch_xla.sync()`` for ``device``: autograd's threads have another default device."""
     sync_device(str(device), [], wait=False)
 
 
@@ -342,7 +336,7 @@ def has_scopes() -> bool:
 
 @_bound("_XLAC._set_ir_debug")
 def set_has_scopes(enabled: bool, /) -> None:
-    """Turns these names on or off for the process."""
+    """Turns these names on or off."""
 
 
 @_bound("_XLAC.profiler.scope_pusher")
@@ -352,7 +346,7 @@ def scope(name: str, /) -> object:
 
 @_bound("_XLAC.profiler.TraceMe")
 class TraceEvent:
-    """A host event in a recorded profile, between enter and exit."""
+    """A host event in a recorded profile."""
 
     def __init__(self, name: str, **fields: int) -> None:
         """Fields: ``step_num``, ``_r=1`` (the root of a step)."""
@@ -393,22 +387,22 @@ def tree_to_host(data: Any) -> Any:
 
 @_replaceable("_internal.tpu.num_available_chips")
 def chips_of_host() -> int:
-    """The number of TPU chips of this host, 0 if none; does not start the runtime."""
+    """The number of TPU chips of this host; does not start the runtime."""
 
 
 @_replaceable("_internal.tpu.num_available_devices")
 def devices_of_host() -> int:
-    """The number of TPU devices of this host that a process of this kind can use."""
+    """The TPU devices of this host that a process of this kind can use."""
 
 
 @_replaceable("_internal.tpu.num_expected_global_devices")
 def devices_of_slice() -> int:
-    """The number of TPU devices of all hosts of the slice; does not start the runtime."""
+    """The number of TPU devices of the slice; does not start the runtime."""
 
 
 @_replaceable("_internal.tpu.get_worker_ips")
 def addresses_of_hosts() -> list[str]:
-    """Network addresses of the hosts of the slice, by number."""
+    """Addresses of the hosts of the slice, by number."""
 
 
 @_replaceable("_internal.tpu.worker_id")
@@ -418,12 +412,12 @@ def number_of_host() -> int:
 
 @_replaceable("_internal.tpu.get_tpu_env")
 def host_metadata() -> Mapping[str, Any]:
-    """Variables of the metadata server for this host; raises if there is no server."""
+    """Variables of this host's metadata server; raises if there is none."""
 
 
 @_replaceable("_internal.tpu.configure_topology")
 def configure_process(local_rank: int, *args: Any, **kwargs: Any) -> Any:
-    """Assigns chips and ports to a process of a host; torch_xla calls it in each process."""
+    """Assigns chips and ports to a process of a host."""
 
 
 _SETUP = PrivateAttribute(
@@ -437,7 +431,7 @@ _SETUP_CALLS = (
 
 
 def environment_after_import(environ: Mapping[str, str], generation: int) -> dict[str, str]:
-    """``environ`` as ``import torch_xla`` leaves it on a host with TPU chips, v2 being 2.
+    """``environ`` after ``import torch_xla`` on a host with TPU chips, v2 being 2.
 
     Runs torch_xla's functions on a copy of the environment, with a simulated chip.
     """
@@ -468,7 +462,7 @@ def _jax_alone() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def jax_may_start() -> Iterator[None]:
-    """Within, JAX can be imported and can export functions without using torch_xla's devices."""
+    """Within, JAX can export functions without torch_xla's devices."""
     _take_devices_before_jax()
     with _jax_alone():
         yield
@@ -486,8 +480,7 @@ LOAD = (
 
 
 class ClientSymbols(NamedTuple):
-    """Of an XLA client class: its name, its table of virtual functions,
-    ``LoadSerializedExecutable``."""
+    """Of an XLA client class; ``table`` of virtual functions."""
 
     name: str
     table: str
@@ -510,7 +503,7 @@ SYMBOLS: Mapping[str, str] = {
     **{one.load_serialized: f"Loads compiled {on} programs." for on, one in CLIENTS.items()},
 }
 
-# An exported symbol: the addresses of the others follow from its address.
+# Its address gives the addresses of the others.
 _EXPORTED = "PyInit__XLAC"
 _SYMBOL_TABLE = 2  # sh_type of the section with the symbols
 _SYMBOL = np.dtype(
@@ -520,8 +513,6 @@ _SYMBOL = np.dtype(
 
 
 class Symbol(NamedTuple):
-    """Address in this process's memory and size in bytes of a symbol of the library."""
-
     address: int
     size: int
 
@@ -529,8 +520,7 @@ class Symbol(NamedTuple):
 def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
     """The symbols ``names`` of torch_xla's library, by name.
 
-    Raises:
-        NotImplementedError: another platform, or the library lacks one of them.
+    Raises NotImplementedError for another platform, or if the library lacks one of them.
     """
     machine = f"{sys.platform} {platform.machine()}"
     if machine != "linux x86_64":
@@ -539,7 +529,7 @@ def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
     offsets = _offsets(path, [*names, _EXPORTED])
     exported = getattr(ctypes.CDLL(path), _EXPORTED)
     start = ctypes.cast(exported, ctypes.c_void_p).value
-    assert start is not None  # it was found
+    assert start is not None
     base = start - offsets.pop(_EXPORTED)[0]
     return {name: Symbol(base + offset, size) for name, (offset, size) in offsets.items()}
 
@@ -570,7 +560,7 @@ def _offsets(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def missing() -> dict[str, str]:
-    """Private names and symbols that the installed torch_xla lacks, with the purpose of each."""
+    """Private names and symbols that the installed torch_xla lacks, with their purpose."""
     lacking = {f"torch_xla.{path}": use for path, use in _USES.items() if not _exists(path)}
     for name, use in SYMBOLS.items():
         try:
@@ -581,7 +571,6 @@ def missing() -> dict[str, str]:
 
 
 def _report() -> int:
-    """Prints what is missing; returns the exit status."""
     lacking = missing()
     count = len(_USES) + len(SYMBOLS)
     print(f"torch_xla {version('torch_xla')} has {count - len(lacking)} of {count} private names")
@@ -591,7 +580,7 @@ def _report() -> int:
 
 
 def _require_names() -> None:
-    """Raises ImportError if a name is missing; symbols are looked up where they are needed."""
+    """Raises ImportError if a name is missing. Symbols are looked up later, at their use."""
     if lacking := [f"torch_xla.{path}" for path in _USES if not _exists(path)]:
         raise ImportError(
             f"torch_xla {version('torch_xla')} lacks {', '.join(lacking)}, which xla_fsdp needs. "

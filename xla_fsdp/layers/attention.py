@@ -1,8 +1,7 @@
-"""Scaled dot-product attention: JAX's splash attention on TPU, torch's implementation elsewhere.
+"""Scaled dot-product attention: JAX's splash attention (0.7.1) on TPU, torch's elsewhere.
 
-Version 0.7.1 of ``jax.experimental.pallas.ops.tpu.splash_attention``, after Dao et al.,
-"FlashAttention", arXiv 2205.14135. Shapes: b batch, h query heads, g key/value heads (g divides h),
-s length of queries, t length of keys and values, d head dimension.
+Dao et al., "FlashAttention", arXiv 2205.14135. Shapes: b batch, h query heads, g key/value heads (g
+divides h), s length of queries, t length of keys and values, d head dimension.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from .saved_activations import ATTENTION, current_saved_activations
 Implementation = Literal["auto", "kernel", "math"]
 _torch_attention = F.scaled_dot_product_attention
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-# Head dimensions: multiples of the first, up to the second; compiled for v4, v5e and v6e.
+# Multiples of the first, up to the second; compiled for v4, v5e and v6e.
 _HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
 
-# Lengths are multiples of the width of the core's vector registers.
+# Lengths are multiples of the width of vector registers.
 LANES = 128
-# The largest block of queries and of keys, as in MaxText's configurations.
+# As in MaxText's configurations.
 _LARGEST_BLOCK = 512
 _SUBLANES = 8
 _FLOAT = 4  # bytes
@@ -53,8 +52,8 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``, without full scores in TPU memory.
 
-    On a TPU, and in a plan for one, it is a Pallas kernel, forward and backward: its memory is
-    proportional to the length instead of its square. Gradients of gradients are not supported.
+    On a TPU, and in a plan for one, a Pallas kernel with memory proportional to the length.
+    Gradients of gradients are not supported.
 
     Args:
         query: (batch, heads, length, head dimension).
@@ -63,20 +62,19 @@ def scaled_dot_product_attention(
         dropout_p: must be 0.
         is_causal: position i attends to positions 0 to i.
         scale: the factor of the scores; default 1 / sqrt(head dimension).
-        enable_gqa: the number of key heads must divide the number of query heads; consecutive query
-            heads share a key head.
+        enable_gqa: key heads may be fewer, a divisor of query heads; consecutive query heads share
+            one.
         segment_ids: (batch, length), integers: positions attend only to positions with the same
-            number, for packed sequences and padding. Query and key must have the same length.
-        implementation: ``"auto"``: the kernel where it is supported, else torch's: off TPUs; on v2
-            and v3; for an ``attn_mask``; for dtypes other than bfloat16 and float32; for head
-            dimensions that are not a multiple of 64 up to 256, or that differ between keys and
-            values; for lengths that are not a multiple of 128; in SPMD mode; and for float32 with a
-            matmul precision other than the default. ``"math"``: torch's. ``"kernel"``: the kernel,
-            which is interpreted slowly off TPUs, for tests.
+            number. Query and key must have the same length.
+        implementation: ``"auto"``: the kernel, but torch's off TPUs; on v2 and v3; for an
+            ``attn_mask``; for dtypes other than bfloat16 and float32; for head dimensions that are
+            not a multiple of 64 up to 256, or that differ between keys and values; for lengths that
+            are not a multiple of 128; in SPMD mode; and for float32 with a matmul precision other
+            than the default. ``"math"``: torch's. ``"kernel"``: the kernel, interpreted slowly off
+            TPUs.
 
     Returns:
-        (batch, heads, length, head dimension), in the dtype of ``query``; under autocast in the
-            dtype of autocast.
+        (batch, heads, length, head dimension), in the dtype of ``query`` or of autocast.
 
     Raises:
         MissingExtraError: the kernel is needed, but jax is not installed.
@@ -112,7 +110,7 @@ def scaled_dot_product_attention(
 
 
 def segment_mask(segment_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """``segment_ids`` (batch, length) as a boolean mask, (batch, 1, length, length)."""
+    """(batch, length) to (batch, 1, length, length), booleans."""
     mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     return mask.tril() if is_causal else mask
 
@@ -281,17 +279,15 @@ def _platform(splash: Splash) -> str:
 
 
 def block_of(length: int) -> int | None:
-    """The largest block that divides ``length``; ``None`` if no block does."""
     sizes = range(_LARGEST_BLOCK, 0, -LANES)
     return next((size for size in sizes if length % size == 0), None)
 
 
 @dataclass(frozen=True)
 class Splash:
-    """The parameters of the kernels, besides shapes and dtypes.
+    """Parameters of the kernels. ``interpret``: compute on any device instead of by a kernel.
 
-    ``interpret``: compute on any device instead of by a kernel. ``matrix_unit``: rows of the
-    chip's, for the stated cost. ``itemsize``: bytes of an element.
+    ``matrix_unit``: rows of the chip's, for the stated cost. ``itemsize``: bytes of an element.
     """
 
     is_causal: bool
@@ -323,7 +319,6 @@ class Splash:
         )
 
     def segments(self, ids: Sequence[Any]) -> Any:
-        """``ids`` of queries and of keys, or none, in the form that the kernels take."""
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
         return SegmentIds(q=ids[0], kv=ids[0]) if ids else None
@@ -354,20 +349,20 @@ class Splash:
             )
 
         def by_queries(read: int, written: int) -> int:
-            """Bytes of a kernel that holds a block of queries while it loops over keys and values."""
+            """Bytes of a kernel that loops over keys and values for each block of queries."""
             return b * h * (s * (read + written) + visited * block_kv * 2 * row)
 
         def by_keys(read: int) -> int:
-            """Bytes of a kernel that holds a block of keys while it loops over queries."""
+            """Bytes of a kernel that loops over queries for each block of keys."""
             return b * h * visited * block_q * read + (h + g) * b * t * 2 * row
 
         if not backward:
             written = row + (LANES * _FLOAT if residuals else 0)
             return {"splash_mha_fwd": cost(2, 2, by_queries(row, written))}
         return {
-            # Scores, their gradient, and one matmul each for the gradients of values and keys.
+            # Scores, their gradient, gradients of values and keys.
             "splash_mha_dkv": cost(4, 3, by_keys(2 * row + 2 * _SUBLANES * _FLOAT)),
-            # Scores, their gradient, and one matmul for the gradient of queries.
+            # Scores, their gradient, gradient of queries.
             "splash_mha_dq": cost(3, 1, by_queries(2 * row + 2 * _FLOAT, row)),
         }
 
@@ -377,7 +372,7 @@ class Forward(JaxFunction):
     """(q (b, h, s, d), k and v (b, g, t, d), segment ids (b, s) or nothing) to the output (b, h, s,
     d).
 
-    ``residuals``: also the logarithm of the sum of exponentials of the scores (b, h, s), float32.
+    ``residuals``: also the logsumexp of the scores (b, h, s), float32.
     """
 
     splash: Splash
@@ -401,10 +396,9 @@ class Forward(JaxFunction):
 
 @dataclass(frozen=True)
 class Backward(JaxFunction):
-    """(q, k, v, output, logarithm, its gradient, segment ids or nothing) to gradients of q, k and
-    v.
+    """(q, k, v, output, logsumexp, gradient, segment ids or nothing) to gradients of q, k and v.
 
-    Model FLOPs are four matmuls, twice the forward's; recomputed scores do not count.
+    Model FLOPs are four matmuls; recomputed scores do not count.
     """
 
     splash: Splash

@@ -1,10 +1,8 @@
 """Batch normalization with the statistics of the full batch, which is sharded over the ranks.
 
-Each rank computes mean and variance in two passes, and one small gather combines them (Chan, Golub
-and LeVeque, *Algorithms for computing the sample variance*, 1983). Sums of x and of its square
-would need one pass, but in float32 with mean 4000 and deviation 1 no digit of the variance would be
-right. Two all-reduces instead of the gather are slower even on 128 ranks of v3 in the planner's
-model.
+Mean and variance of each rank, in two passes, are combined after one gather (Chan, Golub and
+LeVeque, *Algorithms for computing the sample variance*, 1983). With sums of x and of its square, in
+float32 with mean 4000 and deviation 1, no digit of the variance would be right.
 """
 
 from __future__ import annotations
@@ -26,14 +24,12 @@ from ..tpu.slices import Groups
 class SyncBatchNorm(_BatchNorm):
     """``nn.BatchNorm1d``, ``2d`` and ``3d`` with the statistics of the batch of all ranks.
 
-    Has the parameters, buffers and state dict of ``nn.BatchNorm``, and computes what it computes on
-    the full batch. Gradients of weight and bias are local to the rank; FSDP averages them.
-    Statistics, and everything between input and output, are at least in float32; running statistics
+    Has the parameters, buffers and state dict of ``nn.BatchNorm``. Gradients of weight and bias are
+    local to the rank; FSDP averages them. Statistics are at least in float32; running statistics
     keep their dtype inside FSDP.
 
-    Batch statistics are used in training, and in evaluation if there are no running statistics.
-    Then every rank of a group must call the module the same number of times with equal shapes. With
-    running statistics, evaluation needs no collective.
+    With batch statistics (in training, or without running statistics), every rank of a group must
+    call the module the same number of times with equal shapes.
 
     Args:
         num_features: C, the size of the input's dimension 1.
@@ -53,7 +49,7 @@ class SyncBatchNorm(_BatchNorm):
             on all ranks of a group together (for batch statistics), or is not on an XLA device.
     """
 
-    # Read by wrappers: in bfloat16, a tenth of a small difference would be rounded away.
+    # Read by wrappers: bfloat16 would round a tenth of a small difference away.
     fsdp_keeps_buffer_dtypes = True
     groups: Groups | None
 
@@ -77,8 +73,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> nn.Module:
         """Changes the class of every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``module``, in place.
 
-        Parameters, buffers, mode, hooks and other attributes stay. Returns ``module``. Convert
-        before wrapping and before ``checkpoint_module``.
+        Returns ``module``. Convert before wrapping and before ``checkpoint_module``.
 
         Raises:
             ValueError: a batch norm is wrapped already, overrides forward, or has no shape yet
@@ -116,19 +111,18 @@ class SyncBatchNorm(_BatchNorm):
                 self._track(mean, variance * (batch.count / (batch.count - 1)))
         else:
             running_var = self.running_var
-            assert running_var is not None  # both exist or none
+            assert running_var is not None
             mean, variance = wide(self.running_mean), wide(running_var)
         inverse = torch.rsqrt(variance + self.eps)
         return Normalized.apply(x, self.weight, self.bias, mean, inverse, batch)
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Updates the running statistics, ``(C,)``, with those of a batch."""
         count = self.num_batches_tracked
-        assert count is not None  # all three exist or none
+        assert count is not None
         count.add_(1)
         momentum: float | torch.Tensor | None = self.momentum
-        if momentum is None:  # stays on the device: no number is fetched
+        if momentum is None:  # no number is fetched
             momentum = 1.0 / count.to(mean.dtype)
         for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
@@ -164,10 +158,7 @@ def _require_convertible(name: str, module: nn.Module, wrappers: Sequence[str]) 
 
 
 class Batch:
-    """Input ``x`` of this rank as a part of the batch of its group ``world``.
-
-    ``count``: values a channel on all of them; shapes are equal, so this needs no communication.
-    """
+    """This rank's part of the batch of its group ``world``; ``count``: values a channel on all."""
 
     def __init__(self, x: torch.Tensor, groups: Groups | None):
         if x.device.type != "xla":
@@ -183,7 +174,7 @@ class Batch:
                 "Expected more than 1 value per channel for batch statistics, got an input of "
                 f"{tuple(x.shape)} on {self.world.size} rank(s). Use larger batches, or eval()"
             )
-        # With it, CPU ranks with other input shapes raise an error instead of wrong statistics.
+        # CPU ranks with other input shapes raise an error instead of wrong statistics.
         self._label = f"batch norm of {own} values a channel"
 
     @torch.no_grad()
@@ -192,12 +183,12 @@ class Batch:
         x, own = wide(x), self.count // self.world.size
         (shift,) = _sums(x) / own
         distance = x - _like(shift, x)
-        # The mean distance is 0 except for the rounding of the shift.
+        # 0 except for the rounding of the shift.
         offset, square = _sums(distance, distance * distance) / own
         mine = torch.stack([shift, offset, square - offset * offset])
-        # (ranks, 3, C): 12 bytes a channel from every rank.
+        # (ranks, 3, C)
         shifts, offsets, variances = self.world.all_gather(mine[None], self._label).unbind(1)
-        # Relative to one of the shifts, which is close to all, means keep more digits.
+        # Relative to one of the shifts, means keep more digits.
         means = (shifts - shifts[0]) + offsets
         mean = means.mean(0)
         variance = (variances + (means - mean).square()).mean(0)
@@ -211,9 +202,8 @@ class Batch:
 class Normalized(torch.autograd.Function):
     """``(x - mean) * inverse * weight + bias``; with a ``batch``, mean and inverse depend on x.
 
-    Backward: Ioffe and Szegedy, *Batch normalization*, 2015, section 3. With x' = (x - mean) *
-    inverse, the gradient of x is ``inverse * weight * (dy - mean(dy) - x' * mean(dy * x'))``, where
-    means are over all ranks.
+    Backward: Ioffe and Szegedy, *Batch normalization*, 2015, section 3: with x' = (x - mean) *
+    inverse, ``inverse * weight * (dy - mean(dy) - x' * mean(dy * x'))``, with means over all ranks.
     """
 
     @staticmethod
@@ -261,7 +251,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(*values: torch.Tensor) -> torch.Tensor:
-    """The sum by channel of each of ``values``, ``(N, C, ...)``: ``(len(values), C)``."""
+    """Sums by channel: ``(N, C, ...)`` each to ``(len(values), C)``."""
     dims = [0, *range(2, values[0].dim())]
     return torch.stack([value.sum(dims) for value in values])
 

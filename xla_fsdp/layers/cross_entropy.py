@@ -1,8 +1,7 @@
 """The cross entropy of a linear layer's outputs, without storing all of these outputs.
 
-A loop computes the logits of one chunk of the vocabulary at a time (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", arXiv 1805.02867), and the backward computes them again.
-Shapes: t tokens, n width, m size of the vocabulary, c of a chunk.
+A loop computes the logits of one chunk of the vocabulary at a time (Milakov and Gimelshein, arXiv
+1805.02867). Shapes: t tokens, n width, m size of the vocabulary, c of a chunk.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ def linear_cross_entropy(
     """``F.cross_entropy(F.linear(hidden, weight).float(), labels)`` with one chunk of logits at a
     time.
 
-    The backward computes the logits again: one matmul more. Matmuls accumulate in float32.
-    Gradients of gradients are not supported. Call it in the forward of the module whose wrapper
-    shards ``weight``, or of a module inside.
+    The backward computes the logits again. Matmuls accumulate in float32. Gradients of gradients
+    are not supported. Call it in the forward of the module whose wrapper shards ``weight``, or of a
+    module inside.
 
     Args:
-        hidden: (..., n), the input of the last linear layer, on an XLA device (on other devices all
-            logits are computed together).
-        weight: (m, n), the weight of that layer, in the dtype of ``hidden``.
+        hidden: (..., n), on an XLA device (on others all logits are computed together).
+        weight: (m, n), in the dtype of ``hidden``.
         labels: (...), integers from 0 to m - 1, or ``ignore_index``. For other labels the loss and
-            its gradients are NaN: a device cannot raise.
+            its gradients are NaN.
         chunk: c, how many logits of a token are in memory at a time.
         ignore_index: the label of tokens that do not count.
         label_smoothing: share of the target that is distributed over the vocabulary, 0 to 1.
@@ -115,7 +113,7 @@ def _check(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """``apply(settings, hidden, weight, labels)``: the losses of tokens, (t,), float32."""
+    """``apply(settings, hidden, weight, labels)``: losses (t,), float32."""
 
     @staticmethod
     def forward(
@@ -146,14 +144,14 @@ class _Settings:
     platform: str
 
     def counted(self, labels: Any, values: Any, vocabulary: int) -> Any:
-        """``values`` of tokens: 0 for those that do not count, NaN for labels out of range."""
+        """0 for tokens that do not count, NaN for labels out of range, else ``values``."""
         import jax.numpy as jnp
 
         known = jnp.where((labels >= 0) & (labels < vocabulary), values, jnp.nan)
         return jnp.where(labels == self.ignore_index, 0, known)
 
     def over_chunks(self, step: Any, carry: Any, vocabulary: int) -> Any:
-        """Computes ``carry = step(carry, first row, rows)`` for every chunk."""
+        """``carry = step(carry, first row, rows)`` for every chunk."""
         import jax
 
         whole = vocabulary // self.chunk

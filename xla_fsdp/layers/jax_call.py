@@ -1,8 +1,8 @@
 """Functions of JAX, Pallas kernels included, as operators of torch_xla's graph.
 
-``jax.export`` lowers for any platform, without a JAX backend or TPU. It writes kernels in version 7
-of Mosaic's format; ``jax.jit`` without a TPU would write version 8, which libtpu 0.0.21 (torch_xla
-2.9) does not read. This holds for :data:`KNOWN_JAX` only.
+``jax.export`` needs no TPU, and writes kernels in version 7 of Mosaic's format; libtpu 0.0.21
+(torch_xla 2.9) does not read version 8, which ``jax.jit`` without a TPU writes. This holds for
+:data:`KNOWN_JAX` only.
 """
 
 from __future__ import annotations
@@ -29,26 +29,24 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.int32: "int32",
 }
-# Read by planning: model FLOPs of kernels, which no matmul in the program shows.
+# Model FLOPs of kernels, for planning.
 MODEL_FLOPS = "xla_fsdp_model_flops"
 _KERNEL = "tpu_custom_call"
-# A line of MLIR text that contains a file, line and column.
+# A line of MLIR text with a file, line and column.
 _LOCATION = re.compile(r'^(#loc\d* = loc\()"(?:[^"\\]|\\.)*":\d.*\)$', re.MULTILINE)
 # torch_xla's import of JAX changes the environment for a short time.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class UnsupportedJaxVersionError(ImportError):
-    """Raised for a release of jax whose kernels are not tested with libtpu 0.0.21 and 0.0.51."""
+    """A release of jax whose kernels are not tested with libtpu 0.0.21 and 0.0.51."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one call of a kernel, in the terms of Pallas' ``CostEstimate``.
+    """The cost of one call of a kernel, as Pallas' ``CostEstimate``.
 
-    ``flops``: of the matrix units, including padding; ``model_flops``: the part that the formula
-    needs. ``bytes``: moved between HBM and the core. ``transcendentals``: exponentials and the
-    like.
+    ``flops`` include padding; ``model_flops``: those of the formula. ``bytes``: to and from HBM.
     """
 
     flops: int
@@ -64,7 +62,7 @@ class JaxFunction:
     __call__: Callable[..., tuple[Any, ...]]
 
     def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        """Costs by prefix of the kernels' names. ``shapes``: those of the arguments."""
+        """Costs by prefix of the kernels' names, for arguments of ``shapes``."""
         return {}
 
 
@@ -84,13 +82,12 @@ def call(
     shapes = tuple((tuple(tensor.shape), DTYPES[tensor.dtype]) for tensor in tensors)
     with _ONE_AT_A_TIME:
         # Ranks that are threads must share one object: torch_xla compiles a program for each
-        # object, and the programs' collectives could then deadlock.
+        # object, and their collectives could deadlock.
         computation = _computation(function, shapes, platform)
     return xlac.call_computation(f"xla::{function.name}", list(tensors), computation)
 
 
 def require_jax() -> None:
-    """Raises unless a jax is installed whose kernels are tested."""
     extras.require_extra("plan", "a kernel written in JAX", ("jax", "jaxlib"))
     found = version("jax")
     if found not in KNOWN_JAX:
@@ -144,7 +141,7 @@ def _exported(
 def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
     """Writes its cost into every kernel, and removes source locations.
 
-    With the lines of all callers, programs would differ that compile to the same.
+    With these, programs would differ by the lines of their callers.
     """
 
     def complete(operation: Any) -> Any:
@@ -172,7 +169,7 @@ def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
 
 
 def _without_locations(kernel: bytes) -> bytes:
-    """A kernel, serialized by Mosaic, without the locations of its operations."""
+    """A kernel, serialized by Mosaic, without source locations."""
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
     from jaxlib.mlir.passmanager import PassManager
@@ -182,6 +179,6 @@ def _without_locations(kernel: bytes) -> bytes:
         module = ir.Module.parse(kernel)
         PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         written = io.BytesIO()
-        # The same version as JAX writes.
+        # As JAX writes.
         module.operation.write_bytecode(written, desired_version=0)
     return written.getvalue()

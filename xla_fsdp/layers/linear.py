@@ -1,8 +1,7 @@
 """``nn.Linear`` and ``einsum`` as contractions over the original dimensions.
 
-PyTorch flattens the dimensions, which forces the plain layout and so a copy of every activation;
-XLA chooses layouts freely. Workload S on v5e:2x4: 46.5 to 39.4 million cycles, and 93 MiB less of
-temporaries (benchmarks/LOG.md).
+PyTorch flattens dimensions, which makes XLA copy every activation to the plain layout. Workload S
+on v5e:2x4: 46.5 to 39.4 million cycles, and 93 MiB less of temporaries (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..collectives.order import after, prevent_recomputation
 from ..collectives.world import World
 from ..tpu.chips import chip_of
 
-# The dimensions of both factors and of the result: one letter each.
+# Dimensions of the factors and of the result, one letter each.
 Equation = tuple[str, str, str]
 
 
@@ -34,7 +33,7 @@ def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``torch.einsum`` of two factors, without flattening or transposing them on a TPU.
 
     For example, with ``x`` (b, s, w) and a weight (h, d, w), ``einsum("bsw,hdw->bhsd", x, weight)``
-    gives the queries of all heads, and both matmuls of attention can read them directly.
+    gives the queries of all heads as attention's matmuls read them.
 
     Calls ``torch.einsum`` for other equations (a letter twice in one factor, or in one factor only
     and not in the result; an ellipsis; no result given), for factors of two dtypes, under autocast,
@@ -44,7 +43,7 @@ def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         equation: such as ``"bqhd,bkhd->bhqk"``.
 
     Raises:
-        ValueError: the equation does not match the factors (torch_xla's einsum does not check it).
+        ValueError: the equation does not match the factors.
     """
     letters = _letters(equation, x, y)
     if letters is None or not contracts(x, y):
@@ -60,7 +59,7 @@ def contracts(x: torch.Tensor, y: torch.Tensor) -> bool:
         and x.dtype == y.dtype
         and x.dtype.is_floating_point
         and not torch.is_autocast_enabled("xla")
-        # torch_xla's contraction would ignore another precision.
+        # The contraction would ignore another precision.
         and torch_xla.backends.get_mat_mul_precision() == "default"
         and forward_ad._current_level < 0
     )
@@ -91,7 +90,6 @@ def _once(letters: str) -> bool:
 
 
 def _alone(letters: str, each: Equation) -> bool:
-    """Whether one of ``letters`` occurs only once in ``each``."""
     return any(sum(letter in other for other in each) < 2 for letter in letters)
 
 
@@ -125,11 +123,11 @@ class Product(torch.autograd.Function):
 
 
 def _contracted(x: torch.Tensor, y: torch.Tensor, equation: Equation) -> torch.Tensor:
-    """The contraction; ``torch.einsum`` would take four times as much host time in every step."""
+    """``torch.einsum`` would take four times as much host time in every step."""
     of_x, of_y, output = equation
     batch = [letter for letter in of_x if letter in of_y and letter in output]
     rest = [letter for letter in output if letter not in batch]
-    if rest and rest[0] not in of_x:  # free dimensions of the first factor come first
+    if rest and rest[0] not in of_x:
         x, of_x, y, of_y = y, of_y, x, of_x
     shared = [letter for letter in of_x if letter in of_y and letter not in output]
     contracting = _dims(of_x, shared), _dims(of_y, shared)
@@ -145,10 +143,10 @@ def _dims(letters: str, some: list[str]) -> list[int]:
     return [letters.index(letter) for letter in some]
 
 
-# From this many elements of a weight on, :func:`frees_input` applies.
+# Elements of a weight for :func:`frees_input`.
 LARGE = 1 << 21
 
-# Names of the layers of attention in transformers and other libraries.
+# Layers of attention in transformers and other libraries.
 _MAKE_HEADS = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v")
 _TAKE_HEADS = ("o_proj", "out_proj", "dense", "o", "out")
 _SIZES = ("head_dim", "attention_head_size")
@@ -156,24 +154,19 @@ _SIZES = ("head_dim", "attention_head_size")
 
 @dataclass(frozen=True)
 class Heads:
-    """Marks a linear layer whose outputs (``made``) or inputs are heads of ``size`` elements.
-
-    The views that split or join heads need no copy inside the contraction
-    (docs/how-to/attention.md).
-    """
+    """Marks a linear layer whose outputs (``made``) or inputs are heads (docs/how-to/attention.md)."""
 
     size: int
     made: bool
 
 
-# The linear layers of a module that are computed here, with the heads of each.
 Layers = dict[nn.Linear, Heads | None]
 
 
 def layers_in(modules: Iterable[nn.Module]) -> Layers:
     """Those of ``modules`` with the forward of ``nn.Linear``, and the heads of each.
 
-    Without parametrized weights (LoRA, spectral norm), which are computed again at every access.
+    Without parametrized weights (LoRA, spectral norm), which are computed at every access.
     """
     modules = list(modules)
     found: Layers = {
@@ -195,10 +188,10 @@ def layers_in(modules: Iterable[nn.Module]) -> Layers:
 
 
 def stores_input(module: nn.Linear, world: World) -> bool:
-    """Whether storing the input of ``module`` until the backward is faster than recomputing it.
+    """Whether storing the input of ``module`` is faster than recomputing it.
 
     The compiler tends to recompute the activation function before a narrowing layer inside each
-    matmul that reads it. On some chips the matmuls wait for it: ``Chip.stores_linear_inputs``.
+    matmul that reads it; on some chips the matmuls wait for it.
     """
     chip = chip_of(world.device_kind)
     return chip is not None and chip.stores_linear_inputs and _narrows(module)
@@ -208,8 +201,8 @@ def frees_input(module: nn.Linear) -> bool:
     """Whether, in a recomputed block, the gradient of the weight should be computed first.
 
     The compiler delays gradients of weights, so their inputs stay in memory. 32 scanned blocks of
-    workload S on v3-8: 975 MiB instead of 1,047. Outside of loops this affects only inputs of
-    :func:`stores_input`. For small layers the barrier costs more (benchmarks/LOG.md).
+    workload S on v3-8: 975 MiB instead of 1,047. Outside of loops this affects only stored inputs.
+    For small layers the barrier costs more (benchmarks/LOG.md).
     """
     return _narrows(module) and module.in_features * module.out_features >= LARGE
 
@@ -223,7 +216,7 @@ _recomputed: ContextVar[bool] = ContextVar("xla_fsdp_recomputed", default=False)
 
 @contextlib.contextmanager
 def recomputed_later() -> Iterator[None]:
-    """Within, the backward recomputes what this thread computes, instead of storing it."""
+    """Within, the backward recomputes what this thread computes."""
     token = _recomputed.set(True)
     try:
         yield
@@ -232,10 +225,7 @@ def recomputed_later() -> Iterator[None]:
 
 
 def replace_forwards(layers: Layers, world: World, in_loop: bool = False) -> None:
-    """Makes ``layers`` compute without flattening, except those whose forward other code replaced.
-
-    ``in_loop``: in scanned blocks, which recompute each.
-    """
+    """Replaces the layers' forwards, except replaced ones. ``in_loop``: in scanned blocks."""
     for module, heads in layers.items():
         keep, frees = stores_input(module, world), in_loop and frees_input(module)
         module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
@@ -248,10 +238,9 @@ def restore_forwards(layers: Layers) -> None:
 
 
 class _Contraction:
-    """The forward of ``module`` while it is replaced.
+    """Replaces the forward of ``module``.
 
     ``keep``: store the input until the backward. ``frees``: free it after this layer's backward.
-    ``heads``: those in the last dimension of the input or output.
     """
 
     def __init__(self, module: nn.Linear, keep: bool, frees: bool, heads: Heads | None) -> None:
@@ -272,7 +261,6 @@ class _Contraction:
         frees = self.frees or (self.keep and _recomputed.get() and frees_input(self.module))
         leading = string.ascii_lowercase[: input.dim() - 1]
         made, taken = "M", "N"
-        # The rows (or columns) of the weight are complete heads.
         if heads is not None and weight.shape[0 if heads.made else 1] % heads.size == 0:
             parts = (-1, heads.size)
             if heads.made:

@@ -1,7 +1,6 @@
 """Values of a block that are saved in the forward, so that the backward need not recompute them.
 
-A recomputation still traces the operations before them, because gradients flow through them; the
-compiler removes these. JAX's counterpart is ``checkpoint_name``.
+A recomputation still traces the operations before them, for gradients; the compiler removes these.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ ATTENTION = "attention"
 
 
 class SavedActivations:
-    """One pass over a block: the forward, which records values, or the recomputation, which reuses
-    them.
+    """A forward of a block, which records values, or the recomputation, which reuses them.
 
     Args:
         names: submodules of the block, whose outputs are saved, and :data:`ATTENTION`.
@@ -71,7 +69,7 @@ class SavedActivations:
         return made
 
     def of_tensor(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """``value``; in a recomputation the recorded value with the graph of ``value``."""
+        """``value``; in a recomputation the recorded value with its graph."""
         self.met.add(name)
         if self._recorded is not None:
             return _Recorded.apply(value, next(self._recorded))

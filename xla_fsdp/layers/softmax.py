@@ -1,8 +1,7 @@
 """Softmax in the form that the TPU compiler computes in the fewest cycles.
 
-Except on v6e, rows are multiplied by the inverse of their sum. The backward computes the one number
-of each row once. One block of workload S, in million cycles: v4 6.19 to 5.46, v5e 9.80 to 8.71, v5p
-5.93 to 5.55, v6e 5.04 to 4.83, v3 unchanged (benchmarks/LOG.md).
+Except on v6e, rows are multiplied by the inverse of their sum. One block of workload S, in million
+cycles: v4 6.19 to 5.46, v5e 9.80 to 8.71, v5p 5.93 to 5.55, v6e 5.04 to 4.83 (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 def softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """``torch.softmax(input, dim)`` with fewer cycles on a TPU; elsewhere it is torch's.
 
-    Sums and inverses are float32 where rows are multiplied by the inverse. Differentiable any
-    number of times. For attention in plain operations, where :func:`scaled_dot_product_attention`
-    has no kernel.
+    Where rows are multiplied by an inverse, it is float32. Differentiable any number of times. For
+    attention that :func:`scaled_dot_product_attention` has no kernel for.
 
     Args:
         input: any shape, floating-point.
