@@ -1,8 +1,7 @@
 """Stores compiled programs on disk, so that the next start of a job need not compile.
 
-torch_xla 2.9 writes such files, but cannot load them (see ``repair_client``) and does not check
-them: one flipped byte silently changed losses. So it gets checked hard links to the files of a
-store::
+torch_xla 2.9 writes such files, but cannot load them and does not check them: one flipped byte
+silently changed losses. So it gets checked hard links to the files of a store::
 
     compiled/                            the store
       cpu-1f0c92ab44d0e871/              programs of one kind: of the same versions, flags, ...
@@ -12,9 +11,8 @@ store::
           8675...                            a hard link to a program, which was checked
         loading-HOST-PID                   that process has not loaded its first program yet
 
-If a process ends before it has loaded its first program, the next process loads nothing. Files get
-their names in one step, so any number of processes and hosts may share a store. torch_xla's name
-covers the program, the devices, XLA's flags and aliasing; the kind covers all else.
+After a process that ended before its first program, the next loads nothing. Files get their names
+in one step, so any number of processes and hosts may share a store.
 """
 
 from __future__ import annotations
@@ -56,11 +54,11 @@ from ..tpu.libtpu_flags import ARGUMENTS
 
 # "PID:FOLDER": the store of the process PID.
 _STORE = "XLA_FSDP_COMPILATION_CACHE"
-# The variables that torch_xla's cache reads when it is created.
+# torch_xla's cache reads these when it is created.
 _TORCH_XLA = ("XLA_PERSISTENT_CACHE_PATH", "XLA_PERSISTENT_CACHE_READ_ONLY")
 _REMOVED = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
 _LIMIT = 8 << 30
-# To be increased when the format of the store changes.
+# Of the store.
 _FORMAT = "1"
 _KEPT = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
 _RUN = re.compile(r"run-(.+)-(\d+)-[^-]+")
@@ -74,7 +72,7 @@ _opening = threading.Lock()
 
 
 class CompilationCounts(NamedTuple):
-    """The numbers of programs that this process has compiled, and loaded from the cache, so far."""
+    """How many programs this process has compiled, and loaded from the cache."""
 
     compiled: int
     cached: int
@@ -83,11 +81,10 @@ class CompilationCounts(NamedTuple):
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
     """Stores compiled programs in a folder, and loads those that are there instead of compiling.
 
-    Call it in the main program before :func:`launch`, and before anything uses an XLA device. On a
-    TPU, processes of ``launch`` use the folder too; under ``torchrun`` each calls it. A program is
-    only loaded with the same versions, flags and kind of processor, and if its file is undamaged.
-    Any number of processes may share a folder. It grows to at most 8 GiB; a start removes the
-    oldest programs. On a pod use a local disk of every host.
+    Call it in the main program before :func:`launch`, and before anything uses an XLA device; under
+    ``torchrun`` in each process. A program is only loaded with the same versions, flags and kind of
+    processor, and if its file is undamaged. Any number of processes may share a folder. It grows to
+    at most 8 GiB; a start removes the oldest programs. On a pod use a local disk of every host.
 
     Args:
         path: the folder, created if it does not exist; ``None``: ``xla_fsdp/compiled`` in
@@ -99,7 +96,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     Raises:
         ValueError: ``path`` is empty.
         RuntimeError: XLA's runtime was started before, or another folder is in use.
-        NotImplementedError: this torch_xla or machine does not support it. Nothing was changed.
+        NotImplementedError: this torch_xla or machine does not support it.
         OSError: the folder cannot be created or written; or any user can write there, which is
             unsafe, because the programs in it are run.
     """
@@ -135,14 +132,14 @@ def require_folder_is_chosen() -> None:
 
 
 def compilation_counts() -> CompilationCounts:
-    """The numbers of programs that this process has compiled and loaded."""
+    """How many programs this process has compiled and loaded."""
     return CompilationCounts(
         met.counter_value("UncachedCompile") or 0, met.counter_value("PersistentCacheHit") or 0
     )
 
 
 def in_spawned_processes(fn: Callable) -> Callable:
-    """``fn`` for new processes, which then use the same folder as this process."""
+    """``fn`` for new processes, which then use this process's folder."""
     folder = _folder_in_use()
     return fn if folder is None else partial(_with_store, folder, fn)
 
@@ -181,9 +178,9 @@ def _open(folder: Path, part: str) -> None:
             f"compiled programs cannot be kept in {folder} ({error.strerror}); name a folder of "
             "your own, with space left",
         ) from error
-    # Overrides a folder of the user for torch_xla, whose files are not checked.
+    # The folder of the user would not be checked.
     xr.initialize_cache(str(run.folder), readonly=False)
-    xr.get_num_cached_compilation_graph()  # creates the cache; it does not start the runtime
+    xr.get_num_cached_compilation_graph()  # does not start the runtime
     for name in _TORCH_XLA:
         os.environ.pop(name, None)  # child processes may not use its folder
 
@@ -201,7 +198,7 @@ def _platform() -> str:
 def describe_kind(on: str, part: str) -> dict[str, str]:
     """What distinguishes kinds; torch_xla's key does not contain versions and processor.
 
-    ``part``: the number of this process among those that run one program.
+    ``part``: this process among those that run one program.
     """
     about = {
         "format": _FORMAT,
@@ -227,7 +224,6 @@ def describe_kind(on: str, part: str) -> dict[str, str]:
 
 
 def _processor() -> str:
-    # XLA compiles for the instructions of this processor.
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         first = file.read().partition("\n\n")[0]
     fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
@@ -240,7 +236,7 @@ def _processor() -> str:
 @dataclass(frozen=True)
 class Program:
     path: Path
-    name: str  # torch_xla's
+    name: str
     size: int
     digest: str
 
@@ -256,7 +252,7 @@ class Program:
 
 
 def _entries_of(folder: Path) -> list[os.DirEntry]:
-    """The entries of ``folder``; none if it does not exist any more."""
+    """None of a folder that does not exist any more."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -265,7 +261,6 @@ def _entries_of(folder: Path) -> list[os.DirEntry]:
 
 
 def _programs_in(kind: Path) -> list[Program]:
-    """The programs in a folder of the store, without checking them."""
     found = (Program.at(Path(entry.path)) for entry in _entries_of(kind))
     return [program for program in found if program is not None]
 
@@ -282,8 +277,7 @@ def _digest_of(path: Path) -> str:
 def _link(source: Path, target: Path) -> None:
     """Gives a file a second name, in one step.
 
-    Raises:
-        OSError: ``target`` exists already, or ``source`` does not exist any more.
+    Raises OSError if ``target`` exists, or ``source`` does not any more.
     """
     try:
         os.link(source, target)
@@ -347,14 +341,13 @@ class Run:
                 self._keep(path)
 
     def end(self) -> None:
-        """Adds the new programs to the store, and removes the folder."""
         if os.getpid() != self._process:
-            return  # a fork of the process
+            return  # a fork
         self._ending.set()
         self._thread.join()
         atexit.unregister(self.end)
         self._loading.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # programs that are not stored are compiled again
+        with contextlib.suppress(OSError):  # they are compiled again
             self.keep_new()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -401,16 +394,10 @@ def open_run(
     limit: int = _LIMIT,
     began: Callable[[], bool] = lambda: any(compilation_counts()),
 ) -> Run:
-    """Starts a run with the programs of one kind.
+    """Starts a run with the programs of the kind ``name``, which has the properties ``about``.
 
-    Args:
-        store: the folder of the store, created if it does not exist.
-        name: the name of the kind; ``about`` has its properties.
-        limit: the most bytes of all kinds together. The oldest programs are removed.
-        began: whether this process has loaded, or compiled, a program.
-
-    Raises:
-        OSError: the store cannot be written.
+    ``limit``: bytes of all kinds together; the oldest programs are removed. ``began``: whether this
+    process has a program. Raises OSError if the store cannot be written.
     """
     kind = store / name
     kind.mkdir(parents=True, exist_ok=True)
@@ -424,11 +411,11 @@ def open_run(
 
 
 def _died_while_loading(kind: Path) -> bool:
-    """Whether a process of this host ended before it had its first program; removes its mark."""
+    """Whether a process of this host ended before its first program; removes its mark."""
     found = False
     for entry in _entries_of(kind):
         match = _LOADING.fullmatch(entry.name)
-        # In a restarted container this process may have the same number as the one that ended.
+        # In a restarted container, this process may have the same number.
         if match and (_is_gone(match) or match.groups() == (_host(), str(os.getpid()))):
             Path(entry.path).unlink(missing_ok=True)
             found = True
@@ -442,7 +429,7 @@ def _died_while_loading(kind: Path) -> bool:
 
 
 def _is_gone(match: re.Match[str]) -> bool:
-    """Whether ``match``, a host and a process, is a process of this host that has ended."""
+    """Whether the process ``match`` is of this host and has ended."""
     return match[1] == _host() and not Path("/proc", match[2]).exists()
 
 
@@ -454,7 +441,7 @@ def _make_room(store: Path, limit: int) -> None:
     aged = []
     for kind in store.iterdir():
         for program in _programs_in(kind) if kind.is_dir() else ():
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
+            with contextlib.suppress(FileNotFoundError):
                 aged.append((program.path.stat().st_mtime, program))
     total = 0
     for _, program in sorted(aged, key=lambda pair: pair[0], reverse=True):
@@ -465,22 +452,20 @@ def _make_room(store: Path, limit: int) -> None:
 
 def _remove_dead_runs(store: Path) -> None:
     for path in (*store.glob("*/run-*"), *store.glob("*/*.tmp")):
-        with contextlib.suppress(FileNotFoundError):  # another process removed it
+        with contextlib.suppress(FileNotFoundError):
             age = time.time() - path.stat().st_mtime
             run = _RUN.fullmatch(path.name)
-            # Other hosts' processes are unknown. Without its folder a process only stores nothing
-            # more.
+            # Other hosts' processes are unknown; without a folder they only store no more.
             if run and (_is_gone(run) or age > _FORGET_RUNS_AFTER):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.suffix == ".tmp" and age > _DAY:
                 path.unlink()
 
 
-# torch_xla calls ``DeserializeExecutable``, then ``Load``. The clients of CPU and TPU return
-# "UNIMPLEMENTED" from both (github.com/pytorch/xla/issues/9094, open), but have
-# ``LoadSerializedExecutable``, which does both. So two entries of the client's table of virtual
-# functions are replaced, if they are those that return "UNIMPLEMENTED": the first becomes that
-# function, the second returns the first's result.
+# torch_xla calls ``DeserializeExecutable``, then ``Load``. Clients return "UNIMPLEMENTED" from both
+# (github.com/pytorch/xla/issues/9094, open), but ``LoadSerializedExecutable`` does both. So two
+# entries of the table of virtual functions are replaced: the first becomes that function, the
+# second returns the first's result.
 
 
 def repair_client(platform_name: str) -> None:
@@ -488,8 +473,7 @@ def repair_client(platform_name: str) -> None:
 
     Call it before XLA's runtime starts. A second call changes nothing.
 
-    Raises:
-        NotImplementedError: this torch_xla, processor or operating system does not support it.
+    Raises NotImplementedError if torch_xla, processor or operating system do not support it.
     """
     found = version("torch_xla")
     if not found.startswith("2.9."):
@@ -524,11 +508,11 @@ def _refuse(reason: str) -> NoReturn:
 def _functions(both_steps: int) -> tuple[int, int]:
     """Creates two functions, which stay until the process ends, and returns their addresses.
 
-    Python functions would deadlock: torch_xla calls them with a lock, while another thread may wait
-    for that lock with the GIL. Registers: rdi the address for the result, a status (1: OK) and a
-    pointer; rsi the client; rdx ... the arguments; rax, returned, the address of the result.
+    Python functions would deadlock: torch_xla holds a lock that a thread with the GIL may wait for.
+    Registers: rdi the address for the result, a status (1: OK) and a pointer; rsi the client; rdx
+    ... the arguments; rax, returned, the address of the result.
     """
-    enter = bytes.fromhex("f30f1efa")  # endbr64, which processors may require of call targets
+    enter = bytes.fromhex("f30f1efa")  # endbr64, which call targets may need
     libc = _libc()
     size = mmap.PAGESIZE
     page = libc.mmap(
@@ -536,18 +520,18 @@ def _functions(both_steps: int) -> tuple[int, int]:
     )
     if page == ctypes.c_void_p(-1).value:
         _refuse("there is no memory for two functions")
-    no_options = page + size // 2  # LoadOptions with nothing in it is all zeros
+    no_options = page + size // 2  # LoadOptions of zeros
     deserialize = (
         enter
-        + b"\x49\xb9"  # r9 = LoadOptions, the argument that the first step has not
+        + b"\x49\xb9"  # r9 = LoadOptions, which the first step lacks
         + struct.pack("<Q", no_options)
-        + b"\x48\xb8"  # rax = LoadSerializedExecutable; the other arguments are the same
+        + b"\x48\xb8"  # rax = LoadSerializedExecutable
         + struct.pack("<Q", both_steps)
-        + b"\xff\xe0"  # jump there
+        + b"\xff\xe0"  # jump
     )
     load = enter + bytes.fromhex(
-        "488b02"  # rax = the pointer that rdx points to
-        "48c70200000000"  # which is moved from
+        "488b02"  # rax = *rdx
+        "48c70200000000"  # *rdx = 0
         "48c70701000000"  # the status is OK
         "48894708"  # the pointer is the result
         "4889f8c3"  # return rdi

@@ -1,8 +1,7 @@
 """What libtpu gets on a host of a given chip, whoever starts the ranks there.
 
-``import torch_xla`` adds its flags to ``LIBTPU_INIT_ARGS`` and sets ``TPU_MEGACORE`` on v4;
-``xla_fsdp.launch`` then adds those of :mod:`xla_fsdp.tpu.compiler_options`. Neither replaces a
-flag. A plan passes the same string.
+``import torch_xla`` adds its flags to ``LIBTPU_INIT_ARGS`` and sets ``TPU_MEGACORE`` on v4; then
+``xla_fsdp.launch`` adds its options. Neither replaces a flag.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from ..tpu.compiler_options import OPTIONS, accepted, libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS, library, read, with_last
 
 MEGACORE = "TPU_MEGACORE"
-# Who starts the ranks: ``xla_fsdp.launch``; torch_xla's own launch; JAX or others without
-# torch_xla.
+# ``xla_fsdp.launch``; torch_xla's own launch; JAX or others without torch_xla.
 LAUNCHERS = ("xla_fsdp", "torch_xla", "other")
 
 
@@ -25,8 +23,8 @@ LAUNCHERS = ("xla_fsdp", "torch_xla", "other")
 class HostOptions:
     """What libtpu reads when it starts.
 
-    ``arguments``: ``LIBTPU_INIT_ARGS``. ``chip_config``: ``TPU_MEGACORE`` on v4; None where the
-    chip has no such choice. ``whose``: who set each option, "LIBTPU_INIT_ARGS" for the user.
+    ``arguments``: ``LIBTPU_INIT_ARGS``. ``chip_config``: ``TPU_MEGACORE`` on v4, else None.
+    ``whose``: who set each option, "LIBTPU_INIT_ARGS" for the user.
     """
 
     arguments: str
@@ -48,7 +46,7 @@ def host_options(
         further: options of ``plan`` alone, which take precedence.
         environ: what the user has set; default: this process's environment without what ``import
             torch_xla`` added.
-        libtpu: path of the libtpu that reads the options; default: that of this environment.
+        libtpu: path of the libtpu that reads the options, or this environment's.
 
     Raises:
         ValueError: another launcher; libtpu refuses a value, or does not know one of ``further``.
@@ -83,14 +81,13 @@ def host_options(
 
 
 def torch_xla_environment(chip: Chip, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` as importing the installed torch_xla leaves it on a host with ``chip``."""
     from .. import xlac  # it imports torch_xla
 
     return xlac.environment_after_import(environ, chip.generation)
 
 
 def _of_the_user(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` less what torch_xla's import has added, at the end, if this is a TPU host."""
+    """``environ`` less what torch_xla's import has added, at the end, on a TPU host."""
     from .. import xlac
 
     user = dict(environ)

@@ -1,4 +1,4 @@
-"""Optimizers for shards whose update is not elementwise: docs/how-to/optimizers.md."""
+"""Optimizers whose update is not elementwise: docs/how-to/optimizers.md."""
 
 from .adafactor import Adafactor
 from .adam8bit import AdamW8bit

@@ -1,8 +1,5 @@
-"""Adafactor: stores second moments as one number for each row and one for each column.
-
-Shape letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's shard: complete
-rows if the shard consists of rows, otherwise single elements.
-"""
+"""Adafactor. Shape letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's
+shard: complete rows if the shard consists of rows, otherwise single elements."""
 
 from __future__ import annotations
 
@@ -21,17 +18,16 @@ from .saved import LazyState, chunks, require_keys, require_shape
 class Adafactor(ShardedOptimizer):
     """``torch.optim.Adafactor``, with the rows, columns and norms of full matrices.
 
-    Shazeer and Stern, 2018 (arXiv 1804.04235). Options, defaults and formulas are torch's, which
-    factors the last two dimensions, bounds the relative step by ``lr`` and uses ``eps[0]`` as a
-    lower bound. Shards that are not complete rows are slow on TPUs: use ``shard_param_on_dim_0`` or
-    sizes that divide evenly.
+    Shazeer and Stern, 2018 (arXiv 1804.04235). Options, defaults and formulas are torch's. Shards
+    that are not complete rows are slow on TPUs: use ``shard_param_on_dim_0`` or sizes that divide
+    evenly.
 
     Args:
         params: parameters, or groups of them.
         lr: the bound of the relative step, and the factor of the weight decay.
         beta2_decay: the exponent with which the rate of the means falls.
-        eps: the minimum of the second moment (its root; ``None``: the parameter's rounding), and
-            the minimum of the parameter norm that a step is relative to.
+        eps: the minimum of the second moment (its root; ``None``: the parameter's rounding), and of
+            the parameter norm that a step is relative to.
         d: the bound of an update's root mean square.
         weight_decay: decoupled weight decay.
 
@@ -51,7 +47,7 @@ class Adafactor(ShardedOptimizer):
         require_range("lr", lr, 0)
         require_range("-beta2_decay", -beta2_decay, 0)
         if eps[0] is not None:
-            require_range("eps[0]", eps[0], 0, open_low=True)  # otherwise padding divides by 0
+            require_range("eps[0]", eps[0], 0, open_low=True)  # else padding divides by 0
         require_range("eps[1]", eps[1], 0)
         require_range("d", d, 1)
         require_range("weight_decay", weight_decay, 0)
@@ -103,7 +99,6 @@ class Adafactor(ShardedOptimizer):
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The reverse of :meth:`saved_state`, the same on any number of ranks."""
         part, device = Parts(parameter), parameter.device
         state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device=device)}
         if any(not _lengths([shape]) for shape in part.shapes):
@@ -123,7 +118,7 @@ class Adafactor(ShardedOptimizer):
 
 
 def _lengths(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The number of rows, or of columns, of each matrix among ``shapes``."""
+    """The number of rows, or of columns, of each matrix."""
     sizes = [(torch.Size(shape).numel(), shape) for shape in shapes if len(shape) > 1]
     return [n // length for n, shape in sizes if n for length in (shape[-1], shape[-2])]
 
@@ -133,7 +128,7 @@ def _factor_shapes(part: Parts, parameter: torch.Tensor) -> dict[str, list[int]]
     if part.world is None:  # the format of torch.optim.Adafactor
         *batch, height, width = parameter.shape
         return {"row_var": [*batch, height, 1], "col_var": [*batch, 1, width]}
-    # More dimensions than a parameter has, so that it is not mistaken for elementwise state.
+    # One dimension more than a parameter, to differ from elementwise state.
     shape = [*[1] * parameter.dim(), part.depth, sum(_lengths(part.shapes))]
     return {"row_and_col_var": shape}
 
@@ -207,7 +202,6 @@ class _Own:
     def _moved(
         self, totals: torch.Tensor, rate: torch.Tensor
     ) -> Iterator[tuple[Factors, tuple[torch.Tensor, torch.Tensor]]]:
-        """The means of rows and columns of each matrix, updated for this step."""
         found = [factors for factors in self.factors if factors is not None]
         if not found:
             return
@@ -220,7 +214,7 @@ class _Own:
         yield from zip(found, zip(pieces[::2], pieces[1::2], strict=True), strict=True)
 
     def move(self, update: torch.Tensor, norm: torch.Tensor) -> None:
-        """Applies the update; ``norm``: of the full updates."""
+        """``norm``: of the full updates."""
         group, step = self.group, self.state["step"]
         rate = step.rsqrt().clamp(max=group["lr"])
         reach = self.length.clamp(min=group["eps"][1]) * rate
@@ -242,8 +236,8 @@ def factors_of(part: Parts, like: torch.Tensor) -> list[Factors | None]:
 class Factors:
     """The last two dimensions of one parameter, of which this rank has some elements.
 
-    ``rows, columns``: for all leading dimensions together. ``mask``: which elements of the shard
-    belong to this parameter; ``None`` for all.
+    ``rows, columns``: for all leading dimensions together. ``mask``: the shard's elements of this
+    parameter; ``None`` for all.
     """
 
     def __init__(self, part: Parts, number: int, like: torch.Tensor):
@@ -252,7 +246,7 @@ class Factors:
         self._height, self._width = shape[-2:]
         self.batch, numel = math.prod(shape[:-2]), math.prod(shape)
         self.rows, self.columns = self.batch * self._height, self.batch * self._width
-        at = part.positions(like) - offset  # in the flattened parameter
+        at = part.positions(like) - offset
         several = len(part.shapes) > 1
         self.mask = ((at >= 0) & (at < numel)) if several else None
         aligned = not several and at.numel() % self._width == 0

@@ -1,10 +1,9 @@
 """AdamW whose two moments take one byte each, with a scale for every block of elements.
 
-Dynamic tree quantization (Dettmers, 2015, arXiv 1511.04561), by blocks (Dettmers et al., 2021,
-arXiv 2110.02861): a block is divided by its largest magnitude, and elements become the nearest of
-256 values. These are 0, 1, and evenly spaced values in seven decades below 1, half as many in each
-lower decade; the highest has 128, or 64 of each sign. They are computed, because tables are slow on
-TPUs.
+Dynamic tree quantization (Dettmers, 2015, arXiv 1511.04561): elements, divided by the block's
+largest, become the nearest of 256 values: 0, 1, and evenly spaced ones in seven decades below 1,
+half as many in each lower decade; the highest has 128, or 64 of each sign. They are computed,
+because tables are slow on TPUs.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _DECADES = 7
 class AdamW8bit(ShardedOptimizer):
     """``torch.optim.AdamW`` with moments in 8 bits, by blocks of 2048 elements of the shard.
 
-    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv 2110.02861). Blocks
-    depend on the ranks and the layout, so steps with another number of ranks are equal within the
-    error of the encoding. A step needs no communication.
+    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv 2110.02861). Steps
+    with another number of ranks are equal within the error of the encoding. A step needs no
+    communication.
 
     Args:
         params: parameters, or groups of them.
@@ -52,7 +51,7 @@ class AdamW8bit(ShardedOptimizer):
         require_range("lr", lr, 0)
         require_range("betas[0]", betas[0], 0, 1)
         require_range("betas[1]", betas[1], 0, 1)
-        require_range("eps", eps, 0, open_low=True)  # otherwise padding divides by 0
+        require_range("eps", eps, 0, open_low=True)  # else padding divides by 0
         require_range("weight_decay", weight_decay, 0)
         require_range("min_8bit_size", min_8bit_size, 0)
         options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -110,10 +109,8 @@ class AdamW8bit(ShardedOptimizer):
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The reverse of :meth:`saved_state`: the same bits for blocks with the same elements.
-
-        Other blocks are encoded again, with an error of at most half the distance of two values.
-        """
+        """Blocks with the same elements get the same bits. Others are encoded again, with an error
+        of at most half the distance of two values."""
         state: dict[str, Any] = {}
         _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
         state["step"].fill_(float(saved["step"]))
@@ -137,8 +134,7 @@ class AdamW8bit(ShardedOptimizer):
 
 
 def _shape_of_scales(parameter: torch.nn.Parameter) -> list[int]:
-    """Of both moments. Its dimensions show checkpoints that it is neither elementwise nor one
-    value."""
+    """Its dimensions tell checkpoints that it is neither elementwise nor one value."""
     return [*[1] * parameter.dim(), 2, -(-parameter.numel() // BLOCK)]
 
 
@@ -180,7 +176,6 @@ def encode(value: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tenso
     """Codes of float32 ``value``, uint8 in its shape, and the scales of the blocks."""
     blocks = _in_blocks(value)
     scales = blocks.abs().amax(1)
-    # In a block of zeros all codes are 0.
     ratio = blocks / torch.where(scales > 0, scales, torch.ones_like(scales))[:, None]
     size = ratio.abs()
     number = (size > _middle(0.0, _value(0, 0, signed))).to(size.dtype)
@@ -213,7 +208,7 @@ def decode_each(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> to
 
 
 def scales_of_elements(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The scale of its block for each element of a tensor of this shape."""
+    """The scale of its block for each element."""
     return scales.repeat_interleave(BLOCK)[: shape.numel()].view(shape)
 
 
@@ -222,8 +217,7 @@ def encode_again(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Does :func:`encode`, but keeps the codes of unchanged blocks, bit for bit.
 
-    ``numbers``, ``scales``: the earlier codes of ``value``, with a scale for each element; 0 if
-    there was none, or in a block of zeros.
+    ``scales``: one for each element; 0 if there was none, or in a block of zeros.
     """
     anew, scales_anew = encode(value, signed)
     before, own = _in_blocks(scales), _in_blocks(value)

@@ -55,10 +55,10 @@ class ShardAwareOptimizer(Optimizer):
 
 
 class ShardedOptimizer(ShardAwareOptimizer):
-    """An optimizer with an update that is not elementwise, for sharded and other parameters."""
+    """An optimizer whose update is not elementwise."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises ValueError if a parameter is offloaded to the host."""
+        """Raises ValueError if a parameter is offloaded to the host."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             sharded = sharded_tensor_of(parameter)

@@ -1,4 +1,4 @@
-"""Any optimizer, computing in float32 on parameters that are stored in a narrower dtype."""
+"""Any optimizer, in float32 on parameters in a narrower dtype."""
 
 from __future__ import annotations
 
@@ -23,14 +23,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 class InFloat32(ShardAwareOptimizer):
     """Makes an optimizer of float32 tensors step for parameters in bfloat16 or float16.
 
-    The state of the inner optimizer is the state of this one. Other parameters are passed to the
-    inner optimizer directly.
-
-    Args:
-        params: parameters, or groups of them.
-        optimizer_class: of the inner optimizer, called with groups of parameters and ``options``.
-        options: its options, which become options of the groups here.
-        own: further options of the groups, which the inner optimizer does not know.
+    Its state is the inner optimizer's; other parameters are passed to that directly. ``options``
+    become options of the groups here; the inner optimizer does not know ``own`` ones.
 
     Raises:
         TypeError: ``optimizer_class`` does not make an optimizer.
@@ -62,7 +56,7 @@ class InFloat32(ShardAwareOptimizer):
                 f"optimizer_class must make a torch.optim.Optimizer, got {type(inner).__name__}"
             )
         self._inner = inner
-        # Checkpoints save the class name of the inner optimizer.
+        # For checkpoints.
         self._own = {"optimizer": type(inner).__name__, **own}
         self.defaults = {**inner.defaults, **self._own}
         for group, theirs in zip(self.param_groups, inner.param_groups, strict=True):
@@ -78,7 +72,7 @@ class InFloat32(ShardAwareOptimizer):
 
     def _update(self) -> None:
         inner = self._inner
-        assert inner is not None  # set by the constructor
+        assert inner is not None
         pairs = list(self._pairs())
         for parameter, wide in pairs:
             own = self.state.get(parameter) or {}
@@ -94,7 +88,7 @@ class InFloat32(ShardAwareOptimizer):
                     with on_local_parts():
                         self._begin(parameter, wide, own)
                         wide.grad = grad.to(wide.dtype)
-        # Without the global optimizer hooks: they are called for this optimizer.
+        # They are called for this optimizer.
         step: Any = type(inner).step
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
         for parameter, wide in pairs:
@@ -126,7 +120,7 @@ class InFloat32(ShardAwareOptimizer):
 
     @property
     def state_converter(self) -> StateConverter | None:
-        """This optimizer, if the inner optimizer's state must be converted for checkpoints."""
+        """This optimizer, if the inner optimizer's state must be converted."""
         return None if state_converter_of(self._inner) is None else self
 
     @property
@@ -159,7 +153,7 @@ class InFloat32(ShardAwareOptimizer):
     @property
     def _inner_converter(self) -> StateConverter:
         found = state_converter_of(self._inner)
-        assert found is not None  # otherwise this optimizer converts nothing either
+        assert found is not None
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,9 +194,9 @@ class InFloat32(ShardAwareOptimizer):
 class MasterWeights(InFloat32):
     """Stores a float32 copy of parameters in bfloat16 or float16, and updates the copy.
 
-    Micikevicius et al., "Mixed Precision Training", 2017 (arXiv 1710.03740): small updates are not
-    lost to rounding. The copy is the state ``master``: sharded, saved and loaded like moments. If
-    other code changes elements of a parameter, they are copied to ``master``. ::
+    Micikevicius et al., "Mixed Precision Training", 2017 (arXiv 1710.03740). The copy is the state
+    ``master``: sharded, saved and loaded like moments. It takes elements of a parameter that other
+    code changed. ::
 
         model = FSDP(model.bfloat16())
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=3e-4)
@@ -226,7 +220,7 @@ class MasterWeights(InFloat32):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._left = {}  # stamps belong to the tensors that were copied
+        self._left = {}  # stamps belong to the copied tensors
 
     def _begin(
         self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
@@ -247,7 +241,7 @@ class MasterWeights(InFloat32):
 
 
 def _share_sharded_tensor(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
-    """Makes ``wide`` the shard that ``parameter`` is, for optimizers that use collectives."""
+    """Makes ``wide`` the same shard, for optimizers that use collectives."""
     sharded = sharded_tensor_of(parameter)
     if sharded is not None and sharded_tensor_of(wide) is None:
         set_sharded_tensor(wide, replace(sharded, shard=wide))

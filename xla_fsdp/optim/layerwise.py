@@ -1,4 +1,4 @@
-"""LAMB and LARS: scale each parameter's step by the norms of the parameter and of its update."""
+"""LAMB and LARS."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from .parts import Parts, norms
 class LAMB(ShardedOptimizer):
     """Adam, with each parameter's step scaled to the norm of the parameter.
 
-    Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
-    minutes", 2019 (arXiv 1904.00962), with the identity as the function of the norm: with ``r`` the
-    bias-corrected step of Adam and ``u = r + weight_decay * w``, ``w -= lr * |w| / |u| * u``; the
-    ratio is 1 if one of the norms is 0.
+    Algorithm 2 of You et al., 2019 (arXiv 1904.00962), with the identity as the function of the
+    norm: with ``r`` the bias-corrected step of Adam and ``u = r + weight_decay * w``, ``w -= lr *
+    |w| / |u| * u``; the ratio is 1 if one of the norms is 0.
 
     Args:
         params: parameters, or groups of them.
@@ -81,10 +80,9 @@ class LAMB(ShardedOptimizer):
 class LARS(ShardedOptimizer):
     """SGD with momentum, with each parameter's step scaled to the norm of the parameter.
 
-    Algorithm 1 of You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017
-    (arXiv 1708.03888): ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)``, ``v =
-    momentum * v + lr * ratio * (g + weight_decay * w)``, ``w -= v``; the ratio is 1 if one of the
-    norms is 0.
+    Algorithm 1 of You, Gitman and Ginsburg, 2017 (arXiv 1708.03888): ``ratio = trust_coefficient *
+    |w| / (|g| + weight_decay * |w|)``, ``v = momentum * v + lr * ratio * (g + weight_decay * w)``,
+    ``w -= v``; the ratio is 1 if one of the norms is 0.
 
     Args:
         params: parameters, or groups of them.

@@ -1,4 +1,4 @@
-"""Muon: momentum, with each matrix made orthogonal before it is used as a step."""
+"""Muon."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from .parts import Parts
 class Muon(ShardedOptimizer):
     """``torch.optim.Muon`` on full matrices, although each rank has only some of their elements.
 
-    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: Newton-Schulz
-    iterations bring the singular values of each matrix's momentum to about 1. Options, defaults and
-    formulas are torch's. All full matrices of one shape are on the device at the same time; ranks
-    share the arithmetic (docs/how-to/optimizers.md).
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: momentum, made
+    orthogonal by Newton-Schulz iterations. Options, defaults and formulas are torch's. All full
+    matrices of one shape are on the device at the same time (docs/how-to/optimizers.md).
 
     Args:
         params: matrices (in the unsharded model), or groups of them; see :func:`split_matrices`.
@@ -109,7 +108,6 @@ class Muon(ShardedOptimizer):
     def _orthogonalise(
         self, group: dict[str, Any], parts: list[Parts], full_matrices: list[list[torch.Tensor]]
     ) -> None:
-        """Replaces all matrices in ``full_matrices`` by orthogonal ones."""
         alike: dict[tuple[World | None, tuple[int, ...]], list[tuple[int, int]]] = {}
         for number, part in enumerate(parts):
             for member, shape in enumerate(part.shapes):
@@ -125,8 +123,7 @@ class Muon(ShardedOptimizer):
 def split_matrices(
     parameters: Iterable[torch.nn.Parameter],
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """The parameters that are matrices in the unsharded model (shards may be vectors), and the
-    others."""
+    """The parameters that are matrices in the unsharded model, and the others."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for parameter in parameters:
@@ -138,7 +135,7 @@ def split_matrices(
 def _orthogonalise_by_rank(
     matrices: torch.Tensor, world: World | None, group: dict[str, Any]
 ) -> torch.Tensor:
-    """``(k, rows, columns)``, the same on all ranks, each matrix made orthogonal."""
+    """``(k, rows, columns)``, the same on all ranks."""
     count = matrices.shape[0]
     if world is None or world.size == 1 or count < 2:
         return _newton_schulz(matrices, group)

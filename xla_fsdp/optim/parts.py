@@ -1,8 +1,8 @@
 """The parameters of the unsharded model to which the elements of an optimizer's tensor belong.
 
 Shape letters: ``d`` blocks of a stack (else 1), ``m`` parameters in the tensor (``d`` times its
-members), ``s`` the shape of one shard, ``p`` the padded shape of all shards together. The rank is
-data, because all ranks must have the same program.
+members), ``s`` one shard, ``p`` all shards together, padded. The rank is data: all ranks have the
+same program.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from ..sharding.layout import LANES, Layout
 from ..sharding.sharded_parameter import local
 from ..sharding.sharded_tensor import sharded_tensor_of
 
-# Positions from here on do not fit int32, which is faster than int64 on TPUs.
+# Later positions need int64, which is slower than int32 on TPUs.
 _INT32 = 1 << 31
 
 
 class Parts:
     """The full parameters whose elements ``parameter``, a shard or a full parameter, contains.
 
-    ``world``: the ranks with the other shards, or ``None``. ``shapes``: of the unsharded parameters
-    in it; for a stack, those of one block. ``depth``: the number of stacked blocks, else 1.
+    ``shapes``: of the unsharded parameters; for a stack, those of one block.
     """
 
     def __init__(self, parameter: torch.Tensor):
@@ -50,12 +49,12 @@ class Parts:
 
     @property
     def offsets(self) -> list[int]:
-        """The offset of each parameter of a block in the flattened ``p``."""
+        """Of each parameter of a block in the flattened ``p``."""
         return [member.offset for member in self._layout.members]
 
     @property
     def numels(self) -> list[int]:
-        """The number of elements of each parameter, on all ranks together; ``m`` numbers."""
+        """The elements of each parameter, on all ranks together; ``m`` numbers."""
         return [torch.Size(shape).numel() for shape in self.shapes] * self.depth
 
     def sums(self, value: torch.Tensor) -> torch.Tensor:
@@ -74,7 +73,7 @@ class Parts:
         return torch.where(inside, value, torch.zeros_like(value))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Repeats ``(m,)`` values for all elements of each parameter, to multiply shards with."""
+        """Repeats ``(m,)`` values for all elements of each parameter."""
         if len(self.shapes) == 1:
             return values[0] if self.depth == 1 else values.view(-1, *[1] * (len(self.shape) - 1))
         spread = values.new_zeros(self.shape)
@@ -99,7 +98,7 @@ class Parts:
         ]
 
     def cut(self, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The reverse of :meth:`gather`: this rank's elements of full parameters."""
+        """The reverse of :meth:`gather`."""
         if self.world is None:
             return fulls[0][0]
         layout = self._layout
@@ -147,7 +146,7 @@ def reduced(
 
 
 def norms(parts: Sequence[Parts], values: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
-    """2-norms of the full parameters with local elements ``values``: ``(m,)``, float32 or wider."""
+    """2-norms of the full parameters, ``(m,)``, float32 or wider, from local ``values``."""
     wide = [value if value.dtype is torch.float64 else value.float() for value in values]
     sums = [part.sums(value * value) for part, value in zip(parts, wide, strict=True)]
     return [total.sqrt() for total in reduced(parts, sums, label)]

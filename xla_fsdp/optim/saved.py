@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints, for state that is neither elementwise nor a plain value."""
+"""Optimizer state in checkpoints that is neither elementwise nor a plain value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-# float32 elements in one value of a checkpoint's manifest, which takes 1 MiB.
+# float32 elements in one value of a manifest: 1 MiB.
 _CHUNK = 1 << 17
 
 
@@ -24,7 +24,7 @@ class StateConverter(Protocol):
     """An optimizer that converts its state for checkpoints.
 
     The methods use only shape, device and sharded tensor of ``parameter``. ``member_state``: keys
-    of plain values that differ between the parameters of the unsharded model in one tensor.
+    of plain values that differ between the unsharded parameters in one tensor.
     """
 
     @property
@@ -49,8 +49,7 @@ class StateConverter(Protocol):
 
 
 def state_converter_of(optimizer: object) -> StateConverter | None:
-    """The ``StateConverter`` of ``optimizer``: itself or its attribute ``state_converter``, or
-    None."""
+    """``optimizer`` or its attribute ``state_converter``, or None."""
     converter: Any = getattr(optimizer, "state_converter", optimizer)
     return converter if hasattr(converter, "saved_state") else None
 
@@ -67,5 +66,5 @@ def require_keys(state: Mapping[str, Any], expected: Sequence[str]) -> None:
 
 
 def chunks(value: torch.Tensor) -> list[torch.Tensor]:
-    """Splits a vector into pieces, on the CPU, that fit into a manifest."""
+    """Pieces of a vector, on the CPU, that fit into a manifest."""
     return [piece.clone() for piece in value.detach().cpu().split(_CHUNK)]

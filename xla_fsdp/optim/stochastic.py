@@ -1,4 +1,4 @@
-"""bfloat16 parameters without a float32 copy: rounded up or down at random."""
+"""bfloat16 parameters without a float32 copy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _LOW = 0xFFFF
 class StochasticRounding(InFloat32):
     """Steps in float32 on parameters in bfloat16, and rounds them at random.
 
-    A value is rounded up with a probability proportional to its distance from the lower bfloat16
-    value, so steps too small for bfloat16 add up. Gupta et al., "Deep Learning with Limited
-    Numerical Precision", 2015 (arXiv 1502.02551). No copy is stored. ::
+    The probability of rounding up is proportional to the distance from the lower bfloat16 value, so
+    small steps add up. Gupta et al., "Deep Learning with Limited Numerical Precision", 2015 (arXiv
+    1502.02551). ::
 
         model = FSDP(model.bfloat16())
         optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, seed=1, lr=3e-4)
 
     The random bits depend on ``seed``, the step, the parameter's number and the element's: N ranks
-    round like one, and a resumed run like an uninterrupted one. In a flattened vector or a stack of
-    blocks, elements are numbered through all of it.
+    round like one, and a resumed run like an uninterrupted one.
 
     Args:
         params: parameters in bfloat16, or groups of them; parameters in float32 are not rounded.
@@ -79,7 +78,7 @@ class StochasticRounding(InFloat32):
 
     @staticmethod
     def _drop(*wide: torch.nn.Parameter) -> None:
-        """Frees float32 values: they are not stored between steps."""
+        """Frees float32 values between steps."""
         for one in wide:
             with on_local_parts():
                 one.data = one.detach().new_zeros(0)
@@ -126,8 +125,8 @@ def random_bits(elements: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """float32 ``value`` as bfloat16: one of its two neighbors, the nearer one more likely.
 
-    ``bits``: int32, in its shape; the lowest 16 decide, so probabilities are exact. Infinity, NaN
-    and values within a factor of 2**18 of overflow are rounded to the nearest.
+    ``bits``: int32, of which the lowest 16 decide exactly. Infinity, NaN and values within a factor
+    of 2**18 of overflow are rounded to the nearest.
     """
     nearest = _nearest(value)
     rest = value - nearest
@@ -167,5 +166,4 @@ def _mixed_number(x: int) -> int:
 
 
 def _signed(x: int) -> int:
-    """32 bits as an int32."""
     return x - (1 << 32) if x >= 1 << 31 else x

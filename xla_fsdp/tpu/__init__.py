@@ -1,1 +1,1 @@
-"""What is known of TPUs: chips, slices, links, compiler options. Lowest layer."""
+"""What is known of TPUs: chips, slices, links, compiler options."""

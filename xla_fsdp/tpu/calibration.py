@@ -1,7 +1,6 @@
 """Measured figures of a kind of chip, which replace published ones in a plan.
 
-``python -m xla_fsdp.preflight --measure`` writes such a file; ``xla_fsdp.plan(calibration=)`` takes
-it.
+``python -m xla_fsdp.preflight --measure`` writes them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .chips import CHIPS, Chip
 from .topology import Slice
 
 _FORMAT, _VERSION = "xla_fsdp calibration", 1
-# A figure this many times the published one, or less than one over it, is a mistake.
+# A figure that differs more from the published one is a mistake.
 _MOST = 20.0
 
 
@@ -32,7 +31,7 @@ class Calibration:
     """Measured figures of one kind of chip; ``None`` where nothing was measured.
 
     Attributes:
-        family: of the chip, as ``Chip.family``, or "cpu" for CPU ranks (never planned).
+        family: ``Chip.family``, or "cpu" for CPU ranks (never planned).
         link_bandwidth: bytes a second of one link one way, as collectives attain it.
         launch_latency, hop_latency: seconds, see :class:`~.chips.Chip`.
         hbm_bandwidth: bytes a second of one chip, read and written counted both.
@@ -72,8 +71,6 @@ class Calibration:
     def apply(self, chip: Chip) -> Chip:
         """``chip`` with these figures. What is not measured stays as published.
 
-        The clock becomes the one at which libtpu's cycles of a matmul take as long as measured.
-
         Raises:
             CalibrationError: this is of another kind of chip, or a figure is implausible.
         """
@@ -98,7 +95,7 @@ class Calibration:
         return replace(chip, sources=MappingProxyType(sources), **measured)
 
     def note(self, chip: Chip) -> str:
-        """One sentence for a report: the figures that differ from the published ones of ``chip``."""
+        """A sentence for a report: the figures that differ from the published ones."""
         shown = []
         for name, scale, unit in (
             ("link_bandwidth", 1e9, "GB/s a link"),
@@ -133,7 +130,7 @@ class Calibration:
         wanted = "expected what python -m xla_fsdp.preflight --measure --calibration wrote"
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # also if it is not UTF-8
+        except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is not JSON: {wanted}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise CalibrationError(f"{path} is some other JSON: {wanted}")
@@ -156,12 +153,12 @@ FIGURES = (*_CHIP, "matrix_flops", "to_device", "to_host")
 
 
 def calibrated(where: Slice, calibration: Calibration | None) -> Slice:
-    """``where`` with measured figures; see :meth:`Calibration.apply` for errors."""
+    """``where`` with measured figures; errors as :meth:`Calibration.apply`."""
     return where if calibration is None else replace(where, chip=calibration.apply(where.chip))
 
 
 def read(calibration: Calibration | str | os.PathLike[str]) -> Calibration:
-    """The calibration, or the one in the file of that path; errors as :meth:`Calibration.load`."""
+    """Loads a path; errors as :meth:`Calibration.load`."""
     if isinstance(calibration, Calibration):
         return calibration
     if not isinstance(calibration, (str, os.PathLike)):

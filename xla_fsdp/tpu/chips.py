@@ -1,11 +1,10 @@
-"""Published figures of TPU chips, which plans use, for one *chip*; ``device_`` properties are for
-one XLA device.
+"""Published figures of TPU chips, for plans.
 
 Sources: "Cloud": cloud.google.com/tpu/docs/v2 ... /tpu7x. "Scaling book": "How to Scale Your
-Model", jax-ml.github.io/scaling-book/tpus. "CACM": Jouppi et al., "A Domain-Specific Supercomputer
-for Training Deep Neural Networks", CACM 63 (7), 2020, and "ISCA": Jouppi et al., "TPU v4", ISCA
-2023, arXiv 2304.01433, both as commonly cited. "tpu_info": jax/_src/pallas/mosaic/tpu_info.py.
-"libtpu": read off the compiler of libtpu 0.0.21 (or 0.0.51), without a TPU.
+Model", jax-ml.github.io/scaling-book/tpus. "CACM": Jouppi et al., CACM 63 (7), 2020, and "ISCA":
+Jouppi et al., "TPU v4", ISCA 2023, arXiv 2304.01433, both as commonly cited. "tpu_info":
+jax/_src/pallas/mosaic/tpu_info.py. "libtpu": read off the compiler of libtpu 0.0.21 (or 0.0.51),
+without a TPU.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from types import MappingProxyType
 
 GIB = 2**30
 
-# Seconds of a collective besides hops and bytes. Scaling book, part 3, pop quiz 2: 8 us profiled
-# for 3 x 32 KiB over 3 hops, of which hops and bytes are 5.2. One measurement, on v5e.
+# Besides hops and bytes. Scaling book, part 3, pop quiz 2: 8 us profiled for 3 x 32 KiB over 3
+# hops, of which hops and bytes are 5.2. One measurement, on v5e.
 LAUNCH = 3e-6
-# Seconds from chip to chip through two hosts. An assumption: nothing public says.
+# From chip to chip through two hosts. An assumption: nothing public says.
 DCN_LATENCY = 50e-6
 
 _LIMIT = "libtpu: the limit in its out-of-memory message, times the devices of a chip; "
@@ -42,56 +41,55 @@ class Chip:
 
     To add a generation, add a record below and put it into ``CHIPS``; no other file names one.
 
-    ``family``: "v2", "v3", "v4", "v5e", "v5p", "v6e" or "tpu7x". ``accelerator``: prefix of its
-    slices' names, such as "v5litepod". ``generation``: torch_xla's number. ``device_kind``: its
-    name in libtpu and jax. ``pci_device``: its PCI number (jax/_src/hardware_utils.py); None where
-    two generations have the same.
-
-    ``flops``: peak bfloat16 operations a second, a multiply-add counting as two. ``tensor_cores``,
-    and ``devices``: XLA devices, so ranks; two TensorCores of v4 and v5p are one device (megacore).
-    ``clock_hz``: TensorCore cycles a second. ``matrix_cycles``: the share of ``flops`` that
-    libtpu's ``estimated_cycles`` give a bfloat16 matmul of 8192 x 8192 with default options
-    (docs/design/time-model.md). ``matrix_unit``: rows of a matrix unit (Cloud). ``published``:
-    published over modelled seconds of a step, the median, and the number of runs
-    (docs/design/published-runs.md).
-
-    ``hbm_bytes``: bytes of memory; ``usable_hbm_bytes``: of it for arguments, outputs and
-    temporaries of a program. ``hbm_bandwidth``: bytes a second. ``chip_config``: the
-    ``chip_config_name`` libtpu needs to list production's devices, or None; ``other_configs``:
-    ``usable_hbm_bytes`` with others.
-
-    ``pod``: chips along each axis of the largest pod. ``cube``: edge in chips of the cubes that
-    optical switches join (v4, v5p), or 0. ``shapes``: of the named slices, in chips, without
-    complete cubes. ``largest_slice``: in chips. ``sub_host``: whether a slice may be a single chip.
-    ``link_bandwidth``: bytes a second of one inter-chip (ICI) link each way; a chip has two links
-    an axis. ``die_bandwidth``: bytes a second between the devices of a chip; 0: through the memory.
-    ``hop_latency``, ``launch_latency``, ``dcn_latency``: seconds for the first byte to the next
-    chip, of a collective besides hops and bytes, and for the first byte to another slice.
-    ``dcn_bandwidth``: bytes a second of a chip to other slices, each way; 0 if slices are not
-    joined.
-
-    ``host_memory``: GB (10^9 bytes) of the virtual machine, by its chips (Cloud, "VM types").
-    ``pcie_bandwidth``: bytes a second between a chip and its host, one way.
-
-    Of libtpu 0.0.21 (TPU7x: 0.0.51): ``scoped_vmem_kib``: VMEM of one operation for large matmuls,
-    None for the default. It raises a matmul of 8192 x 8192 from 88, 90, 70 and 81 % of the peak to
-    98 % on v5e and v5p, 90 % on v6e and 92 % on TPU7x, but steps whose activations fit into VMEM
-    get longer (docs/how-to/compiler-options.md). ``overlaps_gathers``: all-gathers run during
-    compute (docs/design/benchmarks.md). ``gains_by_rings``: steps get shorter if gradients of 192
-    MiB and more are reduced along rows, then columns of chips, where both axes wrap (ViT-10B on
-    v5e:16x16: 762 ms instead of 806; rings of 4 to 8 chips made steps longer; v6e not measured).
-    ``along_all_axes``: SparseCores run collectives over a full slice along all axes in parallel
-    (seen on tpu7x:2x2x1 and 4x4x4). ``gathers_along_one_ring``: an all-gather over a full torus is
-    one ring (docs/design/communication.md). ``small_gathers_reduce``: small all-gathers over many
-    ranks become all-reduces. ``crashes_on_fused_loops``: fusing gathers with loops over elements
-    makes the compiler read foreign memory if a loop has collectives. ``refused_by``: versions of
-    libtpu that were seen not to compile for the chip.
-
-    Of this package's layers: ``attention_kernel``: attention is a kernel (v2 and v3: Mosaic says
-    "Unsupported matmul RHS type on target"). ``softmax_divides``: rows of a softmax are divided by
-    their sums. ``stores_linear_inputs``: inputs of narrowing linear layers are stored for the
-    backward (workload S on v6e-8: 20.7 million cycles instead of 23.3, for 195 MiB more; on v4 and
-    v5e 1 % slower).
+    Attributes:
+        accelerator: prefix of its slices' names, such as "v5litepod".
+        generation: torch_xla's number.
+        device_kind: its name in libtpu and jax.
+        pci_device: jax/_src/hardware_utils.py; None where two generations have the same.
+        flops: peak bfloat16 operations a second, a multiply-add counting as two.
+        devices: XLA devices, so ranks; two TensorCores of v4 and v5p are one (megacore).
+        clock_hz: TensorCore cycles a second.
+        matrix_cycles: the share of ``flops`` that libtpu's ``estimated_cycles`` give a bfloat16
+            matmul of 8192 x 8192 with default options (docs/design/time-model.md).
+        matrix_unit: rows of a matrix unit (Cloud).
+        published: published over modelled seconds of a step, the median, and the number of runs
+            (docs/design/published-runs.md).
+        usable_hbm_bytes: for arguments, outputs and temporaries of a program.
+        hbm_bandwidth: bytes a second.
+        chip_config: the ``chip_config_name`` with which libtpu lists production's devices.
+        other_configs: ``usable_hbm_bytes`` with other such names.
+        pod: chips along each axis of the largest pod.
+        cube: edge in chips of the cubes that optical switches join, or 0.
+        shapes: of the named slices, in chips, without complete cubes.
+        largest_slice: in chips.
+        sub_host: whether a slice may be a single chip.
+        link_bandwidth: bytes a second of one inter-chip (ICI) link each way; two links an axis.
+        die_bandwidth: bytes a second between the devices of a chip; 0: through the memory.
+        hop_latency: seconds for the first byte to the next chip.
+        launch_latency: seconds of a collective besides hops and bytes.
+        dcn_latency: seconds for the first byte to another slice.
+        dcn_bandwidth: bytes a second of a chip to other slices, each way; 0 if not joined.
+        host_memory: GB (10^9 bytes) of the virtual machine, by its chips (Cloud, "VM types").
+        pcie_bandwidth: bytes a second between a chip and its host, one way.
+        scoped_vmem_kib: VMEM of one operation for large matmuls, None for the default. A matmul of
+            8192 x 8192 rises from 88, 90, 70 and 81 % of the peak to 98 % on v5e and v5p, 90 % on
+            v6e and 92 % on TPU7x; steps whose activations fit into VMEM get longer
+            (docs/how-to/compiler-options.md).
+        overlaps_gathers: all-gathers run during compute (docs/design/benchmarks.md).
+        gains_by_rings: steps get shorter if gradients of 192 MiB and more are reduced along rows,
+            then columns of chips, where both axes wrap. ViT-10B on v5e:16x16: 762 ms instead of
+            806; rings of 4 to 8 chips made steps longer (benchmarks/LOG.md); v6e not measured.
+        along_all_axes: SparseCores run collectives over a full slice along all axes in parallel,
+            except a reduce-scatter. Seen on tpu7x:2x2x1 and 4x4x4.
+        gathers_along_one_ring: all-gathers over a torus are one ring
+            (docs/design/communication.md).
+        small_gathers_reduce: small all-gathers over many ranks become all-reduces.
+        crashes_on_fused_loops: of collectives in loops, if gathers are fused with element loops.
+        refused_by: versions of libtpu that do not compile for the chip.
+        attention_kernel: Mosaic supports it ("Unsupported matmul RHS type" on v2 and v3).
+        softmax_divides: rows of a softmax are divided by their sums.
+        stores_linear_inputs: of narrowing layers, for the backward. Workload S on v6e-8: 20.7
+            million cycles instead of 23.3, for 195 MiB more; on v4 and v5e 1 % slower.
     """
 
     family: str
@@ -158,7 +156,7 @@ class Chip:
     def device_usable_hbm_bytes(self, chip_config: str | None = None) -> int:
         """Bytes of its memory that a program on one device may take.
 
-        ``chip_config``: that of the runtime, where it has the choice.
+        ``chip_config``: the runtime's.
         """
         usable = self.other_configs.get(chip_config or "", self.usable_hbm_bytes)
         return usable // self.devices
@@ -174,7 +172,6 @@ class Chip:
 
     @property
     def torus_dimension(self) -> int:
-        """2 or 3: the axes of the inter-chip network; each chip has two links an axis."""
         return len(self.pod)
 
     @cached_property
@@ -184,10 +181,10 @@ class Chip:
         return MappingProxyType({prod(shape) * self.tensor_cores: shape for shape in shapes})
 
     def _cubes(self) -> Iterator[tuple[int, ...]]:
-        """The default shape of each number of cubes: of all a <= b <= c, the smallest sum.
+        """For each number of cubes, of all a <= b <= c, the smallest sum.
 
-        cloud.google.com/tpu/docs/types-topologies. Agrees with MaxText's table of 106 v4 and v5p
-        slices (src/maxtext/utils/accelerator_to_spec_map.py).
+        cloud.google.com/tpu/docs/types-topologies. Agrees with MaxText's 106 v4 and v5p slices
+        (src/maxtext/utils/accelerator_to_spec_map.py).
         """
         edge = self.cube
         for count in range(1, self.largest_slice // edge**3 + 1 if edge else 1):
@@ -206,9 +203,8 @@ class Chip:
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of ``shape`` chips are rings.
 
-        v4 and v5p: all, if the slice consists of complete cubes (Scaling book). v5e and v6e: an
-        axis as long as the pod's 16 (Scaling book). v2 and v3: an axis as long as the pod's, by the
-        same reasoning; nothing public says so for slices.
+        v4 and v5p: all, in complete cubes; v5e and v6e: those of 16 (Scaling book). v2 and v3:
+        those as long as the pod's, an assumption.
         """
         if self.cube:
             whole = all(length % self.cube == 0 for length in shape)
@@ -263,7 +259,7 @@ V3 = Chip(
     clock_hz=940e6,
     matrix_cycles=0.97,
     published=(1.01, 1),
-    hbm_bytes=32 * GIB,  # Cloud
+    hbm_bytes=32 * GIB,
     usable_hbm_bytes=2 * int(15.48 * GIB),
     hbm_bandwidth=900e9,  # Cloud; tpu_info says 825
     pod=(32, 32),  # Cloud: 1024 chips; Scaling book: 32 x 32
@@ -289,16 +285,16 @@ V4 = Chip(
     generation=4,
     device_kind="TPU v4",
     pci_device="0x005e",
-    flops=275e12,  # Cloud
+    flops=275e12,
     tensor_cores=2,
     devices=1,  # libtpu: v4:2x2x1 with megacore lists 4 devices
     # ISCA: 1050 MHz; 275e12 / (2 x 8 x 128 x 128) = 1049 MHz
     clock_hz=1050e6,
     matrix_cycles=0.93,
     published=(1.2, 3),
-    hbm_bytes=32 * GIB,  # Cloud
+    hbm_bytes=32 * GIB,
     usable_hbm_bytes=int(30.75 * GIB),
-    hbm_bandwidth=1200e9,  # Cloud
+    hbm_bandwidth=1200e9,
     chip_config="megacore",
     other_configs={"megacore_dense": int(31.75 * GIB)},
     pod=(16, 16, 16),  # Cloud: 4096 chips; Scaling book; ISCA: 6 links a chip
@@ -328,7 +324,7 @@ V5E = Chip(
     generation=5,
     device_kind="TPU v5 lite",
     pci_device="0x0063",
-    flops=197e12,  # Cloud
+    flops=197e12,
     tensor_cores=1,
     devices=1,  # libtpu: v5e:2x4 lists 8 devices
     # Scaling book: 1.5 GHz; 197e12 / (2 x 4 x 128 x 128) = 1503 MHz
@@ -337,8 +333,8 @@ V5E = Chip(
     published=(0.91, 3),
     hbm_bytes=16 * GIB,  # Cloud: 16 GB (GiB by libtpu's limit)
     usable_hbm_bytes=int(15.75 * GIB),
-    hbm_bandwidth=819e9,  # Cloud
-    pod=(16, 16),  # Cloud
+    hbm_bandwidth=819e9,
+    pod=(16, 16),
     shapes=_UP_TO_256,
     largest_slice=256,
     sub_host=True,
@@ -368,7 +364,7 @@ V5P = Chip(
     generation=5,
     device_kind="TPU v5",
     pci_device="0x0062",
-    flops=459e12,  # Cloud
+    flops=459e12,
     tensor_cores=2,
     devices=1,  # libtpu: v5p:2x2x1 lists 4 devices
     clock_hz=1750e6,  # 459e12 / (2 x 8 x 128 x 128) = 1751 MHz
@@ -376,7 +372,7 @@ V5P = Chip(
     published=(1.01, 1),
     hbm_bytes=96 * GIB,  # libtpu: 95.74G and 263M reserved; Cloud says 95 GiB
     usable_hbm_bytes=int(95.74 * GIB),
-    hbm_bandwidth=2765e9,  # Cloud
+    hbm_bandwidth=2765e9,
     # Cloud: 8960 chips, the largest job 6144; Scaling book: 16 x 20 x 28, 6 neighbours
     pod=(16, 20, 28),
     cube=4,
@@ -404,19 +400,19 @@ V6E = Chip(
     generation=6,
     device_kind="TPU v6 lite",
     pci_device="0x006f",
-    flops=918e12,  # Cloud
+    flops=918e12,
     tensor_cores=1,
     devices=1,  # libtpu: v6e:2x4 lists 8 devices
-    # 918e12 / (2 x 4 x 256 x 256) = 1751 MHz. Cloud states two units, but libtpu's cycles reach
-    # 456,000 operations a cycle, more than the 262,144 of two units.
+    # 918e12 / (2 x 4 x 256 x 256) = 1751 MHz; Cloud's two units cannot reach libtpu's 456,000
+    # operations a cycle.
     clock_hz=1750e6,
     matrix_cycles=0.7,
     published=(1.07, 6),
     matrix_unit=256,
     hbm_bytes=32 * GIB,  # Cloud: 32 GB (GiB by libtpu's limit)
     usable_hbm_bytes=int(31.25 * GIB),
-    hbm_bandwidth=1638e9,  # Cloud
-    pod=(16, 16),  # Cloud
+    hbm_bandwidth=1638e9,
+    pod=(16, 16),
     shapes=_UP_TO_256,
     largest_slice=256,
     sub_host=True,
@@ -454,7 +450,7 @@ TPU7X = Chip(
     matrix_cycles=0.81,
     published=(1.09, 2),
     matrix_unit=256,
-    hbm_bytes=192 * GIB,  # Cloud
+    hbm_bytes=192 * GIB,
     usable_hbm_bytes=2 * int(94.74 * GIB),
     # Cloud; a copy reaches 6,420 (tpu-recipes, microbenchmarks/ironwood)
     hbm_bandwidth=7380e9,

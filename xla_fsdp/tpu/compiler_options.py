@@ -16,7 +16,7 @@ from .chips import CHIPS, Chip, chip_of
 from .libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
-    # Without slices the compiler reserves no tables (32 KiB for each). Workload S on v5e:2x4: 1,025
+    # Prefetches operands in one piece: slices take tables of 32 KiB. Workload S on v5e:2x4: 1,025
     # MiB of temporaries instead of 1,045. libtpu does not accept one slice on v5p.
     "xla_tpu_sliced_prefetch_max_slices": "0",
 })  # fmt: skip
@@ -24,9 +24,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType({
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 _BUS, _VENDOR = Path("/sys/bus/pci/devices"), "0x1ae0"
 
-# Collectives on v6e's SparseCores, overlapped with compute, for libtpu 0.0.51, which cannot overlap
-# gathers otherwise (0.0.21 can). Workload S on v6e-8: 11.82 ms a step instead of 13.03; never run
-# on a TPU by us (docs/how-to/compiler-options.md).
+# Collectives on v6e's SparseCores, because libtpu 0.0.51 (not 0.0.21) cannot overlap gathers
+# otherwise. Workload S on v6e-8: 11.82 ms a step instead of 13.03; never run on a TPU by us.
 ON_SPARSE_CORES: Mapping[str, str] = MappingProxyType({
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
@@ -40,20 +39,19 @@ ON_SPARSE_CORES: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 FOR_LOOPS: Mapping[str, str] = MappingProxyType({})
-# Overlaps gathers with loops over elements; steps are rarely shorter (benchmarks/LOG.md), and the
-# compiler crashes on some chips: ``Chip.crashes_on_fused_loops``.
+# Overlaps gathers with element loops; steps are rarely shorter (benchmarks/LOG.md).
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 
 
 class RefusedOptionError(ValueError):
-    """A value or the form of a flag in ``LIBTPU_INIT_ARGS`` is not allowed by libtpu."""
+    """libtpu does not accept a value or the form of a flag in ``LIBTPU_INIT_ARGS``."""
 
 
 def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     """Adds ``options`` to ``LIBTPU_INIT_ARGS``, before ``xla_fsdp.launch``, for it and its ranks.
 
-    Flags in that variable take precedence. Flags that the installed libtpu does not know are marked
-    to be ignored, with one warning.
+    Flags in that variable take precedence; those that libtpu does not know are ignored, with a
+    warning.
 
     Raises:
         RefusedOptionError: libtpu refuses the value or the form of a flag.
@@ -65,8 +63,7 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
 def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str, ...]]:
     """``arguments`` that a libtpu takes, and the flags in them that it will ignore, with a warning.
 
-    ``libtpu``: its path; default: that of this environment. Without libtpu all flags count as
-    known.
+    ``libtpu``: its path, or this environment's. Without libtpu all flags count as known.
 
     Raises:
         RefusedOptionError: libtpu refuses the value or the form of a flag.
@@ -101,7 +98,7 @@ def for_large_matmuls(family: str | None = None) -> Mapping[str, str]:
 
 
 def require_loops_compile(device_kind: str) -> None:
-    """Raises RuntimeError where ``LIBTPU_INIT_ARGS`` would make the compiler crash on loops later."""
+    """Raises RuntimeError if ``LIBTPU_INIT_ARGS`` would make the compiler crash on loops."""
     given, chip = read(os.environ.get(ARGUMENTS, "")), chip_of(device_kind)
     if chip and chip.crashes_on_fused_loops and given.get(_BESIDE_ELEMENTS) == "true":
         raise RuntimeError(
@@ -121,10 +118,7 @@ def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
 
 
 def main() -> int:
-    """Prints ``LIBTPU_INIT_ARGS`` with the options: ``python -m xla_fsdp.compiler_options``.
-
-    Returns the exit code: 0, or 2 if libtpu refuses what is in that variable already.
-    """
+    """Prints ``LIBTPU_INIT_ARGS`` with the options; returns 2 if libtpu refuses it, else 0."""
     try:
         print(accepted(libtpu_init_args(os.environ.get(ARGUMENTS, "")))[0])
     except RefusedOptionError as error:
@@ -145,5 +139,5 @@ def this_hosts_chip(bus: Path = _BUS) -> Chip | None:
 
 
 def may_have_chips(bus: Path = _BUS) -> bool:
-    """Whether this host has a PCI device of Google: a TPU chip, or a network card of its cloud."""
+    """Whether this host has a PCI device of Google: a TPU chip, or a network card."""
     return any(vendor.read_text().strip() == _VENDOR for vendor in bus.glob("*/vendor"))

@@ -1,9 +1,9 @@
 """Flags in ``LIBTPU_INIT_ARGS``: how libtpu reads them, and which it does not know.
 
 libtpu parses them as Abseil (abseil.io/docs/cpp/guides/flags): ``--name=value``, ``--name value``,
-a bare ``--name`` and ``--noname``. The last of two values counts. Words without dashes, and all
-after ``--``, are ignored. One unknown flag ends the process. ``python -I -S libtpu_flags.py
-LIBRARY`` lets a libtpu list unknown flags on standard error.
+``--name`` and ``--noname``. The last of two values counts; words without dashes, and all after
+``--``, are ignored; an unknown flag ends the process. ``python -I -S libtpu_flags.py LIBRARY``
+lists unknown flags on standard error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SECONDS = 60
 def read(arguments: str) -> dict[str, str]:
     """Names and values of ``arguments``, as libtpu reads them; "true" for a bare name.
 
-    A word after a bare name is taken as its value; libtpu ignores it for boolean flags, which only
-    libtpu knows.
+    A word after a bare name is its value here; for boolean flags, which only libtpu knows, it is
+    ignored.
     """
     words = arguments.split()
     found: dict[str, str] = {}
@@ -46,13 +46,13 @@ def read(arguments: str) -> dict[str, str]:
             value = "true" if not follows or follows.startswith("-") else follows
             if name.startswith("no"):
                 name, value = name[2:], "false"
-        found.pop(name, None)  # to be in the order in which they count
+        found.pop(name, None)  # the order in which they count
         found[name] = value
     return found
 
 
 def without_dashes(arguments: str) -> list[str]:
-    """Words of ``arguments`` that look like options and are none for libtpu."""
+    """Words that look like options and are none for libtpu."""
     return [word for word in arguments.split() if re.match(r"xla_\w+=", word)]
 
 
@@ -68,10 +68,9 @@ def with_last(arguments: str, options: Mapping[str, str]) -> str:
 
 
 def without(arguments: str, names: Sequence[str]) -> str:
-    """``arguments`` with ``names``, which libtpu does not know, in ``undefok``.
+    """``arguments`` with unknown ``names`` in ``undefok``.
 
-    They are not removed, because torch_xla would add its own again in every process that imports
-    it.
+    torch_xla would add its own again if they were removed.
     """
     if not names:
         return " ".join(arguments.split())
@@ -94,10 +93,7 @@ class Refusal:
 # Takes 0.1 s; the plans of a process pass the same arguments.
 @lru_cache(maxsize=64)
 def refusal(arguments: str, library: str | None) -> Refusal:
-    """What the libtpu at ``library`` refuses of ``arguments``, by a process that ends immediately.
-
-    Nothing is refused where there is no libtpu, or one that does not answer.
-    """
+    """What the libtpu at ``library`` refuses of ``arguments``; nothing without an answer."""
     if not library:
         return Refusal()
     environment = {
@@ -123,10 +119,7 @@ def refusal(arguments: str, library: str | None) -> Refusal:
 
 
 def library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Path of the libtpu that torch_xla would load; None if there is none.
-
-    ``TPU_LIBRARY_PATH``, else what torch_xla found when it was imported, else the package.
-    """
+    """The libtpu of ``TPU_LIBRARY_PATH``, of torch_xla's import, or of the package; else None."""
     for name in ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH"):
         if environ.get(name):
             return environ[name]

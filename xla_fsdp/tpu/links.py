@@ -4,20 +4,17 @@ A chip has two links on each axis, each ``link_bandwidth`` W in each direction. 
 that fills full axes is a ring on each wrapped axis (2 links) and a line on each other axis (1 link
 at its ends). With L such links over all axes, n ranks and B bytes:
 
-* all-gather, reduce-scatter: B (n-1)/n / (L W), the bound of a corner chip. One axis: Patarasuk and
-Yuan, JPDC 69 (2), 2009; all axes in parallel: Jain and Sabharwal, ICS 2010; both as in the Scaling
-book, part 3 (jax-ml.github.io/scaling-book/sharding).
+* all-gather, reduce-scatter: B (n-1)/n / (L W). One axis: Patarasuk and Yuan, JPDC 69 (2), 2009;
+all axes in parallel: Jain and Sabharwal, ICS 2010 (jax-ml.github.io/scaling-book/sharding).
 * all-reduce: twice that (Rabenseifner, ICCS 2004).
 * all-to-all: what crosses the middle of the longest axis: B c p(l-p)/l a link on a line, half of it
 on a ring, with l chips on the axis, p = l//2 and c ranks of the group on a chip.
 * collective-permute: B for every pair whose shortest path, x first, takes the busiest link.
 
 Each adds ``launch_latency``, and ``hop_latency`` for every hop between the chips farthest apart,
-twice for an all-reduce. Groups that use the same links at the same time share them. A group inside
-a chip uses its memory, or ``die_bandwidth``. A group that is no grid of chips is one ring in the
-order of the group, one way, over shortest paths, which is pessimistic. Algorithms that the compiler
-calls 1D run one ring through all chips. Between slices, a collective takes its bytes over
-``Chip.dcn_bandwidth`` and ``dcn_latency``, twice for an all-reduce.
+twice for an all-reduce. Groups share links that they use at the same time. A group that is no grid
+of chips is one ring, one way, over shortest paths, which is pessimistic. Between slices, a
+collective takes ``Chip.dcn_bandwidth`` and ``dcn_latency``, twice for an all-reduce.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that send
 
 
 def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
-    """Bytes a device sends or receives, whichever is more, in a collective of ``number_of_bytes``."""
+    """Bytes a device sends or receives, whichever is more, in a collective."""
     if kind == "collective-permute":
         return number_of_bytes
     if group_size <= 1:
@@ -49,9 +46,8 @@ class OneCollective:
     """A collective on the links; ``planning/records.py`` has those of a program.
 
     ``kind``: as in HLO, such as "all-gather". ``bytes``: of the larger of operand and result,
-    without padding. ``groups``: ranks that take part together, or pairs of source and target; ()
-    means all. ``emitter``: the compiler's name of the algorithm, or "". ``across_slices``: over the
-    data-center network.
+    without padding. ``groups``: ranks, or pairs of source and target; () means all. ``emitter``:
+    the compiler's name of the algorithm, or "". ``across_slices``: over the data-center network.
     """
 
     kind: str
@@ -65,10 +61,9 @@ class OneCollective:
 class Route:
     """How one group of ranks is wired.
 
-    ``ranks``: in the group; ``cores``: of them on each chip. ``links``: of a chip that send in
-    parallel, 0 inside a chip. ``hops``: between the chips farthest apart. ``crossing``: what
-    crosses the busiest link in an all-to-all, over the bytes of one rank. ``sharing``: groups on
-    the busiest link.
+    ``cores``: ranks on each chip. ``links``: of a chip that send in parallel, 0 inside a chip.
+    ``hops``: between the chips farthest apart. ``crossing``: what crosses the busiest link in an
+    all-to-all, over the bytes of one rank. ``sharing``: groups on the busiest link.
     """
 
     ranks: int
@@ -88,7 +83,7 @@ def collective_seconds(collective: OneCollective, slice: Slice) -> float:
 
 
 def describe(slice: Slice) -> str:
-    """What is assumed of the links of ``slice``, in one sentence, for a report."""
+    """What is assumed of the links of ``slice``, for a report."""
     chip = slice.chip
     axes = ", ".join(
         f"{length} ({'ring' if wrap else 'line'})"
@@ -183,7 +178,7 @@ class Links:
         chip = self._slice.chip
         if chip.die_bandwidth:
             return chip.launch_latency + sent / chip.die_bandwidth
-        # Read once and written once. An assumption: nothing public says how cores exchange.
+        # Read and written once. An assumption: nothing public says how cores exchange.
         return chip.launch_latency + 2 * sent / chip.device_hbm_bandwidth
 
     def _between(self, collective: OneCollective) -> float:
@@ -239,12 +234,12 @@ class Links:
         return Route(ranks, cores, links, hops, crossing, sharing)
 
     def _closes(self, axis: int, at: Sequence[int]) -> bool:
-        """Whether evenly spaced chips at these places of an axis go all the way around it."""
+        """Whether evenly spaced chips of an axis go all the way around it."""
         length = self._shape[axis]
         return self._wraps[axis] and list(at) == list(range(at[0], length, length // len(at)))
 
     def _links(self, axis: int, sides: Sequence[Sequence[int]]) -> Iterator[tuple[int, _Position]]:
-        """The links that a grid uses along one axis: the axis, and the chip at the lower end."""
+        """The axis, and the chip at the lower end, of links that a grid uses along it."""
         at = sides[axis]
         if len(at) < 2:
             return
@@ -291,8 +286,7 @@ def _grid(chips: Counter[_Position]) -> tuple[list[int], ...] | None:
 def _one_ring(emitter: str) -> bool:
     """Whether the compiler's algorithm is one ring, not one on each axis.
 
-    Names in libtpu 0.0.21: "1DAllGatherNonMajorDim" on v5e and v6e, "StrategyRing" and
-    "UniDirection1DRingStrategy"; with several axes "3DAllGatherNonMajorDim", "StrategyND" and
-    "UniDirectionNDRingStrategy".
+    Names in libtpu 0.0.21: "1DAllGatherNonMajorDim", "StrategyRing", "UniDirection1DRingStrategy";
+    with several axes "3DAllGatherNonMajorDim", "StrategyND", "UniDirectionNDRingStrategy".
     """
     return emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter)

@@ -1,8 +1,8 @@
 """Which of several TPU slices a process is on, and which ranks are on which.
 
-GKE, xpk or the machine's metadata ("tpu-env") set four ``MEGASCALE_`` variables, which libtpu
-reads. With one missing, libtpu waits for ever, or each slice trains on its own and writes to the
-same folder, so inconsistent variables raise ValueError.
+libtpu reads four ``MEGASCALE_`` variables of GKE, xpk or the machine's metadata ("tpu-env"). With
+one missing, it waits for ever, or each slice trains on its own, so inconsistent ones raise
+ValueError.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ COUNT, NUMBER = "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"
 COORDINATOR, PORT = "MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_PORT"
 VARIABLES = (COUNT, NUMBER, COORDINATOR, PORT)
 
-# The coordinator's (jax, AXLearn: "set to 8080 in multislice").
+# jax, AXLearn: "set to 8080 in multislice".
 DEFAULT_PORT = 8080
 
-# Ordinals of each group: ranks of a slice, or of a collective.
+# Ordinals of each group.
 Groups = tuple[tuple[int, ...], ...]
 
 _REMEDY = (
@@ -42,12 +42,8 @@ class PlaceAmongSlices:
 
 
 def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
-    """The place that the variables in ``said`` describe; ``None`` for one slice. Empty ones are
-    unset.
-
-    Raises:
-        ValueError: they are incomplete, or have values that are not possible.
-    """
+    """The place of the variables in ``said``, None for one slice. Raises ValueError if they are
+    wrong."""
     given = {name: said[name].strip() for name in VARIABLES if said.get(name, "").strip()}
     count = given.get(COUNT)
     if count is None:
@@ -61,7 +57,7 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
     if not re.fullmatch(r"[0-9]{1,5}", count) or int(count) < 1:
         raise ValueError(f"{COUNT}={count!r} must be a number from 1 on: {_REMEDY}")
     slices = int(count)
-    if slices == 1:  # so that one slice of several can run alone
+    if slices == 1:  # one slice of several can run alone
         return None
     for name in (NUMBER, COORDINATOR):
         if name not in given:
@@ -79,7 +75,7 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
 
 
 def _host(address: str) -> str:
-    plain = address.rpartition("//")[2]  # grpc's names have a scheme, dns:///host:port
+    plain = address.rpartition("//")[2]  # dns:///host:port
     host, _, port = plain.rpartition(":") if ":" in plain else (plain, "", "")
     if not re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host) or (port and not _is_port(port)):
         raise ValueError(
@@ -96,8 +92,8 @@ def _is_port(text: str) -> bool:
 def ranks_by_slice(attributes: Sequence[Mapping[str, object]]) -> Groups:
     """Ordinals of the ranks of each slice, in order, or ``()`` if there are not several.
 
-    ``attributes``: of every device, from ``global_runtime_device_attributes``: ``{"name": "TPU:5",
-    "slice_index": 1, ...}``.
+    ``attributes``: ``global_runtime_device_attributes``: ``{"name": "TPU:5", "slice_index": 1,
+    ...}``.
     """
     found: dict[int, list[int]] = {}
     for one in attributes:
@@ -111,7 +107,7 @@ def ranks_by_slice(attributes: Sequence[Mapping[str, object]]) -> Groups:
 
 
 def equal_parts(ranks: int, slices: int) -> Groups:
-    """As :func:`ranks_by_slice`, of ``ranks`` ranks that follow one another slice by slice."""
+    """As :func:`ranks_by_slice`, of ranks that follow one another slice by slice."""
     if slices < 2:
         return ()
     each = ranks // slices

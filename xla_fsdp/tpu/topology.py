@@ -1,9 +1,8 @@
 """The TPU slice that a name means. Nothing here imports jax, torch or libtpu.
 
-Names are Cloud TPU's accelerator types (cloud.google.com/tpu/docs/v2 ... /tpu7x): ``v2-N``,
-``v3-N``, ``v4-N``, ``v5p-N`` and ``tpu7x-N`` count TensorCores, ``v5litepod-N`` and ``v6e-N``
-chips, for the default shape of that size. ``family:AxB`` or ``family:AxBxC`` states the shape in
-chips. ``KxNAME`` is K such slices (cloud.google.com/tpu/docs/multislice-introduction).
+Names are Cloud TPU's accelerator types (cloud.google.com/tpu/docs): ``v2-N``, ``v3-N``, ``v4-N``,
+``v5p-N`` and ``tpu7x-N`` count TensorCores, ``v5litepod-N`` and ``v6e-N`` chips. ``family:AxB`` or
+``family:AxBxC`` states the shape in chips. ``KxNAME`` is K such slices.
 """
 
 from __future__ import annotations
@@ -49,12 +48,11 @@ class UnknownTopologyError(ValueError):
 
 @dataclass(frozen=True)
 class Slice:
-    """A TPU slice.
+    """``count`` TPU slices of ``shape`` chips, joined by the data-center network.
 
-    ``shape``: chips along each axis of the network, x first; v4-8 is (2, 2, 1) and v3-128 (8, 8).
-    ``wraps``: for each axis, whether it is a ring, see ``Chip.wraps``. ``count``: slices of that
-    shape, joined by the data-center network; ranks of the first come first. Links, coordinates and
-    ``libtpu_name`` are those of one slice.
+    ``shape``: along each axis of the network, x first; v4-8 is (2, 2, 1) and v3-128 (8, 8).
+    ``wraps``: whether an axis is a ring. Ranks of the first slice come first. Links, coordinates
+    and ``libtpu_name`` are those of one slice.
     """
 
     name: str
@@ -70,7 +68,7 @@ class Slice:
 
     @property
     def devices(self) -> int:
-        """XLA devices of all slices: the world size, one rank each."""
+        """XLA devices of all slices: the world size."""
         return self.chips * self.chip.devices
 
     @property
@@ -82,8 +80,8 @@ class Slice:
     def options(self) -> dict[str, object]:
         """Further keyword arguments for ``get_topology_desc``, apart from ``platform``.
 
-        Always with ``wrap``: libtpu takes other axes for lines. Without it (0.0.21), an all-gather
-        over all chips of v4:4x4x4 or v5p:4x4x4 became an all-reduce of a padded tensor.
+        Without ``wrap``, libtpu 0.0.21 made an all-gather over v4:4x4x4 an all-reduce of a padded
+        tensor.
         """
         x, y, z = self._xyz(0, self.wraps)
         options: dict[str, object] = {
@@ -98,11 +96,9 @@ class Slice:
 
     @property
     def chips_per_host(self) -> tuple[int, int, int]:
-        """Chips of one host along x, y, z.
+        """Chips of one host along x, y, z (cloud.google.com/tpu/docs/v5e, /v6e).
 
-        One chip of v5e and v6e is a slice too, and their slices of eight are one host
-        (cloud.google.com/tpu/docs/v5e, /v6e). One chip of v4 or v5p is a process with a part of its
-        host (``TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1``).
+        A single chip of v4 or v5p is a part of a host (``TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1``).
         """
         if prod(self.shape) == 1 or self.chip.sub_host and prod(self.shape) == 8:
             return self._xyz(1, self.shape)
@@ -126,8 +122,8 @@ class Slice:
     def coordinates(self) -> tuple[tuple[int, int, int, int], ...]:
         """(x, y, z, core) of each rank of a slice, by device id: core fastest, then x, y, z.
 
-        As in libtpu 0.0.21 for every named slice. A topology description lists ``devices`` host by
-        host: sort them by ``id`` first.
+        As in libtpu 0.0.21. A topology description lists ``devices`` host by host: sort them by
+        ``id``.
         """
         x_size, y_size, z_size, cores = self.device_shape
         return tuple(
@@ -152,8 +148,8 @@ def names() -> tuple[str, ...]:
 def resolve(name: str) -> Slice:
     """The slice that ``name`` means, such as "v3-128", "v5litepod-8", "v5e-8" or "v4:4x4x8".
 
-    Case and surrounding spaces do not matter. Raises ``UnknownTopologyError`` for a size or shape
-    that no such slice has, and ``TypeError`` for anything but a string.
+    Raises ``UnknownTopologyError`` for a size or shape that no such slice has, and ``TypeError``
+    for anything but a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"topology must be a name such as 'v3-128', got {name!r}")
@@ -208,7 +204,6 @@ def _parse_shape(given: str, text: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _why_not_shape(chip: Chip, shape: tuple[int, ...]) -> str | None:
-    """Why no slice of ``chip`` has that shape; None if one has."""
     if min(shape) < 1:
         return "every axis needs at least one chip"
     single = prod(shape) == 1
@@ -246,7 +241,6 @@ def _closest(name: str) -> tuple[str, ...]:
     family, _, size = text.partition("-")
     chip = _chip_called(family)
     if chip is not None and size.isascii() and size.isdigit():
-        # A number is near another by its value, not its digits.
         nearest = sorted(chip.slices, key=lambda known: abs(known - int(size)))[:3]
         return tuple(f"{chip.accelerator}-{known}" for known in nearest)
     known = _named()
@@ -260,7 +254,7 @@ def _closest(name: str) -> tuple[str, ...]:
 
 
 def _offer() -> str:
-    """All that resolves, in one sentence: complete cubes are too many to list."""
+    """All that resolves; complete cubes are too many to list."""
     parts = []
     for chip in CHIPS.values():
         cube = chip.cube**3 * chip.tensor_cores
