@@ -19,11 +19,8 @@ class ShardedGradScaler(GradScaler):
     replicas. ``step`` reads one number from the device, so a step is two programs.
 
     Args:
-        init_scale: the first factor.
-        growth_factor: multiplies the scale after ``growth_interval`` good steps in a row.
-        backoff_factor: multiplies the scale after a skipped step.
-        growth_interval: see ``growth_factor``.
-        enabled: ``False``: do nothing.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in
+            ``torch.amp.GradScaler``.
     """
 
     def __init__(

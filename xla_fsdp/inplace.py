@@ -38,8 +38,7 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
 
     Raises:
-        ValueError: a dtype is not ``None``, float32, float16 or bfloat16, ``reduce_dtype`` is
-            incompatible, or a flag is not a bool.
+        ValueError: an attribute has a value that is not allowed.
     """
 
     param_dtype: torch.dtype | None = None
@@ -107,10 +106,9 @@ def fully_shard(
         reshard_after_forward: free the full parameters after the forward. ``None``: yes, except in
             the root (the outermost module). A number: store a part of them for the backward, which
             then gathers among that number of ranks only.
-        shard_placement_fn: only ``None``: parameters are cut as vectors, whatever their shape.
+        shard_placement_fn: only ``None``: parameters are cut as vectors.
         mp_policy: dtypes; default: those of the parameters.
-        offload_policy: ``CPUOffloadPolicy()``: docs/how-to/cpu-offload.md. Default:
-            ``OffloadPolicy()``.
+        offload_policy: ``CPUOffloadPolicy()`` or ``OffloadPolicy()``, the default.
         ignored_params: parameters that stay replicated and whose gradients are not reduced, see
             ``average_ignored_gradients``.
         options: further ones of :class:`~xla_fsdp.FSDPOptions`.
@@ -230,8 +228,7 @@ class FSDPModule(ShardedModule):
     """A module after ``fully_shard``: an instance of its original class and of this one.
 
     A call gathers the parameters, computes and frees them; hooks run in between. Other methods
-    raise an error if they compute with parameters, see ``register_fsdp_forward_method``. Methods of
-    torch that only influence when data is sent have no effect.
+    raise an error if they compute with parameters, see ``register_fsdp_forward_method``.
     """
 
     _fsdp_original: type[nn.Module]

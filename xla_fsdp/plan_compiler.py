@@ -68,7 +68,7 @@ class Compiler:
     """An interpreter with jax and libtpu.
 
     ``versions``: of "jaxlib", "libtpu", "jax" and "python". ``library``: its libtpu's path.
-    ``environment``: changed variables of its processes; None removes one.
+    ``environment``: changes for its processes; None removes a variable.
     """
 
     python: str

@@ -57,7 +57,7 @@ def run_in_ranks(
     Raises:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled.
         CollectiveMismatchError: ranks wait for different collectives.
-        RankTimeoutError: ``timeout`` has passed; the message has the stacks of all threads.
+        RankTimeoutError: ``timeout`` has passed; the message has all stacks.
         WorkerDiedError: the worker process ended, for example by an abort inside XLA.
         TypeError, ValueError: ``num_ranks`` is wrong, or a value cannot be pickled.
     """

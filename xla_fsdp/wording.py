@@ -11,7 +11,7 @@ def printable(text: str) -> str:
 
 
 def to_one_line(said: object, most: int = 300) -> str:
-    """The message of an exception (or else its type) or of another program, on one printable line."""
+    """The message of an exception (or else its type) or of a program, on one printable line."""
     words = " ".join(str(said).split())
     if not words and isinstance(said, BaseException):
         return type(said).__name__

@@ -1,9 +1,8 @@
-"""All private names of torch_xla that this package uses.
+"""All private names of torch_xla that this package uses: ``python -m xla_fsdp.xlac`` checks them.
 
-``python -m xla_fsdp.xlac`` lists those that the installed release lacks; the import then raises
-ImportError. A declaration becomes torch_xla's function itself: a Python wrapper would add 0.1
-microseconds to every operator. ``@_replaceable`` is looked up at each call, because launches and
-plans replace it temporarily. Devices are names, such as ``"xla:0"``.
+A declaration becomes torch_xla's function itself: a Python wrapper would add 0.1 microseconds to
+every operator. ``@_replaceable`` is looked up at each call, because launches and plans replace it
+temporarily. Devices are names, such as ``"xla:0"``.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -135,7 +134,7 @@ def collective_token(device: str, /) -> object:
 
 @_bound("_XLAC._set_all_reduce_token")
 def set_collective_token(device: str, token: object, /) -> None:
-    """Sets that token; ``None``: no order."""
+    """Sets that token; ``None``: the next collective is not ordered."""
 
 
 @_bound("_XLAC._xla_optimization_barrier_")
@@ -480,7 +479,7 @@ LOAD = (
 
 
 class ClientSymbols(NamedTuple):
-    """Of an XLA client class; ``table`` of virtual functions."""
+    """Symbols of an XLA client class; ``table``: its virtual functions."""
 
     name: str
     table: str

@@ -1,7 +1,7 @@
-"""Stores compiled programs on disk, so that the next start of a job need not compile.
+"""Stores compiled programs on disk, in files that are checked: docs/how-to/compilation-cache.md.
 
-torch_xla 2.9 writes such files, but cannot load them and does not check them: one flipped byte
-silently changed losses. So it gets checked hard links to the files of a store::
+torch_xla 2.9 writes such files, but cannot load them and does not check them. So it gets checked
+hard links to the files of a store::
 
     compiled/                            the store
       cpu-1f0c92ab44d0e871/              programs of one kind: of the same versions, flags, ...
@@ -10,9 +10,6 @@ silently changed losses. So it gets checked hard links to the files of a store::
         run-HOST-PID-XXXX/                 the folder that torch_xla of one process uses
           8675...                            a hard link to a program, which was checked
         loading-HOST-PID                   that process has not loaded its first program yet
-
-After a process that ended before its first program, the next loads nothing. Files get their names
-in one step, so any number of processes and hosts may share a store.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ _STORE = "XLA_FSDP_COMPILATION_CACHE"
 _TORCH_XLA = ("XLA_PERSISTENT_CACHE_PATH", "XLA_PERSISTENT_CACHE_READ_ONLY")
 _REMOVED = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
 _LIMIT = 8 << 30
-# Of the store.
+# Increase it when the format of the store changes.
 _FORMAT = "1"
 _KEPT = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
 _RUN = re.compile(r"run-(.+)-(\d+)-[^-]+")
@@ -82,9 +79,9 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     """Stores compiled programs in a folder, and loads those that are there instead of compiling.
 
     Call it in the main program before :func:`launch`, and before anything uses an XLA device; under
-    ``torchrun`` in each process. A program is only loaded with the same versions, flags and kind of
-    processor, and if its file is undamaged. Any number of processes may share a folder. It grows to
-    at most 8 GiB; a start removes the oldest programs. On a pod use a local disk of every host.
+    ``torchrun`` in each process. Programs are only loaded undamaged, with the same versions, flags
+    and kind of processor. Any number of processes may share a folder. It grows to at most 8 GiB; a
+    start removes the oldest programs.
 
     Args:
         path: the folder, created if it does not exist; ``None``: ``xla_fsdp/compiled`` in
@@ -196,7 +193,7 @@ def _platform() -> str:
 
 
 def describe_kind(on: str, part: str) -> dict[str, str]:
-    """What distinguishes kinds; torch_xla's key does not contain versions and processor.
+    """The properties of a kind; torch_xla's key does not contain versions and processor.
 
     ``part``: this process among those that run one program.
     """
@@ -252,7 +249,7 @@ class Program:
 
 
 def _entries_of(folder: Path) -> list[os.DirEntry]:
-    """None of a folder that does not exist any more."""
+    """Empty if the folder does not exist any more."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -396,8 +393,8 @@ def open_run(
 ) -> Run:
     """Starts a run with the programs of the kind ``name``, which has the properties ``about``.
 
-    ``limit``: bytes of all kinds together; the oldest programs are removed. ``began``: whether this
-    process has a program. Raises OSError if the store cannot be written.
+    Removes the oldest programs until all kinds have at most ``limit`` bytes. ``began``: whether
+    this process has a program. Raises OSError if the store cannot be written.
     """
     kind = store / name
     kind.mkdir(parents=True, exist_ok=True)

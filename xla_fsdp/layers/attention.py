@@ -58,12 +58,8 @@ def scaled_dot_product_attention(
     Args:
         query: (batch, heads, length, head dimension).
         key, value: (batch, key heads, key length, head dimension).
-        attn_mask: as in torch: booleans, or values that are added to the scores.
+        attn_mask, is_causal, scale, enable_gqa: as in torch.
         dropout_p: must be 0.
-        is_causal: position i attends to positions 0 to i.
-        scale: the factor of the scores; default 1 / sqrt(head dimension).
-        enable_gqa: key heads may be fewer, a divisor of query heads; consecutive query heads share
-            one.
         segment_ids: (batch, length), integers: positions attend only to positions with the same
             number. Query and key must have the same length.
         implementation: ``"auto"``: the kernel, but torch's off TPUs; on v2 and v3; for an

@@ -32,14 +32,10 @@ class SyncBatchNorm(_BatchNorm):
     call the module the same number of times with equal shapes.
 
     Args:
-        num_features: C, the size of the input's dimension 1.
-        eps: added to the variance.
-        momentum: weight of the batch in the running statistics; ``None``: their plain average.
-        affine: whether there are a weight and a bias.
-        track_running_stats: whether there are running statistics.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
+            ``nn.BatchNorm2d``.
         groups: ordinals that share their statistics, e.g. ``[[0, 1], [2, 3]]``, every rank once;
             ``None``: all ranks together.
-        device, dtype: of parameters and buffers.
 
     Shape: ``(N, C, ...)`` to the same, in the dtype of the input.
 

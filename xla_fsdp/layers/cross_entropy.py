@@ -43,10 +43,7 @@ def linear_cross_entropy(
         labels: (...), integers from 0 to m - 1, or ``ignore_index``. For other labels the loss and
             its gradients are NaN.
         chunk: c, how many logits of a token are in memory at a time.
-        ignore_index: the label of tokens that do not count.
-        label_smoothing: share of the target that is distributed over the vocabulary, 0 to 1.
-        reduction: ``"mean"`` over the tokens that count (NaN if none does), ``"sum"`` or
-            ``"none"``: (...).
+        ignore_index, label_smoothing, reduction: as in ``F.cross_entropy``.
 
     Returns:
         The loss, at least in float32.

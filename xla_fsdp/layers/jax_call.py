@@ -69,11 +69,9 @@ class JaxFunction:
 def call(
     function: JaxFunction, tensors: Sequence[torch.Tensor], platform: str
 ) -> list[torch.Tensor]:
-    """The result of ``function`` for ``tensors``, without gradient.
+    """The result of ``function`` for ``tensors`` (:data:`DTYPES`), without gradient.
 
-    Args:
-        tensors: on an XLA device, of the dtypes in :data:`DTYPES`.
-        platform: ``"tpu"`` or ``"cpu"``, where the program will run.
+    ``platform``: ``"tpu"`` or ``"cpu"``, where the program will run.
 
     Raises:
         MissingExtraError: jax is not installed.

@@ -200,8 +200,8 @@ def stores_input(module: nn.Linear, world: World) -> bool:
 def frees_input(module: nn.Linear) -> bool:
     """Whether, in a recomputed block, the gradient of the weight should be computed first.
 
-    The compiler delays gradients of weights, so their inputs stay in memory. 32 scanned blocks of
-    workload S on v3-8: 975 MiB instead of 1,047. Outside of loops this affects only stored inputs.
+    The compiler delays gradients of weights, so their inputs stay in memory (32 scanned blocks of
+    workload S on v3-8: 1,047 MiB instead of 975). Outside of loops this affects only stored inputs.
     For small layers the barrier costs more (benchmarks/LOG.md).
     """
     return _narrows(module) and module.in_features * module.out_features >= LARGE

@@ -21,9 +21,8 @@ ATTENTION = "attention"
 class SavedActivations:
     """A forward of a block, which records values, or the recomputation, which reuses them.
 
-    Args:
-        names: submodules of the block, whose outputs are saved, and :data:`ATTENTION`.
-        recorded: in a recomputation, the values in the order in which they were recorded.
+    ``names``: submodules whose outputs are saved, and :data:`ATTENTION`. ``recorded``: in a
+    recomputation, the values in order.
     """
 
     def __init__(self, names: Iterable[str], recorded: Sequence[torch.Tensor] | None = None):

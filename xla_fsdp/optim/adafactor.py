@@ -1,5 +1,8 @@
-"""Adafactor. Shape letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's
-shard: complete rows if the shard consists of rows, otherwise single elements."""
+"""The optimizer Adafactor.
+
+Shape letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's shard: complete
+rows if the shard consists of rows, otherwise single elements.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,11 @@ class Adafactor(ShardedOptimizer):
     evenly.
 
     Args:
-        params: parameters, or groups of them.
-        lr: the bound of the relative step, and the factor of the weight decay.
+        lr: the bound of the relative step, and the factor of the decoupled weight decay.
         beta2_decay: the exponent with which the rate of the means falls.
         eps: the minimum of the second moment (its root; ``None``: the parameter's rounding), and of
             the parameter norm that a step is relative to.
         d: the bound of an update's root mean square.
-        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError: an option is out of range.

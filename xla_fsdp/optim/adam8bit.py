@@ -2,8 +2,7 @@
 
 Dynamic tree quantization (Dettmers, 2015, arXiv 1511.04561): elements, divided by the block's
 largest, become the nearest of 256 values: 0, 1, and evenly spaced ones in seven decades below 1,
-half as many in each lower decade; the highest has 128, or 64 of each sign. They are computed,
-because tables are slow on TPUs.
+half as many in each lower decade. Values are computed, because tables are slow on TPUs.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ _DECADES = 7
 class AdamW8bit(ShardedOptimizer):
     """``torch.optim.AdamW`` with moments in 8 bits, by blocks of 2048 elements of the shard.
 
-    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv 2110.02861). Steps
-    with another number of ranks are equal within the error of the encoding. A step needs no
-    communication.
+    Dettmers et al., 2021 (arXiv 2110.02861). Steps with another number of ranks are equal within
+    the error of the encoding.
 
     Args:
-        params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         min_8bit_size: shards with fewer elements use float32 moments, as in the paper.
 
@@ -109,8 +106,10 @@ class AdamW8bit(ShardedOptimizer):
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Blocks with the same elements get the same bits. Others are encoded again, with an error
-        of at most half the distance of two values."""
+        """Blocks with the same elements get the same bits. Others are encoded again.
+
+        This moves an element by at most half the distance of two of the 256 values.
+        """
         state: dict[str, Any] = {}
         _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
         state["step"].fill_(float(saved["step"]))

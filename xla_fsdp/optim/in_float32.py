@@ -23,8 +23,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 class InFloat32(ShardAwareOptimizer):
     """Makes an optimizer of float32 tensors step for parameters in bfloat16 or float16.
 
-    Its state is the inner optimizer's; other parameters are passed to that directly. ``options``
-    become options of the groups here; the inner optimizer does not know ``own`` ones.
+    The inner optimizer's state is the state of this one; other parameters are passed to it
+    directly. Groups have its ``options``, and ``own`` ones, which it does not know.
 
     Raises:
         TypeError: ``optimizer_class`` does not make an optimizer.
@@ -194,15 +194,14 @@ class InFloat32(ShardAwareOptimizer):
 class MasterWeights(InFloat32):
     """Stores a float32 copy of parameters in bfloat16 or float16, and updates the copy.
 
-    Micikevicius et al., "Mixed Precision Training", 2017 (arXiv 1710.03740). The copy is the state
-    ``master``: sharded, saved and loaded like moments. It takes elements of a parameter that other
-    code changed. ::
+    Micikevicius et al., 2017 (arXiv 1710.03740). The copy is the state ``master``: sharded, saved
+    and loaded like moments. If other code changes elements of a parameter, they are copied to it.
+    ::
 
         model = FSDP(model.bfloat16())
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
     Args:
-        params: parameters, or groups of them.
         optimizer_class: any optimizer of torch or of :mod:`xla_fsdp.optim`; its state is float32.
         options: its options.
 

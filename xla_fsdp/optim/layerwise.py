@@ -1,4 +1,4 @@
-"""LAMB and LARS."""
+"""The optimizers LAMB and LARS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class LAMB(ShardedOptimizer):
     |w| / |u| * u``; the ratio is 1 if one of the norms is 0.
 
     Args:
-        params: parameters, or groups of them.
         lr: the norm of the step relative to the norm of the parameter.
         betas: decay rates of the means of gradients and of their squares.
         eps: added to the root of the second mean, > 0.
@@ -85,11 +84,10 @@ class LARS(ShardedOptimizer):
     ``w -= v``; the ratio is 1 if one of the norms is 0.
 
     Args:
-        params: parameters, or groups of them.
         lr: the global learning rate.
         momentum: the factor of the last step in the next.
         weight_decay: the L2 penalty.
-        trust_coefficient: the paper's eta, the norm of the step relative to that of the parameter.
+        trust_coefficient: the norm of the step relative to that of the parameter.
         adapt: ``False`` for a group without the ratio, such as biases and norm layers: SGD.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Muon."""
+"""The optimizer Muon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Muon(ShardedOptimizer):
 
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: momentum, made
     orthogonal by Newton-Schulz iterations. Options, defaults and formulas are torch's. All full
-    matrices of one shape are on the device at the same time (docs/how-to/optimizers.md).
+    matrices of one shape are on the device at the same time.
 
     Args:
         params: matrices (in the unsharded model), or groups of them; see :func:`split_matrices`.

@@ -49,12 +49,11 @@ class Parts:
 
     @property
     def offsets(self) -> list[int]:
-        """Of each parameter of a block in the flattened ``p``."""
         return [member.offset for member in self._layout.members]
 
     @property
     def numels(self) -> list[int]:
-        """The elements of each parameter, on all ranks together; ``m`` numbers."""
+        """Of each parameter, on all ranks together; ``m`` numbers."""
         return [torch.Size(shape).numel() for shape in self.shapes] * self.depth
 
     def sums(self, value: torch.Tensor) -> torch.Tensor:
@@ -66,7 +65,7 @@ class Parts:
         return torch.stack([torch.where(own, value, zero).sum() for own in self._masks(value)])
 
     def without_padding(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, ``s``, with 0 in the padding, which ``nn.init.ones_(parameter)`` changes too."""
+        """``value``, ``s``, with 0 in the padding, which users may have changed."""
         if math.prod(self._layout.padded_shape) == self._layout.numel:
             return value
         inside = (self.positions(value) < self._layout.numel).view(self._layout.shard_shape)

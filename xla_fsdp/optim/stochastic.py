@@ -21,8 +21,7 @@ class StochasticRounding(InFloat32):
     """Steps in float32 on parameters in bfloat16, and rounds them at random.
 
     The probability of rounding up is proportional to the distance from the lower bfloat16 value, so
-    small steps add up. Gupta et al., "Deep Learning with Limited Numerical Precision", 2015 (arXiv
-    1502.02551). ::
+    small steps add up. Gupta et al., 2015 (arXiv 1502.02551). ::
 
         model = FSDP(model.bfloat16())
         optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, seed=1, lr=3e-4)
@@ -31,7 +30,7 @@ class StochasticRounding(InFloat32):
     round like one, and a resumed run like an uninterrupted one.
 
     Args:
-        params: parameters in bfloat16, or groups of them; parameters in float32 are not rounded.
+        params: in bfloat16, or float32, which is not rounded.
         optimizer_class: the class of the optimizer that steps; its state is float32.
         seed: an int >= 0 and < 2**31.
         options: those of ``optimizer_class``.

@@ -37,7 +37,7 @@ class Calibration:
         hbm_bandwidth: bytes a second of one chip, read and written counted both.
         matrix_flops: bfloat16 operations a second of one chip in a large matmul.
         to_device, to_host: bytes a second of one device from and to host memory.
-        source: for reports: a file's name, or "measured".
+        source: a file's name, or "measured".
         about: versions, date and similar.
     """
 

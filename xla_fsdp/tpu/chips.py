@@ -71,24 +71,22 @@ class Chip:
         dcn_bandwidth: bytes a second of a chip to other slices, each way; 0 if not joined.
         host_memory: GB (10^9 bytes) of the virtual machine, by its chips (Cloud, "VM types").
         pcie_bandwidth: bytes a second between a chip and its host, one way.
-        scoped_vmem_kib: VMEM of one operation for large matmuls, None for the default. A matmul of
-            8192 x 8192 rises from 88, 90, 70 and 81 % of the peak to 98 % on v5e and v5p, 90 % on
-            v6e and 92 % on TPU7x; steps whose activations fit into VMEM get longer
-            (docs/how-to/compiler-options.md).
+        scoped_vmem_kib: VMEM of one operation for large matmuls, or None
+            (docs/design/benchmarks.md, "Matmuls and VMEM").
         overlaps_gathers: all-gathers run during compute (docs/design/benchmarks.md).
         gains_by_rings: steps get shorter if gradients of 192 MiB and more are reduced along rows,
-            then columns of chips, where both axes wrap. ViT-10B on v5e:16x16: 762 ms instead of
-            806; rings of 4 to 8 chips made steps longer (benchmarks/LOG.md); v6e not measured.
+            then columns of chips (docs/design/communication.md). v6e was not measured.
         along_all_axes: SparseCores run collectives over a full slice along all axes in parallel,
             except a reduce-scatter. Seen on tpu7x:2x2x1 and 4x4x4.
         gathers_along_one_ring: all-gathers over a torus are one ring
             (docs/design/communication.md).
         small_gathers_reduce: small all-gathers over many ranks become all-reduces.
-        crashes_on_fused_loops: of collectives in loops, if gathers are fused with element loops.
+        crashes_on_fused_loops: the compiler crashes if it fuses gathers inside a loop with element
+            loops.
         refused_by: versions of libtpu that do not compile for the chip.
-        attention_kernel: Mosaic supports it ("Unsupported matmul RHS type" on v2 and v3).
+        attention_kernel: Mosaic compiles it ("Unsupported matmul RHS type on target" on v2 and v3).
         softmax_divides: rows of a softmax are divided by their sums.
-        stores_linear_inputs: of narrowing layers, for the backward. Workload S on v6e-8: 20.7
+        stores_linear_inputs: for the backward, if the layer narrows. Workload S on v6e-8: 20.7
             million cycles instead of 23.3, for 195 MiB more; on v4 and v5e 1 % slower.
     """
 
@@ -181,7 +179,7 @@ class Chip:
         return MappingProxyType({prod(shape) * self.tensor_cores: shape for shape in shapes})
 
     def _cubes(self) -> Iterator[tuple[int, ...]]:
-        """For each number of cubes, of all a <= b <= c, the smallest sum.
+        """For each number of cubes a * b * c, the shape with the smallest sum.
 
         cloud.google.com/tpu/docs/types-topologies. Agrees with MaxText's 106 v4 and v5p slices
         (src/maxtext/utils/accelerator_to_spec_map.py).
@@ -203,8 +201,8 @@ class Chip:
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of ``shape`` chips are rings.
 
-        v4 and v5p: all, in complete cubes; v5e and v6e: those of 16 (Scaling book). v2 and v3:
-        those as long as the pod's, an assumption.
+        v4 and v5p: all, if the slice consists of complete cubes; v5e and v6e: those of 16 chips
+        (Scaling book). v2 and v3: those as long as the pod's, an assumption.
         """
         if self.cube:
             whole = all(length % self.cube == 0 for length in shape)

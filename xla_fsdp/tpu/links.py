@@ -1,20 +1,7 @@
-"""Seconds of a collective on the links between the chips of a slice: a model of the torus.
+"""Seconds of a collective on the links of a slice: docs/design/time-model.md has the formulas.
 
-A chip has two links on each axis, each ``link_bandwidth`` W in each direction. A group of ranks
-that fills full axes is a ring on each wrapped axis (2 links) and a line on each other axis (1 link
-at its ends). With L such links over all axes, n ranks and B bytes:
-
-* all-gather, reduce-scatter: B (n-1)/n / (L W). One axis: Patarasuk and Yuan, JPDC 69 (2), 2009;
-all axes in parallel: Jain and Sabharwal, ICS 2010 (jax-ml.github.io/scaling-book/sharding).
-* all-reduce: twice that (Rabenseifner, ICCS 2004).
-* all-to-all: what crosses the middle of the longest axis: B c p(l-p)/l a link on a line, half of it
-on a ring, with l chips on the axis, p = l//2 and c ranks of the group on a chip.
-* collective-permute: B for every pair whose shortest path, x first, takes the busiest link.
-
-Each adds ``launch_latency``, and ``hop_latency`` for every hop between the chips farthest apart,
-twice for an all-reduce. Groups share links that they use at the same time. A group that is no grid
-of chips is one ring, one way, over shortest paths, which is pessimistic. Between slices, a
-collective takes ``Chip.dcn_bandwidth`` and ``dcn_latency``, twice for an all-reduce.
+Sources: Patarasuk and Yuan, JPDC 69 (2), 2009; several axes in parallel: Jain and Sabharwal, ICS
+2010; all-reduce: Rabenseifner, ICCS 2004.
 """
 
 from __future__ import annotations
@@ -45,9 +32,12 @@ def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
 class OneCollective:
     """A collective on the links; ``planning/records.py`` has those of a program.
 
-    ``kind``: as in HLO, such as "all-gather". ``bytes``: of the larger of operand and result,
-    without padding. ``groups``: ranks, or pairs of source and target; () means all. ``emitter``:
-    the compiler's name of the algorithm, or "". ``across_slices``: over the data-center network.
+    Attributes:
+        kind: as in HLO, such as "all-gather".
+        bytes: of the larger of operand and result, without padding.
+        groups: ranks, or pairs of source and target; () means all.
+        emitter: the compiler's name of the algorithm, or "".
+        across_slices: whether it uses the data-center network.
     """
 
     kind: str
@@ -61,9 +51,12 @@ class OneCollective:
 class Route:
     """How one group of ranks is wired.
 
-    ``cores``: ranks on each chip. ``links``: of a chip that send in parallel, 0 inside a chip.
-    ``hops``: between the chips farthest apart. ``crossing``: what crosses the busiest link in an
-    all-to-all, over the bytes of one rank. ``sharing``: groups on the busiest link.
+    Attributes:
+        cores: ranks on each chip.
+        links: of a chip that send in parallel, 0 inside a chip.
+        hops: between the chips farthest apart.
+        crossing: what crosses the busiest link in an all-to-all, over the bytes of one rank.
+        sharing: groups on the busiest link.
     """
 
     ranks: int
@@ -198,7 +191,6 @@ class Links:
         return chip.launch_latency + hops * chip.hop_latency + time
 
     def _load_of(self, pairs: Groups) -> tuple[Counter[_Link], int]:
-        """As ``_paths_of``, for the pairs of a permute, which may be none."""
         if pairs not in self._loads:
             for ends in zip(*pairs, strict=True):
                 self._check(ends)
@@ -248,14 +240,13 @@ class Links:
             yield axis, (x, y, z)
 
     def _astray(self, groups: Groups) -> Route:
-        """The slowest ring among groups that are no grids."""
         pairs = [pair for g in groups if len(g) > 1 for pair in zip(g, (*g[1:], g[0]), strict=True)]
         load, hops = self._paths_of(pairs)
         ranks, busiest = max(map(len, groups)), max(load.values(), default=1)
         return Route(ranks, 1, 1, (ranks - 1) * max(hops, 1), (ranks - 1) / 2, busiest)
 
     def _paths_of(self, pairs: Iterable[Sequence[int]]) -> tuple[Counter[_Link], int]:
-        """How many pairs of ranks each link serves, and the hops of the longest path."""
+        """The number of pairs of ranks that each link serves, and the hops of the longest path."""
         load: Counter[_Link] = Counter()
         longest = 0
         for source, target in pairs:
@@ -284,9 +275,9 @@ def _grid(chips: Counter[_Position]) -> tuple[list[int], ...] | None:
 
 
 def _one_ring(emitter: str) -> bool:
-    """Whether the compiler's algorithm is one ring, not one on each axis.
+    """Whether the compiler's algorithm is one ring, such as "1DAllGatherNonMajorDim" or
+    "StrategyRing".
 
-    Names in libtpu 0.0.21: "1DAllGatherNonMajorDim", "StrategyRing", "UniDirection1DRingStrategy";
-    with several axes "3DAllGatherNonMajorDim", "StrategyND", "UniDirectionNDRingStrategy".
+    With several axes they are "3DAllGatherNonMajorDim" or "StrategyND" (libtpu 0.0.21).
     """
     return emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter)

@@ -1,8 +1,7 @@
 """Which of several TPU slices a process is on, and which ranks are on which.
 
-libtpu reads four ``MEGASCALE_`` variables of GKE, xpk or the machine's metadata ("tpu-env"). With
-one missing, it waits for ever, or each slice trains on its own, so inconsistent ones raise
-ValueError.
+libtpu reads four ``MEGASCALE_`` variables. With one missing, it waits for ever, or each slice
+trains on its own, so inconsistent ones raise ValueError.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class PlaceAmongSlices:
 
 
 def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
-    """The place of the variables in ``said``, None for one slice. Raises ValueError if they are
-    wrong."""
+    """The place that the variables ``said`` describe, or None for one slice. Raises ValueError."""
     given = {name: said[name].strip() for name in VARIABLES if said.get(name, "").strip()}
     count = given.get(COUNT)
     if count is None:
