@@ -1,8 +1,7 @@
 """Parameters, gradients and the optimizer update on the host: docs/how-to/cpu-offload.md.
 
-A program's results exist only when all of it has run, and its arguments and results are in device
-memory. So streaming runs one program for each unit's forward and backward; at most two units'
-copies and three units' gradients are on the device.
+A program's arguments and results are in device memory, so streaming runs one program for each
+unit's forward and backward; at most two units' copies and three units' gradients are there.
 """
 
 from __future__ import annotations

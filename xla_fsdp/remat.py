@@ -197,21 +197,14 @@ def _xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 def _delayed_until(
     tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Copies of ``tensors`` that exist only after ``events``.
-
-    Without them the compiler would merge the recomputation with the forward.
-    """
+    """Copies after ``events``: the compiler would merge the recomputation with the forward."""
     copies = after(tensors, events) if events else [prevent_fusion(tensor) for tensor in tensors]
     # torch_xla 2.9 aborts if an embedding's indices are the direct output of a barrier.
     return [torch.view_copy(copy, copy.shape) for copy in copies]
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Saves tensors under the hooks around the module: other checkpoints drop them, offloading
-    moves them.
-
-    The scalar requires a gradient, which creates the graph node.
-    """
+    """Saves tensors under the hooks around the module; the scalar creates the graph node."""
 
     @staticmethod
     def forward(ctx: Any, scalar: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -222,8 +215,7 @@ class _SaveInputs(torch.autograd.Function):
 class _ModuleRecomputation(_Recomputation):
     """One checkpointed forward of ``module``. The numbers that replace saved tensors refer to it.
 
-    Recomputed tensors exist until the end of the backward; with streamed units, until they are
-    used.
+    Recomputed tensors exist until the end of the backward; with streaming, until they are used.
     """
 
     def __init__(self, module: nn.Module, forward: Callable, inputs: tuple[tuple, dict]):
@@ -278,10 +270,7 @@ class _ModuleRecomputation(_Recomputation):
         self.saved = _SaveInputs.apply(torch.zeros((), requires_grad=True), *kept)
 
     def offload(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Stores inputs in host memory, and returns the inputs for the forward.
-
-        These wait until the previous module's inputs have arrived on the host.
-        """
+        """Stores inputs in host memory. The forward waits until the previous module's are there."""
         if self.in_programs:
             raise RuntimeError(
                 f"checkpoint_module({type(self.module).__name__}, offload=True) is in or around "
@@ -402,10 +391,7 @@ class _Buffers:
         }
 
     def end_forward(self) -> None:
-        """Drops the buffers that the forward did not change.
-
-        Batch norm does not change a buffer's stamp; on XLA, a changed value is pending.
-        """
+        """Drops unchanged buffers. Batch norm keeps the stamp; on XLA, a changed value is pending."""
         for (owner, name), (buffer, stamp, before) in list(self._before.items()):
             if owner._buffers.get(name) is buffer and stamps([buffer]) == stamp:
                 on_xla = buffer.device.type == "xla"
@@ -417,7 +403,7 @@ class _Buffers:
     def as_before(self) -> Iterator[None]:
         """Within, the module computes with copies of the buffers before the forward.
 
-        Raises RuntimeError if a buffer changed through a reference other than the module's
+        Raises RuntimeError if a buffer changed through another reference than the module's
         attribute.
         """
         now = {use: (buffer, stamps([buffer])) for use, buffer in self._current().items()}

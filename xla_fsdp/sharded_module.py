@@ -240,7 +240,8 @@ def _rest(module: nn.Module) -> None:
         unit.install_shards()
 
 
-# A module that is imported whenever such models exist: the part with ``adapt(model)``.
+# A library's module, imported by all models that read parameters outside of a forward: the part of
+# this package that has ``adapt(model)``.
 _PARTS = {
     "transformers.modeling_utils": "integrations.models",
     "peft.peft_model": "integrations.peft",

@@ -34,19 +34,17 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     Wrap the layers of a large model separately (manually, from the inside out, or with
     ``auto_wrap_policy``), then the model, so that only one layer's parameters are full at a time.
-    Parameters keep their dotted names; shards are one-dimensional unless ``shard_param_on_dim_0``.
-    ``load_state_dict`` accepts the ``state_dict`` of the same rank and number of ranks, also of
-    torch_xla's class.
+    Parameters keep their dotted names. ``load_state_dict`` accepts the ``state_dict`` of the same
+    rank and number of ranks, also of torch_xla's class.
 
     Args:
         module: on CPU, on the XLA device or on the meta device. Its values must be the same on
             every rank, unless ``sync_module_states``.
-        args, options: those of :class:`~xla_fsdp.FSDPOptions`. Positions and defaults are those of
-            torch_xla's class.
+        args, options: those of :class:`~xla_fsdp.FSDPOptions`, in the order of torch_xla's class.
 
     Raises:
         RuntimeError: the module is already wrapped, or has no ``forward``.
-        ValueError, TypeError: an option has a value that is not allowed, was removed, or does not
+        ValueError, TypeError: an option or its value is not allowed, was removed, or does not
             exist.
     """
 
@@ -313,12 +311,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Args:
         module: a wrapper of this package, or any module.
-        method_name: a method of the wrapped module, or of a module inside to which it forwards
-            attributes (as a ``PeftModel`` does).
+        method_name: a method of the wrapped module, or of a module to which it forwards attributes
+            (as a ``PeftModel`` does).
 
     Raises:
-        AttributeError: the wrapped module has no method of that name; with ``fully_shard``, its
-            class has none.
+        AttributeError: there is no such method; with ``fully_shard``, on the class.
         TypeError: ``module`` is not a module, or has scanned blocks, which only have a forward.
     """
     if not isinstance(module, nn.Module):

@@ -175,7 +175,7 @@ def _open(folder: Path, part: str) -> None:
             f"compiled programs cannot be kept in {folder} ({error.strerror}); name a folder of "
             "your own, with space left",
         ) from error
-    # The folder of the user would not be checked.
+    # Replaces the user's folder, whose files would not be checked.
     xr.initialize_cache(str(run.folder), readonly=False)
     xr.get_num_cached_compilation_graph()  # does not start the runtime
     for name in _TORCH_XLA:
@@ -272,10 +272,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Gives a file a second name, in one step.
-
-    Raises OSError if ``target`` exists, or ``source`` does not any more.
-    """
+    """Gives a file a second name, in one step. Raises OSError if ``target`` exists."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -468,9 +465,7 @@ def _remove_dead_runs(store: Path) -> None:
 def repair_client(platform_name: str) -> None:
     """Makes the client of ``platform_name``, CPU or TPU, able to load programs.
 
-    Call it before XLA's runtime starts. A second call changes nothing.
-
-    Raises NotImplementedError if torch_xla, processor or operating system do not support it.
+    Call it before XLA's runtime starts. Raises NotImplementedError on other systems.
     """
     found = version("torch_xla")
     if not found.startswith("2.9."):
@@ -506,8 +501,8 @@ def _functions(both_steps: int) -> tuple[int, int]:
     """Creates two functions, which stay until the process ends, and returns their addresses.
 
     Python functions would deadlock: torch_xla holds a lock that a thread with the GIL may wait for.
-    Registers: rdi the address for the result, a status (1: OK) and a pointer; rsi the client; rdx
-    ... the arguments; rax, returned, the address of the result.
+    Registers: rdi, the address for the result (status 1: OK, pointer), is returned in rax; rsi the
+    client; rdx ... the arguments.
     """
     enter = bytes.fromhex("f30f1efa")  # endbr64, which call targets may need
     libc = _libc()

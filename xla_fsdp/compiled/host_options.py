@@ -44,8 +44,8 @@ def host_options(
     Args:
         launcher: one of :data:`LAUNCHERS`.
         further: options of ``plan`` alone, which take precedence.
-        environ: what the user has set; default: this process's environment without what ``import
-            torch_xla`` added.
+        environ: what the user has set; default: this process's environment, as before ``import
+            torch_xla``.
         libtpu: path of the libtpu that reads the options, or this environment's.
 
     Raises:

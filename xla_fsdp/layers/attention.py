@@ -338,8 +338,7 @@ class Splash:
         row = math.ceil(d / LANES) * LANES * self.itemsize
 
         def cost(matmuls: int, counted: int, bytes_: int) -> Cost:
-            """Executed FLOPs include masked and padded parts; model FLOPs are of ``counted``
-            matmuls."""
+            """Executed FLOPs include masked and padded parts; model FLOPs do not."""
             return Cost(
                 matmuls * 2 * scores * padded, bytes_, scores, counted * 2 * b * h * pairs * d
             )

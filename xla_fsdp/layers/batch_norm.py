@@ -1,8 +1,8 @@
 """Batch normalization with the statistics of the full batch, which is sharded over the ranks.
 
-Mean and variance of each rank, in two passes, are combined after one gather (Chan, Golub and
-LeVeque, *Algorithms for computing the sample variance*, 1983). With sums of x and of its square, in
-float32 with mean 4000 and deviation 1, no digit of the variance would be right.
+Means and variances of the ranks, in two passes, are combined after one gather (Chan, Golub and
+LeVeque, 1983). From sums of x and of its square, in float32 with mean 4000 and deviation 1, no
+digit of the variance would be right.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Batch:
         x, own = wide(x), self.count // self.world.size
         (shift,) = _sums(x) / own
         distance = x - _like(shift, x)
-        # 0 except for the rounding of the shift.
+        # The offset is 0 except for the rounding of the shift.
         offset, square = _sums(distance, distance * distance) / own
         mine = torch.stack([shift, offset, square - offset * offset])
         # (ranks, 3, C)

@@ -44,10 +44,7 @@ class UnsupportedJaxVersionError(ImportError):
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one call of a kernel, as Pallas' ``CostEstimate``.
-
-    ``flops`` include padding; ``model_flops``: those of the formula. ``bytes``: to and from HBM.
-    """
+    """As Pallas' ``CostEstimate``; ``flops`` include padding, ``model_flops`` are the formula's."""
 
     flops: int
     bytes: int
@@ -137,10 +134,7 @@ def _exported(
 
 
 def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
-    """Writes its cost into every kernel, and removes source locations.
-
-    With these, programs would differ by the lines of their callers.
-    """
+    """Writes their costs into kernels, and removes source locations, which differ by caller."""
 
     def complete(operation: Any) -> Any:
         attributes = operation.attributes
@@ -177,6 +171,6 @@ def _without_locations(kernel: bytes) -> bytes:
         module = ir.Module.parse(kernel)
         PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         written = io.BytesIO()
-        # As JAX writes.
+        # The version that JAX writes.
         module.operation.write_bytecode(written, desired_version=0)
     return written.getvalue()

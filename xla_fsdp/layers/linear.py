@@ -190,8 +190,7 @@ def layers_in(modules: Iterable[nn.Module]) -> Layers:
 def stores_input(module: nn.Linear, world: World) -> bool:
     """Whether storing the input of ``module`` is faster than recomputing it.
 
-    The compiler tends to recompute the activation function before a narrowing layer inside each
-    matmul that reads it; on some chips the matmuls wait for it.
+    The compiler tends to recompute the activation function inside each matmul that reads it.
     """
     chip = chip_of(world.device_kind)
     return chip is not None and chip.stores_linear_inputs and _narrows(module)
@@ -238,10 +237,7 @@ def restore_forwards(layers: Layers) -> None:
 
 
 class _Contraction:
-    """Replaces the forward of ``module``.
-
-    ``keep``: store the input until the backward. ``frees``: free it after this layer's backward.
-    """
+    """``keep``: store the input until the backward. ``frees``: free it after this layer's."""
 
     def __init__(self, module: nn.Linear, keep: bool, frees: bool, heads: Heads | None) -> None:
         self.module = module

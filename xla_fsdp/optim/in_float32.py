@@ -56,7 +56,7 @@ class InFloat32(ShardAwareOptimizer):
                 f"optimizer_class must make a torch.optim.Optimizer, got {type(inner).__name__}"
             )
         self._inner = inner
-        # For checkpoints.
+        # Saved in checkpoints.
         self._own = {"optimizer": type(inner).__name__, **own}
         self.defaults = {**inner.defaults, **self._own}
         for group, theirs in zip(self.param_groups, inner.param_groups, strict=True):
@@ -88,7 +88,7 @@ class InFloat32(ShardAwareOptimizer):
                     with on_local_parts():
                         self._begin(parameter, wide, own)
                         wide.grad = grad.to(wide.dtype)
-        # They are called for this optimizer.
+        # The global optimizer hooks are called for this optimizer.
         step: Any = type(inner).step
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
         for parameter, wide in pairs:

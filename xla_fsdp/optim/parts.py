@@ -1,8 +1,7 @@
 """The parameters of the unsharded model to which the elements of an optimizer's tensor belong.
 
 Shape letters: ``d`` blocks of a stack (else 1), ``m`` parameters in the tensor (``d`` times its
-members), ``s`` one shard, ``p`` all shards together, padded. The rank is data: all ranks have the
-same program.
+members), ``s`` one shard, ``p`` all shards together, padded.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class Chip:
         overlaps_gathers: all-gathers run during compute (docs/design/benchmarks.md).
         gains_by_rings: steps get shorter if gradients of 192 MiB and more are reduced along rows,
             then columns of chips (docs/design/communication.md). v6e was not measured.
-        along_all_axes: SparseCores run collectives over a full slice along all axes in parallel,
-            except a reduce-scatter. Seen on tpu7x:2x2x1 and 4x4x4.
+        along_all_axes: SparseCores run collectives over a full slice along all axes in parallel;
+            none becomes an all-reduce. Seen on tpu7x:2x2x1 and 4x4x4.
         gathers_along_one_ring: all-gathers over a torus are one ring
             (docs/design/communication.md).
         small_gathers_reduce: small all-gathers over many ranks become all-reduces.
@@ -181,8 +181,8 @@ class Chip:
     def _cubes(self) -> Iterator[tuple[int, ...]]:
         """For each number of cubes a * b * c, the shape with the smallest sum.
 
-        cloud.google.com/tpu/docs/types-topologies. Agrees with MaxText's 106 v4 and v5p slices
-        (src/maxtext/utils/accelerator_to_spec_map.py).
+        cloud.google.com/tpu/docs/types-topologies. Agrees with MaxText's
+        accelerator_to_spec_map.py.
         """
         edge = self.cube
         for count in range(1, self.largest_slice // edge**3 + 1 if edge else 1):

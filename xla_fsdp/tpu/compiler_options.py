@@ -63,10 +63,8 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
 def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str, ...]]:
     """``arguments`` that a libtpu takes, and the flags in them that it will ignore, with a warning.
 
-    ``libtpu``: its path, or this environment's. Without libtpu all flags count as known.
-
-    Raises:
-        RefusedOptionError: libtpu refuses the value or the form of a flag.
+    ``libtpu``: its path, or this environment's. Without libtpu all flags count as known. Raises
+    RefusedOptionError for a value or form that it refuses.
     """
     refused = refusal(arguments, libtpu or library())
     if refused.illegal:

@@ -275,9 +275,5 @@ def _grid(chips: Counter[_Position]) -> tuple[list[int], ...] | None:
 
 
 def _one_ring(emitter: str) -> bool:
-    """Whether the compiler's algorithm is one ring, such as "1DAllGatherNonMajorDim" or
-    "StrategyRing".
-
-    With several axes they are "3DAllGatherNonMajorDim" or "StrategyND" (libtpu 0.0.21).
-    """
+    """Whether libtpu's name is of one ring: "1DAllGatherNonMajorDim", not "3D..." or "StrategyND"."""
     return emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter)

@@ -17,7 +17,7 @@ VARIABLES = (COUNT, NUMBER, COORDINATOR, PORT)
 # jax, AXLearn: "set to 8080 in multislice".
 DEFAULT_PORT = 8080
 
-# Ordinals of each group.
+# Ordinals of the ranks of each group.
 Groups = tuple[tuple[int, ...], ...]
 
 _REMEDY = (
@@ -73,7 +73,7 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
 
 
 def _host(address: str) -> str:
-    plain = address.rpartition("//")[2]  # dns:///host:port
+    plain = address.rpartition("//")[2]  # grpc names: dns:///host:port
     host, _, port = plain.rpartition(":") if ":" in plain else (plain, "", "")
     if not re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host) or (port and not _is_port(port)):
         raise ValueError(

@@ -1,8 +1,8 @@
 """The TPU slice that a name means. Nothing here imports jax, torch or libtpu.
 
-Names are Cloud TPU's accelerator types (cloud.google.com/tpu/docs): ``v2-N``, ``v3-N``, ``v4-N``,
-``v5p-N`` and ``tpu7x-N`` count TensorCores, ``v5litepod-N`` and ``v6e-N`` chips. ``family:AxB`` or
-``family:AxBxC`` states the shape in chips. ``KxNAME`` is K such slices.
+``v2-N``, ``v3-N``, ``v4-N``, ``v5p-N`` and ``tpu7x-N`` count TensorCores, ``v5litepod-N`` and
+``v6e-N`` chips (cloud.google.com/tpu/docs). ``family:AxB`` or ``family:AxBxC`` states the shape in
+chips. ``KxNAME`` is K such slices.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class UnknownTopologyError(ValueError):
 class Slice:
     """``count`` TPU slices of ``shape`` chips, joined by the data-center network.
 
-    ``shape``: along each axis of the network, x first; v4-8 is (2, 2, 1) and v3-128 (8, 8).
-    ``wraps``: whether an axis is a ring. Ranks of the first slice come first. Links, coordinates
-    and ``libtpu_name`` are those of one slice.
+    ``shape``: along each axis of the network, x first; v4-8 is (2, 2, 1). ``wraps``: whether an
+    axis is a ring. Links, coordinates and ``libtpu_name`` are those of one slice; ranks of the
+    first come first.
     """
 
     name: str
