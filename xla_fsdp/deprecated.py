@@ -42,7 +42,6 @@ def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_old_names(cls: Class) -> Class:
-    """Makes the constructor and the attributes of ``cls`` accept their old names."""
     owner, init = cls.__name__, getattr(cls, "__init__")  # noqa: B009, for mypy
 
     @wraps(init)

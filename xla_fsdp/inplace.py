@@ -52,7 +52,7 @@ class MixedPrecisionPolicy:
 
     @property
     def as_option(self) -> MixedPrecision | None:
-        """The wrapper's ``mixed_precision`` that does the same, except for the outputs."""
+        """Does the same, except for the outputs."""
         if self.param_dtype is None and self.reduce_dtype is None:
             return None
         cast = self.cast_forward_inputs
@@ -386,7 +386,6 @@ class FSDPModule(ShardedModule):
 
 
 def _units_in_place(module: FSDPModule, recurse: bool) -> list[FSDPState]:
-    """The unit of ``module``, and with ``recurse`` the ``fully_shard`` units inside it."""
     _require_bool("recurse", recurse)
     return [one for one in unique_units(module) if one.in_place] if recurse else [module._unit]
 

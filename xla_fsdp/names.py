@@ -26,7 +26,6 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def names_hook(hook: _Hook) -> _Hook:
-    """Marks a state-dict hook of wrappers, which the unwrapped module does not have."""
     vars(hook)["_is_names_hook"] = True
     return hook
 

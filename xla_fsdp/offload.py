@@ -62,7 +62,7 @@ STAGED_BYTES = 1 << 28
 
 
 class Uploads:
-    """Sends tensors to ``device``, at most ``most`` bytes at a time."""
+    """At most ``most`` bytes are in transfer."""
 
     def __init__(self, device: torch.device, most: int = STAGED_BYTES) -> None:
         self.device = device
@@ -122,8 +122,6 @@ Pending = tuple[torch.Tensor, torch.Tensor]
 
 
 class HostGradients:
-    """The gradients of one unit for the host."""
-
     def __init__(self, device: torch.device, most: int = FETCHED_BYTES) -> None:
         self.device = device
         self.most = most
@@ -132,7 +130,6 @@ class HostGradients:
         self._told: int | None = None
 
     def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
-        """Adds ``grad`` to that of ``shard`` after the backward."""
         assert isinstance(shard, HostShard)
         self.pending.append((shard, grad))
         task = torch._C._current_graph_task_id()

@@ -83,7 +83,6 @@ class Compiler:
 
 
 def tested_for(chip: Chip) -> list[str]:
-    """The tested releases of libtpu that compile for ``chip``, newest first."""
     return [version for version in TESTED if version not in chip.refused_by]
 
 

@@ -96,7 +96,6 @@ _checkpoints: ContextVar[bool] = ContextVar("xla_fsdp_checkpoints", default=True
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Within, this thread calls checkpointed functions as if they were not checkpointed."""
     token = _checkpoints.set(False)
     try:
         yield
@@ -106,7 +105,6 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Within, each module is in training mode (True) or in evaluation mode."""
     others = [(module, now) for module, was in modes if (now := module.training) is not was]
     for module, now in others:
         module.training = not now
@@ -143,7 +141,6 @@ class _Recomputation:
         self.draws = xla != xla_before or not torch.equal(cpu, cpu_before)
 
     def enter_backward(self, events: Sequence[torch.Tensor]) -> None:
-        """Gathers the function's parameters after the gradients ``events`` exist."""
         for one in self.passes:
             one.require_shards_unchanged()
             one.unit.enter_backward(one, events[0] if events else None)
@@ -174,7 +171,6 @@ class _Recomputation:
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, int | None]:
-    """The states of the CPU generator and of the XLA one, None without XLA."""
     xla = xm.get_rng_state(str(device)) if device.type == "xla" else None
     return torch.get_rng_state(), xla
 

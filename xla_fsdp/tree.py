@@ -52,7 +52,6 @@ def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor)
 
 
 def tensors_in(value: Any, leaf: type = torch.Tensor) -> list[Any]:
-    """The distinct tensors that :func:`map_tensors` would visit, in order."""
     found: dict[int, Any] = {}
     map_tensors(lambda tensor: found.setdefault(id(tensor), tensor), value, leaf)
     return list(found.values())
@@ -84,8 +83,6 @@ def keep_dtype(tensor: torch.Tensor) -> None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Casts floating-point tensors, except those of :func:`keep_dtype`."""
-
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         stays = not tensor.is_floating_point() or tensor.dtype == dtype
         return tensor if stays or getattr(tensor, _KEEPS_DTYPE, False) else tensor.to(dtype)

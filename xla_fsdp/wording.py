@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
-    """``text`` without line ends and terminal control characters."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -25,7 +24,7 @@ def first_line(said: object, most: int = 300) -> str:
 
 
 def join_some(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """Joins texts: ``a, b and 3 more``."""
+    """``a, b and 3 more``."""
     shown = between.join(texts[:most])
     left = len(texts) - most
     return f"{shown}{between.rstrip(', ')} and {left} more" if left > 0 else shown

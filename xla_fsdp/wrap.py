@@ -80,7 +80,6 @@ vars(size_based_auto_wrap_policy).update(
 
 
 def require_unwrapped(module: nn.Module) -> None:
-    """Raises ValueError if ``module`` contains a wrapper."""
     for name, child in module.named_modules():
         if is_wrapper(child):
             raise ValueError(

@@ -55,8 +55,6 @@ def _declare(path: str, use: str | None) -> None:
 
 
 def _bound(path: str) -> Callable[[_T], _T]:
-    """Replaces the declared function or class by that of torch_xla."""
-
     def bind(declared: _T) -> _T:
         _declare(path, declared.__doc__)
         if isinstance(declared, type):
@@ -86,8 +84,6 @@ class PrivateAttribute:
 
 
 class Replaceable(PrivateAttribute, Generic[_P, _R]):
-    """A function that is looked up at each call."""
-
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return self.value(*args, **kwargs)
 
@@ -432,7 +428,7 @@ _SETUP_CALLS = (
 def environment_after_import(environ: Mapping[str, str], generation: int) -> dict[str, str]:
     """``environ`` after ``import torch_xla`` on a host with TPU chips, v2 being 2.
 
-    Runs torch_xla's functions on a copy of the environment, with a simulated chip.
+    Runs torch_xla's functions on a copy of the environment.
     """
     changed = dict(environ)
     names = {
@@ -517,10 +513,7 @@ class Symbol(NamedTuple):
 
 
 def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
-    """The symbols ``names`` of torch_xla's library, by name.
-
-    Raises NotImplementedError for another platform, or if the library lacks one of them.
-    """
+    """Raises NotImplementedError for another platform, or if the library lacks a symbol."""
     machine = f"{sys.platform} {platform.machine()}"
     if machine != "linux x86_64":
         raise NotImplementedError(f"this is {machine}, but only linux x86_64 is supported")
@@ -559,7 +552,6 @@ def _offsets(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def missing() -> dict[str, str]:
-    """Private names and symbols that the installed torch_xla lacks, with their purpose."""
     lacking = {f"torch_xla.{path}": use for path, use in _USES.items() if not _exists(path)}
     for name, use in SYMBOLS.items():
         try:

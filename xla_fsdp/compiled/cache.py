@@ -319,7 +319,7 @@ class Run:
         atexit.register(self.end)
 
     def keep_new(self) -> None:
-        """Adds the programs to the store that torch_xla has finished writing."""
+        """Stores the programs that torch_xla has finished writing."""
         new = [
             entry.path
             for entry in _entries_of(self.folder)
@@ -423,7 +423,6 @@ def _died_while_loading(kind: Path) -> bool:
 
 
 def _is_gone(match: re.Match[str]) -> bool:
-    """Whether the process ``match`` is of this host and has ended."""
     return match[1] == _host() and not Path("/proc", match[2]).exists()
 
 

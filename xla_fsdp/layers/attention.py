@@ -106,7 +106,6 @@ def scaled_dot_product_attention(
 
 
 def segment_mask(segment_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """(batch, length) to (batch, 1, length, length), booleans."""
     mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     return mask.tril() if is_causal else mask
 
@@ -154,7 +153,6 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa
 
 
 def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
-    """What is wrong with the shapes; "" if they are supported."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         return f"tensors must be (batch, heads, length, head dimension), got {shapes}"
@@ -177,7 +175,6 @@ def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_
 def _why_not(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> str:
-    """Why the kernel is not supported; "" if it is."""
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     dim = query.shape[3]
     if not query.is_xla:  # type: ignore[attr-defined]
@@ -242,7 +239,7 @@ def _kernel(
 
 
 def _with_residuals(splash: Splash, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The output and the logarithms. Where both are reused, neither is computed again."""
+    """Where both are reused, neither is computed again."""
 
     def compute() -> Sequence[torch.Tensor]:
         return call(Forward(splash, residuals=True), tensors, _platform(splash))
@@ -252,8 +249,6 @@ def _with_residuals(splash: Splash, tensors: Sequence[torch.Tensor]) -> Sequence
 
 
 class _Attention(torch.autograd.Function):
-    """``apply(splash, query, key, value, segment ids or nothing)``."""
-
     @staticmethod
     def forward(ctx: Any, splash: Splash, *tensors: torch.Tensor) -> torch.Tensor:
         out, logsumexp = _with_residuals(splash, tensors)
@@ -322,7 +317,6 @@ class Splash:
     def costs(
         self, shapes: Sequence[tuple[int, ...]], backward: bool, residuals: bool = False
     ) -> Mapping[str, Cost]:
-        """The costs of the kernels of a pass, for arguments of ``shapes``."""
         (b, h, s, d), (_, g, t, _) = shapes[:2]
         block_q, block_kv = block_of(s), block_of(t)
         assert block_q is not None and block_kv is not None, (s, t)

@@ -191,7 +191,7 @@ class Batch:
         return shifts[0] + mean, variance.clamp(min=0.0)
 
     def mean(self, sums: torch.Tensor) -> torch.Tensor:
-        """Means over all ranks of the values that ``sums``, ``(k, C)``, are sums of here."""
+        """From ``sums``, ``(k, C)``, of this rank."""
         return self.world.all_reduce_sum(sums, self._label) / self.count
 
 

@@ -110,8 +110,6 @@ def _check(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """``apply(settings, hidden, weight, labels)``: losses (t,), float32."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -148,7 +146,6 @@ class _Settings:
         return jnp.where(labels == self.ignore_index, 0, known)
 
     def over_chunks(self, step: Any, carry: Any, vocabulary: int) -> Any:
-        """``carry = step(carry, first row, rows)`` for every chunk."""
         import jax
 
         whole = vocabulary // self.chunk

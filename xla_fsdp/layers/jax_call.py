@@ -53,7 +53,7 @@ class Cost:
 
 
 class JaxFunction:
-    """A function of JAX arrays. Hashable: equal ones have the same trace."""
+    """Hashable: equal ones have the same trace."""
 
     name: str
     __call__: Callable[..., tuple[Any, ...]]
@@ -107,7 +107,6 @@ def _computation(
 def _exported(
     function: JaxFunction, shapes: tuple[tuple[tuple[int, ...], str], ...], platform: str
 ) -> bytes:
-    """``function`` as a serialized HLO module that returns a tuple."""
     import jax
     import jax.export
     import jaxlib._jax
@@ -161,7 +160,6 @@ def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
 
 
 def _without_locations(kernel: bytes) -> bytes:
-    """A kernel, serialized by Mosaic, without source locations."""
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
     from jaxlib.mlir.passmanager import PassManager

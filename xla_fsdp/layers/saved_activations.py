@@ -90,7 +90,6 @@ _current: ContextVar[SavedActivations | None] = ContextVar(
 
 
 def current_saved_activations(name: str) -> SavedActivations | None:
-    """The current pass of this thread, if it saves ``name``."""
     current = _current.get()
     return current if current is not None and name in current.names else None
 

@@ -125,7 +125,7 @@ def _lengths(shapes: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _factor_shapes(part: Parts, parameter: torch.Tensor) -> dict[str, list[int]]:
-    """The state with the rows and columns of the matrices in ``parameter``, and its shapes."""
+    """Shapes of the state with the rows and columns of matrices."""
     if part.world is None:  # the format of torch.optim.Adafactor
         *batch, height, width = parameter.shape
         return {"row_var": [*batch, height, 1], "col_var": [*batch, 1, width]}
@@ -135,8 +135,6 @@ def _factor_shapes(part: Parts, parameter: torch.Tensor) -> dict[str, list[int]]
 
 
 class _Own:
-    """One tensor of the optimizer during one step."""
-
     def __init__(
         self,
         state: dict[str, Any],
@@ -227,7 +225,7 @@ class _Own:
 
 
 def factors_of(part: Parts, like: torch.Tensor) -> list[Factors | None]:
-    """For each parameter in ``part`` its rows and columns, ``None`` if it is not a matrix."""
+    """``None`` for a parameter that is not a matrix."""
     return [
         Factors(part, number, like) if len(shape) > 1 and torch.Size(shape).numel() else None
         for number, shape in enumerate(part.shapes)

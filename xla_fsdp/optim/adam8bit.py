@@ -207,7 +207,6 @@ def decode_each(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> to
 
 
 def scales_of_elements(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The scale of its block for each element."""
     return scales.repeat_interleave(BLOCK)[: shape.numel()].view(shape)
 
 
@@ -229,7 +228,6 @@ def encode_again(
 
 
 def _ratios(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The encoded values divided by the scale."""
     number = numbers.float()
     one = _first(_DECADES, signed)
     if signed:
@@ -253,7 +251,7 @@ def _in_blocks(value: torch.Tensor) -> torch.Tensor:
 
 
 def _count(decade: int, signed: bool) -> int:
-    """The number of values of one sign in a decade."""
+    """The number of values of one sign."""
     return 2**decade if signed else 2 ** (decade + 1)
 
 
@@ -263,7 +261,6 @@ def _first(decade: int, signed: bool) -> int:
 
 
 def _width(decade: int, signed: bool) -> float:
-    """The distance between neighboring values of a decade."""
     return 0.9 * 10.0 ** (decade + 1 - _DECADES) / _count(decade, signed)
 
 

@@ -41,7 +41,7 @@ class ShardAwareOptimizer(Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but state keeps its dtype instead of the parameters'."""
+        """State keeps its dtype instead of the parameters'."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -79,7 +79,6 @@ class ShardedOptimizer(ShardAwareOptimizer):
         raise NotImplementedError
 
     def _trained(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, Parts]]:
-        """All parameters that have a gradient and elements, with their groups."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad

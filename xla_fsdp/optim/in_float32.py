@@ -120,7 +120,6 @@ class InFloat32(ShardAwareOptimizer):
 
     @property
     def state_converter(self) -> StateConverter | None:
-        """This optimizer, if the inner optimizer's state must be converted."""
         return None if state_converter_of(self._inner) is None else self
 
     @property
@@ -173,7 +172,7 @@ class InFloat32(ShardAwareOptimizer):
         group.update(self._own)
 
     def _pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """All parameters with the inner optimizer's counterparts. Updates its options first."""
+        """Updates the inner optimizer's options first."""
         assert self._inner is not None
         for group, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             changed = [key for key, value in self._own.items() if group.get(key) != value]
@@ -240,7 +239,7 @@ class MasterWeights(InFloat32):
 
 
 def _share_sharded_tensor(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
-    """Makes ``wide`` the same shard, for optimizers that use collectives."""
+    """For optimizers that use collectives."""
     sharded = sharded_tensor_of(parameter)
     if sharded is not None and sharded_tensor_of(wide) is None:
         set_sharded_tensor(wide, replace(sharded, shard=wide))

@@ -135,7 +135,6 @@ def split_matrices(
 def _orthogonalise_by_rank(
     matrices: torch.Tensor, world: World | None, group: dict[str, Any]
 ) -> torch.Tensor:
-    """``(k, rows, columns)``, the same on all ranks."""
     count = matrices.shape[0]
     if world is None or world.size == 1 or count < 2:
         return _newton_schulz(matrices, group)

@@ -96,7 +96,6 @@ class Parts:
         ]
 
     def cut(self, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The reverse of :meth:`gather`."""
         if self.world is None:
             return fulls[0][0]
         layout = self._layout

@@ -77,7 +77,6 @@ class StochasticRounding(InFloat32):
 
     @staticmethod
     def _drop(*wide: torch.nn.Parameter) -> None:
-        """Frees float32 values between steps."""
         for one in wide:
             with on_local_parts():
                 one.data = one.detach().new_zeros(0)
@@ -157,7 +156,6 @@ def _shifted(x: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def _mixed_number(x: int) -> int:
-    """:func:`_mixed` of a Python number."""
     x &= 0xFFFFFFFF
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF

@@ -95,7 +95,6 @@ class Calibration:
         return replace(chip, sources=MappingProxyType(sources), **measured)
 
     def note(self, chip: Chip) -> str:
-        """A sentence for a report: the figures that differ from the published ones."""
         shown = []
         for name, scale, unit in (
             ("link_bandwidth", 1e9, "GB/s a link"),
@@ -153,7 +152,7 @@ FIGURES = (*_CHIP, "matrix_flops", "to_device", "to_host")
 
 
 def calibrated(where: Slice, calibration: Calibration | None) -> Slice:
-    """``where`` with measured figures; errors as :meth:`Calibration.apply`."""
+    """Errors as :meth:`Calibration.apply`."""
     return where if calibration is None else replace(where, chip=calibration.apply(where.chip))
 
 

@@ -152,10 +152,7 @@ class Chip:
         return self.flops / self.devices
 
     def device_usable_hbm_bytes(self, chip_config: str | None = None) -> int:
-        """Bytes of its memory that a program on one device may take.
-
-        ``chip_config``: the runtime's.
-        """
+        """``chip_config``: the runtime's."""
         usable = self.other_configs.get(chip_config or "", self.usable_hbm_bytes)
         return usable // self.devices
 
@@ -165,7 +162,6 @@ class Chip:
 
     @property
     def device_host_bandwidth(self) -> float:
-        """Bytes a second between one device and its host, one way."""
         return self.pcie_bandwidth / self.devices
 
     @property
@@ -482,5 +478,5 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(_BY_FAMILY)
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip whose devices the runtime calls ``device_kind``; None for a CPU and new chips."""
+    """None for a CPU and new chips."""
     return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)

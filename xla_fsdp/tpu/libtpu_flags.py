@@ -61,7 +61,6 @@ def written(options: Mapping[str, str]) -> list[str]:
 
 
 def with_last(arguments: str, options: Mapping[str, str]) -> str:
-    """``arguments`` with ``options``, which take precedence."""
     words = arguments.split()
     end = words.index("--") if "--" in words else len(words)
     return " ".join([*words[:end], *written(options)])

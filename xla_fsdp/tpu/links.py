@@ -19,7 +19,7 @@ _Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that send
 
 
 def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
-    """Bytes a device sends or receives, whichever is more, in a collective."""
+    """Bytes that a device sends or receives, whichever is more."""
     if kind == "collective-permute":
         return number_of_bytes
     if group_size <= 1:
@@ -76,7 +76,6 @@ def collective_seconds(collective: OneCollective, slice: Slice) -> float:
 
 
 def describe(slice: Slice) -> str:
-    """What is assumed of the links of ``slice``, for a report."""
     chip = slice.chip
     axes = ", ".join(
         f"{length} ({'ring' if wrap else 'line'})"
@@ -226,7 +225,6 @@ class Links:
         return Route(ranks, cores, links, hops, crossing, sharing)
 
     def _closes(self, axis: int, at: Sequence[int]) -> bool:
-        """Whether evenly spaced chips of an axis go all the way around it."""
         length = self._shape[axis]
         return self._wraps[axis] and list(at) == list(range(at[0], length, length // len(at)))
 
@@ -246,7 +244,7 @@ class Links:
         return Route(ranks, 1, 1, (ranks - 1) * max(hops, 1), (ranks - 1) / 2, busiest)
 
     def _paths_of(self, pairs: Iterable[Sequence[int]]) -> tuple[Counter[_Link], int]:
-        """The number of pairs of ranks that each link serves, and the hops of the longest path."""
+        """Pairs of ranks that each link serves, and the longest path."""
         load: Counter[_Link] = Counter()
         longest = 0
         for source, target in pairs:
@@ -256,7 +254,6 @@ class Links:
         return load, longest
 
     def _path(self, source: _Position, target: _Position) -> Iterator[_Link]:
-        """The shortest path from chip to chip, x first, then y, then z."""
         at = list(source)
         for axis, length in enumerate(self._shape):
             up = (target[axis] - at[axis]) % length

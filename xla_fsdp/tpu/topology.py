@@ -68,7 +68,7 @@ class Slice:
 
     @property
     def devices(self) -> int:
-        """XLA devices of all slices: the world size."""
+        """The world size."""
         return self.chips * self.chip.devices
 
     @property
@@ -116,7 +116,6 @@ class Slice:
 
     @property
     def device_shape(self) -> tuple[int, int, int, int]:
-        """Chips along x, y, z and devices of a chip."""
         return (*self._xyz(1, self.shape), self.chip.devices)
 
     def coordinates(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -141,7 +140,7 @@ class Slice:
 
 
 def names() -> tuple[str, ...]:
-    """Every name that ``resolve`` knows, apart from shapes and the alias v5e-N."""
+    """Without shapes and the alias v5e-N."""
     return tuple(_named())
 
 
