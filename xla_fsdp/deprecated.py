@@ -27,7 +27,7 @@ def new_name(owner: str, old: str) -> str | None:
 
 
 def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with new names, with a warning. Raises TypeError for an old name and its new one."""
+    """``given`` with new names, with a warning. Raises TypeError for a name given twice."""
     renamed = dict(given)
     for old, new in RENAMED[owner].items():
         if old not in given:

@@ -293,7 +293,7 @@ class Stream:
 
 
 class _FirstNode(torch.autograd.Function):
-    """The unit's oldest node, so autograd runs it last, when all parameters have their gradients."""
+    """The unit's oldest node: autograd runs it last, when all parameters have their gradients."""
 
     @staticmethod
     def forward(ctx: Any, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

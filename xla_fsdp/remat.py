@@ -369,7 +369,7 @@ class _ModuleRecomputation(_Recomputation):
 
 
 class _Buffers:
-    """The buffers before a forward: spectral norm computes with vectors that it has just updated."""
+    """The buffers before a forward: spectral norm computes with vectors that it has updated."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -387,7 +387,7 @@ class _Buffers:
         }
 
     def end_forward(self) -> None:
-        """Drops unchanged buffers. Batch norm keeps the stamp; on XLA, a changed value is pending."""
+        """Drops unchanged buffers. Batch norm keeps the stamp, but on XLA its value is pending."""
         for (owner, name), (buffer, stamp, before) in list(self._before.items()):
             if owner._buffers.get(name) is buffer and stamps([buffer]) == stamp:
                 on_xla = buffer.device.type == "xla"

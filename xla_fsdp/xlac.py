@@ -103,7 +103,7 @@ def all_gather(
     use_global_ids: bool | None,
     /,
 ) -> torch.Tensor:
-    """Concatenates shards of a group's ``size`` ranks: ``(d, ...)`` to ``(size*d, ...)``."""
+    """Concatenates the shards of a group's ``size`` ranks: ``(d, ...)`` to ``(size*d, ...)``."""
 
 
 @_bound("_XLAC._xla_reduce_scatter")
@@ -120,7 +120,7 @@ def reduce_scatter(
     use_global_ids: bool | None,
     /,
 ) -> tuple[torch.Tensor, object]:
-    """Reduces over each group: ``(size*d, ...)`` to this rank's ``(d, ...)``, and the next token."""
+    """Reduces over groups: ``(size*d, ...)`` to this rank's ``(d, ...)``, and the next token."""
 
 
 @_bound("_XLAC._get_all_reduce_token")
@@ -397,7 +397,7 @@ def devices_of_slice() -> int:
 
 @_replaceable("_internal.tpu.get_worker_ips")
 def addresses_of_hosts() -> list[str]:
-    """Addresses of the hosts of the slice, by number."""
+    """Network addresses of the hosts of the slice, by number."""
 
 
 @_replaceable("_internal.tpu.worker_id")

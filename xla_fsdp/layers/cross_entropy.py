@@ -199,7 +199,7 @@ class _ForwardInJax(JaxFunction):
 
 @dataclass(frozen=True)
 class _BackwardInJax(JaxFunction):
-    """(hidden, weight, labels, logsumexp, gradients of the losses) to those of hidden and weight."""
+    """(hidden, weight, labels, logsumexp, loss gradients) to gradients of hidden and weight."""
 
     settings: _Settings
     name: str = "linear_cross_entropy_backward"

@@ -154,7 +154,7 @@ _SIZES = ("head_dim", "attention_head_size")
 
 @dataclass(frozen=True)
 class Heads:
-    """Marks a linear layer whose outputs (``made``) or inputs are heads (docs/how-to/attention.md)."""
+    """Marks a linear layer with heads as outputs (``made``) or inputs: docs/how-to/attention.md."""
 
     size: int
     made: bool

@@ -272,5 +272,5 @@ def _grid(chips: Counter[_Position]) -> tuple[list[int], ...] | None:
 
 
 def _one_ring(emitter: str) -> bool:
-    """Whether libtpu's name is of one ring: "1DAllGatherNonMajorDim", not "3D..." or "StrategyND"."""
+    """Whether libtpu's algorithm is one ring: "1DAllGatherNonMajorDim", but not "StrategyND"."""
     return emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter)
