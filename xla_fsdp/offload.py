@@ -1,7 +1,7 @@
 """Parameters, gradients and the optimizer update on the host: docs/how-to/cpu-offload.md.
 
 A program's arguments and results are in device memory, so streaming runs one program for each
-unit's forward and backward; at most two units' copies and three units' gradients are there.
+unit's forward and backward; at most two units' copies and three units' gradients are on the device.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class HostGradients:
         self.most = most
         self.pending: list[Pending] = []
         self.received = 0
-        self._told: int | None = None
+        self._told: int | None = None  # the backward that will call `arrive`
 
     def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
         assert isinstance(shard, HostShard)
@@ -256,7 +256,8 @@ class Stream:
 
     @property
     def _is_temporary_copy(self) -> bool:
-        """Not the root's, used by all forwards, nor in a recomputation, whose backward follows."""
+        """Not if it is the root's, which all forwards use, or if its backward follows a
+        recomputation."""
         return not self._unit.is_root and torch._C._current_graph_task_id() == -1
 
     def mark_backward_end(self, inputs: Any) -> Any:
@@ -276,7 +277,7 @@ class Stream:
             self._drop()
 
     def end_backward(self) -> None:
-        # Else they would be results of the program.
+        # Else full parameters and gradients would be results of the program.
         self._unit.leave_backward()
         self.traffic.cut()
         self._drop()
