@@ -120,8 +120,7 @@ class ShardedModule(nn.Module):
     def get_shard_metadata(self) -> dict[str, Any]:
         """Describes how to combine the ``state_dict()`` of all ranks, in plain values.
 
-        Save it with the state dict, under ``"shard_metadata"``, for ``python -m
-        xla_fsdp.consolidate``.
+        Save it with the state dict, under ``"shard_metadata"``, for :mod:`xla_fsdp.consolidate`.
         """
         return metadata.shard_metadata(units_in(self))
 

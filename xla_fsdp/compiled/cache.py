@@ -233,7 +233,7 @@ def _processor() -> str:
 @dataclass(frozen=True)
 class Program:
     path: Path
-    name: str
+    name: str  # torch_xla's
     size: int
     digest: str
 
