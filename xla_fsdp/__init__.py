@@ -1,7 +1,7 @@
 """Fully sharded data parallel training for PyTorch on XLA.
 
-Names are imported when they are first used: ``xla_fsdp.launch`` must be able to set environment
-variables before torch_xla is imported, and ``xla_fsdp.consolidate`` must work without torch_xla.
+Names are imported at their first use: ``xla_fsdp.launch`` sets environment variables before
+torch_xla is imported, and ``xla_fsdp.consolidate`` works without torch_xla.
 """
 
 import os as _os
@@ -74,7 +74,6 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The public names of each module.
 _PUBLIC = {
     "ranks.launch": "launch RankError RankTimeoutError CollectiveMismatchError",
     "pods.divergence": "detect_divergence DivergenceError",
@@ -141,7 +140,7 @@ def __getattr__(name: str) -> object:
         "plan_compiler",
         "tpu",
     )
-    if needs_torch_xla and "torch_xla" not in _sys.modules:  # else it did load
+    if needs_torch_xla and "torch_xla" not in _sys.modules:
         _import_module(".extras", __name__).require_torch_xla()
         _choose_device()
     if needs_torch_xla:
@@ -152,7 +151,7 @@ def __getattr__(name: str) -> object:
 
 
 def _choose_device() -> None:
-    """Chooses the CPU if there is no accelerator, as torch_xla does with a warning."""
+    """Chooses the CPU without an accelerator, as torch_xla does with a warning."""
     may_have_chips = _import_module(".tpu.compiler_options", __name__).may_have_chips
     if not may_have_chips() and _find_spec("libneuronxla") is None:
         _os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -166,8 +165,7 @@ def __dir__() -> list[str]:
 if "torch_xla" in _sys.modules:
     _import_module(".moves", __name__).watch_moves()
 
-# Enables integrations without changing a script: "1", or names of libraries separated by commas.
-# No other code imports them automatically.
+# "1", or names of libraries separated by commas: integrations for an unchanged script.
 _asked = _os.environ.get("XLA_FSDP_DROP_IN", "").split(",")
 for _library in ("transformers", "lightning"):
     if _library in _asked or (_asked == ["1"] and _find_spec(_library) is not None):

@@ -1,4 +1,4 @@
-"""Where results that can be computed again are stored by default."""
+"""Default folders for results that can be computed again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Hooks for ``model.register_comm_hook(state, hook)``, with torch's names: the default reduction,
-and reductions that send fewer bytes.
-
-docs/how-to/communication-hooks.md describes the arguments of a hook, and what these send and store.
-"""
+"""Hooks for ``model.register_comm_hook(state, hook)``: docs/how-to/communication-hooks.md."""
 
 from __future__ import annotations
 
@@ -39,17 +35,15 @@ def reduce_scatter_hook(state: None, bucket: GradBucket) -> torch.Tensor:
 
 
 def allreduce_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """The default reduction too: torch has two names, for sharded wrappers and for others."""
+    """The default reduction; torch's name for modules that are not sharded."""
     _require_no_state("allreduce_hook", state)
     return bucket.reduce()
 
 
 def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """Sends gradients, and sums them, in bfloat16.
+    """Sends and sums float32 and float64 gradients in bfloat16.
 
-    The mean has an error of a rounding to bfloat16 (1/256 of a value) for each addition. If
-    gradients are no wider than that, as with ``compute_dtype=torch.bfloat16``, nothing changes.
-    Complex gradients are sent unchanged.
+    Each addition has a rounding error of 1/256 of a value.
     """
     _require_no_state("bf16_compress_hook", state)
     buffer = bucket.buffer()
@@ -59,13 +53,15 @@ def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
 
 
 def fp16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """Sends gradients, and sums them, in float16: the error is 1/2048 of a value, but values above
-    65504 become infinite and values below 6e-8 are lost. Otherwise as :func:`bf16_compress_hook`.
+    """Sends and sums float32 and float64 gradients in float16.
+
+    Each addition has a rounding error of 1/2048 of a value. Values above 65504 become infinite,
+    values below 6e-8 become zero.
     """
     _require_no_state("fp16_compress_hook", state)
     buffer = bucket.buffer()
     if _is_wider(buffer):
-        # Divide partly before the sum, so that it does not overflow, and partly after it.
+        # Dividing partly before the sum avoids an overflow.
         before = 1
         while before * before < bucket.ranks:
             before *= 2

@@ -1,4 +1,4 @@
-"""The compiler options under their public name: see :mod:`xla_fsdp.tpu.compiler_options`."""
+"""The public name of :mod:`xla_fsdp.tpu.compiler_options`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Public names of the last release that still work, with a DeprecationWarning."""
+"""Names of the last release that still work, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
-# By the module or class that has the name: the old name and the new one.
+# Module or class -> old name -> new name.
 RENAMED: dict[str, dict[str, str]] = {
     "xla_fsdp": {"latest": "latest_checkpoint", "loaded_later": "defer_init"},
     "xla_fsdp.compiler_options": {"for_large_products": "for_large_matmuls"},
@@ -19,7 +19,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def new_name(owner: str, old: str) -> str | None:
-    """The name that replaced ``old``, with a warning for the caller's caller; None if none did."""
+    """The new name of ``old``, with a warning for the caller's caller; else None."""
     new = RENAMED[owner].get(old)
     if new is not None:
         _warn(owner, old, new, stacklevel=4)
@@ -27,11 +27,7 @@ def new_name(owner: str, old: str) -> str | None:
 
 
 def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with old names replaced by new ones, with a warning for the caller's caller.
-
-    Raises:
-        TypeError: an old name and its new name are both passed.
-    """
+    """``given`` with new names, with a warning. Raises TypeError for a name given twice."""
     renamed = dict(given)
     for old, new in RENAMED[owner].items():
         if old not in given:
@@ -46,7 +42,6 @@ def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_old_names(cls: Class) -> Class:
-    """Makes the constructor and the attributes of ``cls`` accept their old names."""
     owner, init = cls.__name__, getattr(cls, "__init__")  # noqa: B009, for mypy
 
     @wraps(init)

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterable
 from importlib import metadata
 
-# The oldest release that training works with; docs/reference/versions.md lists what was tested.
+# docs/reference/versions.md lists what was tested.
 _OLDEST_TORCH_XLA = (2, 8)
 
 
@@ -16,10 +16,7 @@ class MissingExtraError(ImportError):
 
 
 def require_extra(extra: str, part: str, modules: Iterable[str]) -> None:
-    """Raises MissingExtraError unless ``modules``, which ``extra`` installs, are installed.
-
-    ``part``: the part of this package that needs them, the subject of the message.
-    """
+    """Raises MissingExtraError unless ``modules`` of ``extra``, for ``part``, are installed."""
     missing = [name for name in modules if not _is_there(name)]
     if missing:
         raise MissingExtraError(
@@ -36,7 +33,7 @@ def _is_there(module: str) -> bool:
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """The versions of packages, "" for those that are not installed, and of "python"."""
+    """Versions of packages, or "", and of "python"."""
     versions = {}
     for name in packages:
         try:
@@ -47,13 +44,9 @@ def installed_versions(*packages: str) -> dict[str, str]:
 
 
 def require_torch_xla() -> None:
-    """Checks the versions of torch and torch_xla before they are imported: if they do not match,
-    the import error would only name a missing symbol.
+    """Raises ImportError if torch, torch_xla and this package do not match.
 
-    Does nothing without torch_xla: importing it raises a clear error.
-
-    Raises:
-        ImportError: their versions are incompatible with each other, or with this package.
+    Their own import error would only name a missing symbol. Does nothing without torch_xla.
     """
     try:
         xla, torch = metadata.version("torch_xla"), metadata.version("torch")

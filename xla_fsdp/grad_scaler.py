@@ -12,21 +12,15 @@ from .collectives.world import World
 
 
 class ShardedGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` for gradients that are sharded.
+    """``torch.amp.GradScaler`` for gradients that are sharded, on all ranks.
 
-    If the shard of any rank contains infinity or NaN, the step is skipped, and the scale lowered,
-    on every rank. Use it like torch's, on all ranks: ``scaler.scale(loss).backward()``, optionally
-    ``scaler.unscale_(optimizer)`` and ``model.clip_grad_norm_(...)``, then
-    ``scaler.step(optimizer)`` and ``scaler.update()``. ``step`` reads one number from the device,
-    so a step is two programs; bfloat16 needs no scaler. ``torch.amp.GradScaler`` works on shards
-    too; this class also checks ignored parameters, and all replicas.
+    If any rank's shard contains infinity or NaN, every rank skips the step. Unlike
+    ``torch.amp.GradScaler``, which works on shards too, it checks ignored parameters and all
+    replicas. ``step`` reads one number from the device, so a step is two programs.
 
     Args:
-        init_scale: the first factor.
-        growth_factor: multiplies the scale after ``growth_interval`` good steps in a row.
-        backoff_factor: multiplies the scale after a skipped step.
-        growth_interval: see ``growth_factor``.
-        enabled: ``False``: do nothing.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in
+            ``torch.amp.GradScaler``.
     """
 
     def __init__(
@@ -51,7 +45,7 @@ class ShardedGradScaler(GradScaler):
         # A rank without any gradient still takes part in the reduction.
         own = found.get(device, torch.zeros((), device=device))
         cpu = torch.device("cpu")
-        if cpu in found:  # with cpu_offload
+        if cpu in found:
             own = torch.maximum(own, as_data(found[cpu], device))
         world = World.to_reduce_over(None, device)
         return {device: world.all_reduce_max(own, "found infinity")}

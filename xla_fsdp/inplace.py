@@ -1,4 +1,4 @@
-"""``fully_shard``: torch's FSDP2 API. It shards a module in place and changes its class."""
+"""``fully_shard``: torch's FSDP2 API."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ class MixedPrecisionPolicy:
     """Dtypes in which a module that is sharded in place computes and communicates.
 
     Attributes:
-        param_dtype: the dtype in which parameters are gathered and used; ``None``: their dtype.
-        reduce_dtype: the dtype in which gradients are reduced: ``param_dtype`` (``None``), or
+        param_dtype: of gathered parameters; ``None``: their dtype.
+        reduce_dtype: of the reduction of gradients: ``None`` (``param_dtype``) or
             ``torch.float32``.
-        output_dtype: the dtype that floating-point outputs of the module's forward are cast to.
+        output_dtype: of floating-point outputs of the forward.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
 
     Raises:
-        ValueError: a dtype is not ``torch.float32``, ``torch.float16``, ``torch.bfloat16`` or
-            ``None``, ``reduce_dtype`` is incompatible, or a flag is not a bool.
+        ValueError: an attribute has a value that is not allowed.
     """
 
     param_dtype: torch.dtype | None = None
@@ -53,7 +52,7 @@ class MixedPrecisionPolicy:
 
     @property
     def as_option(self) -> MixedPrecision | None:
-        """The wrapper's ``mixed_precision`` that does the same, except for the outputs."""
+        """Does the same, except for the outputs."""
         if self.param_dtype is None and self.reduce_dtype is None:
             return None
         cast = self.cast_forward_inputs
@@ -75,7 +74,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Stores shards, gradients and optimizer state on the host, as the wrapper's ``CPUOffload()``.
 
     Attributes:
-        pin_memory: no effect, because memory is not pinned for TPUs.
+        pin_memory: no effect.
     """
 
     pin_memory: bool = True
@@ -95,31 +94,24 @@ def fully_shard(
 ) -> T:
     """Shards ``module`` in place, as torch's ``fully_shard`` does, and returns it.
 
-    Call it from the inside out: ``for layer in model.layers: fully_shard(layer)``, then
-    ``fully_shard(model)``, then make the optimizer. The module is still of its original class, and
-    an ``FSDPModule`` too; names of modules, parameters and state dicts do not change. Values of
-    parameters are shards, as those of :class:`XlaFullyShardedDataParallel`, which describes when
-    they are gathered. Functions of this package that take a wrapped model accept it.
+    Call it on the layers, then on the model, then make the optimizer. The module becomes an
+    ``FSDPModule`` as well; names of modules, parameters and state dicts do not change.
 
     Args:
         module: makes one FSDP unit of all its parameters that are not sharded yet. A list is
-            equivalent to a call for each module: every module is a separate FSDP unit.
-        mesh: the ranks, as a ``DeviceMesh``, a tensor or lists of ordinals. 1-D: these share the
-            parameters. 2-D, ``(replicate, shard)``: each row shares the parameters, and gradients
-            are averaged over the columns. Default: all ranks share; on several TPU slices the ranks
-            of each slice: docs/how-to/several-slices.md.
-        reshard_after_forward: free the full parameters after the forward. ``None``: yes, except
-            in the root (the outermost module). A number: store a part of them for the backward,
-            which then gathers among that number of ranks only.
-        shard_placement_fn: only ``None``: parameters are cut as vectors, whatever their shape.
+            equivalent to a call for each module.
+        mesh: a ``DeviceMesh``, a tensor or lists of ordinals. 1-D: these ranks share the
+            parameters. 2-D, ``(replicate, shard)``: each row shares them, and gradients are
+            averaged over the columns. Default: all ranks of a TPU slice share.
+        reshard_after_forward: free the full parameters after the forward. ``None``: yes, except in
+            the root (the outermost module). A number: store a part of them for the backward, which
+            then gathers among that number of ranks only.
+        shard_placement_fn: only ``None``: parameters are cut as vectors.
         mp_policy: dtypes; default: those of the parameters.
-        offload_policy: ``CPUOffloadPolicy()``: shards, gradients, the optimizer state and the
-            update are on the host: docs/how-to/cpu-offload.md. ``OffloadPolicy()``, the default:
-            nothing is offloaded.
-        ignored_params: parameters that stay replicated on every rank and whose gradients are not
-            reduced, see ``average_ignored_gradients``.
-        options: further ones of :class:`~xla_fsdp.FSDPOptions`, such as ``forward_prefetch``,
-            ``param_init_fn`` (for modules on the meta device) or ``sync_module_states``.
+        offload_policy: ``CPUOffloadPolicy()`` or ``OffloadPolicy()``, the default.
+        ignored_params: parameters that stay replicated and whose gradients are not reduced, see
+            ``average_ignored_gradients``.
+        options: further ones of :class:`~xla_fsdp.FSDPOptions`.
 
     Raises:
         ValueError, TypeError: an argument is not supported, or the class of the module has an
@@ -140,7 +132,6 @@ def fully_shard(
             "vectors, which divides every shape evenly. Leave it out; results are the same"
         )
     if reshard_after_forward is not None:
-        # An explicit value applies to the root module too.
         options |= {"reshard_after_forward": reshard_after_forward}
     given = replace(
         FSDPOptions.of(FULLY_SHARD, **options),
@@ -160,7 +151,7 @@ def fully_shard(
 
 def _require_names_free(module: Any) -> None:
     if not isinstance(module, nn.Module) or is_wrapper(module):
-        return  # make_unit raises the error
+        return  # make_unit raises
     ours = {name for name in dir(FSDPModule) if not hasattr(nn.Module, name)} | {"_unit"}
     ours -= {"_fqn_modifiers"}  # torch calls it, but never on a sharded module
     taken = sorted(n for n in ours if not n.startswith("__") and hasattr(module, n))
@@ -172,7 +163,6 @@ def _require_names_free(module: Any) -> None:
 
 
 def _become_sharded(module: nn.Module, unit: FSDPState, precision: MixedPrecisionPolicy) -> None:
-    """Makes ``module`` compute through ``unit``, by a class derived from its class and ours."""
     unit.output_dtype = precision.output_dtype
     module.__dict__["_unit"] = unit
     module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # Module is hashable
@@ -184,7 +174,7 @@ def _before_load(
     module: FSDPModule, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
     if not is_wrapper(module):
-        return  # the module behaves like the unwrapped one for now, see checkpoint/protocol.py
+        return  # see checkpoint/protocol.py
     holders = "the shards that the module gathers"
     require_copying(state_dict, prefix, local_metadata, holders)
     module._unit.install_shards()
@@ -192,8 +182,7 @@ def _before_load(
 
 @functools.cache
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of sharded modules of class ``original``, one for all of them. If two ranks call it
-    at the same time, each may make one, which has no effect."""
+    """The class of sharded modules of class ``original``. A second one has no effect."""
     own: dict[str, Any] = {"_fsdp_original": original, "__module__": original.__module__}
     seen = {"__init__"}
     for base in original.__mro__:
@@ -206,16 +195,13 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
-    """A method of the original class that may be called outside of a forward."""
-
     @functools.wraps(function)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        # Not `function`: the method may have been replaced in the original class since.
+        # `function` may have been replaced in the original class since.
         method = getattr(super(FSDPModule, self), name)
         unit = self._unit
         if name == "forward" or name in unit.forward_methods:
-            # Full parameters do not tell: a recomputation, whose unit has them again, must save the
-            # tensors that the forward saved.
+            # A recomputation, with full parameters, must save the same tensors as the forward.
             inside = any(one.unit is unit for one in computing_passes())
             return method(*args, **kwargs) if inside else unit.run(method, args, kwargs)
         if unit.has_full_parameters():
@@ -223,7 +209,7 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
         if not unit.summoned and any(
             remaining_uninitialized(one.uninitialized) for one in unique_units(self)
         ):
-            # The parameters have no values yet, so the method is there to initialize them.
+            # The method initializes the parameters.
             with summon_full_params(self):
                 return method(*args, **kwargs)
         return method(*args, **kwargs)
@@ -241,18 +227,14 @@ class UnshardHandle:
 class FSDPModule(ShardedModule):
     """A module after ``fully_shard``: an instance of its original class and of this one.
 
-    A call gathers the parameters, computes and frees them; hooks of the module run in between.
-    Names of modules, parameters and the state dict do not change. Methods other than forward raise
-    an error if they compute with parameters, see ``register_fsdp_forward_method``.
-
-    Methods have torch's names. Those that only influence when data is sent have no effect: the
-    compiler decides that, and results are the same.
+    A call gathers the parameters, computes and frees them; hooks run in between. Other methods
+    raise an error if they compute with parameters, see ``register_fsdp_forward_method``.
     """
 
     _fsdp_original: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the original class: a slice of a Sequential constructs one by its class."""
+        """Of the original class: a slice of a Sequential constructs one."""
         original = getattr(cls, "_fsdp_original", None)
         if original is None:
             raise TypeError("FSDPModule is what xla_fsdp.fully_shard(module) makes of a module")
@@ -260,17 +242,16 @@ class FSDPModule(ShardedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__
-        if self._unit.computing:  # the module calls itself
+        if self._unit.computing:
             return call(*args, **kwargs)
         return self._unit.run(call, args, kwargs)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """As in torch: parameters and buffers have no values until they are given some.
 
-        They get values by a load, within ``summon_full_params``, or from the next methods of the
-        model that are called, such as ``init_weights()``: these compute with full parameters, and
-        must do the same on every rank, as in :meth:`apply`. A forward before all have values raises
-        RuntimeError and names those that have none.
+        These come from a load, ``summon_full_params``, or the next methods of the model that are
+        called, such as ``init_weights()``, with full parameters and the same on every rank. A
+        forward before all have values raises RuntimeError.
 
         Raises:
             ValueError: a device other than that of the shards; ``recurse=False``; scanned blocks.
@@ -299,22 +280,20 @@ class FSDPModule(ShardedModule):
         return self
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the parameters of this module's FSDP unit, so that its modules have full ones.
+        """Gathers the parameters of this module's FSDP unit. Collective.
 
-        They are full until :meth:`reshard` or the next forward of the module. That forward uses
-        them, and afterwards frees them or keeps them for the backward, according to
-        ``reshard_after_forward``. Gradients of what is computed with full parameters are correct;
-        changing full parameters raises RuntimeError. All ranks must call it.
+        They are full until :meth:`reshard` or the module's next forward, which uses them. Computing
+        with them gives correct gradients; changing them raises RuntimeError.
 
         Args:
-            async_op: return a handle. Calling its ``wait()`` is not necessary.
+            async_op: return a handle, whose ``wait()`` need not be called.
         """
         _require_bool("async_op", async_op)
         self._unit.unshard()
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Frees parameters that :meth:`unshard` or ``set_reshard_after_backward(False)`` kept full.
+        """Frees parameters that :meth:`unshard` or ``set_reshard_after_backward(False)`` left full.
 
         Raises:
             RuntimeError: a full parameter was changed in between, which would be lost.
@@ -324,19 +303,14 @@ class FSDPModule(ShardedModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """``False``: backwards store full gradients without reducing them, and the first backward
-        with ``True`` reduces the sum. ``recurse``: also for sharded modules inside."""
+        """``False``: backwards store full gradients; the first with ``True`` reduces the sum."""
         _require_bool("requires_gradient_sync", requires_gradient_sync)
         _require_bool("recurse", recurse)
         for unit in unique_units(self) if recurse else [self._unit]:
             unit.set_sync(syncs=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """``False``: if there are replicas (a 2-D mesh), backwards do not reduce gradients.
-
-        The first backward with ``True`` reduces the sum. Unlike torch's method, it stores full
-        gradients until then, as ``set_requires_gradient_sync(False)`` does.
-        """
+        """``False``: with replicas (a 2-D mesh), acts as ``set_requires_gradient_sync(False)``."""
         _require_bool("requires_all_reduce", requires_all_reduce)
         for unit in _units_in_place(self, recurse):
             unit.set_sync(all_reduces=requires_all_reduce)
@@ -350,37 +324,33 @@ class FSDPModule(ShardedModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """``False``: full parameters stay after the backward, for the forward of the next
-        micro-batch. After a step has changed the shards, they are gathered again."""
+        """``False``: full parameters stay after the backward, until a step changes the shards."""
         _require_bool("reshard_after_backward", reshard_after_backward)
         for unit in _units_in_place(self, recurse):
             unit.caches_after_backward = not reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides this module's reduced gradients by ``factor``, instead of by the number of
-        ranks."""
+        """Divides reduced gradients by ``factor`` instead of the number of ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"factor must be a positive number, got {factor!r}")
         self._unit.comms.divisors = Divisors(1.0, float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
-    # -- no effect ------------------------------------------------------------------------------
-
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Checks the arguments. No effect: modules are prefetched in the order of the trace."""
+        """No effect: modules are prefetched in the order of the trace."""
         _require_sharded("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Checks the arguments. No effect: modules are prefetched in the order of the trace."""
+        """No effect: modules are prefetched in the order of the trace."""
         _require_sharded("set_modules_to_backward_prefetch", modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """No effect: the end of every backward is detected automatically."""
+        """No effect: the end of every backward is detected."""
         _require_bool("is_last_backward", is_last_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """No effect: the compiler removes the gather of a backward that needs no parameter."""
+        """No effect: the compiler removes gathers that are not needed."""
         _require_bool("unshard_in_backward", unshard_in_backward)
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -393,8 +363,6 @@ class FSDPModule(ShardedModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect: reductions are sums already."""
         _require_bool("enable", enable)
-
-    # -- not supported --------------------------------------------------------------------------
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], **kwargs: Any) -> None:
         """Raises NotImplementedError."""
@@ -418,7 +386,6 @@ class FSDPModule(ShardedModule):
 
 
 def _units_in_place(module: FSDPModule, recurse: bool) -> list[FSDPState]:
-    """The unit of ``module``, and with ``recurse`` the ``fully_shard`` units inside it."""
     _require_bool("recurse", recurse)
     return [one for one in unique_units(module) if one.in_place] if recurse else [module._unit]
 

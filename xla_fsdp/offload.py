@@ -1,18 +1,7 @@
 """Parameters, gradients and the optimizer update on the host: docs/how-to/cpu-offload.md.
 
-A shard on the host has a copy on the device, which is sent when it is needed, and again after the
-shard has changed, by an optimizer, a load or the user. This needs no computation on the device: a
-transfer is no program, so nothing is compiled.
-
-The results of a program exist only when all of it has run. So a backward ends with a cut: the
-program starts, and when it is done, gradients are fetched in pieces. While one piece is fetched,
-the piece before is added up on the host.
-
-A torch_xla program takes its arguments from device memory and leaves its results there. So that
-device memory need not hold the entire model, streaming cuts the step into programs, one for each
-unit's forward and one for its backward. While one program runs, the host traces the next, casts and
-sends the copies of its shards, and fetches the gradients of the program before. At most two units'
-copies, and three units' gradients, are on the device.
+A program's arguments and results are in device memory, so streaming runs one program for each
+unit's forward and backward; at most two units' copies and three units' gradients are on the device.
 """
 
 from __future__ import annotations
@@ -37,12 +26,10 @@ from .tree import map_tensors, tensors_in
 
 
 def attach(unit: FSDPState) -> None:
-    """Gives every shard of ``unit`` on the host a copy on the device, and a way for its gradient to
-    the host. Does nothing if ``unit`` does not offload.
+    """Prepares the host shards of ``unit``, if it offloads.
 
     Raises:
-        ValueError: a parameter is shared with another wrapper (tied weights), and only one of the
-            two wrappers offloads it.
+        ValueError: only one of two wrappers that share a parameter (tied weights) offloads it.
     """
     how = unit.options.cpu_offload
     offloads = how is not None
@@ -61,27 +48,21 @@ def attach(unit: FSDPState) -> None:
         unit.stream = Stream(unit, gradients)
     for tensor in unit.stored:
         shard = tensor.shard
-        assert isinstance(shard, HostShard)  # checked above
+        assert isinstance(shard, HostShard)
         if tensor.copy is None:
             computed = None if tensor.wide else unit.options.compute_dtype
             tensor.copy = ShardCopy(shard, computed, uploads)
         elif tensor.copy.dtype is not tensor.spec.compute_dtype(unit.options.compute_dtype):
-            # Tied, and the other wrapper has another compute dtype.
             tensor.copy = ShardCopy(shard, None, uploads)
         tensor.widens = True
 
 
-# Bytes that may be in transfer to the device before the next send waits, unless one tensor has
-# more. During a transfer there is a second copy of them on the host.
+# Bytes in transfer before the next send waits, unless one tensor has more.
 STAGED_BYTES = 1 << 28
 
 
 class Uploads:
-    """Sends tensors to ``device``, at most ``most`` bytes at a time.
-
-    Attributes:
-        sent: bytes sent so far.
-    """
+    """At most ``most`` bytes are in transfer."""
 
     def __init__(self, device: torch.device, most: int = STAGED_BYTES) -> None:
         self.device = device
@@ -90,14 +71,11 @@ class Uploads:
         self._under_way = 0
 
     def send(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``value``, which is on the CPU, as ``dtype`` on the device.
-
-        Returns during the transfer; ``value`` may be changed immediately.
-        """
+        """Returns during the transfer, when ``value`` may be changed."""
         size = value.numel() * dtype.itemsize
         if self._under_way and self._under_way + size > self.most:
             self._under_way = 0
-            if not is_simulated_rank():  # wait for all earlier ones: send one more, and fetch it
+            if not is_simulated_rank():  # wait for all earlier ones: fetch one more
                 xlac.copy_to_host([as_data(torch.zeros(1, device="cpu"), self.device)])
         self._under_way += size
         self.sent += size
@@ -107,69 +85,52 @@ class Uploads:
 
 
 class ShardCopy:
-    """The device copy of one shard.
-
-    Args:
-        dtype: the compute dtype, see :func:`computed_in`.
-        uploads: sends the copy.
-    """
+    """The device copy of one shard in its compute ``dtype``, see :func:`computed_in`."""
 
     def __init__(self, shard: HostShard, dtype: torch.dtype | None, uploads: Uploads) -> None:
         self._shard = shard
         self._dtype = dtype
         self.uploads = uploads
-        # The copy on the device, even if the shard has changed since; ``None`` if dropped.
+        # May be older than the shard; None if dropped.
         self.held: torch.Tensor | None = None
         self._made_of: object = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the shard is gathered."""
         return computed_in(self._shard.dtype, self._dtype)
 
     def drop(self) -> None:
-        """Frees the copy; the next use sends it again."""
         self.held = self._made_of = None
 
     def send(self) -> torch.Tensor:
-        """The copy on the device, in the shape of the shard. Starts the transfer, if the shard has
-        changed since the last one."""
+        """The copy on the device; a transfer starts if the shard has changed."""
         state = self._shard.state()
         if self.held is None or state != self._made_of:
-            self.held = None  # free it before the next one, so only one is in device memory
+            self.held = None  # so that only one is in device memory
             self.held = self.uploads.send(local(self._shard), self.dtype)
             self._made_of = state
         return self.held
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for deep copies: without the tensor, which belongs to another shard."""
+        """For deep copies: without the tensor of another shard."""
         return {**vars(self), "held": None, "_made_of": None}
 
 
-# Bytes that are fetched at a time, unless one tensor has more.
 FETCHED_BYTES = 1 << 28
 
 Pending = tuple[torch.Tensor, torch.Tensor]
 
 
 class HostGradients:
-    """The gradients of one unit that go to the host.
-
-    Attributes:
-        pending: shards and their gradients, on the device.
-        received: bytes received so far.
-    """
-
     def __init__(self, device: torch.device, most: int = FETCHED_BYTES) -> None:
         self.device = device
         self.most = most
         self.pending: list[Pending] = []
         self.received = 0
-        self._told: int | None = None  # the backward at whose end `arrive` is called
+        self._told: int | None = None  # the backward that will call `arrive`
 
     def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
-        """Adds ``grad`` to that of ``shard`` once the backward is over."""
-        assert isinstance(shard, HostShard)  # the object that the optimizer has
+        assert isinstance(shard, HostShard)
         self.pending.append((shard, grad))
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._told):
@@ -177,11 +138,10 @@ class HostGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self.arrive)
 
     def forget(self) -> None:
-        """Drops gradients that a failed backward left."""
         self.pending.clear()
 
     def arrive(self) -> None:
-        """Runs the traced program, and gives every shard its gradient, in the shard's dtype."""
+        """Runs the traced program, and gives every shard its gradient."""
         self._told = None
         if not self.pending:
             return
@@ -195,7 +155,7 @@ class HostGradients:
             return
         self.received += sum(_bytes(one) for one in pending)
         if is_simulated_rank():
-            for shard, _ in pending:  # in a plan gradients have no values
+            for shard, _ in pending:  # values do not exist in a plan
                 if shard.grad is None:
                     with on_local_parts():
                         shard.grad = fake_cpu_tensor(shard.shape, shard.dtype)
@@ -218,7 +178,6 @@ class HostGradients:
             _add_up(*following.result())
 
     def _pieces(self, pending: list[Pending]) -> list[list[Pending]]:
-        """Pieces of ``pending``, the last gradients first."""
         pieces: list[list[Pending]] = []
         size = 0
         while pending:
@@ -246,15 +205,12 @@ def _copy_to_host(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.
     return shards, xlac.copy_to_host(values)
 
 
-# The number of units whose gradients may be in transfer to the host.
+# Units whose gradients may be in transfer at the same time.
 _FETCHING = 2
 
 
 class Traffic:
-    """The current transfers and programs of the streamed units of one model.
-
-    Lifetime of the thread: from the first gradients of a backward to its end.
-    """
+    """Transfers and programs of a model's streamed units. Its thread lives during a backward."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -262,7 +218,6 @@ class Traffic:
         self._pool: ThreadPoolExecutor | None = None
 
     def __deepcopy__(self, memo: dict) -> Traffic:
-        """A copied model has no current transfers."""
         return memo.setdefault(id(self), Traffic(self.device))
 
     def cut(self) -> None:
@@ -272,8 +227,7 @@ class Traffic:
         xlac.start_program(self.device)
 
     def fetch(self, task: Callable[[], None]) -> None:
-        """Queues ``task`` for the thread that runs all tasks in order: two units may have gradients
-        of the same shard."""
+        """Queues ``task`` for one thread: two units may have gradients of the same shard."""
         while len(self._fetching) >= _FETCHING:
             self._fetching.pop(0).result()
         if self._pool is None:
@@ -281,11 +235,7 @@ class Traffic:
         self._fetching.append(self._pool.submit(task))
 
     def wait(self) -> None:
-        """Waits until every gradient is on the host.
-
-        Raises:
-            Exception: a hook on a shard raised it.
-        """
+        """Waits for all gradients. Raises what a hook on a shard raised."""
         try:
             while self._fetching:
                 self._fetching.pop(0).result()
@@ -297,11 +247,7 @@ class Traffic:
 
 
 class Stream:
-    """Decides when the copies of one unit are sent and freed.
-
-    Attributes:
-        traffic: of the model, once its root is known; before that a separate one.
-    """
+    """Decides when the copies of one unit are sent and freed; ``traffic`` becomes the root's."""
 
     def __init__(self, unit: FSDPState, gradients: HostGradients) -> None:
         self._unit = unit
@@ -310,8 +256,8 @@ class Stream:
 
     @property
     def _is_temporary_copy(self) -> bool:
-        """Whether to free the unit's copies now: not those of the root, during which the other
-        units compute, and not in a recomputation, whose backward follows immediately."""
+        """Not if it is the root's, which all forwards use, or if its backward follows a
+        recomputation."""
         return not self._unit.is_root and torch._C._current_graph_task_id() == -1
 
     def mark_backward_end(self, inputs: Any) -> Any:
@@ -319,29 +265,26 @@ class Stream:
         if self._unit.is_root or not torch.is_grad_enabled():
             return inputs
         tensors = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
-        if not tensors:  # then this unit's backward ends with the model's
+        if not tensors:  # this unit's backward ends with the model's
             return inputs
         passed = dict(zip(tensors, _FirstNode.apply(self, *tensors.values()), strict=True))
         return map_tensors(lambda t: passed.get(id(t), t), inputs)
 
     def end_forward(self) -> None:
-        """After the unit's forward: runs its program, and frees its copies."""
         if self._is_temporary_copy:
             self._unit.order.end_forward()
             self.traffic.cut()
             self._drop()
 
     def end_backward(self) -> None:
-        """After all gradients of the unit and of its inputs were traced: runs the program."""
-        # Full parameters and pending gradients would be results of the program.
+        # Else full parameters and gradients would be results of the program.
         self._unit.leave_backward()
         self.traffic.cut()
         self._drop()
         self._gradients.depart(self.traffic.fetch)
 
     def forget(self) -> None:
-        """Called after a backward failed."""
-        with contextlib.suppress(Exception):  # the user has already seen the error
+        with contextlib.suppress(Exception):  # the user has seen the error
             self.traffic.wait()
 
     def _drop(self) -> None:
@@ -351,14 +294,13 @@ class Stream:
 
 
 class _FirstNode(torch.autograd.Function):
-    """The first node of a unit's forward. It is the unit's oldest node, so autograd runs it after
-    all others of the unit: all parameters have their gradients by then."""
+    """The unit's oldest node: autograd runs it last, when all parameters have their gradients."""
 
     @staticmethod
     def forward(ctx: Any, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.stream = stream
-        # No views, which a forward could not change in place. On XLA a copy takes no memory.
+        # Copies, because a forward could not change views in place. On XLA they take no memory.
         return tuple(torch.view_copy(tensor, tensor.shape) for tensor in tensors)
 
     @staticmethod

@@ -1,9 +1,7 @@
-"""TPU compilers that plans use: ``python -m xla_fsdp.plan_compiler install``.
+"""TPU compilers for plans: ``python -m xla_fsdp.plan_compiler install``.
 
-A compiler is a Python interpreter with jax and libtpu. It may be this one (the ``plan`` extra), or
-that of a virtual environment with nothing else in it, so that torch_xla and the compiler need not
-agree on a release of jax, nor of Python. ``install`` makes such an environment in a folder named
-by the version of libtpu. Nothing here imports jax, torch or libtpu.
+A compiler is a Python interpreter with jax and libtpu: this one, or a virtual environment's.
+Nothing here imports jax, torch or libtpu.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from .wording import to_one_line
 
 COMMAND = "python -m xla_fsdp.plan_compiler install"
 FOLDER = "XLA_FSDP_COMPILERS"
-_SECONDS = 60  # for an interpreter to say what it has
+_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Release:
-    """What goes with a version of libtpu: the jax and the Python that it was tested with."""
+    """The jax and the Python that a version of libtpu was tested with."""
 
     jax: str
     python: str
@@ -46,7 +44,7 @@ TESTED: Mapping[str, Release] = MappingProxyType({
     "0.0.21": Release(jax="0.7.1", python="3.11"),
 })  # fmt: skip
 
-# Runs in the interpreter in question, which may have any release of Python and no package.
+# Runs in any Python, without packages.
 _ASK = """
 import importlib.metadata as m, json, os, platform
 def version(name):
@@ -62,16 +60,15 @@ print(json.dumps({**found, "python": platform.python_version(), "library": libra
 
 
 class UnusableCompilerError(ValueError):
-    """``compiler=`` names nothing that can compile the plan, or it was not possible to install."""
+    """``compiler=`` names nothing that can compile the plan, or its installation failed."""
 
 
 @dataclass(frozen=True)
 class Compiler:
     """An interpreter with jax and libtpu.
 
-    ``python``: its path. ``versions``: of "jaxlib", "libtpu", "jax" and "python". ``library``:
-    path of its libtpu. ``environment``: variables of a process that runs it, with None for those
-    that must not be set.
+    ``versions``: of "jaxlib", "libtpu", "jax" and "python". ``library``: its libtpu's path.
+    ``environment``: changes for its processes; None removes a variable.
     """
 
     python: str
@@ -80,18 +77,16 @@ class Compiler:
     environment: Mapping[str, str | None] = field(default_factory=dict)
 
     def require_knows(self, chip: Chip) -> None:
-        """Raises UnusableCompilerError if this libtpu is known not to compile for ``chip``."""
+        """Raises UnusableCompilerError if this libtpu does not compile for ``chip``."""
         if self.versions["libtpu"] in chip.refused_by:
             raise UnusableCompilerError(refusal_of(self.versions["libtpu"], chip.family))
 
 
 def tested_for(chip: Chip) -> list[str]:
-    """The tested releases of libtpu that compile for ``chip``, newest first."""
     return [version for version in TESTED if version not in chip.refused_by]
 
 
 def refusal_of(libtpu: str, slice: str, message: str = "") -> str:
-    """What to say when libtpu refuses a chip or a slice."""
     newest = next(iter(TESTED))
     said = f" ({to_one_line(message, 200)})" if message else ""
     remedy = (
@@ -103,7 +98,6 @@ def refusal_of(libtpu: str, slice: str, message: str = "") -> str:
 
 
 def folder_of_compilers() -> Path:
-    """``$XLA_FSDP_COMPILERS``; default: ``$XDG_CACHE_HOME/xla_fsdp/compilers``, ``~/.cache``."""
     if os.environ.get(FOLDER):
         return Path(os.environ[FOLDER])
     return default_cache_folder("compilers")
@@ -117,7 +111,7 @@ def find_compiler(wanted: str | os.PathLike[str] | None = None) -> Compiler:
             default: the newest tested version that is installed, else this interpreter.
 
     Raises:
-        UnusableCompilerError: (a ValueError) there is none, or it lacks jax or libtpu.
+        UnusableCompilerError: there is none, or it lacks jax or libtpu.
         TypeError: ``wanted`` is neither text nor a path.
     """
     if wanted is None:
@@ -133,7 +127,6 @@ def find_compiler(wanted: str | os.PathLike[str] | None = None) -> Compiler:
 
 
 def _place_of(given: str) -> Path:
-    """The interpreter that ``given`` means."""
     if re.fullmatch(r"\d+(\.\d+)+", given):
         python = _python_in(folder_of_compilers() / given)
         if python.is_file():
@@ -174,10 +167,10 @@ def _this_interpreter() -> Compiler:
 
 
 def _examined(python: Path, named: str) -> Compiler:
-    """The compiler of an interpreter. ``named``: how the user asked for it."""
+    """``named``: how the user asked for it."""
     if os.path.abspath(python) == os.path.abspath(sys.executable):
         return _this_interpreter()
-    # Paths of this interpreter's packages, and this interpreter's libtpu, are not for another one.
+    # Another interpreter must not use this one's packages and libtpu.
     environment: dict[str, str | None] = dict.fromkeys(
         ("PYTHONPATH", "PYTHONHOME", "PTXLA_TPU_LIBRARY_PATH", "TPU_LIBRARY_PATH")
     )
@@ -219,7 +212,6 @@ def _run(
 
 
 def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """This process's environment with ``changes``; None removes a variable."""
     changed = {**os.environ, **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
@@ -229,20 +221,16 @@ def install(
     folder: str | os.PathLike[str] | None = None,
     python: str | None = None,
 ) -> Path:
-    """Makes a virtual environment with libtpu and its jax, and nothing else.
+    """Makes a virtual environment with libtpu and its jax; returns its folder.
 
     Args:
         version: of libtpu, one of :data:`TESTED`.
-        folder: where; default: :func:`folder_of_compilers` / ``version``. It appears complete or
-            not at all. If it is there already, nothing is changed.
-        python: the interpreter to make it with; default: one of the tested release of Python.
-
-    Returns:
-        The folder, for ``plan(compiler=...)``.
+        folder: default: :func:`folder_of_compilers` / ``version``. It appears complete or not at
+            all; an existing environment is not changed.
+        python: an interpreter; default: one of the tested release of Python.
 
     Raises:
-        UnusableCompilerError: (a ValueError) the version is unknown, there is no such Python, or
-            pip failed.
+        UnusableCompilerError: the version is unknown, there is no such Python, or pip failed.
     """
     if version not in TESTED:
         raise UnusableCompilerError(
@@ -267,7 +255,7 @@ def install(
         pip = [str(_python_in(partial)), "-m", "pip", "install", "--disable-pip-version-check"]
         _require_done([*pip, "--quiet", *packages], "pip install " + " ".join(packages))
         if place.is_dir():
-            place.rmdir()  # empty, else it was refused above
+            place.rmdir()  # empty
         partial.rename(place)
     except OSError as error:
         if not _python_in(place).is_file():  # else another process was quicker
@@ -296,7 +284,6 @@ def _require_done(command: list[str], what: str) -> None:
 
 
 def _interpreter_of(release: str) -> str:
-    """The path of a Python of ``release``, such as "3.12"."""
     for candidate in _candidates(release):
         try:
             done = _run([candidate, "-c", "import sys; print(*sys.version_info[:2])"], {}, _SECONDS)
@@ -315,7 +302,7 @@ def _candidates(release: str) -> Iterator[str]:
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         if os.access(path := os.path.join(folder, f"python{release}"), os.X_OK):
             yield path
-    # pyenv's own commands on PATH start only the releases that are switched on.
+    # pyenv's own commands on PATH start only releases that are switched on.
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     yield from map(str, sorted(root.glob(f"versions/{release}*/bin/python")))
 

@@ -1,14 +1,8 @@
 """Gradient checkpointing: the backward recomputes activations instead of storing them.
 
-:func:`checkpoint_module` nests no backward in another: the forward builds its usual graph, but
-every tensor that autograd would save is replaced by its number. When the backward needs the first
-of them, the forward runs again and collects the tensors that it would have saved, in the same
-order. So gradients, hooks and FSDP units work with one graph and one backward.
-
-The last part of this module replaces functions of ``torch.utils.checkpoint``, so that it works on
-XLA. torch has no extension point for this: with ``preserve_rng_state=False`` or without tensors
-among the arguments, a recomputation calls nothing of the device's module, and saved-tensor hooks
-around it get its inputs like any other saved tensor, so they cannot tie these to a gradient.
+:func:`checkpoint_module` replaces tensors that autograd would save by numbers. When the backward
+needs the first, the forward runs again and collects its saved tensors in the same order. The last
+part makes ``torch.utils.checkpoint`` work on XLA; torch has no extension point for it.
 """
 
 from __future__ import annotations
@@ -43,24 +37,19 @@ from .tree import map_tensors, separate_tensors, tensors_in, with_tensors
 def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
     """Makes ``module`` recompute its activations in the backward; returns the module itself.
 
-    Its forward keeps its interface: keyword and non-tensor arguments, any structure of outputs. The
-    recomputation uses the same inputs, random numbers, autocast settings, modes and parameters;
-    buffers that a forward updates (batch statistics) are updated once. Memory: the inputs are
-    stored, all tensors between them and the outputs are freed.
-
-    Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one gather serves recomputation
-    and backward.
+    The recomputation has the same inputs, random numbers, autocast settings, modes and parameters;
+    buffers are updated once. Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one
+    gather serves recomputation and backward.
 
     Args:
         offload: on TPU, store the inputs that require gradients in host memory until the backward.
-            They are copied back while the backward of the next checkpointed module runs. Forward
-            and backward must be in one program, without ``torch_xla.sync()`` in between; otherwise
-            the compiler raises an error. No effect on other devices.
+            Forward and backward must be in one program, without ``torch_xla.sync()`` in between;
+            otherwise the compiler raises an error. No effect on other devices.
 
     Raises:
         TypeError: ``offload`` is not a bool.
         RuntimeError: in the backward, if the recomputation saves other tensors than the forward
-            did (because the forward depends on something that changed in between).
+            did.
     """
     if not isinstance(offload, bool):
         raise TypeError(f"offload must be True or False, got {offload!r}")
@@ -72,10 +61,7 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
 
 
 class _CheckpointedForward:
-    """Replaces the forward of a module, and recomputes it in the backward.
-
-    Lifetime: has only a weak reference to the module, so that both are freed together.
-    """
+    """Replaces the forward of a module. Its reference is weak, so that both are freed together."""
 
     def __init__(self, module: nn.Module, forward: Callable, offload: bool) -> None:
         self._module = weakref.ref(module)
@@ -102,17 +88,14 @@ class _CheckpointedForward:
         return recomputation.run(args, kwargs)
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles it for the copy of the module."""
         return type(self), (self.module, self.original, self.offload)
 
 
-# Whether checkpointed functions in this thread must save what their recomputation needs.
 _checkpoints: ContextVar[bool] = ContextVar("xla_fsdp_checkpoints", default=True)
 
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Within, this thread calls checkpointed functions as if they were not checkpointed."""
     token = _checkpoints.set(False)
     try:
         yield
@@ -122,7 +105,6 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Within, each of these modules is in training mode (True) or in evaluation mode."""
     others = [(module, now) for module, was in modes if (now := module.training) is not was]
     for module, now in others:
         module.training = not now
@@ -134,15 +116,11 @@ def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 
 class _Recomputation:
-    """One call of a checkpointed function, and the state in which it runs again.
-
-    Stores no tensor of the forward: torch saves the arguments.
-    """
+    """A call of a checkpointed function, to run it again. torch saves the arguments."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device | None) -> None:
         self.function = function
         self.device = device or torch.device("cpu")
-        # Units whose parameters the function uses; the recomputation gathers them again.
         self.passes = computing_passes()
         self.random = _random_state(self.device)
         self.draws = True
@@ -158,19 +136,17 @@ class _Recomputation:
         ]
 
     def end_forward(self) -> None:
-        """Notes whether the forward drew random numbers: only then they must be restored."""
+        """Detects whether random numbers were drawn: only then they must be restored."""
         (cpu, xla), (cpu_before, xla_before) = _random_state(self.device), self.random
         self.draws = xla != xla_before or not torch.equal(cpu, cpu_before)
 
     def enter_backward(self, events: Sequence[torch.Tensor]) -> None:
-        """Gathers the parameters that the function uses, after the gradients ``events`` exist."""
         for one in self.passes:
             one.require_shards_unchanged()
             one.unit.enter_backward(one, events[0] if events else None)
 
     @contextlib.contextmanager
     def state_of_forward(self) -> Iterator[None]:
-        """Within, autocast, parameters and random numbers are those of the forward."""
         with contextlib.ExitStack() as stack:
             for context in (*self.autocast, computing(self.passes)):
                 stack.enter_context(context)
@@ -185,7 +161,6 @@ class _Recomputation:
         return self.recompute(events, args, kwargs)
 
     def recompute(self, events: Sequence[torch.Tensor], args: tuple, kwargs: dict) -> Any:
-        """Calls the function again, after the gradients ``events`` exist."""
         with _disable_current_modes():  # selective checkpointing counts the function's operators
             self.enter_backward(events)
             tensors = [t for t in tensors_in((args, kwargs)) if t.device == self.device]
@@ -196,7 +171,6 @@ class _Recomputation:
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, int | None]:
-    """The states of the generators that a function on ``device`` can draw from: CPU and XLA."""
     xla = xm.get_rng_state(str(device)) if device.type == "xla" else None
     return torch.get_rng_state(), xla
 
@@ -209,7 +183,6 @@ def _set_random_state(device: torch.device, state: tuple[torch.Tensor, int | Non
 
 
 def _xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The XLA device that a function of ``tensors`` computes on, if any."""
     for tensor in tensors:
         if tensor.device.type == "xla":
             return tensor.device
@@ -220,26 +193,14 @@ def _xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 def _delayed_until(
     tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Copies of ``tensors``, for recomputation, that exist only after ``events``.
-
-    Without a barrier the compiler would merge the recomputation with the forward and store the
-    result, which is what checkpointing avoids.
-    """
+    """Copies after ``events``: the compiler would merge the recomputation with the forward."""
     copies = after(tensors, events) if events else [prevent_fusion(tensor) for tensor in tensors]
-    # Each copy has a graph node with one output: torch_xla 2.9 aborts the process if the indices of
-    # an embedding are the direct output of a barrier, which has several outputs.
+    # torch_xla 2.9 aborts if an embedding's indices are the direct output of a barrier.
     return [torch.view_copy(copy, copy.shape) for copy in copies]
 
 
-# -- checkpoint_module -------------------------------------------------------------------------
-
-
 class _SaveInputs(torch.autograd.Function):
-    """Saves tensors as an operator would, under the hooks that are active around the module.
-
-    So an enclosing checkpoint drops the inputs of the inner one, and offloading moves them. The
-    extra scalar input ensures that there is a graph node to save them on.
-    """
+    """Saves tensors under the hooks around the module; the scalar creates the graph node."""
 
     @staticmethod
     def forward(ctx: Any, scalar: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -248,11 +209,9 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class _ModuleRecomputation(_Recomputation):
-    """One checkpointed forward of ``module``, and how to run it again.
+    """One checkpointed forward of ``module``. The numbers that replace saved tensors refer to it.
 
-    Lifetime: referenced by the numbers that replace saved tensors, which the backward drops.
-    Recomputed tensors exist until the end of the backward that needed them. With streamed units,
-    whose programs start earlier, they exist only until they are used.
+    Recomputed tensors exist until the end of the backward; with streaming, until they are used.
     """
 
     def __init__(self, module: nn.Module, forward: Callable, inputs: tuple[tuple, dict]):
@@ -267,29 +226,27 @@ class _ModuleRecomputation(_Recomputation):
         self.gradient: torch.Tensor | None = None
         self.recomputed: dict[int, dict[int, torch.Tensor]] = {}  # by graph task, by number
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
-        # The shapes of tensors in host memory, by number of the tensor.
+        # By the number of the tensor.
         self.on_host: dict[int, torch.Size] = {}
         self._save(tensors, {})
 
     @cached_property
     def in_programs(self) -> bool:
-        """Whether the step is cut into programs here or next to it (streaming)."""
+        """Whether streaming cuts the step into programs here or next to it."""
         units = [*(one.unit for one in self.passes), *unique_units(self.module)]
         return any(unit.stream is not None for unit in units)
 
     def run(self, args: tuple, kwargs: dict) -> Any:
-        """Runs the original forward."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._value)
         with hooks, linear.recomputed_later():
             outputs = self.function(*args, **kwargs)
         self.buffers.end_forward()
         self.end_forward()
-        # Hooks stay in the graph, which exists as long as the loss does. They must not keep tensors
-        # alive that the backward has released.
+        # Hooks live as long as the loss, but must not keep tensors alive after the backward.
         known = weakref.ref(self)
 
         def note(gradient: torch.Tensor) -> None:
-            """Stores the first gradient that arrives: recomputation must not start before it."""
+            """Recomputation must not start before the first gradient."""
             alive = known()
             if alive is not None and alive.gradient is None:
                 alive.gradient = gradient.detach()
@@ -302,16 +259,14 @@ class _ModuleRecomputation(_Recomputation):
         return map_tensors(hook, outputs)
 
     def _save(self, tensors: list[torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
-        """Saves ``tensors``, or their copies in ``hosted``, for the backward."""
         with torch.no_grad():
-            # On XLA a copy uses no memory, and allows the forward to change its input in place.
+            # On XLA a copy uses no memory, and the forward may change its input in place.
             kept = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
         kept = [hosted.get(number, tensor) for number, tensor in enumerate(kept)]
         self.saved = _SaveInputs.apply(torch.zeros((), requires_grad=True), *kept)
 
     def offload(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Stores inputs in host memory. Returns them for the forward, tied to the arrival of the
-        previous module's inputs on the host."""
+        """Stores inputs in host memory. The forward waits until the previous module's are there."""
         if self.in_programs:
             raise RuntimeError(
                 f"checkpoint_module({type(self.module).__name__}, offload=True) is in or around "
@@ -322,7 +277,7 @@ class _ModuleRecomputation(_Recomputation):
         tensors = tensors_in((args, kwargs))
         hosted: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors):
-            # Tensors that are referenced elsewhere (masks, parameters) would not be freed.
+            # Other tensors (masks, parameters) would not be freed.
             if tensor.grad_fn is None or not host_memory.can_offload(tensor):
                 continue
             if tensor.numel() and host_memory.can_be_stored(tensor.shape):
@@ -351,7 +306,7 @@ class _ModuleRecomputation(_Recomputation):
             first = task not in self.recomputed
             self.recomputed[task] = dict(enumerate(self._recompute_saved()))
             if first and task != -1:
-                # Autograd's thread drops the callback some time after backward has returned.
+                # Autograd drops the callback some time after backward has returned.
                 known = weakref.ref(self)
 
                 def forget() -> None:
@@ -362,7 +317,7 @@ class _ModuleRecomputation(_Recomputation):
 
                 torch.autograd.Variable._execution_engine.queue_callback(forget)
         if self.in_programs:
-            # Tensors that are referenced when a program starts become results of it.
+            # Else they would become results of a program that starts.
             return self.recomputed[task].pop(number)
         return self.recomputed[task][number]
 
@@ -383,7 +338,7 @@ class _ModuleRecomputation(_Recomputation):
                 tensors[number] = copy
         self.enter_backward(events)
         with torch.enable_grad():
-            # Not leaves, so that the forward may change its input in place.
+            # Not leaves: the forward may change its input in place.
             tensors = [
                 torch.view_copy(t.requires_grad_(), t.shape) if needs else t
                 for t, needs in zip(tensors, self.needs_grad, strict=True)
@@ -414,8 +369,7 @@ class _ModuleRecomputation(_Recomputation):
 
 
 class _Buffers:
-    """The buffers of ``module`` before a forward, to run it again with them (spectral norm computes
-    with the vectors that it has just updated)."""
+    """The buffers before a forward: spectral norm computes with vectors that it has updated."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -433,8 +387,7 @@ class _Buffers:
         }
 
     def end_forward(self) -> None:
-        """Drops the buffers that the forward did not change. Batch norm updates leave the stamp as
-        it was; on XLA such a value is pending."""
+        """Drops unchanged buffers. Batch norm keeps the stamp, but on XLA its value is pending."""
         for (owner, name), (buffer, stamp, before) in list(self._before.items()):
             if owner._buffers.get(name) is buffer and stamps([buffer]) == stamp:
                 on_xla = buffer.device.type == "xla"
@@ -446,14 +399,11 @@ class _Buffers:
     def as_before(self) -> Iterator[None]:
         """Within, the module computes with copies of the buffers before the forward.
 
-        The buffers themselves do not change, so tensors that autograd saved of them stay valid.
-
-        Raises:
-            RuntimeError: a buffer changed nevertheless, through a reference other than the module's
-                attribute.
+        Raises RuntimeError if a buffer changed through another reference than the module's
+        attribute.
         """
         now = {use: (buffer, stamps([buffer])) for use, buffer in self._current().items()}
-        copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one tensor
+        copies: dict[int, torch.Tensor] = {}  # a buffer may have two names
         for (owner, name), (buffer, _) in now.items():
             if id(buffer) not in copies:
                 *_, value = self._before.get((owner, name), (buffer,))
@@ -475,12 +425,8 @@ class _Buffers:
                 )
 
 
-# -- torch.utils.checkpoint on XLA: torch's wrappers, timm, diffusers and transformers call it -----
-#
-# Three things are missing on XLA. The function needs a module ``torch.xla``. It restores the random
-# numbers of the CPU only. And the compiler merges the recomputation with the forward, so that no
-# memory is saved, unless a barrier ties its inputs to a gradient. All else (what is recomputed and
-# when, and the checks) stays torch's.
+# torch.utils.checkpoint needs a module ``torch.xla``, restores only the CPU's random state, and
+# saves memory on XLA only with a barrier on the recomputation's inputs.
 
 _TorchFunction = torch.utils.checkpoint.CheckpointFunction
 _TorchXlaFunction = torch_xla.utils.checkpoint.CheckpointFunction
@@ -488,8 +434,7 @@ _torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generato
 
 
 def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    """torch's generator; it calls the function that it gets only in recomputations. ``args`` are
-    torch's options and the arguments of the function."""
+    """torch's generator, which calls ``function`` only to recompute."""
     if not _checkpoints.get():
         yield
         return
@@ -503,8 +448,6 @@ def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Itera
 
 
 class _Applied:
-    """The calling convention of torch's and torch_xla's reentrant functions."""
-
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if not _checkpoints.get():
@@ -513,7 +456,7 @@ class _Applied:
 
 
 class _TorchXlaReentrant(_Applied, _TorchXlaFunction):
-    """torch_xla's reentrant function, which needs nothing else."""
+    """torch_xla's reentrant function."""
 
 
 class _Reentrant(_Applied, _TorchFunction):
@@ -539,7 +482,7 @@ class _Reentrant(_Applied, _TorchFunction):
 
 if not hasattr(torch, "xla"):
     torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
-# Some modules, such as torch's composable checkpoint, have imported the functions by name.
+# Some modules, such as torch's composable checkpoint, imported the functions by name.
 for _module in list(sys.modules.values()):
     for _name, _theirs, _own in (
         ("CheckpointFunction", _TorchFunction, _Reentrant),

@@ -1,5 +1,4 @@
-"""The common part of wrappers and modules that are sharded in place: makes their FSDP unit, and
-has the methods that both offer to users."""
+"""The FSDP unit and the public methods that wrappers and modules sharded in place share."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ from .wrap import recursive_wrap, require_unwrapped, warn_if_none_chosen
 def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPState:
     """Shards the parameters in ``module`` that no unit inside it has sharded yet.
 
-    Args:
-        owner: the module that gets the unit: a wrapper around ``module``, or ``module`` itself.
-        given: all options, including those for this module only.
+    ``owner`` gets the unit: a wrapper around ``module``, or ``module`` itself.
 
     Raises:
         RuntimeError: the module is sharded already, or has no ``forward``.
@@ -78,7 +75,7 @@ def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPSt
 
 
 def finish_unit(unit: FSDPState, on_device: bool) -> None:
-    """Finishes the construction; ``on_device``: parameters were on the device before."""
+    """``on_device``: parameters were on the device before."""
     narrow, offloads = False, unit.options.cpu_offload is not None
     for tensor in unit.stored:
         computed = tensor.spec.compute_dtype(unit.options.compute_dtype)
@@ -93,14 +90,16 @@ def finish_unit(unit: FSDPState, on_device: bool) -> None:
 
 
 class ShardedModule(nn.Module):
-    """A module with an FSDP unit, which shards parameters in it."""
+    """A module with an FSDP unit."""
 
-    _is_fsdp_wrapper = True  # see names.is_wrapper
+    _is_fsdp_wrapper = True
     _unit: FSDPState
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, under the names that the parameters have in the unsharded module. Between
-        ``unshard()`` and ``reshard()`` of ``fully_shard``: full parameters, for reading only."""
+        """The shards, under the names that the parameters have in the unsharded module.
+
+        Between ``unshard()`` and ``reshard()``: full parameters, for reading only.
+        """
         for unit in unique_units(self):
             if unit.unsharded is None:
                 unit.reset_after_failure()
@@ -119,10 +118,9 @@ class ShardedModule(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """Describes how to combine the ``state_dict()`` of all ranks.
+        """Describes how to combine the ``state_dict()`` of all ranks, in plain values.
 
-        Save it together with the state dict, under ``"shard_metadata"``, for
-        ``python -m xla_fsdp.consolidate``. Consists of plain dicts, lists, numbers and strings.
+        Save it with the state dict, under ``"shard_metadata"``, for :mod:`xla_fsdp.consolidate`.
         """
         return metadata.shard_metadata(units_in(self))
 
@@ -132,21 +130,20 @@ class ShardedModule(nn.Module):
         norm_type: float = 2.0,
         groups: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
-        """Scales all gradients so that their total norm is at most ``max_norm``; see
-        :func:`xla_fsdp.sharding.clipping.clip_grad_norm_`. Must be called on every rank."""
+        """Scales all gradients so that their total norm is at most ``max_norm``. Collective.
+
+        See :func:`xla_fsdp.sharding.clipping.clip_grad_norm_`.
+        """
         require_values(units_in(self), "clip_grad_norm_ was called")
         return clip_grad_norm_(unique_units(self), self.parameters(), max_norm, norm_type, groups)
 
     @torch.no_grad()
     def average_ignored_gradients(self) -> None:
-        """Replaces gradients of ignored parameters by the mean over all ranks. All ranks must call
-        it, between backward and clipping or step.
+        """Replaces gradients of ignored parameters by the mean over all ranks. Collective.
 
-        Without it, each rank has the gradient of its own batch. Divides as
-        ``set_gradient_divide_factors`` says. All ranks must have gradients for the same parameters;
-        a parameter without a gradient gets none.
+        Call it between backward and clipping or step. Divides as ``set_gradient_divide_factors``
+        says. All ranks must have gradients for the same parameters.
         """
-        # One all-reduce for each unit that ignores something and each dtype.
         done: set[nn.Parameter] = set()
         for unit in unique_units(self):
             by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -168,14 +165,11 @@ class ShardedModule(nn.Module):
                     grad.copy_(piece.view(grad.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, also those that ``no_sync`` stored without reducing them.
-
-        An optimizer's ``zero_grad`` does not drop the latter.
-        """
+        """Drops all gradients, also those that ``no_sync`` stored without reducing them."""
         units = unique_units(self)
         for unit in units:
             unit.forget_gradients()
-        # After unshard() the shards are not in the modules, and full parameters have no gradient.
+        # After unshard() the shards are not in the modules.
         shards = [shard for unit in units for shard in unit.shards]
         for parameter in dict.fromkeys([*self.parameters(), *shards]):
             if isinstance(parameter, UnshardedParameter) or parameter.grad is None:
@@ -187,10 +181,9 @@ class ShardedModule(nn.Module):
                     parameter.grad.zero_()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Calls ``fn`` on every module inside, then on this one, while they have full parameters.
+        """Calls ``fn`` on each module inside, then on this one, with full parameters. Collective.
 
-        For initialization. All ranks must call it and do the same. During the call for a module,
-        only the FSDP units around it are full. See ``summon_full_params``.
+        During each call, only the FSDP units around the module are full.
         """
         require_no_scanned(unique_units(self))
         _rest(self)
@@ -222,8 +215,8 @@ class ShardedModule(nn.Module):
         clone: Any = object.__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        clone._unit.mark_shards()  # marks on parameters are not copied with them
-        clone._unit.forget_gradients()  # copies of parameters have no gradients
+        clone._unit.mark_shards()
+        clone._unit.forget_gradients()
         return clone
 
     def __getstate__(self) -> NoReturn:
@@ -233,7 +226,7 @@ class ShardedModule(nn.Module):
         )
 
     def _fqn_modifiers(self) -> NoReturn:
-        """Called only by ``torch.distributed.checkpoint.state_dict``, on the modules of a model."""
+        """Called only by ``torch.distributed.checkpoint.state_dict``."""
         raise RuntimeError(
             "torch.distributed.checkpoint.state_dict would treat this rank's shards as full "
             "parameters. Use xla_fsdp.full_state_dict, full_optim_state_dict and their load_ "
@@ -246,9 +239,8 @@ def _rest(module: nn.Module) -> None:
         unit.install_shards()
 
 
-# Models of some libraries have methods that read parameters outside of a forward. This maps a
-# module that is imported whenever such a model exists to the part of this package that adapts them.
-# That part is above this module; it has ``adapt(model)``, which is called for every wrapped module.
+# A library's module, imported by all models that read parameters outside of a forward: the part of
+# this package that has ``adapt(model)``.
 _PARTS = {
     "transformers.modeling_utils": "integrations.models",
     "peft.peft_model": "integrations.peft",
@@ -256,16 +248,16 @@ _PARTS = {
 
 
 def adapt(module: nn.Module) -> None:
-    """Adapts models of other libraries, and ``module`` if it is one, so that they work sharded.
+    """Adapts models of other libraries, which read parameters outside of a forward.
 
-    Warns if the installed release of a library lacks names that are used. Then the methods raise.
+    Warns about releases that were not tested; the methods then raise.
     """
     for library, source in _PARTS.items():
         if library not in sys.modules:
             continue
         try:
             part: Any = import_module(f".{source}", __package__)
-        except ImportError as error:  # a release that was not tested
+        except ImportError as error:
             unadapted: Any = import_module(".integrations.unadapted", __package__)
             unadapted.raise_in_methods(library, error)
             warnings.warn(

@@ -1,4 +1,4 @@
-"""Runs a function as N ranks from a test suite.
+"""Runs a function as N ranks from a test suite, with pytest or by :func:`run_in_ranks`.
 
 In ``conftest.py``::
 
@@ -12,10 +12,6 @@ In a test::
             return xm.all_reduce(xm.REDUCE_SUM, value)
 
         assert run_ranks(step, 3, 10) == [33.0] * 3
-
-Ranks run in a worker process. There is one for each number of ranks, which runs several tests: one
-session can test 1, 2, 3 and 8 ranks. An abort inside XLA ends a worker, but not the test run.
-Without pytest, use :func:`run_in_ranks`.
 """
 
 from __future__ import annotations
@@ -46,13 +42,13 @@ def run_in_ranks(
 ) -> list[Any]:
     """Runs ``fn(rank, *args, **kwargs)`` as ``num_ranks`` CPU ranks in a worker process.
 
-    ``fn`` may be a closure or a lambda; it is pickled, as are its arguments and results. A function
-    of an importable module is imported by name. Returned tensors are CPU tensors. Every call starts
-    with the same random states. The output of ranks goes to this process's standard error.
+    A worker serves all calls with its number of ranks; each call starts with the same random
+    states. Output goes to this process's standard error.
 
     Args:
-        fn: called as ``fn(rank, *args, **kwargs)`` on every rank.
-        num_ranks: the number of ranks, 1 to 8.
+        fn: may be a closure or a lambda; it is pickled, as are its arguments and results. Returned
+            tensors are CPU tensors.
+        num_ranks: 1 to 8.
         timeout: seconds after which the worker is killed; a new worker has 60 more to start.
 
     Returns:
@@ -60,8 +56,8 @@ def run_in_ranks(
 
     Raises:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled.
-        CollectiveMismatchError: ranks wait for different collectives; see :func:`xla_fsdp.launch`.
-        RankTimeoutError: ``timeout`` has passed; the message has the stacks of all threads.
+        CollectiveMismatchError: ranks wait for different collectives.
+        RankTimeoutError: ``timeout`` has passed; the message has all stacks.
         WorkerDiedError: the worker process ended, for example by an abort inside XLA.
         TypeError, ValueError: ``num_ranks`` is wrong, or a value cannot be pickled.
     """
@@ -69,11 +65,7 @@ def run_in_ranks(
 
 
 def keep_programs(folder: str | os.PathLike[str]) -> None:
-    """Makes worker processes that start from now on store compiled programs in ``folder``.
-
-    Each of them calls :func:`xla_fsdp.enable_compilation_cache` if possible, so workers load the
-    programs that other workers have compiled.
-    """
+    """Makes workers that start from now on share compiled programs in ``folder``, if possible."""
     _workers.programs = os.fspath(folder)
 
 

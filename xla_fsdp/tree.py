@@ -13,23 +13,20 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def has_own_operators(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of this class override torch functions. Their device attribute is then not
-    meaningful: torch_xla does not see such tensors."""
+    """Whether such tensors override torch functions: torch_xla does not see them."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor) -> Any:
-    """``value`` with ``fn`` applied to every tensor in it; containers keep their types.
+    """``value`` with ``fn`` applied to every ``leaf`` in it.
 
-    Visits dict (any mapping), list, tuple, named tuple, set, dataclass instance and
-    ``PackedSequence``; anything else is returned unchanged. A container in which no tensor changed
-    is returned itself, so it stays the same object. ``leaf`` is the type to visit instead of
-    tensors.
+    Visits mappings, lists, (named) tuples, sets, dataclass instances and ``PackedSequence``, which
+    keep their types. Returns an unchanged container itself.
     """
     if isinstance(value, leaf):
         return fn(value)
     if isinstance(value, PackedSequence):
-        # Only the data is for the module; lengths and permutations must keep dtype and device.
+        # Lengths and permutations must keep dtype and device.
         data = map_tensors(fn, value.data, leaf)
         return value if data is value.data else value._replace(data=data)
     if isinstance(value, Mapping):
@@ -55,21 +52,18 @@ def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor)
 
 
 def tensors_in(value: Any, leaf: type = torch.Tensor) -> list[Any]:
-    """The distinct tensors that :func:`map_tensors` would visit, in order."""
     found: dict[int, Any] = {}
     map_tensors(lambda tensor: found.setdefault(id(tensor), tensor), value, leaf)
     return list(found.values())
 
 
 class _Slot:
-    """Takes the place of tensor ``number``."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def separate_tensors(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """The distinct tensors in ``value``, and ``value`` without them, for :func:`with_tensors`."""
+    """The distinct tensors in ``value``, and the rest for :func:`with_tensors`."""
     tensors = tensors_in(value)
     slots = {id(tensor): _Slot(number) for number, tensor in enumerate(tensors)}
     return tensors, map_tensors(lambda tensor: slots[id(tensor)], value)
@@ -80,19 +74,15 @@ def with_tensors(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return map_tensors(lambda slot: tensors[slot.number], structure, leaf=_Slot)
 
 
-# Set on a tensor: wrappers do not cast it when it is an input.
 _KEEPS_DTYPE = "_xla_fsdp_keeps_dtype"
 
 
 def keep_dtype(tensor: torch.Tensor) -> None:
-    """Makes :func:`cast_floats` skip ``tensor``."""
+    """Makes :func:`cast_floats` skip ``tensor``, in all wrappers."""
     setattr(tensor, _KEEPS_DTYPE, True)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it cast to ``dtype``, except those marked by
-    :func:`keep_dtype`."""
-
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         stays = not tensor.is_floating_point() or tensor.dtype == dtype
         return tensor if stays or getattr(tensor, _KEEPS_DTYPE, False) else tensor.to(dtype)
@@ -107,8 +97,7 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 def _rebuilt(mapping: Mapping, items: dict) -> Mapping:
     if type(mapping) is dict:
         return items
-    # A shallow copy keeps other state of a mapping class: a defaultdict's factory, the attributes
-    # of a model-output class.
+    # A copy keeps other state: a defaultdict's factory, attributes of a model-output class.
     clone: Any = copy.copy(mapping)
     for key, item in items.items():
         clone[key] = item

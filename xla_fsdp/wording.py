@@ -1,4 +1,4 @@
-"""Parts of messages: texts of errors on one line, the first of many names, runs of numbers."""
+"""Parts of messages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
-    """``text`` without line ends and terminal control characters."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def to_one_line(said: object, most: int = 300) -> str:
-    """The message of an exception or another program, on one line, cut to ``most`` characters and
-    without terminal control characters. For an exception without a message, its type."""
+    """The message of an exception (or else its type) or of a program, on one printable line."""
     words = " ".join(str(said).split())
     if not words and isinstance(said, BaseException):
         return type(said).__name__
@@ -21,12 +19,12 @@ def to_one_line(said: object, most: int = 300) -> str:
 
 
 def first_line(said: object, most: int = 300) -> str:
-    """:func:`to_one_line` of the first line only: a C++ stack, or advice, follows after it."""
+    """:func:`to_one_line` of the first line: a C++ stack, or advice, follows after it."""
     return to_one_line(str(said).strip().partition("\n")[0] or said, most)
 
 
 def join_some(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """Joins texts: ``a, b and 3 more``."""
+    """``a, b and 3 more``."""
     shown = between.join(texts[:most])
     left = len(texts) - most
     return f"{shown}{between.rstrip(', ')} and {left} more" if left > 0 else shown

@@ -1,9 +1,8 @@
-"""Which submodules become separate FSDP units: policies, and the walk that applies them.
+"""Auto-wrap policies and the walk that applies them.
 
-A policy is a function ``policy(module, recurse, unwrapped_params) -> bool``. It is called with
-``recurse=True`` to decide whether to visit a module's children, and with ``recurse=False`` whether
-to wrap the module itself. ``unwrapped_params`` is the number of parameters in it that are
-not in a wrapped child.
+A policy is ``policy(module, recurse, unwrapped_params) -> bool``: whether to visit the children
+(``recurse=True``), or to wrap the module. ``unwrapped_params``: parameters outside of wrapped
+children.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .wording import join_some
 
 Policy = Callable[..., bool]
 
-# Modules that read the weights of their children directly, without calling them.
+# Modules that read the weights of their children directly.
 LEAVES = frozenset({nn.MultiheadAttention})
 
 
@@ -46,7 +45,7 @@ def transformer_auto_wrap_policy(
     unwrapped_params: int,
     transformer_layer_cls: Collection[type[nn.Module]],
 ) -> bool:
-    """Wraps the submodules of the given classes, typically the transformer block."""
+    """Wraps the submodules of the given classes."""
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -60,9 +59,11 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Wraps modules with at least ``min_num_params`` parameters that are not wrapped further down.
 
-    Children of ``force_leaf_modules`` classes are not visited, and ``exclude_wrap_modules`` classes
-    are never wrapped; the defaults are ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES`` and
-    ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
+    Args:
+        force_leaf_modules: classes whose children are not visited; default
+            ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
+        exclude_wrap_modules: classes that are not wrapped; default
+            ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
     """
     leaves, excluded = force_leaf_modules, exclude_wrap_modules
     if leaves is None:
@@ -79,7 +80,6 @@ vars(size_based_auto_wrap_policy).update(
 
 
 def require_unwrapped(module: nn.Module) -> None:
-    """Raises ValueError if ``module``, which a policy is about to wrap, contains a wrapper."""
     for name, child in module.named_modules():
         if is_wrapper(child):
             raise ValueError(
@@ -89,10 +89,7 @@ def require_unwrapped(module: nn.Module) -> None:
 
 
 def warn_if_none_chosen(module: nn.Module, policy: Policy) -> None:
-    """Warns if ``policy`` has wrapped nothing in ``module``, which has submodules to wrap.
-
-    Not for :func:`size_based_auto_wrap_policy`, which correctly does not wrap a small model.
-    """
+    """Warns if ``policy`` has wrapped nothing, unless it is :func:`size_based_auto_wrap_policy`."""
     chooses = policy
     while isinstance(chooses, functools.partial):
         chooses = chooses.func
@@ -118,15 +115,14 @@ def recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wraps the submodules that the policy chooses and that have a forward, innermost first, in
-    place.
+    """Wraps, in place, the submodules that the policy chooses and that have a forward.
 
-    ``kwargs`` are passed to ``wrapper_cls``; a module attribute ``_wrap_overrides`` (a dict) takes
-    precedence over them. A module with several names is wrapped once and stays shared.
+    A module attribute ``_wrap_overrides`` (a dict) takes precedence over ``kwargs`` of
+    ``wrapper_cls``. A module with several names is wrapped once.
 
     Returns:
-        The module (wrapped itself if the policy says so and ``only_wrap_children`` is false), and
-        the number of parameters wrapped in it.
+        The module (wrapped if the policy says so and ``only_wrap_children`` is false), and the
+            number of parameters wrapped in it.
     """
     ignored = set(ignored_params)
     done: dict[nn.Module, tuple[nn.Module, int]] = {}
@@ -136,11 +132,11 @@ def recursive_wrap(
         if not auto_wrap_policy(module=module, recurse=True, unwrapped_params=total):
             return module, 0
         wrapped = 0
-        # Not named_children(), which omits a module's second name.
+        # named_children() omits a module's second name.
         for name, child in list(module._modules.items()):
             if child is None or child in ignored_modules:
                 continue
-            if isinstance(module, tuple(LEAVES)):  # overrides the policy: see LEAVES
+            if isinstance(module, tuple(LEAVES)):  # overrides the policy
                 continue
             if child not in done:
                 done[child] = wrap(child)

@@ -1,4 +1,4 @@
-"""``XlaFullyShardedDataParallel``: the wrapper of a module."""
+"""The wrapper of a module."""
 
 from __future__ import annotations
 
@@ -21,36 +21,30 @@ from .sharding.sharded_tensor import raise_replaced
 from .sharding.state import unique_units, unit_of
 from .sharding.summon import full_params_of, summon_full_params
 
-# Attributes of instances of nn.Module, and those of wrappers.
 _OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit"}
 
 
 class XlaFullyShardedDataParallel(ShardedModule):
     """Shards a module's parameters, gradients and optimizer state over the ranks.
 
-    Between uses, the module has one shard of each parameter on each rank. A forward gathers the
-    full parameters, computes, and frees them; the backward gathers them again, and reduce-scatters
-    the gradients, so that ``parameter.grad`` is the mean gradient of this rank's shard. Create the
-    optimizer after wrapping and call ``optimizer.step()`` directly: the shards need no further
-    reduction.
+    Each rank has one shard of each parameter. A forward gathers the full parameters and frees them;
+    the backward gathers them again and reduce-scatters the gradients, so that ``parameter.grad`` is
+    the mean gradient of this rank's shard. Create the optimizer after wrapping and call
+    ``optimizer.step()`` directly.
 
     Wrap the layers of a large model separately (manually, from the inside out, or with
-    ``auto_wrap_policy``), then the entire model: then only one layer's parameters are full at a
-    time. Parameters keep their dotted names in ``named_parameters()`` and ``state_dict()``; their
-    values are shards, one-dimensional unless ``shard_param_on_dim_0``. ``load_state_dict`` accepts
-    the ``state_dict`` of the same rank, saved with the same number of ranks, also by torch_xla's
-    class.
+    ``auto_wrap_policy``), then the model, so that only one layer's parameters are full at a time.
+    Parameters keep their dotted names. ``load_state_dict`` accepts the ``state_dict`` of the same
+    rank and number of ranks, also of torch_xla's class.
 
     Args:
-        module: the module to wrap. May be on CPU, on the XLA device or on the meta device. Its
-            values must be the same on every rank (same seed, or same checkpoint), unless
-            ``sync_module_states``.
-        args, options: those of :class:`~xla_fsdp.FSDPOptions`, which describes each, by position or
-            by name. Positions and defaults are those of torch_xla's class.
+        module: on CPU, on the XLA device or on the meta device. Its values must be the same on
+            every rank, unless ``sync_module_states``.
+        args, options: those of :class:`~xla_fsdp.FSDPOptions`, in the order of torch_xla's class.
 
     Raises:
         RuntimeError: the module is already wrapped, or has no ``forward``.
-        ValueError, TypeError: an option has a value that is not allowed, was removed, or does not
+        ValueError, TypeError: an option or its value is not allowed, was removed, or does not
             exist.
     """
 
@@ -88,14 +82,12 @@ class XlaFullyShardedDataParallel(ShardedModule):
         """The number of ranks that share the parameters."""
         return self._unit.world.size
 
-    # -- attributes of the wrapped module -------------------------------------------------------
-
     def __getattr__(self, name: str) -> Any:
         """Options by name; otherwise the attribute of the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("_fsdp_wrapped_module", "fsdp_options"):  # during construction
+            if name in ("_fsdp_wrapped_module", "fsdp_options"):
                 raise
         if FSDPOptions.inherits(name):
             return getattr(self.fsdp_options, name)
@@ -105,7 +97,6 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the attribute on the wrapped module, as if there were no wrapper."""
         if self._is_inside(name):
             for slot in self._unit.slots:
                 if slot.module is self._fsdp_wrapped_module and slot.name == name:
@@ -121,23 +112,22 @@ class XlaFullyShardedDataParallel(ShardedModule):
             super().__delattr__(name)
 
     def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """On the wrapped module, so that its forward can use it."""
+        """Registers it on the wrapped module."""
         self._owner_of_new(name).register_buffer(name, *args, **kwargs)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """On the wrapped module, so that its forward can use it; it is not sharded."""
+        """Registers it on the wrapped module; it is not sharded."""
         self._owner_of_new(name).register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """To the wrapped module, so that its forward can use it; it is not sharded."""
+        """Adds it to the wrapped module; it is not sharded."""
         self._owner_of_new(name).add_module(name, module)
 
     def _owner_of_new(self, name: str) -> Any:
         return self._fsdp_wrapped_module if self._is_inside(name) else super()
 
     def _is_inside(self, name: str) -> bool:
-        """Whether attribute ``name`` belongs to the wrapped module."""
-        if WRAPPED not in self.__dict__.get("_modules", {}):  # during construction
+        if WRAPPED not in self.__dict__.get("_modules", {}):
             return False
         if name in _OWN or hasattr(type(self), name):
             return False
@@ -145,8 +135,6 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return not name.startswith("_") or name in vars(self._fsdp_wrapped_module)
 
     def _with_parameters(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that computes as the forward does, for calls from outside."""
-
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._unit.run(method, args, kwargs)
@@ -154,7 +142,6 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return call
 
     def __getitem__(self, key: Any) -> Any:
-        """Items of the wrapped module, for an ``nn.Sequential``."""
         return self._fsdp_wrapped_module[key]
 
     def __len__(self) -> int:
@@ -184,8 +171,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
     ) -> Iterator[tuple[str, nn.Module]]:
         """All modules, under the names that they have without wrappers.
 
-        A wrapper has the name of the module that it wraps, and comes before it. Parents that are
-        not wrapped get names from here too, so their names are the same.
+        A wrapper has the name of its module, and comes before it.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -195,8 +181,6 @@ class XlaFullyShardedDataParallel(ShardedModule):
         yield prefix, self
         yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
-    # -- parameters and gradients ---------------------------------------------------------------
-
     @property
     def sharded_params(self) -> list[nn.Parameter]:
         """The shards that this wrapper (not those inside it) gathers."""
@@ -204,28 +188,25 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     @property
     def full_params(self) -> list[torch.Tensor]:
-        """The full parameters that this wrapper (not those inside it) gathers, in the order of
-        ``sharded_params``; those of a flattened vector separately. A new list: changing the list
-        has no effect.
+        """The full parameters that this wrapper gathers, in the order of ``sharded_params``.
+
+        Those of a flattened vector are separate. Changing the list has no effect.
 
         Raises:
-            RuntimeError: outside of a forward, backward and ``summon_full_params``, where none
-                exist (``torch_xla``'s class has tensors of one element there).
+            RuntimeError: outside of a forward, backward and ``summon_full_params`` (``torch_xla``'s
+                class has tensors of one element there).
         """
         return full_params_of(self._unit)
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """``list(named_parameters())``: names here are the original ones."""
+        """``list(named_parameters())``."""
         return list(self.named_parameters())
 
     summon_full_params = staticmethod(summon_full_params)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """The wrappers in ``module``, including itself; with ``root_only`` only the outermost ones.
-
-        Includes modules that are sharded in place.
-        """
+        """The wrappers in ``module``, itself and modules sharded in place included."""
         found: list[Any] = [m for m in module.modules() if is_wrapper(m)]
         if not root_only:
             return found
@@ -239,10 +220,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, backwards do not reduce gradients; the first backward after it reduces the sum.
-
-        Saves the reductions of all but the last micro-batch, but full gradients stay in memory.
-        """
+        """Within, backwards store full gradients; the first backward after it reduces the sum."""
         units = unique_units(self)
         before = [unit.require_sync for unit in units]
         for unit in units:
@@ -256,7 +234,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides gradients by ``pre`` before and by ``post`` after the reduction.
 
-        The defaults average over all ranks. ``recursive``: also in all wrappers inside.
+        The default is the mean over all ranks. ``recursive``: also in all wrappers inside.
         """
         for name, value in (("pre", pre), ("post", post)):
             if not value > 0:
@@ -273,17 +251,16 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return self._unit.comms.divisors.after
 
     def register_comm_hook(self, state: object, hook: Hook, over: str = "all") -> None:
-        """Makes ``hook(state, bucket)`` do every reduction of gradients of this wrapper and of
-        those inside it: ``docs/how-to/communication-hooks.md``.
+        """Makes ``hook(state, bucket)`` reduce the gradients of this wrapper and of those inside
+        it.
 
         Args:
             state: passed to ``hook`` unchanged. Not saved with the model.
             hook: takes ``state`` and a :class:`~xla_fsdp.comm_hooks.GradBucket`, returns the mean
-                gradient of this rank's shards: ``bucket.reduce(changed)`` to change what is sent,
-                ``bucket.shard_of(means)`` if the hook averages itself. All ranks must do the same.
+                gradient of this rank's shards: docs/how-to/communication-hooks.md. Must do the same
+                on all ranks.
             over: ``"all"``: the hook gets each rank's local full gradients. ``"replicas"`` (hybrid
-                sharding): gradients are reduced within the sharding group without the hook, and the
-                hook averages these shards over the replicas.
+                sharding): it averages gradients that are reduced within the sharding group.
 
         Raises:
             TypeError: ``hook`` is no such function, or is one of torch.distributed.
@@ -293,11 +270,8 @@ class XlaFullyShardedDataParallel(ShardedModule):
         """
         register(unique_units(self), state, hook, over)
 
-    # -- hooks: called in the order in which the module alone would call them -------------------
-    #
-    # Hooks registered on a module before it is wrapped stay on it. The wrapper's own hooks run
-    # around them: before the module's for inputs, after the module's for outputs. If the module
-    # alone would call a new hook on the other side of an existing one, it goes to the module too.
+    # The wrapper's own hooks run around those of the module. A hook that the module alone would
+    # call on the other side of one of these goes to the module.
 
     def register_forward_pre_hook(
         self, hook: Any, *, prepend: bool = False, **options: Any
@@ -324,27 +298,24 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return owner.register_full_backward_hook(hook, prepend)
 
     def _owner_of_hook(self, kind: str, inside: bool) -> Any:
-        """What registers a hook: the wrapped module if the hook must run ``inside`` of hooks of
-        this kind that the module has, else the wrapper. Blocks that are scanned have no hooks."""
+        """The wrapped module if the hook must run ``inside`` of its hooks, else the wrapper."""
         module = self._fsdp_wrapped_module
         return module if inside and not self._unit.depth and getattr(module, kind) else super()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes ``module.method_name(...)`` compute like ``module(...)``: with gathered parameters.
+    """Makes ``module.method_name(...)`` compute with gathered parameters, such as ``generate``.
 
-    For entry points other than ``forward`` (``encode``, ``generate``). Gradients flow through them.
-    Hooks of the module do not run, as in any method call. No effect if ``module`` is not wrapped,
-    so that a script may call it in both cases.
+    Gradients flow through it; hooks of the module do not run. No effect if ``module`` is not
+    wrapped.
 
     Args:
         module: a wrapper of this package, or any module.
-        method_name: a method of the wrapped module, or of a module inside to which it forwards
-            attributes (as a ``PeftModel`` does).
+        method_name: a method of the wrapped module, or of a module to which it forwards attributes
+            (as a ``PeftModel`` does).
 
     Raises:
-        AttributeError: the wrapped module has no method of that name; with ``fully_shard``, its
-            class has none.
+        AttributeError: there is no such method; with ``fully_shard``, on the class.
         TypeError: ``module`` is not a module, or has scanned blocks, which only have a forward.
     """
     if not isinstance(module, nn.Module):

@@ -1,18 +1,10 @@
-"""All private names of torch_xla that this package uses: no other file uses any.
+"""All private names of torch_xla that this package uses: ``python -m xla_fsdp.xlac`` checks them.
 
-Most are functions of ``torch_xla._XLAC``, torch_xla's C++ library. They are undocumented and may
-change with every release. ``python -m xla_fsdp.xlac`` lists those that the installed release lacks;
-then only this file must be changed. Importing it raises an ImportError that names missing ones.
-
-A declaration with a path (``@_bound("XLAC._xla_all_gather")``) has only a signature and a docstring
-that says what the function is for. It becomes torch_xla's function itself, looked up once, because
-a Python wrapper around it would add a tenth of a microsecond to every operator of a step. With
-``@_replaceable`` it is looked up at each call, because launches and plans replace it temporarily.
-
-Devices are given by name, such as ``"xla:0"``.
+A declaration becomes torch_xla's function itself: a Python wrapper would add 0.1 microseconds to
+every operator. ``@_replaceable`` is looked up at each call, because launches and plans replace it
+temporarily. Devices are names, such as ``"xla:0"``.
 """
 
-# Declarations have no bodies.
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
@@ -41,17 +33,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 
-# Maps the path of a private name, below the module torch_xla, to its purpose. Complete once this
-# file is imported, and constant from then on.
+# Path below torch_xla -> purpose, printed by the self-test.
 _USES: dict[str, str] = {}
 
 
 def _find(path: str) -> Any:
-    """The object that torch_xla has at ``path``.
-
-    Raises:
-        AttributeError: there is none.
-    """
     return functools.reduce(getattr, filter(None, path.split(".")), torch_xla)
 
 
@@ -69,8 +55,6 @@ def _declare(path: str, use: str | None) -> None:
 
 
 def _bound(path: str) -> Callable[[_T], _T]:
-    """Replaces the declared function or class by that of torch_xla."""
-
     def bind(declared: _T) -> _T:
         _declare(path, declared.__doc__)
         if isinstance(declared, type):
@@ -83,12 +67,7 @@ def _bound(path: str) -> Callable[[_T], _T]:
 
 
 class PrivateAttribute:
-    """An attribute of a module of torch_xla, which launches and plans set temporarily.
-
-    Attributes:
-        owner: the module.
-        name: of the attribute.
-    """
+    """An attribute of a torch_xla module, set temporarily by launches and plans."""
 
     def __init__(self, path: str, use: str) -> None:
         _declare(path, use)
@@ -97,7 +76,6 @@ class PrivateAttribute:
 
     @property
     def value(self) -> Any:
-        """The current value."""
         return getattr(self.owner, self.name)
 
     @value.setter
@@ -106,17 +84,12 @@ class PrivateAttribute:
 
 
 class Replaceable(PrivateAttribute, Generic[_P, _R]):
-    """A function that is looked up at each call, as in torch_xla, so a replacement is used."""
-
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return self.value(*args, **kwargs)
 
 
 def _replaceable(path: str) -> Callable[[Callable[_P, _R]], Replaceable[_P, _R]]:
     return lambda declared: Replaceable(path, declared.__doc__ or "")
-
-
-# -- collectives, and operators that torch lacks ---------------------------------------------------
 
 
 @_bound("_XLAC._xla_all_gather")
@@ -130,7 +103,7 @@ def all_gather(
     use_global_ids: bool | None,
     /,
 ) -> torch.Tensor:
-    """Concatenates the shards of each group's ``size`` ranks: ``(d, ...)`` to ``(size*d, ...)``."""
+    """Concatenates the shards of a group's ``size`` ranks: ``(d, ...)`` to ``(size*d, ...)``."""
 
 
 @_bound("_XLAC._xla_reduce_scatter")
@@ -147,28 +120,27 @@ def reduce_scatter(
     use_global_ids: bool | None,
     /,
 ) -> tuple[torch.Tensor, object]:
-    """Reduces over each group, returns this rank's part: ``(size*d, ...)`` to ``(d, ...)``, and the
-    next token."""
+    """Reduces over groups: ``(size*d, ...)`` to this rank's ``(d, ...)``, and the next token."""
 
 
 @_bound("_XLAC._get_all_reduce_token")
 def collective_token(device: str, /) -> object:
-    """The token that orders the next collective on a device after the last one."""
+    """The token that orders the next collective on a device."""
 
 
 @_bound("_XLAC._set_all_reduce_token")
 def set_collective_token(device: str, token: object, /) -> None:
-    """Sets that token; ``None``: the next collective is not ordered after another."""
+    """Sets that token; ``None``: the next collective is not ordered."""
 
 
 @_bound("_XLAC._xla_optimization_barrier_")
 def optimization_barrier_(tensors: Tensors, /) -> None:
-    """Replaces tensors, in place, by copies that exist only after all of ``tensors`` do."""
+    """Replaces tensors, in place, by copies that exist only after all ``tensors`` do."""
 
 
 @_bound("_XLAC._xla_user_computation")
 def call_computation(name: str, operands: Tensors, computation: object, /) -> Tensors:
-    """The results of an XLA computation, called as one operator of the graph, without gradient."""
+    """Calls an XLA computation as one operator, without gradient."""
 
 
 @_bound("_XLAC._xla_custom_call")
@@ -183,8 +155,7 @@ def custom_call(
     frontend_attributes: Mapping[str, str],
     /,
 ) -> Tensors:
-    """The results, of these shapes and dtypes, of a function that the compiler or the runtime knows
-    by name."""
+    """Calls a function of the compiler or runtime by name."""
 
 
 @_bound("_XLAC._xla_dot_general")
@@ -197,12 +168,9 @@ def dot_general(
     """The matmul over any dimensions: ((contracted of lhs, of rhs), (batch of lhs, of rhs))."""
 
 
-# -- tensors and pending computations --------------------------------------------------------------
-
-
 @_bound("_XLAC._replace_xla_tensor")
 def replace_data(tensor: torch.Tensor, value: torch.Tensor, /) -> torch.Tensor:
-    """Gives a tensor the data and the shape of another, without a trace."""
+    """Gives a tensor the data and shape of another, without a trace."""
 
 
 @_bound("_XLAC._xla_get_tensor_id")
@@ -217,7 +185,7 @@ def debug_info(tensor: torch.Tensor, /) -> str:
 
 @_bound("_XLAC._check_tensor_need_materialization")
 def are_pending(tensors: Tensors, /) -> list[bool]:
-    """Whether each tensor's value is traced but not computed."""
+    """Whether each value is traced but not computed."""
 
 
 @_bound("_XLAC._get_xla_tensors_text")
@@ -232,7 +200,7 @@ def buffer_handles(tensors: Tensors, /) -> list[int]:
 
 @_bound("_XLAC._get_tensors_xla_device_data_node")
 def device_data_of(tensors: Tensors, /) -> tuple[list[int], Tensors]:
-    """The device data that the pending graph of tensors reads: its ids, and the tensors."""
+    """Ids and tensors of the device data that the pending graph reads."""
 
 
 @_bound("_XLAC._get_seed_info_id")
@@ -247,7 +215,7 @@ def forget_draws(device: str, /) -> torch.Tensor:
 
 @_bound("_XLAC._clear_pending_irs")
 def forget_pending(device: str, /) -> None:
-    """Makes all pending tensors of a device placeholders, which have no value."""
+    """Makes all pending tensors placeholders without a value."""
 
 
 @_bound("_XLAC._xla_op_tensor_shape")
@@ -262,7 +230,7 @@ def placeholder(shape: object, /) -> torch.Tensor:
 
 @_bound("_XLAC.lowering.LoweringContext")
 class LoweringContext:
-    """Lowers pending tensors to an XLA module, an HloModuleProto."""
+    """Lowers pending tensors to an HloModuleProto."""
 
     def __init__(self, name: str) -> None:
         """Names the module."""
@@ -274,25 +242,22 @@ class LoweringContext:
         """The module, serialized."""
 
     def tensor_parameter_id(self, tensor: torch.Tensor) -> int:
-        """The parameter number of a tensor; -1 if it is not a parameter."""
+        """The parameter number of a tensor, or -1."""
 
     def device_parameter_id_tensor_mapping(self) -> dict[int, torch.Tensor]:
         """Parameter numbers to the tensors with that device data."""
-
-
-# -- running programs ------------------------------------------------------------------------------
 
 
 @_replaceable("_XLAC._xla_step_marker")
 def sync_device(
     device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
 ) -> None:
-    """Compiles and starts all that is live on a device: ``torch_xla.sync()`` calls it."""
+    """Compiles and starts all that is live on a device: ``torch_xla.sync()``."""
 
 
 @_bound("_XLAC._xla_sync_live_tensors")
 def sync_live_tensors(device: str, devices: Sequence[str], wait: bool) -> None:
-    """The same, without the end of a step: tokens and random state stay."""
+    """:func:`sync_device` without the end of a step: tokens and random state stay."""
 
 
 @_replaceable("_XLAC._xla_sync_multi")
@@ -302,22 +267,22 @@ def sync_tensors(
     wait: bool = True,
     sync_xla_data: bool = True,
 ) -> None:
-    """Compiles and starts the pending graph of some tensors alone."""
+    """Compiles and starts the pending graph of some tensors."""
 
 
 @_replaceable("experimental.scan.value_and_grad_partitioned")
 def capture_scan(*arguments: Any, **keywords: Any) -> Any:
-    """Captures the graphs of the function that ``scan`` repeats, by AOTAutograd."""
+    """Captures the graphs of the function of ``scan``, by AOTAutograd."""
 
 
 @_replaceable("core.xla_model._fetch_gradients")
 def gradients_to_average(optimizer: torch.optim.Optimizer) -> Tensors:
-    """The gradients that ``xm.reduce_gradients`` and Accelerate average over the ranks."""
+    """The gradients that ``xm.reduce_gradients`` and Accelerate average."""
 
 
 @_replaceable("_XLAC._xla_get_cpu_tensors")
 def copy_to_host(tensors: Sequence[torch.Tensor], /) -> Tensors:
-    """Values of tensors as CPU tensors; runs their pending computations, and waits."""
+    """CPU copies of tensors; runs their pending computations, and waits."""
 
 
 @_bound("_XLAC._get_use_eager_mode")
@@ -332,7 +297,7 @@ def runtime_has_started() -> bool:
 
 @_bound("_XLAC._xla_computation_cache_is_initialized")
 def compilation_cache_exists() -> bool:
-    """Whether torch_xla has created its cache of programs, and read the folder's name."""
+    """Whether torch_xla has created its cache, and read the folder's name."""
 
 
 @_bound("_XLAC._xla_get_default_device")
@@ -351,19 +316,12 @@ def set_replication_devices(devices: Sequence[str], /) -> None:
 
 
 def start_program(device: torch.device) -> None:
-    """Starts what was traced for ``device``, as ``torch_xla.sync()`` does for the default device.
-
-    Autograd's threads have another default device.
-    """
+    """``torch_xla.sync()`` for ``device``: autograd's threads have another default device."""
     sync_device(str(device), [], wait=False)
 
 
 def start_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Starts a program for only the pending graph of ``tensors``."""
     sync_tensors(tensors, [], wait=False)
-
-
-# -- names in programs and traces ------------------------------------------------------------------
 
 
 @_bound("_XLAC._get_ir_debug")
@@ -373,7 +331,7 @@ def has_scopes() -> bool:
 
 @_bound("_XLAC._set_ir_debug")
 def set_has_scopes(enabled: bool, /) -> None:
-    """Turns these names on or off for the process."""
+    """Turns these names on or off."""
 
 
 @_bound("_XLAC.profiler.scope_pusher")
@@ -383,7 +341,7 @@ def scope(name: str, /) -> object:
 
 @_bound("_XLAC.profiler.TraceMe")
 class TraceEvent:
-    """A host event in a recorded profile, between enter and exit."""
+    """A host event in a recorded profile."""
 
     def __init__(self, name: str, **fields: int) -> None:
         """Fields: ``step_num``, ``_r=1`` (the root of a step)."""
@@ -394,8 +352,6 @@ class TraceEvent:
     def __exit__(self, *exception: object) -> None:
         """Ends it."""
 
-
-# -- process state that is cached between launches -------------------------------------------------
 
 WORLD_SIZE = PrivateAttribute(
     "runtime._WORLD_SIZE", "The cached xr.world_size() of the process, or None."
@@ -412,12 +368,10 @@ _EXIT_HANDLER = PrivateAttribute(
 
 
 def drop_step_closures(device: str) -> None:
-    """Drops functions to be called after the next sync of ``device``."""
     _STEP_CLOSURES.value.pop(device, None)
 
 
 def skip_exit_handler() -> None:
-    """Makes the process end without waiting for programs."""
     atexit.unregister(_EXIT_HANDLER.value)
 
 
@@ -426,22 +380,19 @@ def tree_to_host(data: Any) -> Any:
     """``data``, with the XLA tensors in its lists, dicts and objects as CPU tensors."""
 
 
-# -- TPU hosts -------------------------------------------------------------------------------------
-
-
 @_replaceable("_internal.tpu.num_available_chips")
 def chips_of_host() -> int:
-    """The number of TPU chips of this host, 0 if none; does not start the runtime."""
+    """The number of TPU chips of this host; does not start the runtime."""
 
 
 @_replaceable("_internal.tpu.num_available_devices")
 def devices_of_host() -> int:
-    """The number of TPU devices of this host that a process of this kind can use."""
+    """The TPU devices of this host that a process of this kind can use."""
 
 
 @_replaceable("_internal.tpu.num_expected_global_devices")
 def devices_of_slice() -> int:
-    """The number of TPU devices of all hosts of the slice; does not start the runtime."""
+    """The number of TPU devices of the slice; does not start the runtime."""
 
 
 @_replaceable("_internal.tpu.get_worker_ips")
@@ -456,12 +407,12 @@ def number_of_host() -> int:
 
 @_replaceable("_internal.tpu.get_tpu_env")
 def host_metadata() -> Mapping[str, Any]:
-    """Variables of the metadata server for this host; raises if there is no server."""
+    """Variables of this host's metadata server; raises if there is none."""
 
 
 @_replaceable("_internal.tpu.configure_topology")
 def configure_process(local_rank: int, *args: Any, **kwargs: Any) -> Any:
-    """Assigns chips and ports to a process of a host; torch_xla calls it in each process."""
+    """Assigns chips and ports to a process of a host."""
 
 
 _SETUP = PrivateAttribute(
@@ -475,10 +426,9 @@ _SETUP_CALLS = (
 
 
 def environment_after_import(environ: Mapping[str, str], generation: int) -> dict[str, str]:
-    """``environ`` as ``import torch_xla`` leaves it on a host with TPU chips, v2 being 2.
+    """``environ`` after ``import torch_xla`` on a host with TPU chips, v2 being 2.
 
-    Runs torch_xla's functions on a copy of the environment, with a simulated answer to which chips
-    there are.
+    Runs torch_xla's functions on a copy of the environment.
     """
     changed = dict(environ)
     names = {
@@ -507,15 +457,13 @@ def _jax_alone() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def jax_may_start() -> Iterator[None]:
-    """Within, JAX can be imported and can export functions without using torch_xla's devices."""
+    """Within, JAX can export functions without torch_xla's devices."""
     _take_devices_before_jax()
     with _jax_alone():
         yield
 
 
-# -- functions and tables of the library that are not exported, found by their symbols -------------
-#
-# A mangled name contains the argument types of a function.
+# Symbols that the library does not export. A mangled name contains a function's argument types.
 
 GET_FFI_API = "_ZN3xla3ffi12GetXlaFfiApiEv"
 _SERIALIZED = "ESt17basic_string_viewIcSt11char_traitsIcEESt8optionalINS_14CompileOptionsEE"
@@ -527,13 +475,7 @@ LOAD = (
 
 
 class ClientSymbols(NamedTuple):
-    """Symbols of one of XLA's client classes.
-
-    Attributes:
-        name: of the class.
-        table: its table of virtual functions.
-        load_serialized: ``LoadSerializedExecutable``.
-    """
+    """Symbols of an XLA client class; ``table``: its virtual functions."""
 
     name: str
     table: str
@@ -556,7 +498,7 @@ SYMBOLS: Mapping[str, str] = {
     **{one.load_serialized: f"Loads compiled {on} programs." for on, one in CLIENTS.items()},
 }
 
-# An exported symbol: the addresses of the others follow from its address.
+# Its address gives the addresses of the others.
 _EXPORTED = "PyInit__XLAC"
 _SYMBOL_TABLE = 2  # sh_type of the section with the symbols
 _SYMBOL = np.dtype(
@@ -566,19 +508,12 @@ _SYMBOL = np.dtype(
 
 
 class Symbol(NamedTuple):
-    """The address of a symbol of the library in this process's memory, and its size in bytes."""
-
     address: int
     size: int
 
 
 def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
-    """The symbols ``names`` of torch_xla's library, by name.
-
-    Raises:
-        NotImplementedError: the names are not known for this platform, or the library lacks one of
-            them.
-    """
+    """Raises NotImplementedError for another platform, or if the library lacks a symbol."""
     machine = f"{sys.platform} {platform.machine()}"
     if machine != "linux x86_64":
         raise NotImplementedError(f"this is {machine}, but only linux x86_64 is supported")
@@ -586,7 +521,7 @@ def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
     offsets = _offsets(path, [*names, _EXPORTED])
     exported = getattr(ctypes.CDLL(path), _EXPORTED)
     start = ctypes.cast(exported, ctypes.c_void_p).value
-    assert start is not None  # a function that was found has an address
+    assert start is not None
     base = start - offsets.pop(_EXPORTED)[0]
     return {name: Symbol(base + offset, size) for name, (offset, size) in offsets.items()}
 
@@ -616,11 +551,7 @@ def _offsets(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
-# -- what the installed release lacks --------------------------------------------------------------
-
-
 def missing() -> dict[str, str]:
-    """Private names and symbols that the installed torch_xla lacks, with the purpose of each."""
     lacking = {f"torch_xla.{path}": use for path, use in _USES.items() if not _exists(path)}
     for name, use in SYMBOLS.items():
         try:
@@ -631,7 +562,6 @@ def missing() -> dict[str, str]:
 
 
 def _report() -> int:
-    """Prints what is missing; returns the exit status."""
     lacking = missing()
     count = len(_USES) + len(SYMBOLS)
     print(f"torch_xla {version('torch_xla')} has {count - len(lacking)} of {count} private names")
@@ -641,8 +571,7 @@ def _report() -> int:
 
 
 def _require_names() -> None:
-    """Raises ImportError if a name is missing. Symbols are looked up where they are needed, by CPU
-    ranks and the compilation cache."""
+    """Raises ImportError if a name is missing. Symbols are looked up later, at their use."""
     if lacking := [f"torch_xla.{path}" for path in _USES if not _exists(path)]:
         raise ImportError(
             f"torch_xla {version('torch_xla')} lacks {', '.join(lacking)}, which xla_fsdp needs. "

@@ -1,9 +1,7 @@
-"""Stores compiled programs on disk, so that the next start of a job need not compile.
+"""Stores compiled programs on disk, in files that are checked: docs/how-to/compilation-cache.md.
 
-torch_xla 2.9 has such a cache. It writes programs and cannot load them (see ``repair_client``), and
-it does not check its files: a process that is killed while it writes, or a flipped bit, makes the
-next one load a damaged program. One flipped byte silently changed losses. So torch_xla never gets
-the files of the store, but checked hard links to them::
+torch_xla 2.9 writes such files, but cannot load them and does not check them. So it gets checked
+hard links to the files of a store::
 
     compiled/                            the store
       cpu-1f0c92ab44d0e871/              programs of one kind: of the same versions, flags, ...
@@ -12,14 +10,6 @@ the files of the store, but checked hard links to them::
         run-HOST-PID-XXXX/                 the folder that torch_xla of one process uses
           8675...                            a hard link to a program, which was checked
         loading-HOST-PID                   that process has not loaded its first program yet
-
-If a process ends before that, the program may have crashed it: the next process loads nothing.
-
-A new program gets its digest and its name in the store after torch_xla has closed its file. Files
-get their names in one step, so any number of processes and hosts may use a store at the same time.
-
-torch_xla's key contains the program, the devices and their number, the flags of XLA, and whether
-arguments are overwritten. The name of a kind stands for all else that a program depends on.
 """
 
 from __future__ import annotations
@@ -61,11 +51,11 @@ from ..tpu.libtpu_flags import ARGUMENTS
 
 # "PID:FOLDER": the store of the process PID.
 _STORE = "XLA_FSDP_COMPILATION_CACHE"
-# The variables that torch_xla's cache reads when it is created.
+# torch_xla's cache reads these when it is created.
 _TORCH_XLA = ("XLA_PERSISTENT_CACHE_PATH", "XLA_PERSISTENT_CACHE_READ_ONLY")
 _REMOVED = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
 _LIMIT = 8 << 30
-# To be increased when the format of the store changes.
+# Increase it when the format of the store changes.
 _FORMAT = "1"
 _KEPT = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
 _RUN = re.compile(r"run-(.+)-(\d+)-[^-]+")
@@ -75,17 +65,11 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 _LEAST_FREE_BYTES = 64 << 20
 _DAY = 24 * 3600.0  # seconds
 _FORGET_RUNS_AFTER = 30 * _DAY
-# One thread of a process opens the store.
 _opening = threading.Lock()
 
 
 class CompilationCounts(NamedTuple):
-    """The numbers of programs that this process has compiled and loaded so far.
-
-    Attributes:
-        compiled: the programs that it compiled.
-        cached: the programs that it loaded from the compilation cache.
-    """
+    """How many programs this process has compiled, and loaded from the cache."""
 
     compiled: int
     cached: int
@@ -94,12 +78,10 @@ class CompilationCounts(NamedTuple):
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
     """Stores compiled programs in a folder, and loads those that are there instead of compiling.
 
-    Call it in the main program before :func:`launch`, and before anything uses an XLA device. On a
-    TPU, the processes that ``launch`` starts use the folder too; under ``torchrun`` each calls it.
-    A program is only loaded with the same versions, flags and kind of processor, and if its file
-    has the digest with which it was written: damaged and incomplete programs are compiled again.
-    Any number of processes may use a folder at the same time. It grows to at most 8 GiB; a start
-    removes the oldest programs. On a pod give every host a folder on its local disk.
+    Call it in the main program before :func:`launch`, and before anything uses an XLA device; under
+    ``torchrun`` in each process. Programs are only loaded undamaged, with the same versions, flags
+    and kind of processor. Any number of processes may share a folder. It grows to at most 8 GiB; a
+    start removes the oldest programs.
 
     Args:
         path: the folder, created if it does not exist; ``None``: ``xla_fsdp/compiled`` in
@@ -111,7 +93,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     Raises:
         ValueError: ``path`` is empty.
         RuntimeError: XLA's runtime was started before, or another folder is in use.
-        NotImplementedError: this torch_xla or machine cannot do it. Nothing was changed.
+        NotImplementedError: this torch_xla or machine does not support it.
         OSError: the folder cannot be created or written; or any user can write there, which is
             unsafe, because the programs in it are run.
     """
@@ -147,14 +129,14 @@ def require_folder_is_chosen() -> None:
 
 
 def compilation_counts() -> CompilationCounts:
-    """The numbers of programs that this process has compiled and loaded."""
+    """How many programs this process has compiled and loaded."""
     return CompilationCounts(
         met.counter_value("UncachedCompile") or 0, met.counter_value("PersistentCacheHit") or 0
     )
 
 
 def in_spawned_processes(fn: Callable) -> Callable:
-    """``fn`` for new processes, which then use the same folder as this process."""
+    """``fn`` for new processes, which then use this process's folder."""
     folder = _folder_in_use()
     return fn if folder is None else partial(_with_store, folder, fn)
 
@@ -170,7 +152,6 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
             try:
                 _open(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
             except (OSError, NotImplementedError) as error:
-                # Training also works without a cache.
                 warnings.warn(f"no compilation cache in this process: {error}", stacklevel=2)
     return fn(*args)
 
@@ -194,11 +175,11 @@ def _open(folder: Path, part: str) -> None:
             f"compiled programs cannot be kept in {folder} ({error.strerror}); name a folder of "
             "your own, with space left",
         ) from error
-    # This overrides a folder of the user for torch_xla, whose files are not checked.
+    # Replaces the user's folder, whose files would not be checked.
     xr.initialize_cache(str(run.folder), readonly=False)
-    xr.get_num_cached_compilation_graph()  # creates the cache; it does not start the runtime
+    xr.get_num_cached_compilation_graph()  # does not start the runtime
     for name in _TORCH_XLA:
-        os.environ.pop(name, None)  # no process that this one starts may use its folder
+        os.environ.pop(name, None)  # child processes may not use its folder
 
 
 def _platform() -> str:
@@ -211,17 +192,10 @@ def _platform() -> str:
     return name
 
 
-# -- kinds of programs -----------------------------------------------------------------------------
-
-
 def describe_kind(on: str, part: str) -> dict[str, str]:
-    """The properties of a kind: programs with equal properties can replace each other.
+    """The properties of a kind; torch_xla's key does not contain versions and processor.
 
-    Tests on a CPU showed that torch_xla's key does not contain versions and processor.
-
-    Args:
-        on: CPU or TPU.
-        part: the number of this process among those that run one program.
+    ``part``: this process among those that run one program.
     """
     about = {
         "format": _FORMAT,
@@ -247,7 +221,6 @@ def describe_kind(on: str, part: str) -> dict[str, str]:
 
 
 def _processor() -> str:
-    # XLA compiles for the instructions of this processor.
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         first = file.read().partition("\n\n")[0]
     fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
@@ -257,13 +230,8 @@ def _processor() -> str:
     return f"{' / '.join(names)}, {hashlib.sha256(flags.encode()).hexdigest()}"
 
 
-# -- the files ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Program:
-    """A file of the store, and what its name states."""
-
     path: Path
     name: str  # torch_xla's
     size: int
@@ -281,7 +249,7 @@ class Program:
 
 
 def _entries_of(folder: Path) -> list[os.DirEntry]:
-    """The entries of ``folder``; none if it does not exist any more."""
+    """Empty if the folder does not exist any more."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -290,7 +258,6 @@ def _entries_of(folder: Path) -> list[os.DirEntry]:
 
 
 def _programs_in(kind: Path) -> list[Program]:
-    """The programs in a folder of the store, without checking them."""
     found = (Program.at(Path(entry.path)) for entry in _entries_of(kind))
     return [program for program in found if program is not None]
 
@@ -305,11 +272,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Gives a file a second name, in one step.
-
-    Raises:
-        OSError: ``target`` exists already, or ``source`` does not exist any more.
-    """
+    """Gives a file a second name, in one step. Raises OSError if ``target`` exists."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -331,7 +294,6 @@ def _write_at_once(path: Path, write: Callable[[str], object]) -> None:
 
 
 def _open_files() -> set[str]:
-    """Paths of the files that this process has open."""
     found = set()
     for entry in _entries_of(Path("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -340,11 +302,7 @@ def _open_files() -> set[str]:
 
 
 class Run:
-    """The programs that one process gets from the store and adds to it, until the process ends.
-
-    Attributes:
-        folder: the folder that torch_xla uses.
-    """
+    """One process's programs from and for the store; torch_xla uses ``folder``."""
 
     def __init__(self, kind: Path, began: Callable[[], bool]) -> None:
         self._kind, self._began = kind, began
@@ -361,7 +319,7 @@ class Run:
         atexit.register(self.end)
 
     def keep_new(self) -> None:
-        """Adds the programs to the store that torch_xla has finished writing."""
+        """Stores the programs that torch_xla has finished writing."""
         new = [
             entry.path
             for entry in _entries_of(self.folder)
@@ -369,7 +327,7 @@ class Run:
         ]
         if not new:
             return
-        # After listing the files: torch_xla opens a file once, so one that is not open is complete.
+        # Listed before: torch_xla opens a file once, so one that is not open is complete.
         unfinished = _open_files()
         for path in map(Path, new):
             if str(path) not in unfinished:
@@ -377,19 +335,18 @@ class Run:
                 self._keep(path)
 
     def end(self) -> None:
-        """Adds the new programs to the store, and removes the folder."""
         if os.getpid() != self._process:
-            return  # a fork of the process
+            return  # a fork
         self._ending.set()
         self._thread.join()
         atexit.unregister(self.end)
         self._loading.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # programs that are not stored are compiled again
+        with contextlib.suppress(OSError):  # they are compiled again
             self.keep_new()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        # A process that is killed does not call ``end``, so this stores every program soon.
+        # A process that is killed does not call ``end``.
         while not self._ending.wait(_SECONDS_BETWEEN_LOOKS):
             with contextlib.suppress(OSError):
                 if self._began():
@@ -397,7 +354,7 @@ class Run:
                 self.keep_new()
 
     def _take(self, program: Program) -> tuple[str, int] | None:
-        # Checked at every start, because it may have been damaged since the last one.
+        # It may have been damaged since the last start.
         if not program.is_whole():
             program.path.unlink(missing_ok=True)
             return None
@@ -406,7 +363,7 @@ class Run:
             _link(program.path, path)
             return path.name, path.stat().st_ino
         except OSError:
-            return None  # another process has removed it, or has another program of this name
+            return None  # another process was faster
 
     def _keep(self, path: Path) -> None:
         size = path.stat().st_size
@@ -431,16 +388,10 @@ def open_run(
     limit: int = _LIMIT,
     began: Callable[[], bool] = lambda: any(compilation_counts()),
 ) -> Run:
-    """Starts a run with the programs of one kind.
+    """Starts a run with the programs of the kind ``name``, which has the properties ``about``.
 
-    Args:
-        store: the folder of the store, created if it does not exist.
-        name: the name of the kind; ``about`` has its properties.
-        limit: the most bytes of all kinds together. The oldest programs are removed.
-        began: whether this process has loaded, or compiled, a program.
-
-    Raises:
-        OSError: the store cannot be written.
+    Removes the oldest programs until all kinds have at most ``limit`` bytes. ``began``: whether
+    this process has a program. Raises OSError if the store cannot be written.
     """
     kind = store / name
     kind.mkdir(parents=True, exist_ok=True)
@@ -454,11 +405,11 @@ def open_run(
 
 
 def _died_while_loading(kind: Path) -> bool:
-    """Whether a process of this host ended before it had its first program; removes its mark."""
+    """Whether a process of this host ended before its first program; removes its mark."""
     found = False
     for entry in _entries_of(kind):
         match = _LOADING.fullmatch(entry.name)
-        # In a restarted container this process may have the same number as the one that ended.
+        # In a restarted container, this process may have the same number.
         if match and (_is_gone(match) or match.groups() == (_host(), str(os.getpid()))):
             Path(entry.path).unlink(missing_ok=True)
             found = True
@@ -472,7 +423,6 @@ def _died_while_loading(kind: Path) -> bool:
 
 
 def _is_gone(match: re.Match[str]) -> bool:
-    """Whether ``match``, a host and a process, is a process of this host that has ended."""
     return match[1] == _host() and not Path("/proc", match[2]).exists()
 
 
@@ -484,7 +434,7 @@ def _make_room(store: Path, limit: int) -> None:
     aged = []
     for kind in store.iterdir():
         for program in _programs_in(kind) if kind.is_dir() else ():
-            with contextlib.suppress(FileNotFoundError):  # another process was here
+            with contextlib.suppress(FileNotFoundError):
                 aged.append((program.path.stat().st_mtime, program))
     total = 0
     for _, program in sorted(aged, key=lambda pair: pair[0], reverse=True):
@@ -495,38 +445,26 @@ def _make_room(store: Path, limit: int) -> None:
 
 def _remove_dead_runs(store: Path) -> None:
     for path in (*store.glob("*/run-*"), *store.glob("*/*.tmp")):
-        with contextlib.suppress(FileNotFoundError):  # another process was here
+        with contextlib.suppress(FileNotFoundError):
             age = time.time() - path.stat().st_mtime
             run = _RUN.fullmatch(path.name)
-            # Processes of other hosts are unknown. One that loses its folder only stores no more.
+            # Other hosts' processes are unknown; without a folder they only store no more.
             if run and (_is_gone(run) or age > _FORGET_RUNS_AFTER):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.suffix == ".tmp" and age > _DAY:
                 path.unlink()
 
 
-# -- how torch_xla loads programs ------------------------------------------------------------------
-
-# To load a program, torch_xla calls ``DeserializeExecutable`` of XLA's client, then ``Load``.
-# The clients of CPU and TPU have neither: both return "UNIMPLEMENTED: Deserializing serialized
-# executable not supported", and the program is compiled again at every start
-# (github.com/pytorch/xla/issues/9094, open). They have ``LoadSerializedExecutable``, which does
-# both steps in one.
-#
-# So two entries of the client's table of virtual functions are replaced: the first step becomes
-# ``LoadSerializedExecutable``, the second returns the result of the first. The library's symbols
-# have the addresses of the table and of the functions and, in their mangled names, the types of
-# their arguments. An entry is only replaced if it is the function that returns "UNIMPLEMENTED". If
-# anything is not as expected, nothing is changed.
+# torch_xla calls ``DeserializeExecutable``, then ``Load``. Clients return "UNIMPLEMENTED" from both
+# (github.com/pytorch/xla/issues/9094, open), but ``LoadSerializedExecutable`` does both. So two
+# entries of the table of virtual functions are replaced: the first becomes that function, the
+# second returns the first's result.
 
 
 def repair_client(platform_name: str) -> None:
     """Makes the client of ``platform_name``, CPU or TPU, able to load programs.
 
-    Call it before XLA's runtime starts. A second call changes nothing.
-
-    Raises:
-        NotImplementedError: this torch_xla, processor or operating system does not support it.
+    Call it before XLA's runtime starts. Raises NotImplementedError on other systems.
     """
     found = version("torch_xla")
     if not found.startswith("2.9."):
@@ -561,13 +499,11 @@ def _refuse(reason: str) -> NoReturn:
 def _functions(both_steps: int) -> tuple[int, int]:
     """Creates two functions, which stay until the process ends, and returns their addresses.
 
-    Python functions would deadlock: torch_xla calls them with a lock, and they would wait for the
-    GIL of a thread that waits for this lock.
-
-    Arguments are in registers. rdi: the address for the result, a status (1: OK) and a pointer;
-    rsi: the client; rdx ...: the arguments of the call; rax: returned, the address of the result.
+    Python functions would deadlock: torch_xla holds a lock that a thread with the GIL may wait for.
+    Registers: rdi, the address for the result (status 1: OK, pointer), is returned in rax; rsi the
+    client; rdx ... the arguments.
     """
-    enter = bytes.fromhex("f30f1efa")  # endbr64: processors may demand it where calls arrive
+    enter = bytes.fromhex("f30f1efa")  # endbr64, which call targets may need
     libc = _libc()
     size = mmap.PAGESIZE
     page = libc.mmap(
@@ -575,18 +511,18 @@ def _functions(both_steps: int) -> tuple[int, int]:
     )
     if page == ctypes.c_void_p(-1).value:
         _refuse("there is no memory for two functions")
-    no_options = page + size // 2  # LoadOptions with nothing in it is all zeros
+    no_options = page + size // 2  # LoadOptions of zeros
     deserialize = (
         enter
-        + b"\x49\xb9"  # r9 = LoadOptions, the argument that the first step has not
+        + b"\x49\xb9"  # r9 = LoadOptions, which the first step lacks
         + struct.pack("<Q", no_options)
-        + b"\x48\xb8"  # rax = LoadSerializedExecutable; the other arguments are the same
+        + b"\x48\xb8"  # rax = LoadSerializedExecutable
         + struct.pack("<Q", both_steps)
-        + b"\xff\xe0"  # jump there
+        + b"\xff\xe0"  # jump
     )
     load = enter + bytes.fromhex(
-        "488b02"  # rax = the pointer that rdx points to
-        "48c70200000000"  # which is moved from
+        "488b02"  # rax = *rdx
+        "48c70200000000"  # *rdx = 0
         "48c70701000000"  # the status is OK
         "48894708"  # the pointer is the result
         "4889f8c3"  # return rdi

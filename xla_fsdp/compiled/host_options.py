@@ -1,10 +1,7 @@
-"""What the TPU compiler gets on a host of a given chip, whoever starts the ranks there.
+"""What libtpu gets on a host of a given chip, whoever starts the ranks there.
 
-Before a line of the user's code runs on a TPU host, ``import torch_xla`` adds its flags to
-``LIBTPU_INIT_ARGS`` where it has none of that name, and on v4 sets ``TPU_MEGACORE``. Then
-``xla_fsdp.launch`` adds those of :mod:`xla_fsdp.tpu.compiler_options`, before what is there, where
-it has none of that name. libtpu reads the result when it starts. A plan hands libtpu the same
-string, so that it compiles the program that runs.
+``import torch_xla`` adds its flags to ``LIBTPU_INIT_ARGS`` and sets ``TPU_MEGACORE`` on v4; then
+``xla_fsdp.launch`` adds its options. Neither replaces a flag.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ from ..tpu.compiler_options import OPTIONS, accepted, libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS, library, read, with_last
 
 MEGACORE = "TPU_MEGACORE"
-# Who starts the ranks: ``xla_fsdp.launch``; torch_xla's own launch, or a separate program
-# around its collectives; something that does not import torch_xla, such as JAX.
+# ``xla_fsdp.launch``; torch_xla's own launch; JAX or others without torch_xla.
 LAUNCHERS = ("xla_fsdp", "torch_xla", "other")
 
 
@@ -27,9 +23,8 @@ LAUNCHERS = ("xla_fsdp", "torch_xla", "other")
 class HostOptions:
     """What libtpu reads when it starts.
 
-    ``arguments``: ``LIBTPU_INIT_ARGS``. ``chip_config``: how the cores of a chip make one device,
-    ``TPU_MEGACORE`` on v4; None where the chip has no such choice. ``whose``: who set each option
-    that ``arguments`` names, "LIBTPU_INIT_ARGS" for the user.
+    ``arguments``: ``LIBTPU_INIT_ARGS``. ``chip_config``: ``TPU_MEGACORE`` on v4, else None.
+    ``whose``: who set each option, "LIBTPU_INIT_ARGS" for the user.
     """
 
     arguments: str
@@ -48,10 +43,10 @@ def host_options(
 
     Args:
         launcher: one of :data:`LAUNCHERS`.
-        further: options that are to count more than all others, asked for by ``plan`` alone.
-        environ: what the user has set; default: this process's environment, less what
-            ``import torch_xla`` has added to it if this is a TPU host.
-        libtpu: path of the libtpu that reads the options; default: that of this environment.
+        further: options of ``plan`` alone, which take precedence.
+        environ: what the user has set; default: this process's environment, as before ``import
+            torch_xla``.
+        libtpu: path of the libtpu that reads the options, or this environment's.
 
     Raises:
         ValueError: another launcher; libtpu refuses a value, or does not know one of ``further``.
@@ -86,14 +81,13 @@ def host_options(
 
 
 def torch_xla_environment(chip: Chip, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` as importing the installed torch_xla leaves it on a host with ``chip``."""
-    from .. import xlac  # not at the top of the file: it imports torch_xla
+    from .. import xlac  # it imports torch_xla
 
     return xlac.environment_after_import(environ, chip.generation)
 
 
 def _of_the_user(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` less what torch_xla's import has added, at the end, if this is a TPU host."""
+    """``environ`` less what torch_xla's import has added, at the end, on a TPU host."""
     from .. import xlac
 
     user = dict(environ)

@@ -1,4 +1,4 @@
-"""Modules and functions that work on shards, or that avoid large intermediate tensors."""
+"""Modules and functions that know of ranks, shards or kernels."""
 
 from .attention import scaled_dot_product_attention
 from .cross_entropy import linear_cross_entropy

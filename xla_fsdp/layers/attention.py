@@ -1,12 +1,7 @@
-"""Scaled dot-product attention: a kernel on TPU, torch's implementation elsewhere.
+"""Scaled dot-product attention: JAX's splash attention (0.7.1) on TPU, torch's elsewhere.
 
-The kernel never stores the full scores: it is JAX's splash attention, forward and backward
-(``jax.experimental.pallas.ops.tpu.splash_attention``, version 0.7.1), after Dao et al.,
-"FlashAttention", arXiv 2205.14135. Blocks of scores that a causal mask hides are skipped. Several
-query heads share a key/value head without copies of it.
-
-Shapes: b batch, h query heads, g key/value heads (g divides h), s length of queries,
-t length of keys and values, d head dimension.
+Dao et al., "FlashAttention", arXiv 2205.14135. Shapes: b batch, h query heads, g key/value heads (g
+divides h), s length of queries, t length of keys and values, d head dimension.
 """
 
 from __future__ import annotations
@@ -29,15 +24,14 @@ from .jax_call import Cost, JaxFunction, call
 from .saved_activations import ATTENTION, current_saved_activations
 
 Implementation = Literal["auto", "kernel", "math"]
-# torch's function, before this package may replace it.
 _torch_attention = F.scaled_dot_product_attention
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-# Head dimensions are multiples of the first, up to the second: compiled for v4, v5e and v6e.
+# Multiples of the first, up to the second; compiled for v4, v5e and v6e.
 _HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
 
-# Lengths must be multiples of this, the width of the core's vector registers.
+# Lengths are multiples of the width of vector registers.
 LANES = 128
-# The largest block of queries and of keys: 512, as in MaxText's configurations.
+# As in MaxText's configurations.
 _LARGEST_BLOCK = 512
 _SUBLANES = 8
 _FLOAT = 4  # bytes
@@ -58,33 +52,25 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``, without full scores in TPU memory.
 
-    On a TPU, and in a plan for one, it is a Pallas kernel, forward and backward: JAX's splash
-    attention, whose memory is proportional to the length instead of its square. It supports first
-    gradients, but not gradients of gradients.
-
-    ``implementation="auto"`` uses the kernel where it is supported and torch's implementation
-    otherwise: off TPUs; on v2 and v3; for an ``attn_mask``; for dtypes other than bfloat16 and
-    float32; for head dimensions that are not a multiple of 64 up to 256, or that differ between
-    keys and values; for lengths that are not a multiple of 128; in SPMD mode; and for float32 with
-    a matmul precision other than the default. ``"math"`` is always torch's. ``"kernel"`` raises if
-    the kernel is not supported; off TPUs it interprets the kernel, slowly, for tests.
+    On a TPU, and in a plan for one, a Pallas kernel with memory proportional to the length.
+    Gradients of gradients are not supported.
 
     Args:
         query: (batch, heads, length, head dimension).
         key, value: (batch, key heads, key length, head dimension).
-        attn_mask: as in torch: booleans, or values that are added to the scores.
+        attn_mask, is_causal, scale, enable_gqa: as in torch.
         dropout_p: must be 0.
-        is_causal: position i attends to positions 0 to i.
-        scale: the factor of the scores; default 1 / sqrt(head dimension).
-        enable_gqa: the number of key heads may be smaller and must divide the number of query
-            heads; consecutive query heads share a key head.
         segment_ids: (batch, length), integers: positions attend only to positions with the same
-            number. For packed sequences, and for padding (one number for it, another for the
-            rest). Query and key must have the same length.
+            number. Query and key must have the same length.
+        implementation: ``"auto"``: the kernel, but torch's off TPUs; on v2 and v3; for an
+            ``attn_mask``; for dtypes other than bfloat16 and float32; for head dimensions that are
+            not a multiple of 64 up to 256, or that differ between keys and values; for lengths that
+            are not a multiple of 128; in SPMD mode; and for float32 with a matmul precision other
+            than the default. ``"math"``: torch's. ``"kernel"``: the kernel, interpreted slowly off
+            TPUs.
 
     Returns:
-        (batch, heads, length, head dimension), in the dtype of ``query``; under autocast in the
-        dtype of autocast.
+        (batch, heads, length, head dimension), in the dtype of ``query`` or of autocast.
 
     Raises:
         MissingExtraError: the kernel is needed, but jax is not installed.
@@ -120,7 +106,6 @@ def scaled_dot_product_attention(
 
 
 def segment_mask(segment_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """``segment_ids`` (batch, length) as a boolean mask, (batch, 1, length, length)."""
     mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     return mask.tril() if is_causal else mask
 
@@ -168,7 +153,6 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa
 
 
 def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
-    """What is wrong with the shapes; "" if they are supported."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         return f"tensors must be (batch, heads, length, head dimension), got {shapes}"
@@ -191,7 +175,6 @@ def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_
 def _why_not(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> str:
-    """Why the kernel is not supported; "" if it is."""
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     dim = query.shape[3]
     if not query.is_xla:  # type: ignore[attr-defined]
@@ -256,7 +239,7 @@ def _kernel(
 
 
 def _with_residuals(splash: Splash, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The output and the logarithms. Where both are reused, neither is computed again."""
+    """Where both are reused, neither is computed again."""
 
     def compute() -> Sequence[torch.Tensor]:
         return call(Forward(splash, residuals=True), tensors, _platform(splash))
@@ -266,8 +249,6 @@ def _with_residuals(splash: Splash, tensors: Sequence[torch.Tensor]) -> Sequence
 
 
 class _Attention(torch.autograd.Function):
-    """``apply(splash, query, key, value, segment ids or nothing)``."""
-
     @staticmethod
     def forward(ctx: Any, splash: Splash, *tensors: torch.Tensor) -> torch.Tensor:
         out, logsumexp = _with_residuals(splash, tensors)
@@ -289,21 +270,15 @@ def _platform(splash: Splash) -> str:
 
 
 def block_of(length: int) -> int | None:
-    """The largest block that divides ``length``; ``None`` if no block does."""
     sizes = range(_LARGEST_BLOCK, 0, -LANES)
     return next((size for size in sizes if length % size == 0), None)
 
 
 @dataclass(frozen=True)
 class Splash:
-    """The parameters of the kernels, besides shapes and dtypes.
+    """Parameters of the kernels. ``interpret``: compute on any device instead of by a kernel.
 
-    Attributes:
-        is_causal: position i of the queries attends to positions up to i of the keys.
-        scale: the factor of the scores.
-        interpret: compute block by block on any device, instead of by a kernel.
-        matrix_unit: rows of a matrix unit of the chip; only the stated cost depends on it.
-        itemsize: bytes of an element of queries, keys and values.
+    ``matrix_unit``: rows of the chip's, for the stated cost. ``itemsize``: bytes of an element.
     """
 
     is_causal: bool
@@ -313,7 +288,6 @@ class Splash:
     itemsize: int
 
     def kernel(self, heads: int, queries: int, keys: int, residuals: bool) -> Any:
-        """The kernels for one sequence."""
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel,
             splash_attention_mask,
@@ -336,7 +310,6 @@ class Splash:
         )
 
     def segments(self, ids: Sequence[Any]) -> Any:
-        """``ids`` of queries and of keys, or none, in the form that the kernels take."""
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
         return SegmentIds(q=ids[0], kv=ids[0]) if ids else None
@@ -344,7 +317,6 @@ class Splash:
     def costs(
         self, shapes: Sequence[tuple[int, ...]], backward: bool, residuals: bool = False
     ) -> Mapping[str, Cost]:
-        """The costs of the kernels of a pass, for arguments of ``shapes``."""
         (b, h, s, d), (_, g, t, _) = shapes[:2]
         block_q, block_kv = block_of(s), block_of(t)
         assert block_q is not None and block_kv is not None, (s, t)
@@ -360,40 +332,37 @@ class Splash:
         row = math.ceil(d / LANES) * LANES * self.itemsize
 
         def cost(matmuls: int, counted: int, bytes_: int) -> Cost:
-            """Executed FLOPs of N = ``matmuls`` over the scores include the masked part of visited
-            blocks and the padded head dimension; model FLOPs are those of ``counted`` of them, as
-            the formula needs."""
+            """Executed FLOPs include masked and padded parts; model FLOPs do not."""
             return Cost(
                 matmuls * 2 * scores * padded, bytes_, scores, counted * 2 * b * h * pairs * d
             )
 
         def by_queries(read: int, written: int) -> int:
-            """Bytes of a kernel that keeps a block of queries while it loops over keys and values:
-            ``read`` and ``written`` for each query, and keys and values once for every block."""
+            """Bytes of a kernel that loops over keys and values for each block of queries."""
             return b * h * (s * (read + written) + visited * block_kv * 2 * row)
 
         def by_keys(read: int) -> int:
-            """Bytes of a kernel that keeps a block of keys while it loops over queries: ``read``
-            for each query of a visited block; for every query head, keys and values are read and
-            their gradients written."""
+            """Bytes of a kernel that loops over queries for each block of keys."""
             return b * h * visited * block_q * read + (h + g) * b * t * 2 * row
 
         if not backward:
             written = row + (LANES * _FLOAT if residuals else 0)
             return {"splash_mha_fwd": cost(2, 2, by_queries(row, written))}
         return {
-            # Scores, their gradient, and one matmul each for the gradients of values and keys.
+            # Scores, their gradient, gradients of values and keys.
             "splash_mha_dkv": cost(4, 3, by_keys(2 * row + 2 * _SUBLANES * _FLOAT)),
-            # Scores, their gradient, and one matmul for the gradient of queries.
+            # Scores, their gradient, gradient of queries.
             "splash_mha_dq": cost(3, 1, by_queries(2 * row + 2 * _FLOAT, row)),
         }
 
 
 @dataclass(frozen=True)
 class Forward(JaxFunction):
-    """(q (b, h, s, d), k and v (b, g, t, d), segment ids (b, s) or nothing) to the output
-    (b, h, s, d) and, with ``residuals``, the logarithm of the sum of exponentials of the scores
-    (b, h, s), float32."""
+    """(q (b, h, s, d), k and v (b, g, t, d), segment ids (b, s) or nothing) to the output (b, h, s,
+    d).
+
+    ``residuals``: also the logsumexp of the scores (b, h, s), float32.
+    """
 
     splash: Splash
     residuals: bool
@@ -416,8 +385,9 @@ class Forward(JaxFunction):
 
 @dataclass(frozen=True)
 class Backward(JaxFunction):
-    """(q, k, v, output, logarithm, gradient of the output, segment ids or nothing) to the gradients
-    of q, k and v. Model FLOPs: four matmuls, twice the forward's; recomputed scores do not count.
+    """(q, k, v, output, logsumexp, gradient, segment ids or nothing) to gradients of q, k and v.
+
+    Model FLOPs are four matmuls; recomputed scores do not count.
     """
 
     splash: Splash

@@ -1,14 +1,8 @@
 """Batch normalization with the statistics of the full batch, which is sharded over the ranks.
 
-Sums of x and of its square would need only one pass and one all-reduce. But the variance would then
-be a difference of large squares: for float32 data with mean 4000 and deviation 1, no digit of it is
-correct. So each rank computes its mean and variance in two passes, a small gather sends them to all
-ranks, and every rank combines them (Chan, Golub and LeVeque, *Algorithms for computing the sample
-variance*, 1983: corrected two-pass algorithm, and the combination of parts). Only distances from a
-mean are squared. The second pass reads the input once more: by the TPU compiler's estimate an
-eighth more compute in a small ResNet of 64 channels on v3. The size of the gather grows with the
-ranks, but two all-reduces, of the mean and then of distances from it, are slower even on 128 ranks
-of v3 by the planner's model.
+Means and variances of the ranks, in two passes, are combined after one gather (Chan, Golub and
+LeVeque, 1983). From sums of x and of its square, in float32 with mean 4000 and deviation 1, no
+digit of the variance would be right.
 """
 
 from __future__ import annotations
@@ -30,28 +24,18 @@ from ..tpu.slices import Groups
 class SyncBatchNorm(_BatchNorm):
     """``nn.BatchNorm1d``, ``2d`` and ``3d`` with the statistics of the batch of all ranks.
 
-    Supports the inputs of ``torch.nn.SyncBatchNorm``, on XLA, and has the parameters, buffers and
-    state dict of ``nn.BatchNorm``. N ranks with a part of the batch each compute what
-    ``nn.BatchNorm`` computes on the full batch. Gradients of weight and bias are local to the rank;
-    FSDP averages them.
+    Has the parameters, buffers and state dict of ``nn.BatchNorm``. Gradients of weight and bias are
+    local to the rank; FSDP averages them. Statistics are at least in float32; running statistics
+    keep their dtype inside FSDP.
 
-    Statistics, and everything between input and output, are at least in float32. Running statistics
-    keep their dtype inside FSDP whatever ``compute_dtype`` and ``buffer_dtype`` are: in bfloat16
-    they would stop changing, because a tenth of a small difference is rounded away.
-
-    Batch statistics are used in training, and in evaluation if there are no running statistics.
-    Then every rank of a group must call the module the same number of times with equal shapes, as
-    the ranks of one XLA program do. With running statistics, evaluation needs no collective.
+    With batch statistics (in training, or without running statistics), every rank of a group must
+    call the module the same number of times with equal shapes.
 
     Args:
-        num_features: C, the size of the input's dimension 1.
-        eps: added to the variance.
-        momentum: weight of the batch in the running statistics; ``None``: their plain average.
-        affine: whether there are a weight and a bias.
-        track_running_stats: whether there are running statistics.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
+            ``nn.BatchNorm2d``.
         groups: ordinals that share their statistics, e.g. ``[[0, 1], [2, 3]]``, every rank once;
             ``None``: all ranks together.
-        device, dtype: of parameters and buffers.
 
     Shape: ``(N, C, ...)`` to the same, in the dtype of the input.
 
@@ -61,7 +45,7 @@ class SyncBatchNorm(_BatchNorm):
             on all ranks of a group together (for batch statistics), or is not on an XLA device.
     """
 
-    # Read by wrappers: in bfloat16, running statistics would stop changing.
+    # Read by wrappers: bfloat16 would round a tenth of a small difference away.
     fsdp_keeps_buffer_dtypes = True
     groups: Groups | None
 
@@ -83,16 +67,13 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, groups: Sequence[Sequence[int]] | None = None
     ) -> nn.Module:
-        """Changes every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``module`` to this class.
+        """Changes the class of every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``module``, in place.
 
-        In place: each stays the same object, with its parameters, buffers, mode, hooks and other
-        attributes, and only its class changes. Returns ``module``. Convert before wrapping and
-        before ``checkpoint_module``.
+        Returns ``module``. Convert before wrapping and before ``checkpoint_module``.
 
         Raises:
-            ValueError: a batch norm is wrapped already, overrides forward (in a subclass, or by
-                ``checkpoint_module``), or has no shape yet (lazy); ``groups`` as in the
-                constructor.
+            ValueError: a batch norm is wrapped already, overrides forward, or has no shape yet
+                (lazy); ``groups`` as in the constructor.
             TypeError: ``module`` is not a module.
         """
         if not isinstance(module, nn.Module):
@@ -104,7 +85,6 @@ class SyncBatchNorm(_BatchNorm):
             if isinstance(one, _BatchNorm) and not isinstance(one, SyncBatchNorm):
                 _require_convertible(name, one, wrappers)
                 found.append(one)
-        # All have been checked before: after an error the module is unchanged.
         for one in found:
             one.__class__ = cls
             vars(one)["groups"] = checked
@@ -127,19 +107,18 @@ class SyncBatchNorm(_BatchNorm):
                 self._track(mean, variance * (batch.count / (batch.count - 1)))
         else:
             running_var = self.running_var
-            assert running_var is not None  # both exist or none
+            assert running_var is not None
             mean, variance = wide(self.running_mean), wide(running_var)
         inverse = torch.rsqrt(variance + self.eps)
         return Normalized.apply(x, self.weight, self.bias, mean, inverse, batch)
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Updates the running statistics, ``(C,)``, with those of a batch."""
         count = self.num_batches_tracked
-        assert count is not None  # all three exist or none
+        assert count is not None
         count.add_(1)
         momentum: float | torch.Tensor | None = self.momentum
-        if momentum is None:  # stays on the device: no number is fetched
+        if momentum is None:  # no number is fetched
             momentum = 1.0 / count.to(mean.dtype)
         for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
@@ -175,13 +154,7 @@ def _require_convertible(name: str, module: nn.Module, wrappers: Sequence[str]) 
 
 
 class Batch:
-    """Input ``x`` of this rank as a part of the batch of its group.
-
-    Attributes:
-        world: the ranks that share their statistics.
-        count: values a channel on all of them. Shapes are static and the same on all ranks, so it
-            needs no communication.
-    """
+    """This rank's part of the batch of its group ``world``; ``count``: values a channel on all."""
 
     def __init__(self, x: torch.Tensor, groups: Groups | None):
         if x.device.type != "xla":
@@ -197,7 +170,7 @@ class Batch:
                 "Expected more than 1 value per channel for batch statistics, got an input of "
                 f"{tuple(x.shape)} on {self.world.size} rank(s). Use larger batches, or eval()"
             )
-        # With it, CPU ranks with other input shapes raise an error instead of wrong statistics.
+        # CPU ranks with other input shapes raise an error instead of wrong statistics.
         self._label = f"batch norm of {own} values a channel"
 
     @torch.no_grad()
@@ -206,29 +179,27 @@ class Batch:
         x, own = wide(x), self.count // self.world.size
         (shift,) = _sums(x) / own
         distance = x - _like(shift, x)
-        # The mean distance is 0 except for the rounding of the shift.
+        # The offset is 0 except for the rounding of the shift.
         offset, square = _sums(distance, distance * distance) / own
         mine = torch.stack([shift, offset, square - offset * offset])
-        # (ranks, 3, C): 12 bytes a channel from every rank.
+        # (ranks, 3, C)
         shifts, offsets, variances = self.world.all_gather(mine[None], self._label).unbind(1)
-        # Relative to one of the shifts, which is close to all, means keep more digits.
+        # Relative to one of the shifts, means keep more digits.
         means = (shifts - shifts[0]) + offsets
         mean = means.mean(0)
         variance = (variances + (means - mean).square()).mean(0)
         return shifts[0] + mean, variance.clamp(min=0.0)
 
     def mean(self, sums: torch.Tensor) -> torch.Tensor:
-        """Means over all ranks of the values that ``sums``, ``(k, C)``, are sums of here."""
+        """From ``sums``, ``(k, C)``, of this rank."""
         return self.world.all_reduce_sum(sums, self._label) / self.count
 
 
 class Normalized(torch.autograd.Function):
     """``(x - mean) * inverse * weight + bias``; with a ``batch``, mean and inverse depend on x.
 
-    The backward is that of Ioffe and Szegedy, *Batch normalization*, 2015, section 3: with
-    x' = (x - mean) * inverse, the gradient of x is
-    ``inverse * weight * (dy - mean(dy) - x' * mean(dy * x'))``, where means are over all ranks.
-    Until then it stores x in the dtype of x, the weight, and the statistics.
+    Backward: Ioffe and Szegedy, *Batch normalization*, 2015, section 3: with x' = (x - mean) *
+    inverse, ``inverse * weight * (dy - mean(dy) - x' * mean(dy * x'))``, with means over all ranks.
     """
 
     @staticmethod
@@ -276,7 +247,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(*values: torch.Tensor) -> torch.Tensor:
-    """The sum by channel of each of ``values``, ``(N, C, ...)``: ``(len(values), C)``."""
+    """Sums by channel: ``(N, C, ...)`` each to ``(len(values), C)``."""
     dims = [0, *range(2, values[0].dim())]
     return torch.stack([value.sum(dims) for value in values])
 

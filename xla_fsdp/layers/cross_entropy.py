@@ -1,12 +1,7 @@
 """The cross entropy of a linear layer's outputs, without storing all of these outputs.
 
-The logits are often the largest part of a language model's memory: 8192 tokens with a vocabulary
-of 128,256 take 4 GiB in float32, and their gradient as much. Here a loop computes the logits of one
-chunk of the vocabulary at a time, and stores only the sum of exponentials (Milakov and Gimelshein,
-"Online normalizer calculation for softmax", arXiv 1805.02867). The backward computes each chunk
-again.
-
-Shapes: t tokens, n width, m size of the vocabulary, c of a chunk.
+A loop computes the logits of one chunk of the vocabulary at a time (Milakov and Gimelshein, arXiv
+1805.02867). Shapes: t tokens, n width, m size of the vocabulary, c of a chunk.
 """
 
 from __future__ import annotations
@@ -35,25 +30,20 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight).float(), labels)``, computed for one chunk of the
-    vocabulary at a time.
+    """``F.cross_entropy(F.linear(hidden, weight).float(), labels)`` with one chunk of logits at a
+    time.
 
-    It needs one matmul more than the three of a linear layer's step: the backward computes the
-    logits again. Matmuls accumulate in float32. It supports first gradients, but not gradients of
-    gradients. Inside a wrapped module, ``weight`` is read like any other parameter: call it in the
-    forward of the module whose wrapper shards the weight, or of a module inside.
+    The backward computes the logits again. Matmuls accumulate in float32. Gradients of gradients
+    are not supported. Call it in the forward of the module whose wrapper shards ``weight``, or of a
+    module inside.
 
     Args:
-        hidden: (..., n), the input of the last linear layer, on an XLA device (on other devices all
-            logits are computed together).
-        weight: (m, n), the weight of that layer, in the dtype of ``hidden``.
-        labels: (...), integers from 0 to m - 1, or ``ignore_index``. For other labels, for which
-            torch raises on a CPU, the loss and its gradients are NaN: a device cannot raise.
+        hidden: (..., n), on an XLA device (on others all logits are computed together).
+        weight: (m, n), in the dtype of ``hidden``.
+        labels: (...), integers from 0 to m - 1, or ``ignore_index``. For other labels the loss and
+            its gradients are NaN.
         chunk: c, how many logits of a token are in memory at a time.
-        ignore_index: the label of tokens that do not count.
-        label_smoothing: share of the target that is distributed over the vocabulary, 0 to 1.
-        reduction: ``"mean"`` over the tokens that count (NaN if none does), ``"sum"`` or
-            ``"none"``: (...).
+        ignore_index, label_smoothing, reduction: as in ``F.cross_entropy``.
 
     Returns:
         The loss, at least in float32.
@@ -83,7 +73,7 @@ def linear_cross_entropy(
     require_loops_compile(xm.xla_device_kind(hidden.device))
     platform = "tpu" if xm.xla_device_hw(hidden.device) == "TPU" else "cpu"
     settings = _Settings(min(chunk, weight.shape[0]), ignore_index, label_smoothing, platform)
-    if labels.dtype is torch.int64:  # labels beyond 32 bits would wrap to another number
+    if labels.dtype is torch.int64:  # labels beyond 32 bits would wrap
         labels = labels.clamp(-(2**31), 2**31 - 1)
     flat = labels.flatten().to(torch.int32)
     losses = _LinearCrossEntropy.apply(settings, hidden.flatten(0, -2), weight, flat)
@@ -120,8 +110,6 @@ def _check(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """``apply(settings, hidden, weight, labels)``: the losses of tokens, (t,), float32."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -151,14 +139,13 @@ class _Settings:
     platform: str
 
     def counted(self, labels: Any, values: Any, vocabulary: int) -> Any:
-        """``values`` of tokens: 0 for those that do not count, NaN for labels out of range."""
+        """0 for tokens that do not count, NaN for labels out of range, else ``values``."""
         import jax.numpy as jnp
 
         known = jnp.where((labels >= 0) & (labels < vocabulary), values, jnp.nan)
         return jnp.where(labels == self.ignore_index, 0, known)
 
     def over_chunks(self, step: Any, carry: Any, vocabulary: int) -> Any:
-        """Computes ``carry = step(carry, first row, rows)`` for every chunk."""
         import jax
 
         whole = vocabulary // self.chunk
@@ -181,8 +168,7 @@ def _chunk_of(hidden: Any, weight: Any, labels: Any, first: Any, rows: int) -> t
 
 @dataclass(frozen=True)
 class _ForwardInJax(JaxFunction):
-    """(hidden (t, n), weight (m, n), labels (t,)) to losses and logarithms of the sums of
-    exponentials, (t,), float32."""
+    """(hidden (t, n), weight (m, n), labels (t,)) to losses and logsumexp, (t,), float32."""
 
     settings: _Settings
     name: str = "linear_cross_entropy"
@@ -213,8 +199,7 @@ class _ForwardInJax(JaxFunction):
 
 @dataclass(frozen=True)
 class _BackwardInJax(JaxFunction):
-    """(hidden, weight, labels, logarithms, gradients of the losses) to those of hidden and
-    weight."""
+    """(hidden, weight, labels, logsumexp, loss gradients) to gradients of hidden and weight."""
 
     settings: _Settings
     name: str = "linear_cross_entropy_backward"

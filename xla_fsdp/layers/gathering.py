@@ -1,4 +1,4 @@
-"""An all-gather over the ranks that gradients go through."""
+"""An all-gather with gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LABEL = "all_gather_with_grad"
 
 def all_gather_with_grad(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Concatenates the ``tensor`` of every rank along ``dim``, in the order of the ranks.
+    Collective.
 
-    For losses that compare examples of different ranks, such as a contrastive loss. Every rank must
-    call it, with the same shape and dtype. The gradient of ``tensor`` is the sum, over the ranks,
-    of their gradients of its part of the result, as in ``torch.distributed.nn.all_gather``. FSDP
-    then takes the mean over the ranks: if every rank computes the same loss from the result, or the
-    loss of its own examples, parameters get the gradient of the loss on the global batch.
+    All ranks pass the same shape and dtype. Gradients are summed over the ranks, as in
+    ``torch.distributed.nn.all_gather``, and FSDP takes the mean: if every rank computes the same
+    loss, or the loss of its own examples, parameters get the gradient of the loss on the global
+    batch.
 
     Args:
         tensor: on the XLA device, with at least one dimension.

@@ -1,11 +1,8 @@
 """Functions of JAX, Pallas kernels included, as operators of torch_xla's graph.
 
-A function is exported for the platform that the tensors are on, or that a plan simulates, and its
-StableHLO becomes an XLA computation that the graph calls. No JAX backend is used, and no TPU is
-needed: ``jax.export`` lowers for any platform. Exported code must run with compilers older than the
-JAX that made it, so kernels are written in a format of Mosaic (7) that libtpu 0.0.21, which
-torch_xla 2.9 pins, can read. ``jax.jit`` on a machine without a TPU would write the newest format
-(8), which that libtpu does not read. This holds for the releases in :data:`KNOWN_JAX` only.
+``jax.export`` needs no TPU, and writes kernels in version 7 of Mosaic's format; libtpu 0.0.21
+(torch_xla 2.9) does not read version 8, which ``jax.jit`` without a TPU writes. This holds for
+:data:`KNOWN_JAX` only.
 """
 
 from __future__ import annotations
@@ -32,29 +29,22 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.int32: "int32",
 }
-# Read by planning: model FLOPs of kernels, which no matmul in the program shows.
+# Model FLOPs of kernels, for planning.
 MODEL_FLOPS = "xla_fsdp_model_flops"
 _KERNEL = "tpu_custom_call"
-# A line of MLIR text that contains a file, line and column.
+# A line of MLIR text with a file, line and column.
 _LOCATION = re.compile(r'^(#loc\d* = loc\()"(?:[^"\\]|\\.)*":\d.*\)$', re.MULTILINE)
 # torch_xla's import of JAX changes the environment for a short time.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class UnsupportedJaxVersionError(ImportError):
-    """Raised for a release of jax whose kernels are not tested with libtpu 0.0.21 and 0.0.51."""
+    """A release of jax whose kernels are not tested with libtpu 0.0.21 and 0.0.51."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one call of a kernel, in the terms of Pallas' ``CostEstimate``.
-
-    Attributes:
-        flops: floating-point operations of the matrix units, including padding.
-        bytes: bytes moved between HBM and the core.
-        transcendentals: exponentials and similar functions.
-        model_flops: the part of ``flops`` that the formula needs.
-    """
+    """As Pallas' ``CostEstimate``; ``flops`` include padding, ``model_flops`` are the formula's."""
 
     flops: int
     bytes: int
@@ -63,24 +53,22 @@ class Cost:
 
 
 class JaxFunction:
-    """A function of JAX arrays. Hashable: equal ones have the same trace."""
+    """Hashable: equal ones have the same trace."""
 
     name: str
     __call__: Callable[..., tuple[Any, ...]]
 
     def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        """Costs by prefix of the kernels' names. ``shapes``: those of the arguments."""
+        """Costs by prefix of the kernels' names, for arguments of ``shapes``."""
         return {}
 
 
 def call(
     function: JaxFunction, tensors: Sequence[torch.Tensor], platform: str
 ) -> list[torch.Tensor]:
-    """The result of ``function`` for ``tensors``. The call has no gradient.
+    """The result of ``function`` for ``tensors`` (:data:`DTYPES`), without gradient.
 
-    Args:
-        tensors: on an XLA device, of the dtypes in :data:`DTYPES`.
-        platform: ``"tpu"`` or ``"cpu"``, where the program will run.
+    ``platform``: ``"tpu"`` or ``"cpu"``, where the program will run.
 
     Raises:
         MissingExtraError: jax is not installed.
@@ -88,15 +76,13 @@ def call(
     """
     shapes = tuple((tuple(tensor.shape), DTYPES[tensor.dtype]) for tensor in tensors)
     with _ONE_AT_A_TIME:
-        # Ranks that are threads share one computation. torch_xla counts each computation object as
-        # different, even with equal contents: the ranks would compile a program each, and their
-        # collectives could wait for each other in different orders, forever.
+        # Ranks that are threads must share one object: torch_xla compiles a program for each
+        # object, and their collectives could deadlock.
         computation = _computation(function, shapes, platform)
     return xlac.call_computation(f"xla::{function.name}", list(tensors), computation)
 
 
 def require_jax() -> None:
-    """Raises unless a jax is installed whose kernels are tested."""
     extras.require_extra("plan", "a kernel written in JAX", ("jax", "jaxlib"))
     found = version("jax")
     if found not in KNOWN_JAX:
@@ -121,7 +107,6 @@ def _computation(
 def _exported(
     function: JaxFunction, shapes: tuple[tuple[tuple[int, ...], str], ...], platform: str
 ) -> bytes:
-    """``function`` as a serialized HLO module that returns a tuple."""
     import jax
     import jax.export
     import jaxlib._jax
@@ -148,8 +133,7 @@ def _exported(
 
 
 def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
-    """Writes its cost into every kernel, and removes source locations: the files and lines of all
-    callers, which would make programs differ that compile to the same."""
+    """Writes their costs into kernels, and removes source locations, which differ by caller."""
 
     def complete(operation: Any) -> Any:
         attributes = operation.attributes
@@ -176,16 +160,15 @@ def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
 
 
 def _without_locations(kernel: bytes) -> bytes:
-    """A kernel, serialized by Mosaic, without the locations of its operations."""
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
     from jaxlib.mlir.passmanager import PassManager
 
     with mlir.make_ir_context() as context:
-        context.allow_unregistered_dialects = True  # MLIR does not know Mosaic's serialized dialect
+        context.allow_unregistered_dialects = True  # for Mosaic's serialized dialect
         module = ir.Module.parse(kernel)
         PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         written = io.BytesIO()
-        # The same version as JAX writes.
+        # The version that JAX writes.
         module.operation.write_bytecode(written, desired_version=0)
     return written.getvalue()

@@ -1,11 +1,7 @@
-"""``nn.Linear`` and ``einsum`` over any dimensions, in the form that the TPU compiler supports.
+"""``nn.Linear`` and ``einsum`` as contractions over the original dimensions.
 
-PyTorch computes ``nn.Linear`` and ``torch.einsum`` as matmuls: it flattens the dimensions that are
-not contracted, and copies tensors that must be transposed for that. XLA chooses the layout of
-tensors freely, for (batch, sequence, width) often with the sequence last, but a reshape requires
-the plain layout: a copy of every activation. A contraction over the original dimensions leaves
-the choice to XLA. Workload S on v5e:2x4: 46.5 to 39.4 million cycles, and 93 MiB less of
-temporaries (benchmarks/LOG.md).
+PyTorch flattens dimensions, which makes XLA copy every activation to the plain layout. Workload S
+on v5e:2x4: 46.5 to 39.4 million cycles, and 93 MiB less of temporaries (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -29,27 +25,25 @@ from ..collectives.order import after, prevent_recomputation
 from ..collectives.world import World
 from ..tpu.chips import chip_of
 
-# The dimensions of both factors and of the result: one letter each.
+# Dimensions of the factors and of the result, one letter each.
 Equation = tuple[str, str, str]
 
 
 def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``torch.einsum`` of two factors, without flattening or transposing them on a TPU.
 
-    For example, attention heads in the layout in which they are used: with ``x`` (b, s, w) and a
-    weight (h, d, w), ``einsum("bsw,hdw->bhsd", x, weight)`` gives the queries of all heads, and
-    both matmuls of attention can read them directly. docs/design/benchmarks.md compares this with
-    ``nn.Linear`` and views on workload S.
+    For example, with ``x`` (b, s, w) and a weight (h, d, w), ``einsum("bsw,hdw->bhsd", x, weight)``
+    gives the queries of all heads as attention's matmuls read them.
 
-    All other cases call ``torch.einsum``: an equation that is not such a contraction (a letter
-    twice in one factor, or in one factor only and not in the result; an ellipsis; no result given),
-    factors of two dtypes, autocast, and tensors that are not on XLA.
+    Calls ``torch.einsum`` for other equations (a letter twice in one factor, or in one factor only
+    and not in the result; an ellipsis; no result given), for factors of two dtypes, under autocast,
+    and for tensors that are not on XLA.
 
     Args:
         equation: such as ``"bqhd,bkhd->bhqk"``.
 
     Raises:
-        ValueError: the equation does not match the factors (torch_xla's einsum does not check it).
+        ValueError: the equation does not match the factors.
     """
     letters = _letters(equation, x, y)
     if letters is None or not contracts(x, y):
@@ -65,7 +59,7 @@ def contracts(x: torch.Tensor, y: torch.Tensor) -> bool:
         and x.dtype == y.dtype
         and x.dtype.is_floating_point
         and not torch.is_autocast_enabled("xla")
-        # torch_xla's contraction would ignore another precision.
+        # The contraction would ignore another precision.
         and torch_xla.backends.get_mat_mul_precision() == "default"
         and forward_ad._current_level < 0
     )
@@ -96,15 +90,14 @@ def _once(letters: str) -> bool:
 
 
 def _alone(letters: str, each: Equation) -> bool:
-    """Whether one of ``letters`` occurs only once in ``each``."""
     return any(sum(letter in other for other in each) < 2 for letter in letters)
 
 
 class Product(torch.autograd.Function):
     """``apply(x, y, equation, frees)``: a contraction, differentiable any number of times.
 
-    ``frees``: the backward computes the gradient of ``x`` only after that of ``y``, which is the
-    last operation that reads ``x``.
+    ``frees``: the backward computes the gradient of ``x`` after that of ``y``, the last reader of
+    ``x``.
     """
 
     @staticmethod
@@ -130,12 +123,11 @@ class Product(torch.autograd.Function):
 
 
 def _contracted(x: torch.Tensor, y: torch.Tensor, equation: Equation) -> torch.Tensor:
-    """The sum over the dimensions that ``x`` and ``y`` share and the result lacks. Not
-    ``torch.einsum``, which takes four times as much host time in every step."""
+    """``torch.einsum`` would take four times as much host time in every step."""
     of_x, of_y, output = equation
     batch = [letter for letter in of_x if letter in of_y and letter in output]
     rest = [letter for letter in output if letter not in batch]
-    if rest and rest[0] not in of_x:  # the remaining dimensions of the first factor come first
+    if rest and rest[0] not in of_x:
         x, of_x, y, of_y = y, of_y, x, of_x
     shared = [letter for letter in of_x if letter in of_y and letter not in output]
     contracting = _dims(of_x, shared), _dims(of_y, shared)
@@ -151,12 +143,10 @@ def _dims(letters: str, some: list[str]) -> list[int]:
     return [letters.index(letter) for letter in some]
 
 
-# -- nn.Linear -----------------------------------------------------------------------------------
-
-# From this many elements of a weight on, :func:`frees_input` applies.
+# Elements of a weight for :func:`frees_input`.
 LARGE = 1 << 21
 
-# Names of the layers of attention in transformers and other libraries.
+# Layers of attention in transformers and other libraries.
 _MAKE_HEADS = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v")
 _TAKE_HEADS = ("o_proj", "out_proj", "dense", "o", "out")
 _SIZES = ("head_dim", "attention_head_size")
@@ -164,24 +154,19 @@ _SIZES = ("head_dim", "attention_head_size")
 
 @dataclass(frozen=True)
 class Heads:
-    """Marks a linear layer of attention whose outputs (or inputs) are heads of ``size`` elements
-    each. The views that split or join heads come after (or before) the layer. Inside the
-    contraction they need no copy (docs/how-to/attention.md)."""
+    """Marks a linear layer with heads as outputs (``made``) or inputs: docs/how-to/attention.md."""
 
     size: int
     made: bool
 
 
-# The linear layers of a module that are computed here, with the heads of each.
 Layers = dict[nn.Linear, Heads | None]
 
 
 def layers_in(modules: Iterable[nn.Module]) -> Layers:
-    """The ``modules`` with the forward of ``nn.Linear``, which can be replaced, with the heads of
-    each.
+    """Those of ``modules`` with the forward of ``nn.Linear``, and the heads of each.
 
-    Without those of parametrized weights (LoRA, spectral norm), which are computed again at every
-    access.
+    Without parametrized weights (LoRA, spectral norm), which are computed at every access.
     """
     modules = list(modules)
     found: Layers = {
@@ -203,11 +188,9 @@ def layers_in(modules: Iterable[nn.Module]) -> Layers:
 
 
 def stores_input(module: nn.Linear, world: World) -> bool:
-    """Whether storing the input of ``module`` until the backward is faster than recomputing it.
+    """Whether storing the input of ``module`` is faster than recomputing it.
 
-    The input of a layer that reduces the width is the result of an activation function. The
-    compiler tends to recompute that inside each matmul that reads it. On some chips, matmuls are so
-    fast relative to other arithmetic (``Chip.stores_linear_inputs``) that they wait for it.
+    The compiler tends to recompute the activation function inside each matmul that reads it.
     """
     chip = chip_of(world.device_kind)
     return chip is not None and chip.stores_linear_inputs and _narrows(module)
@@ -216,11 +199,9 @@ def stores_input(module: nn.Linear, world: World) -> bool:
 def frees_input(module: nn.Linear) -> bool:
     """Whether, in a recomputed block, the gradient of the weight should be computed first.
 
-    The compiler delays gradients of weights, because no other operation waits for them, so their
-    inputs stay in memory: an MLP's activations during the attention's backward. 32 scanned blocks
-    of workload S on v3-8: 975 MiB instead of 1,047. Outside of loops this happens only to inputs
-    that :func:`stores_input` stores: four checkpointed blocks on v5p-128, 586 MiB instead of 650,
-    and no gain on v3, v4 and v5e. For small layers the barrier costs more (benchmarks/LOG.md).
+    The compiler delays gradients of weights, so their inputs stay in memory (32 scanned blocks of
+    workload S on v3-8: 1,047 MiB instead of 975). Outside of loops this affects only stored inputs.
+    For small layers the barrier costs more (benchmarks/LOG.md).
     """
     return _narrows(module) and module.in_features * module.out_features >= LARGE
 
@@ -234,7 +215,7 @@ _recomputed: ContextVar[bool] = ContextVar("xla_fsdp_recomputed", default=False)
 
 @contextlib.contextmanager
 def recomputed_later() -> Iterator[None]:
-    """Within, the backward recomputes what this thread computes, instead of storing it."""
+    """Within, the backward recomputes what this thread computes."""
     token = _recomputed.set(True)
     try:
         yield
@@ -243,43 +224,32 @@ def recomputed_later() -> Iterator[None]:
 
 
 def replace_forwards(layers: Layers, world: World, in_loop: bool = False) -> None:
-    """Makes ``layers`` compute without flattening their inputs until :func:`restore_forwards`,
-    except those whose forward other code replaced. ``in_loop``: in scanned blocks, which recompute
-    each."""
+    """Replaces the layers' forwards, except replaced ones. ``in_loop``: in scanned blocks."""
     for module, heads in layers.items():
         keep, frees = stores_input(module, world), in_loop and frees_input(module)
         module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
 
 
 def restore_forwards(layers: Layers) -> None:
-    """Undoes :func:`replace_forwards`."""
     for module in layers:
         if isinstance(module.__dict__.get("forward"), _Contraction):
             del module.__dict__["forward"]
 
 
 class _Contraction:
-    """The forward of ``module`` while it is replaced.
-
-    Args:
-        keep: if there will be a backward, store the input until then.
-        frees: free the input after this layer's backward.
-        heads: the heads in the last dimension of the input or output.
-    """
+    """``keep``: store the input until the backward. ``frees``: free it after this layer's."""
 
     def __init__(self, module: nn.Linear, keep: bool, frees: bool, heads: Heads | None) -> None:
         self.module = module
         self.keep, self.frees, self.heads = keep, frees, heads
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The result for ``input`` ``(..., n)``: ``(..., m)``."""
         weight, bias, heads = self.module.weight, self.module.bias, self.heads
         # PyTorch raises the error for a wrong width.
         supported = input.dim() > 2 and contracts(input, weight)
         if not supported or input.shape[-1] != weight.shape[1]:
             return F.linear(input, weight, bias)
-        # The gradient of a frozen weight, which would need the input again, is not computed. A
-        # parameter is not stored but gathered again.
+        # Only the gradient of the weight reads the input. A parameter is gathered again instead.
         own = input if input._base is None else input._base
         keep = self.keep and not isinstance(own, nn.Parameter)
         if keep and torch.is_grad_enabled() and weight.requires_grad:
@@ -287,7 +257,6 @@ class _Contraction:
         frees = self.frees or (self.keep and _recomputed.get() and frees_input(self.module))
         leading = string.ascii_lowercase[: input.dim() - 1]
         made, taken = "M", "N"
-        # The rows (or columns) of the weight are complete heads.
         if heads is not None and weight.shape[0 if heads.made else 1] % heads.size == 0:
             parts = (-1, heads.size)
             if heads.made:

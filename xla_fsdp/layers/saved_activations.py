@@ -1,8 +1,6 @@
 """Values of a block that are saved in the forward, so that the backward need not recompute them.
 
-A recomputation reuses these values. It still traces the operations before them, because gradients
-flow through them, but their results are not used, so the compiler removes them. In JAX such values
-have a ``checkpoint_name`` and a policy that saves it.
+A recomputation still traces the operations before them, for gradients; the compiler removes these.
 """
 
 from __future__ import annotations
@@ -17,17 +15,14 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-# The name of the result of ``scaled_dot_product_attention``, from the kernel or not.
 ATTENTION = "attention"
 
 
 class SavedActivations:
-    """One pass over a block: the forward, which records values, or the recomputation, which reuses
-    them in the order in which they were recorded.
+    """A forward of a block, which records values, or the recomputation, which reuses them.
 
-    Args:
-        names: submodules of the block, whose outputs are saved, and :data:`ATTENTION`.
-        recorded: the values, in a recomputation.
+    ``names``: submodules whose outputs are saved, and :data:`ATTENTION`. ``recorded``: in a
+    recomputation, the values in order.
     """
 
     def __init__(self, names: Iterable[str], recorded: Sequence[torch.Tensor] | None = None):
@@ -53,11 +48,7 @@ class SavedActivations:
                 handle.remove()
 
     def require_all_called(self) -> None:
-        """Raises for a name that did not occur: without an error it would silently be recomputed.
-
-        Raises:
-            ValueError: the block did not call a submodule that ``keep`` names.
-        """
+        """Raises ValueError for a name that did not occur, which would silently be recomputed."""
         for name in sorted(self.names - self.met):
             what = "scaled_dot_product_attention of xla_fsdp.layers" if name == ATTENTION else name
             raise ValueError(
@@ -68,8 +59,7 @@ class SavedActivations:
     def computed(
         self, name: str, compute: Callable[[], Sequence[torch.Tensor]], count: int
     ) -> list[torch.Tensor]:
-        """The ``count`` tensors of ``compute``, which a recomputation does not call. They have no
-        graph."""
+        """The ``count`` tensors of ``compute``, without graph; a recomputation does not call it."""
         self.met.add(name)
         if self._recorded is not None:
             return [next(self._recorded) for _ in range(count)]
@@ -78,11 +68,11 @@ class SavedActivations:
         return made
 
     def of_tensor(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """``value``; in a recomputation the recorded value with the graph of ``value``."""
+        """``value``; in a recomputation the recorded value with its graph."""
         self.met.add(name)
         if self._recorded is not None:
             return _Recorded.apply(value, next(self._recorded))
-        self.values.append(value.clone())  # not affected by later in-place changes of ``value``
+        self.values.append(value.clone())  # ``value`` may change in place later
         return value
 
     def _of_module(self, name: str, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
@@ -100,7 +90,6 @@ _current: ContextVar[SavedActivations | None] = ContextVar(
 
 
 def current_saved_activations(name: str) -> SavedActivations | None:
-    """The current pass of this thread, if it saves ``name``."""
     current = _current.get()
     return current if current is not None and name in current.names else None
 

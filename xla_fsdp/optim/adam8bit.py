@@ -1,13 +1,8 @@
 """AdamW whose two moments take one byte each, with a scale for every block of elements.
 
-Dynamic tree quantization of Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
-2015 (arXiv 1511.04561), by blocks as in Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization", 2021 (arXiv 2110.02861): a block is divided by its largest magnitude, and each
-element becomes the nearest of 256 values. These are 0, 1, and evenly spaced values in each of the
-seven decades below 1, half as many in a decade as in the next higher one. Signed values have 64 in
-the highest decade, for each sign; unsigned ones 128.
-
-The nearest value is computed instead of looked up, because tables are slow on TPUs.
+Dynamic tree quantization (Dettmers, 2015, arXiv 1511.04561): elements, divided by the block's
+largest, become the nearest of 256 values: 0, 1, and evenly spaced ones in seven decades below 1,
+half as many in each lower decade. Values are computed, because tables are slow on TPUs.
 """
 
 from __future__ import annotations
@@ -30,15 +25,10 @@ _DECADES = 7
 class AdamW8bit(ShardedOptimizer):
     """``torch.optim.AdamW`` with moments in 8 bits, by blocks of 2048 elements of the shard.
 
-    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv 2110.02861). The
-    moments are decoded to float32 for their update and encoded again, see
-    :mod:`xla_fsdp.optim.adam8bit`. Which elements share a block depends on the ranks and the
-    layout, so steps with another number of ranks are equal within the error of the encoding.
-
-    A step needs no communication.
+    Dettmers et al., 2021 (arXiv 2110.02861). Steps with another number of ranks are equal within
+    the error of the encoding.
 
     Args:
-        params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         min_8bit_size: shards with fewer elements use float32 moments, as in the paper.
 
@@ -58,7 +48,7 @@ class AdamW8bit(ShardedOptimizer):
         require_range("lr", lr, 0)
         require_range("betas[0]", betas[0], 0, 1)
         require_range("betas[1]", betas[1], 0, 1)
-        require_range("eps", eps, 0, open_low=True)  # otherwise padding divides by 0
+        require_range("eps", eps, 0, open_low=True)  # else padding divides by 0
         require_range("weight_decay", weight_decay, 0)
         require_range("min_8bit_size", min_8bit_size, 0)
         options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -66,8 +56,7 @@ class AdamW8bit(ShardedOptimizer):
 
     def _update_parts(self) -> None:
         for group, parameter, part in self._trained():
-            assert parameter.grad is not None  # parameters without gradient are skipped before
-            # NaN in the padding would make all of its block NaN.
+            assert parameter.grad is not None  # skipped before
             grad = part.without_padding(parameter.grad.float())
             state = self.state[parameter]
             if not state:
@@ -85,13 +74,12 @@ class AdamW8bit(ShardedOptimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.sub_((update * group["lr"]).to(parameter.dtype))
 
-    # No value belongs to a single parameter, see StateConverter.
     member_state: frozenset[str] = frozenset()
 
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """For checkpoints: code and scale of each element; float32 moments of small parameters."""
+        """Code and scale of each element; float32 moments of small parameters."""
         shape, names = parameter.shape, [name for name, _ in _MOMENTS]
         encoded = "scales" in state
         require_keys(state, ["step", *names, *(["scales"] if encoded else [])])
@@ -118,10 +106,10 @@ class AdamW8bit(ShardedOptimizer):
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The reverse of :meth:`saved_state`. Blocks that have the same elements as before get
-        exactly the same bits. Others (another number of ranks, or another wrapping) are decoded and
-        encoded again: then each element has an error of at most half the distance between two of
-        the 256 values, as in any step."""
+        """Blocks with the same elements get the same bits. Others are encoded again.
+
+        This moves an element by at most half the distance of two of the 256 values.
+        """
         state: dict[str, Any] = {}
         _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
         state["step"].fill_(float(saved["step"]))
@@ -145,8 +133,7 @@ class AdamW8bit(ShardedOptimizer):
 
 
 def _shape_of_scales(parameter: torch.nn.Parameter) -> list[int]:
-    """The shape of the scales of both moments. It has more dimensions than a parameter and more
-    than one number, so that checkpoints treat it neither as elementwise nor as one value."""
+    """Its dimensions tell checkpoints that it is neither elementwise nor one value."""
     return [*[1] * parameter.dim(), 2, -(-parameter.numel() // BLOCK)]
 
 
@@ -175,7 +162,7 @@ def _keep(state: dict[str, Any], *moments: torch.Tensor) -> None:
         scales = torch.stack([scales for _, scales in encoded])
         state["scales"].copy_(scales.view(state["scales"].shape))
     for (name, _), value in zip(_MOMENTS, kept, strict=True):
-        if state[name].dtype is not value.dtype:  # load_state_dict casts to the parameter's dtype
+        if state[name].dtype is not value.dtype:  # load_state_dict casts
             state[name] = state[name].to(value.dtype)
         state[name].copy_(value)  # in place, so that the program reuses its memory
 
@@ -185,10 +172,9 @@ _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 
 
 def encode(value: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes float32 ``value``: codes, uint8 in its shape, and the scales of the blocks."""
+    """Codes of float32 ``value``, uint8 in its shape, and the scales of the blocks."""
     blocks = _in_blocks(value)
     scales = blocks.abs().amax(1)
-    # In a block of zeros all codes are 0.
     ratio = blocks / torch.where(scales > 0, scales, torch.ones_like(scales))[:, None]
     size = ratio.abs()
     number = (size > _middle(0.0, _value(0, 0, signed))).to(size.dtype)
@@ -211,7 +197,6 @@ def encode(value: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tenso
 
 
 def decode(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The float32 values of the codes that :func:`encode` chose."""
     blocks = _in_blocks(_ratios(numbers, signed)) * scales[:, None]
     return blocks.reshape(-1)[: numbers.numel()].view(numbers.shape)
 
@@ -222,7 +207,6 @@ def decode_each(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> to
 
 
 def scales_of_elements(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The scale of its block for each element of a tensor of this shape."""
     return scales.repeat_interleave(BLOCK)[: shape.numel()].view(shape)
 
 
@@ -231,10 +215,7 @@ def encode_again(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Does :func:`encode`, but keeps the codes of unchanged blocks, bit for bit.
 
-    Args:
-        value: float32.
-        numbers, scales: the earlier codes of ``value``, with a scale for each element; 0 if there
-            was none, or in a block of zeros.
+    ``scales``: one for each element; 0 if there was none, or in a block of zeros.
     """
     anew, scales_anew = encode(value, signed)
     before, own = _in_blocks(scales), _in_blocks(value)
@@ -247,7 +228,6 @@ def encode_again(
 
 
 def _ratios(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The encoded values divided by the scale."""
     number = numbers.float()
     one = _first(_DECADES, signed)
     if signed:
@@ -271,7 +251,7 @@ def _in_blocks(value: torch.Tensor) -> torch.Tensor:
 
 
 def _count(decade: int, signed: bool) -> int:
-    """The number of values of one sign in a decade."""
+    """The number of values of one sign."""
     return 2**decade if signed else 2 ** (decade + 1)
 
 
@@ -281,7 +261,6 @@ def _first(decade: int, signed: bool) -> int:
 
 
 def _width(decade: int, signed: bool) -> float:
-    """The distance between neighboring values of a decade."""
     return 0.9 * 10.0 ** (decade + 1 - _DECADES) / _count(decade, signed)
 
 

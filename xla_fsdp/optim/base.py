@@ -17,14 +17,14 @@ from .parts import Parts
 class ShardAwareOptimizer(Optimizer):
     """An optimizer that steps on shards, and whose state keeps its dtype when it is loaded."""
 
-    # Plans do not replace its tensors, see planning/tracing/host_step.py.
+    # See planning/tracing/host_step.py.
     knows_shards = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss again, which is returned.
+        """One step; ``closure`` computes the loss again, which is returned. Collective.
 
-        It may trace collectives: all ranks must call it, with gradients for the same parameters.
+        All ranks must have gradients for the same parameters.
 
         Raises:
             RuntimeError: loaded options and state belong to another kind of optimizer; or a
@@ -41,8 +41,7 @@ class ShardAwareOptimizer(Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for any optimizer, but state keeps its dtype, where torch would cast it to that of the
-        parameters."""
+        """State keeps its dtype instead of the parameters'."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -56,17 +55,10 @@ class ShardAwareOptimizer(Optimizer):
 
 
 class ShardedOptimizer(ShardAwareOptimizer):
-    """An optimizer whose update of a parameter is not elementwise.
-
-    Accepts ``model.parameters()`` of a wrapped model, and parameters that are not sharded.
-    """
+    """An optimizer whose update is not elementwise."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for any optimizer.
-
-        Raises:
-            ValueError: a parameter is offloaded to the host.
-        """
+        """Raises ValueError if a parameter is offloaded to the host."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             sharded = sharded_tensor_of(parameter)
@@ -87,7 +79,6 @@ class ShardedOptimizer(ShardAwareOptimizer):
         raise NotImplementedError
 
     def _trained(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, Parts]]:
-        """All parameters that have a gradient and elements, with their groups."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad

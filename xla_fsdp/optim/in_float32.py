@@ -1,4 +1,4 @@
-"""Any optimizer, computing in float32 on parameters that are stored in a narrower dtype."""
+"""Any optimizer, in float32 on parameters in a narrower dtype."""
 
 from __future__ import annotations
 
@@ -23,14 +23,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 class InFloat32(ShardAwareOptimizer):
     """Makes an optimizer of float32 tensors step for parameters in bfloat16 or float16.
 
-    The state of the inner optimizer is the state of this one, so that it is saved and loaded like
-    that of any optimizer. Parameters in other dtypes are passed to the inner optimizer directly.
-
-    Args:
-        params: parameters, or groups of them.
-        optimizer_class: of the inner optimizer, called with groups of parameters and ``options``.
-        options: its options. They become options of the groups here, and can be changed there.
-        own: further options of the groups, which the inner optimizer does not know.
+    The inner optimizer's state is the state of this one; other parameters are passed to it
+    directly. Groups have its ``options``, and ``own`` ones, which it does not know.
 
     Raises:
         TypeError: ``optimizer_class`` does not make an optimizer.
@@ -62,7 +56,7 @@ class InFloat32(ShardAwareOptimizer):
                 f"optimizer_class must make a torch.optim.Optimizer, got {type(inner).__name__}"
             )
         self._inner = inner
-        # The name of the inner optimizer's class is saved in checkpoints, with its options.
+        # Saved in checkpoints.
         self._own = {"optimizer": type(inner).__name__, **own}
         self.defaults = {**inner.defaults, **self._own}
         for group, theirs in zip(self.param_groups, inner.param_groups, strict=True):
@@ -78,7 +72,7 @@ class InFloat32(ShardAwareOptimizer):
 
     def _update(self) -> None:
         inner = self._inner
-        assert inner is not None  # set by the constructor
+        assert inner is not None
         pairs = list(self._pairs())
         for parameter, wide in pairs:
             own = self.state.get(parameter) or {}
@@ -94,7 +88,7 @@ class InFloat32(ShardAwareOptimizer):
                     with on_local_parts():
                         self._begin(parameter, wide, own)
                         wide.grad = grad.to(wide.dtype)
-        # Without the global optimizer hooks: they are called for this optimizer.
+        # The global optimizer hooks are called for this optimizer.
         step: Any = type(inner).step
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
         for parameter, wide in pairs:
@@ -107,10 +101,9 @@ class InFloat32(ShardAwareOptimizer):
                     extra = self._finish(parameter, wide)
             self.state[parameter] = {**inner.state.get(wide, {}), **extra}
 
-    # Keys of state that the inner optimizer does not know: elementwise state, and single values.
+    # State that the inner optimizer does not know: elementwise, and single values.
     _element_keys: tuple[str, ...] = ()
     _single_keys: tuple[str, ...] = ()
-    # Attributes that copies need.
     _copied: frozenset[str] = frozenset({"_inner", "_wide", "_own"})
 
     def _begin(
@@ -127,18 +120,15 @@ class InFloat32(ShardAwareOptimizer):
 
     @property
     def state_converter(self) -> StateConverter | None:
-        """This optimizer, if the inner optimizer's state must be converted for checkpoints."""
         return None if state_converter_of(self._inner) is None else self
 
     @property
     def member_state(self) -> frozenset[str]:
-        """See :class:`StateConverter`."""
         return self._inner_converter.member_state
 
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """See :class:`StateConverter`."""
         rest, more = dict(state), {}
         for key in self._element_keys:
             if key in rest:
@@ -153,7 +143,6 @@ class InFloat32(ShardAwareOptimizer):
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """See :class:`StateConverter`."""
         further = {*self._element_keys, *self._single_keys}
         rest = {key: value for key, value in saved.items() if key not in further}
         state = self._inner_converter.load_saved_state(parameter, rest, group)
@@ -163,11 +152,10 @@ class InFloat32(ShardAwareOptimizer):
     @property
     def _inner_converter(self) -> StateConverter:
         found = state_converter_of(self._inner)
-        assert found is not None  # otherwise this optimizer converts nothing either
+        assert found is not None
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that torch copies and pickles for an optimizer, and attributes of this one."""
         more = {key: value for key, value in vars(self).items() if key in self._copied}
         return {**super().__getstate__(), **more}
 
@@ -184,8 +172,8 @@ class InFloat32(ShardAwareOptimizer):
         group.update(self._own)
 
     def _pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """All parameters with the inner optimizer's counterparts. Updates its options first."""
-        assert self._inner is not None  # set by the constructor
+        """Updates the inner optimizer's options first."""
+        assert self._inner is not None
         for group, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             changed = [key for key, value in self._own.items() if group.get(key) != value]
             if changed:
@@ -205,20 +193,15 @@ class InFloat32(ShardAwareOptimizer):
 class MasterWeights(InFloat32):
     """Stores a float32 copy of parameters in bfloat16 or float16, and updates the copy.
 
-    Micikevicius et al., "Mixed Precision Training", 2017 (arXiv 1710.03740): small updates are not
-    lost to rounding, because the copy is float32; parameters are the rounded copy. The copy is the
-    state ``master``: sharded, saved and loaded like moments. ``optimizer_class`` is any optimizer
-    of torch or of :mod:`xla_fsdp.optim`; its state is float32 too::
+    Micikevicius et al., 2017 (arXiv 1710.03740). The copy is the state ``master``: sharded, saved
+    and loaded like moments. If other code changes elements of a parameter, they are copied to it.
+    ::
 
         model = FSDP(model.bfloat16())
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
-    If other code changes a parameter (a load of weights alone, an average), the new values are
-    copied to ``master``, element by element; elements that still equal the rounded copy keep it.
-
     Args:
-        params: parameters, or groups of them.
-        optimizer_class: the class of the optimizer that updates the copies.
+        optimizer_class: any optimizer of torch or of :mod:`xla_fsdp.optim`; its state is float32.
         options: its options.
 
     Raises:
@@ -235,7 +218,7 @@ class MasterWeights(InFloat32):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._left = {}  # empty: stamps belong to the tensors that were copied
+        self._left = {}  # stamps belong to the copied tensors
 
     def _begin(
         self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
@@ -256,7 +239,7 @@ class MasterWeights(InFloat32):
 
 
 def _share_sharded_tensor(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
-    """Makes ``wide`` the shard that ``parameter`` is, for optimizers that use collectives."""
+    """For optimizers that use collectives."""
     sharded = sharded_tensor_of(parameter)
     if sharded is not None and sharded_tensor_of(wide) is None:
         set_sharded_tensor(wide, replace(sharded, shard=wide))

@@ -1,4 +1,4 @@
-"""LAMB and LARS: scale each parameter's step by the norms of the parameter and of its update."""
+"""The optimizers LAMB and LARS."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from .parts import Parts, norms
 class LAMB(ShardedOptimizer):
     """Adam, with each parameter's step scaled to the norm of the parameter.
 
-    Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
-    minutes", 2019 (arXiv 1904.00962), with the identity as the function of the norm: with ``r``
-    the bias-corrected step of Adam and ``u = r + weight_decay * w``,
-    ``w -= lr * |w| / |u| * u``; the ratio is 1 if one of the norms is 0.
-
-    A step sends two numbers for each parameter, in one all-reduce for all.
+    Algorithm 2 of You et al., 2019 (arXiv 1904.00962), with the identity as the function of the
+    norm: with ``r`` the bias-corrected step of Adam and ``u = r + weight_decay * w``, ``w -= lr *
+    |w| / |u| * u``; the ratio is 1 if one of the norms is 0.
 
     Args:
-        params: parameters, or groups of them.
         lr: the norm of the step relative to the norm of the parameter.
         betas: decay rates of the means of gradients and of their squares.
         eps: added to the root of the second mean, > 0.
         weight_decay: the factor of the parameter in its update.
-        adapt: ``False`` for a group without the ratio (then it is like AdamW), often used for
-            biases and norm layers.
+        adapt: ``False`` for a group without the ratio, such as biases and norm layers: like AdamW.
 
     Raises:
         ValueError: an option is out of range.
@@ -46,7 +41,7 @@ class LAMB(ShardedOptimizer):
         require_range("lr", lr, 0)
         require_range("betas[0]", betas[0], 0, 1)
         require_range("betas[1]", betas[1], 0, 1)
-        require_range("eps", eps, 0, open_low=True)  # otherwise padding divides by 0
+        require_range("eps", eps, 0, open_low=True)  # else padding divides by 0
         require_range("weight_decay", weight_decay, 0)
         super().__init__(
             params,
@@ -59,7 +54,7 @@ class LAMB(ShardedOptimizer):
         for group, parameter, _ in trained:
             beta1, beta2 = group["betas"]
             state, grad = self.state[parameter], parameter.grad
-            assert grad is not None  # parameters without gradient are skipped before
+            assert grad is not None  # skipped before
             if not state:
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -84,21 +79,16 @@ class LAMB(ShardedOptimizer):
 class LARS(ShardedOptimizer):
     """SGD with momentum, with each parameter's step scaled to the norm of the parameter.
 
-    Algorithm 1 of You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017
-    (arXiv 1708.03888): ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)``,
-    ``v = momentum * v + lr * ratio * (g + weight_decay * w)``, ``w -= v``; the ratio is 1 if
-    one of the norms is 0.
-
-    A step sends two numbers for each parameter, in one all-reduce for all.
+    Algorithm 1 of You, Gitman and Ginsburg, 2017 (arXiv 1708.03888): ``ratio = trust_coefficient *
+    |w| / (|g| + weight_decay * |w|)``, ``v = momentum * v + lr * ratio * (g + weight_decay * w)``,
+    ``w -= v``; the ratio is 1 if one of the norms is 0.
 
     Args:
-        params: parameters, or groups of them.
         lr: the global learning rate.
         momentum: the factor of the last step in the next.
         weight_decay: the L2 penalty.
-        trust_coefficient: the paper's eta, the norm of the step relative to that of the parameter.
-        adapt: ``False`` for a group without the ratio (then it is SGD), often used for biases and
-            norm layers.
+        trust_coefficient: the norm of the step relative to that of the parameter.
+        adapt: ``False`` for a group without the ratio, such as biases and norm layers: SGD.
 
     Raises:
         ValueError: an option is out of range.
@@ -151,7 +141,6 @@ def one_minus_power(beta: float, step: torch.Tensor) -> torch.Tensor:
 def _ratios(
     parts: list[Parts], parameters: list[torch.nn.Parameter], updates: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The norm of each parameter divided by that of its update; ``(m,)`` each."""
     found = norms([*parts, *parts], [*parameters, *updates], "norms of parameters and updates")
     lengths, steps = found[: len(parts)], found[len(parts) :]
     return [_ratio(length, step, step) for length, step in zip(lengths, steps, strict=True)]

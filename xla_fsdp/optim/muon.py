@@ -1,4 +1,4 @@
-"""Muon: momentum, with each matrix made orthogonal before it is used as a step."""
+"""The optimizer Muon."""
 
 from __future__ import annotations
 
@@ -17,15 +17,9 @@ from .parts import Parts
 class Muon(ShardedOptimizer):
     """``torch.optim.Muon`` on full matrices, although each rank has only some of their elements.
 
-    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the momentum of
-    each matrix is replaced by a matrix with the same singular vectors and singular values of about
-    1, by Newton-Schulz iterations. Options, their defaults and formulas are those of torch.
-
-    A step gathers all momenta in ``compute_dtype``. The matrices of one shape are distributed over
-    the ranks, each rank makes its share orthogonal, and the results are gathered: two gathers of
-    two bytes for each element, as for the weights in bfloat16, and 1/N of the arithmetic. If there
-    is only one matrix of a shape, every rank computes it, and only the first gather is sent. During
-    the computation, all full matrices of one shape are on the device.
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: momentum, made
+    orthogonal by Newton-Schulz iterations. Options, defaults and formulas are torch's. All full
+    matrices of one shape are on the device at the same time.
 
     Args:
         params: matrices (in the unsharded model), or groups of them; see :func:`split_matrices`.
@@ -67,7 +61,7 @@ class Muon(ShardedOptimizer):
             raise ValueError(f"compute_dtype must be a floating-point dtype, got {compute_dtype}")
         options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
         options |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps)
-        # As a string: groups are saved in checkpoints, which support plain values only.
+        # Checkpoints support plain values only.
         dtype = str(compute_dtype).removeprefix("torch.")
         options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, compute_dtype=dtype)
         super().__init__(params, options)
@@ -102,9 +96,8 @@ class Muon(ShardedOptimizer):
                 parameter.sub_(part.cut(scaled) * group["lr"])
 
     def _momentum(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's elements of the matrices to make orthogonal."""
         state, grad = self.state[parameter], parameter.grad
-        assert grad is not None  # parameters without gradient are skipped before
+        assert grad is not None  # skipped before
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"]
@@ -115,7 +108,6 @@ class Muon(ShardedOptimizer):
     def _orthogonalise(
         self, group: dict[str, Any], parts: list[Parts], full_matrices: list[list[torch.Tensor]]
     ) -> None:
-        """Replaces all matrices in ``full_matrices`` by orthogonal ones."""
         alike: dict[tuple[World | None, tuple[int, ...]], list[tuple[int, int]]] = {}
         for number, part in enumerate(parts):
             for member, shape in enumerate(part.shapes):
@@ -131,10 +123,7 @@ class Muon(ShardedOptimizer):
 def split_matrices(
     parameters: Iterable[torch.nn.Parameter],
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """The parameters that are matrices in the unsharded model, and the others.
-
-    The shape of a shard does not show it: a shard may be a vector.
-    """
+    """The parameters that are matrices in the unsharded model, and the others."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for parameter in parameters:
@@ -146,7 +135,6 @@ def split_matrices(
 def _orthogonalise_by_rank(
     matrices: torch.Tensor, world: World | None, group: dict[str, Any]
 ) -> torch.Tensor:
-    """``(k, rows, columns)``, the same on all ranks, each matrix made orthogonal."""
     count = matrices.shape[0]
     if world is None or world.size == 1 or count < 2:
         return _newton_schulz(matrices, group)

@@ -1,13 +1,7 @@
 """The parameters of the unsharded model to which the elements of an optimizer's tensor belong.
 
-An optimizer sees shards: of one parameter, of several joined ones (``flatten_parameters``), or of
-one parameter of all scanned blocks. If it needs the norms or matrices of full parameters, this
-module computes them. Shape letters: ``d`` blocks of a stack (1 if it is none), ``m`` parameters in
-the tensor (``d`` times its members), ``s`` the shape of one shard, ``p`` the shape of all shards of
-a parameter together, with padding.
-
-Each rank has different elements, but all ranks must have the same program, so the rank is data in
-it.
+Shape letters: ``d`` blocks of a stack (else 1), ``m`` parameters in the tensor (``d`` times its
+members), ``s`` one shard, ``p`` all shards together, padded.
 """
 
 from __future__ import annotations
@@ -22,18 +16,14 @@ from ..sharding.layout import LANES, Layout
 from ..sharding.sharded_parameter import local
 from ..sharding.sharded_tensor import sharded_tensor_of
 
-# Positions from here on do not fit int32, which is faster than int64 on TPUs.
+# Later positions need int64, which is slower than int32 on TPUs.
 _INT32 = 1 << 31
 
 
 class Parts:
     """The full parameters whose elements ``parameter``, a shard or a full parameter, contains.
 
-    Attributes:
-        world: the ranks with the other shards; ``None`` if the parameter is not sharded.
-        shapes: of the unsharded parameters in it; for a stack, those of one block.
-        depth: the number of stacked blocks, else 1.
-        name: its name in the wrapper, for messages.
+    ``shapes``: of the unsharded parameters; for a stack, those of one block.
     """
 
     def __init__(self, parameter: torch.Tensor):
@@ -44,7 +34,6 @@ class Parts:
         self.depth = 1
         self.name = "a parameter that is not sharded"
         if sharded is None:
-            # The layout of one rank, without padding.
             self._layout = Layout.rows(torch.Size((1, *parameter.shape)), 1)
             self.shapes: tuple[tuple[int, ...], ...] = (tuple(parameter.shape),)
             return
@@ -55,24 +44,19 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """``m``, the number of parameters of the unsharded model."""
         return self.depth * len(self.shapes)
 
     @property
     def offsets(self) -> list[int]:
-        """The offset of each parameter of a block in the flattened ``p``."""
         return [member.offset for member in self._layout.members]
 
     @property
     def numels(self) -> list[int]:
-        """The number of elements of each parameter, on all ranks together; ``m`` numbers."""
+        """Of each parameter, on all ranks together; ``m`` numbers."""
         return [torch.Size(shape).numel() for shape in self.shapes] * self.depth
 
     def sums(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over each parameter: ``(m,)``, for a tensor of shape ``s``.
-
-        Padding does not count.
-        """
+        """This rank's part of the sum over each parameter, without padding: ``s`` to ``(m,)``."""
         if len(self.shapes) == 1:
             value = self.without_padding(value)
             return value.reshape(self.depth, value.numel() // self.depth).sum(1)
@@ -80,15 +64,14 @@ class Parts:
         return torch.stack([torch.where(own, value, zero).sum() for own in self._masks(value)])
 
     def without_padding(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, of shape ``s``, with 0 in the padding, which ``nn.init.ones_(parameter)`` and
-        ``grad.add_(1)`` change too."""
+        """``value``, ``s``, with 0 in the padding, which users may have changed."""
         if math.prod(self._layout.padded_shape) == self._layout.numel:
             return value
         inside = (self.positions(value) < self._layout.numel).view(self._layout.shard_shape)
         return torch.where(inside, value, torch.zeros_like(value))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Repeats ``(m,)`` values for all elements of each parameter, to multiply shards with."""
+        """Repeats ``(m,)`` values for all elements of each parameter."""
         if len(self.shapes) == 1:
             return values[0] if self.depth == 1 else values.view(-1, *[1] * (len(self.shape) - 1))
         spread = values.new_zeros(self.shape)
@@ -113,7 +96,6 @@ class Parts:
         ]
 
     def cut(self, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The reverse of :meth:`gather`: this rank's elements of full parameters."""
         if self.world is None:
             return fulls[0][0]
         layout = self._layout
@@ -129,11 +111,7 @@ class Parts:
         return torch.index_select(shards, 1, self.world.rank_on_device).reshape(self.shape)
 
     def positions(self, like: torch.Tensor) -> torch.Tensor:
-        """For each of this rank's elements its position in the flattened ``p``; shape ``s``,
-        flattened.
-
-        For a stack: those of one block.
-        """
+        """Positions of this rank's elements (of one block) in the flattened ``p``, as a vector."""
         length = torch.Size(self._layout.shard_shape).numel()
         size = 1 if self.world is None else self.world.size
         dtype = torch.int32 if size * length < _INT32 else torch.int64
@@ -141,7 +119,6 @@ class Parts:
         return here if self.world is None else here + self.world.rank_on_device.to(dtype) * length
 
     def _masks(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """For each member, a mask of the elements that belong to it."""
         at = self.positions(like)
         members = self._layout.members
         return [(at >= one.offset) & (at < one.offset + one.numel) for one in members]
@@ -150,10 +127,7 @@ class Parts:
 def reduced(
     parts: Sequence[Parts], values: Sequence[torch.Tensor], label: str
 ) -> list[torch.Tensor]:
-    """``values``, one tensor for each of ``parts``, summed over the ranks.
-
-    One all-reduce for all that share a world and a dtype.
-    """
+    """``values`` summed over the ranks, in one all-reduce for each world and dtype."""
     numbers: dict[tuple[World | None, torch.dtype], list[int]] = {}
     for number, (part, value) in enumerate(zip(parts, values, strict=True)):
         numbers.setdefault((part.world, value.dtype), []).append(number)
@@ -169,8 +143,7 @@ def reduced(
 
 
 def norms(parts: Sequence[Parts], values: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
-    """The 2-norms of the full parameters whose local elements are ``values``: ``(m,)`` for each, at
-    least in float32."""
+    """2-norms of the full parameters, ``(m,)``, float32 or wider, from local ``values``."""
     wide = [value if value.dtype is torch.float64 else value.float() for value in values]
     sums = [part.sums(value * value) for part, value in zip(parts, wide, strict=True)]
     return [total.sqrt() for total in reduced(parts, sums, label)]

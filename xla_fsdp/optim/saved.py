@@ -1,9 +1,4 @@
-"""Optimizer state in checkpoints, for state that depends on matrices, blocks or ranks.
-
-Checkpoints support elementwise state of a parameter of the unsharded model, which can be cut for
-any number of ranks, and plain values of such a parameter. An optimizer with other state converts it
-to this form (:class:`StateConverter`) and back.
-"""
+"""Optimizer state in checkpoints that is neither elementwise nor a plain value."""
 
 from __future__ import annotations
 
@@ -13,16 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
-# The number of float32 elements in one value of a checkpoint's manifest, which takes 1 MiB.
+# float32 elements in one value of a manifest: 1 MiB.
 _CHUNK = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
 class LazyState:
-    """Elementwise state of an optimizer's tensor, computed when it is needed.
-
-    ``make()`` returns it on the CPU, in the tensor's shape and ``dtype``.
-    """
+    """Elementwise state: ``make()`` returns it on the CPU, in the tensor's shape and ``dtype``."""
 
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
@@ -31,12 +23,8 @@ class LazyState:
 class StateConverter(Protocol):
     """An optimizer that converts its state for checkpoints.
 
-    The methods use only shape, device and sharded tensor of ``parameter``. It may represent a
-    parameter of the unsharded model; then the state is the one that this optimizer has there.
-
-    Attributes:
-        member_state: keys of plain values that are separate for each parameter of the unsharded
-            model; other values are the same for all parameters in one tensor.
+    The methods use only shape, device and sharded tensor of ``parameter``. ``member_state``: keys
+    of plain values that differ between the unsharded parameters in one tensor.
     """
 
     @property
@@ -45,42 +33,38 @@ class StateConverter(Protocol):
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> Sequence[Mapping[str, Any]]:
-        """For each parameter of the unsharded model in ``parameter`` (``Parts.count``; for a stack
-        block by block): :class:`LazyState` or plain values, by key.
+        """:class:`LazyState` or plain values by key, for each of ``Parts.count`` parameters.
 
-        Raises:
-            ValueError: ``state`` is not the state of such a parameter.
+        Raises ValueError if ``state`` is not the state of such a parameter.
         """
 
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The state of ``parameter`` from saved values: tensors of its shape on the CPU (0 where
-        nothing was saved), plain values, and for ``member_state`` lists of these with ``None``.
-        ``group``: its options."""
+        """The state of ``parameter`` from saved values, with the options ``group``.
+
+        ``saved``: tensors of its shape on the CPU (0 where nothing was saved), plain values, and
+        for ``member_state`` lists of these with ``None``.
+        """
 
 
 def state_converter_of(optimizer: object) -> StateConverter | None:
-    """The object that converts the state of ``optimizer``: itself or its attribute
-    ``state_converter``. ``None`` if the state consists of tensors of the parameters' shapes and of
-    plain values."""
+    """``optimizer`` or its attribute ``state_converter``, or None."""
     converter: Any = getattr(optimizer, "state_converter", optimizer)
     return converter if hasattr(converter, "saved_state") else None
 
 
 def require_shape(key: str, value: Any, shape: Sequence[int]) -> None:
-    """Raises ValueError unless ``value`` is a tensor of that shape."""
     found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
     if found != list(shape):
         raise ValueError(f"{key!r} is {found}, expected a tensor of shape {list(shape)}")
 
 
 def require_keys(state: Mapping[str, Any], expected: Sequence[str]) -> None:
-    """Raises ValueError unless ``state`` has exactly these keys."""
     if state.keys() != set(expected):
         raise ValueError(f"the state has keys {sorted(state)}, expected {sorted(expected)}")
 
 
 def chunks(value: torch.Tensor) -> list[torch.Tensor]:
-    """Splits a vector into pieces, on the CPU, that fit into a manifest."""
+    """Pieces of a vector, on the CPU, that fit into a manifest."""
     return [piece.clone() for piece in value.detach().cpu().split(_CHUNK)]

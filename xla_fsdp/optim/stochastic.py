@@ -1,4 +1,4 @@
-"""bfloat16 parameters without a float32 copy: rounded up or down at random."""
+"""bfloat16 parameters without a float32 copy."""
 
 from __future__ import annotations
 
@@ -14,30 +14,25 @@ from .base import require_range
 from .in_float32 import InFloat32
 from .parts import Parts
 
-# The low bits of a float32 that a bfloat16 does not have.
 _LOW = 0xFFFF
 
 
 class StochasticRounding(InFloat32):
     """Steps in float32 on parameters in bfloat16, and rounds them at random.
 
-    A value between two bfloat16 values is rounded up with a probability proportional to its
-    distance from the lower one. So on average nothing is lost, and steps too small for bfloat16 add
-    up. Gupta et al., "Deep Learning with Limited Numerical Precision", 2015 (arXiv 1502.02551). No
-    copy is stored; the state of ``optimizer_class`` is float32. ::
+    The probability of rounding up is proportional to the distance from the lower bfloat16 value, so
+    small steps add up. Gupta et al., 2015 (arXiv 1502.02551). ::
 
         model = FSDP(model.bfloat16())
         optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, seed=1, lr=3e-4)
 
-    The random bits are computed from ``seed``, the step, the number of the parameter in the
-    optimizer and the number of the element in the parameter. They do not depend on the rank: N
-    ranks round like one, and a resumed run like an uninterrupted one. (In a flattened vector or a
-    stack of blocks, elements are numbered through all of it, so other wrappings round differently.)
+    The random bits depend on ``seed``, the step, the parameter's number and the element's: N ranks
+    round like one, and a resumed run like an uninterrupted one.
 
     Args:
-        params: parameters in bfloat16, or groups of them; parameters in float32 are not rounded.
-        optimizer_class: the class of the optimizer that steps.
-        seed: of the random bits, an int >= 0 and < 2**31.
+        params: in bfloat16, or float32, which is not rounded.
+        optimizer_class: the class of the optimizer that steps; its state is float32.
+        seed: an int >= 0 and < 2**31.
         options: those of ``optimizer_class``.
 
     Raises:
@@ -82,7 +77,6 @@ class StochasticRounding(InFloat32):
 
     @staticmethod
     def _drop(*wide: torch.nn.Parameter) -> None:
-        """Frees float32 values: they are not stored between steps."""
         for one in wide:
             with on_local_parts():
                 one.data = one.detach().new_zeros(0)
@@ -121,7 +115,7 @@ def elements_of(parameter: torch.Tensor) -> torch.Tensor:
 def random_bits(elements: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """32 random bits for each number in ``elements``, int32; ``key``: one int32.
 
-    The finaliser of Wellons' "Hash Function Prospector", 2018 (lowbias32), twice.
+    Wellons, "Hash Function Prospector", 2018 (lowbias32), twice.
     """
     return _mixed(_mixed(elements + key) ^ (key * 0x27D4EB2F))
 
@@ -129,12 +123,11 @@ def random_bits(elements: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """float32 ``value`` as bfloat16: one of its two neighbors, the nearer one more likely.
 
-    ``bits``: int32, in its shape. The lowest 16 bits decide, as many as bfloat16 lacks, so the
-    probabilities are exact. Values that bfloat16 can represent stay the same. Infinity, NaN and
-    values within a factor of 2**18 of overflow are rounded to the nearest.
+    ``bits``: int32, of which the lowest 16 decide exactly. Infinity, NaN and values within a factor
+    of 2**18 of overflow are rounded to the nearest.
     """
     nearest = _nearest(value)
-    rest = value - nearest  # exact
+    rest = value - nearest
     outwards = (rest > 0) == (nearest > 0)
     # From 0.6 to 1.3 times the distance to the neighbor, at any place between two powers of two.
     step = nearest * (1.25 * 2.0**-8)
@@ -145,10 +138,7 @@ def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(value: torch.Tensor) -> torch.Tensor:
-    """float32 rounded to the 8 digits of a bfloat16, still float32: Veltkamp's splitting.
-
-    Not by a cast and back, which compilers may remove.
-    """
+    """float32 rounded to bfloat16's 8 digits: Veltkamp's splitting. Compilers may remove casts."""
     scaled = value * (2.0**16 + 1)
     return scaled - (scaled - value)
 
@@ -160,16 +150,12 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, places: int) -> torch.Tensor:
-    """int32 ``x``, 32 bits without a sign, shifted to the right.
-
-    Not by >>, which torch_xla turns into a division, nor by a number, which it makes an int64.
-    """
+    """Logical right shift of int32. torch_xla makes ``>>`` a division, and a number an int64."""
     low = (1 << (32 - places)) - 1
     return torch.bitwise_right_shift(x, torch.full_like(x, places)) & low
 
 
 def _mixed_number(x: int) -> int:
-    """The same for a Python number."""
     x &= 0xFFFFFFFF
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
@@ -177,5 +163,4 @@ def _mixed_number(x: int) -> int:
 
 
 def _signed(x: int) -> int:
-    """32 bits as an int32."""
     return x - (1 << 32) if x >= 1 << 31 else x

@@ -1,1 +1,1 @@
-"""What is known of TPUs: chips, slices, links, compiler options. Below all other wings."""
+"""What is known of TPUs: chips, slices, links, compiler options."""

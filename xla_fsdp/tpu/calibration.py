@@ -1,7 +1,6 @@
-"""What was measured of a kind of chip, for a plan to use where it would take published figures.
+"""Measured figures of a kind of chip, which replace published ones in a plan.
 
-``python -m xla_fsdp.preflight --measure`` writes such a file; ``xla_fsdp.plan(calibration=)`` takes
-it. The model stays the one of ``links.py`` and ``planning/timing.py``: only its figures are others.
+``python -m xla_fsdp.preflight --measure`` writes them.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from .chips import CHIPS, Chip
 from .topology import Slice
 
 _FORMAT, _VERSION = "xla_fsdp calibration", 1
-# A figure this many times the published one, or less than one over it, is a mistake.
+# A figure that differs more from the published one is a mistake.
 _MOST = 20.0
 
 
 class CalibrationError(ValueError):
-    """A calibration that a plan cannot use: damaged, of other chips, or beyond belief."""
+    """A calibration is damaged, of other chips, or implausible."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,14 @@ class Calibration:
     """Measured figures of one kind of chip; ``None`` where nothing was measured.
 
     Attributes:
-        family: of the chip, as ``Chip.family`` has it, or "cpu" for CPU ranks, of which no plan is
-            made.
+        family: ``Chip.family``, or "cpu" for CPU ranks (never planned).
         link_bandwidth: bytes a second of one link one way, as collectives attain it.
         launch_latency, hop_latency: seconds, see :class:`~.chips.Chip`.
         hbm_bandwidth: bytes a second of one chip, read and written counted both.
         matrix_flops: bfloat16 operations a second of one chip in a large matmul.
         to_device, to_host: bytes a second of one device from and to host memory.
-        source: where this is from, for reports: a file's name, or "measured".
-        about: versions, date and what else a reader may want to know.
+        source: a file's name, or "measured".
+        about: versions, date and similar.
     """
 
     family: str
@@ -61,7 +59,7 @@ class Calibration:
         for name in FIGURES:
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            least_is_allowed = name.endswith("latency")  # what is too short to be seen is 0
+            least_is_allowed = name.endswith("latency")  # 0: too short to be measured
             if value is not None and not (
                 number and math.isfinite(value) and (value > 0 or least_is_allowed and value == 0)
             ):
@@ -73,11 +71,8 @@ class Calibration:
     def apply(self, chip: Chip) -> Chip:
         """``chip`` with these figures. What is not measured stays as published.
 
-        Operations take libtpu's cycles at ``clock_hz``; the clock becomes the one at which a matmul
-        takes as long as measured.
-
         Raises:
-            CalibrationError: this is of another kind of chip, or a figure is beyond belief.
+            CalibrationError: this is of another kind of chip, or a figure is implausible.
         """
         if self.family != chip.family:
             of = "CPU ranks, which says nothing of a TPU" if self.family == "cpu" else self.family
@@ -100,7 +95,6 @@ class Calibration:
         return replace(chip, sources=MappingProxyType(sources), **measured)
 
     def note(self, chip: Chip) -> str:
-        """One sentence for a report: which of the figures of ``chip``, as published, are others."""
         shown = []
         for name, scale, unit in (
             ("link_bandwidth", 1e9, "GB/s a link"),
@@ -130,12 +124,12 @@ class Calibration:
 
         Raises:
             FileNotFoundError: there is no such file.
-            CalibrationError: it is no calibration, or one of another version, or damaged.
+            CalibrationError: it is no calibration, or of another version, or damaged.
         """
         wanted = "expected what python -m xla_fsdp.preflight --measure --calibration wrote"
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # also of what is not UTF-8
+        except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is not JSON: {wanted}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise CalibrationError(f"{path} is some other JSON: {wanted}")
@@ -158,12 +152,12 @@ FIGURES = (*_CHIP, "matrix_flops", "to_device", "to_host")
 
 
 def calibrated(where: Slice, calibration: Calibration | None) -> Slice:
-    """``where``, of chips with measured figures; see :meth:`Calibration.apply` for errors."""
+    """Errors as :meth:`Calibration.apply`."""
     return where if calibration is None else replace(where, chip=calibration.apply(where.chip))
 
 
 def read(calibration: Calibration | str | os.PathLike[str]) -> Calibration:
-    """The calibration, or the one in the file of that path; errors as :meth:`Calibration.load`."""
+    """Loads a path; errors as :meth:`Calibration.load`."""
     if isinstance(calibration, Calibration):
         return calibration
     if not isinstance(calibration, (str, os.PathLike)):

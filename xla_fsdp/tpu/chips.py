@@ -1,18 +1,10 @@
-"""What a TPU chip can do: the published figures that plans use.
+"""Published figures of TPU chips, for plans.
 
-Every figure is for one *chip*, as the public pages state it; the ``device_`` properties give the
-share of one XLA device, which is one rank. On v2 and v3 each of a chip's two TensorCores is a
-device with half of the chip's memory and arithmetic, and so on TPU7x, where each is a die. On v4
-and v5p the two TensorCores make one device (megacore). v5e and v6e chips have a single TensorCore.
-
-Where a figure comes from is beside it, or in ``Chip.sources`` by field, if reports print it.
-"Cloud" is the chip's own page, cloud.google.com/tpu/docs/v2 ... /tpu7x. "Scaling book" is "How to
-Scale Your Model", part 2, jax-ml.github.io/scaling-book/tpus. "CACM" is Jouppi et al., "A Domain-
-Specific Supercomputer for Training Deep Neural Networks", CACM 63 (7), 2020. "ISCA" is Jouppi et
-al., "TPU v4", ISCA 2023, arXiv 2304.01433. "tpu_info" is jax/_src/pallas/mosaic/tpu_info.py of
-later JAX releases. "libtpu" was read off the compiler of libtpu 0.0.21, without a TPU, "libtpu
-0.0.51" off that one. CACM's and ISCA's figures are as commonly cited: the papers were not available
-when this table was made, so each has a second source.
+Sources: "Cloud": cloud.google.com/tpu/docs/v2 ... /tpu7x. "Scaling book": "How to Scale Your
+Model", jax-ml.github.io/scaling-book/tpus. "CACM": Jouppi et al., CACM 63 (7), 2020, and "ISCA":
+Jouppi et al., "TPU v4", ISCA 2023, arXiv 2304.01433, both as commonly cited. "tpu_info":
+jax/_src/pallas/mosaic/tpu_info.py. "libtpu": read off the compiler of libtpu 0.0.21 (or 0.0.51),
+without a TPU.
 """
 
 from __future__ import annotations
@@ -25,19 +17,14 @@ from types import MappingProxyType
 
 GIB = 2**30
 
-# Seconds that a collective takes besides hops and bytes. Scaling book, part 3, pop quiz 2: 32 KiB
-# from each of 4 v5e chips in line, profiled at 8 us; 3 hops of 1 us and 3 x 32 KiB at 45 GB/s are
-# 5.2 of them. One measurement, on one generation.
+# Besides hops and bytes. Scaling book, part 3, pop quiz 2: 8 us profiled for 3 x 32 KiB over 3
+# hops, of which hops and bytes are 5.2. One measurement, on v5e.
 LAUNCH = 3e-6
-# Seconds from the memory of one chip through two hosts to that of another. An assumption: nothing
-# public says.
+# From chip to chip through two hosts. An assumption: nothing public says.
 DCN_LATENCY = 50e-6
 
-# libtpu prints the limit with two decimals when a program does not fit: "Used 120.00G of 15.75G
-# hbm"; seen by compiling a program with an argument of 120 GiB for each chip.
 _LIMIT = "libtpu: the limit in its out-of-memory message, times the devices of a chip; "
 _LIMIT_51 = _LIMIT.replace("libtpu:", "libtpu 0.0.51:")
-# Sources of the figures that all chips share, because there is only one public figure.
 _SHARED = {
     "hop_latency": (
         "Scaling book, an exercise's assumption for v5e (0.5 to 1 us by edition); a rough figure"
@@ -54,92 +41,53 @@ class Chip:
 
     To add a generation, add a record below and put it into ``CHIPS``; no other file names one.
 
-    Names:
-
-    ``family``: "v2", "v3", "v4", "v5e", "v5p", "v6e" or "tpu7x". ``accelerator``: what the names of
-    its slices begin with, such as "v5litepod". ``generation``: the number that torch_xla calls its
-    version. ``device_kind``: what libtpu and jax call its devices. ``pci_device``: its number on
-    the PCI bus of a host, as JAX has it (jax/_src/hardware_utils.py); None where two generations
-    have the same.
-
-    Arithmetic:
-
-    ``flops``: peak bfloat16 floating-point operations a second, a multiply-add counting as two.
-    ``tensor_cores``: TensorCores; ``devices``: XLA devices, so ranks, in production.
-    ``clock_hz``: TensorCore cycles a second: seconds = the compiler's ``estimated_cycles`` /
-    ``clock_hz``. ``matrix_cycles``: the share of ``flops`` that libtpu's ``estimated_cycles`` at
-    ``clock_hz`` give a matmul of bfloat16 matrices of 8192 x 8192, with libtpu's default options
-    (docs/design/time-model.md). ``matrix_unit``: rows of a matrix unit (Cloud, "TPU v6e" and
-    "System architecture"). ``published``: published seconds of a step over modelled ones, the
-    median of the runs that may be used for corrections, and their number; None without such runs
-    (docs/design/published-runs.md).
-
-    Memory:
-
-    ``hbm_bytes``: high-bandwidth memory, bytes. ``usable_hbm_bytes``: what the compiler lets a
-    program take of it (arguments, outputs and temporaries), bytes. ``hbm_bandwidth``: bytes a
-    second. ``chip_config``: the ``chip_config_name`` libtpu needs to list production's devices, or
-    None; ``other_configs``: further ones, and ``usable_hbm_bytes`` with them.
-
-    Network:
-
-    ``pod``: chips along each axis of the largest pod; its length is the dimension of the torus.
-    ``cube``: 0, or the edge in chips of the cubes that optical switches join (v4, v5p).
-    ``shapes``: default shapes of the named slices, in chips; complete cubes are added to them.
-    ``largest_slice``: most chips in one slice. ``sub_host``: whether a slice may be a single chip,
-    less than a host. ``link_bandwidth``: bytes a second of one inter-chip (ICI) link in one
-    direction, in both at the same time; a chip has two links an axis. ``die_bandwidth``: bytes a
-    second from one device of a chip to the other; 0 where they exchange through the memory.
-    ``hop_latency``: seconds for the first byte to the neighbouring chip; ``launch_latency``:
-    seconds of a collective besides hops and bytes; ``dcn_latency``: seconds for the first byte to
-    another slice.
-    ``dcn_bandwidth``: bytes a second that a chip sends to other slices, its share of the host's
-    network, in both directions; 0 where slices are not joined.
-
-    Host:
-
-    ``host_memory``: GB (10^9 bytes) of the virtual machine, by its chips (Cloud, "VM types").
-    ``pcie_bandwidth``: bytes a second between a chip and its host, one way.
-
-    What libtpu makes of programs (0.0.21; 0.0.51 for TPU7x):
-
-    ``scoped_vmem_kib``: KiB of VMEM that one operation is given for large matmuls; None to leave it
-    at the default. What is left is for activations that stay there, and for prefetches. With it
-    libtpu tiles a matmul of 8192 x 8192 matrices so that it reaches 98 % of the peak by its own
-    cycles on v5e and v5p, 90 % on v6e and 92 % on TPU7x; with its defaults 88, 90, 70 and 81 %. On
-    TPU7x the recipes of tpu-recipes set 61,440 to 65,536 of 65,536. Where activations fit
-    into VMEM a step gets longer (docs/how-to/compiler-options.md), so each has to be tried.
-    ``overlaps_gathers``: all-gathers run while the chip computes (docs/design/benchmarks.md,
-    "asynchronous").
-    ``gains_by_rings``: gradients of 192 MiB and more go around full rows of chips, and then across
-    the rows, where both axes wrap, and a step gets shorter. ViT-10B on v5e:16x16, gathered ahead:
-    762 ms a step for 806 (2026-11-24, benchmarks/LOG.md). v6e:16x16 was not measured. Rings of
-    4 to 8 chips through rectangles made steps longer: two blocks of workload S on v6e:2x4 6.75 ms
-    for 6.49 (2026-11-26), four on v5e:2x4 1.04 times as long (2026-11-25,
-    docs/design/benchmarks.md).
-    ``along_all_axes``: SparseCores run collectives over a full slice, along all axes in parallel; a
-    reduce-scatter stays one. Seen with libtpu 0.0.51 on tpu7x:2x2x1 and 4x4x4; other shapes are
-    taken to be like them.
-    ``gathers_along_one_ring``: an all-gather over a full torus goes around one ring, as on a line,
-    and not along all axes (docs/design/communication.md).
-    ``small_gathers_reduce``: small all-gathers over many ranks become all-reduces. Where gathers
-    may be asynchronous torch_xla forbids it (``xla_tpu_prefer_async_allgather_to_allreduce``).
-    ``crashes_on_fused_loops``: for a program with collectives inside a loop, the option that fuses
-    gathers with loops over elements makes the compiler read memory that is not its own, and most
-    often crash.
-    ``refused_by``: versions of libtpu that were seen to refuse the chip.
-
-    What this package's layers do:
-
-    ``attention_kernel``: attention is a kernel. On v2 and v3 Mosaic says "Unsupported matmul RHS
-    type on target" (bfloat16).
-    ``softmax_divides``: rows of a softmax are divided by their sums; an inverse costs more there.
-    ``stores_linear_inputs``: inputs of narrowing linear layers are stored for the backward, because
-    matmuls are so fast in relation to other arithmetic. Workload S on v6e-8: 20.7 instead of 23.3
-    million cycles, recomputed 26 instead of 29, for 195 MiB more; a block of it on v5p-8: 5.55
-    instead of 5.74. On v4 and v5e it costs 1 %.
-
-    ``sources``: where figures come from, for reports.
+    Attributes:
+        accelerator: prefix of its slices' names, such as "v5litepod".
+        generation: torch_xla's number.
+        device_kind: its name in libtpu and jax.
+        pci_device: jax/_src/hardware_utils.py; None where two generations have the same.
+        flops: peak bfloat16 operations a second, a multiply-add counting as two.
+        devices: XLA devices, so ranks; two TensorCores of v4 and v5p are one (megacore).
+        clock_hz: TensorCore cycles a second.
+        matrix_cycles: the share of ``flops`` that libtpu's ``estimated_cycles`` give a bfloat16
+            matmul of 8192 x 8192 with default options (docs/design/time-model.md).
+        matrix_unit: rows of a matrix unit (Cloud).
+        published: published over modelled seconds of a step, the median, and the number of runs
+            (docs/design/published-runs.md).
+        usable_hbm_bytes: for arguments, outputs and temporaries of a program.
+        hbm_bandwidth: bytes a second.
+        chip_config: the ``chip_config_name`` with which libtpu lists production's devices.
+        other_configs: ``usable_hbm_bytes`` with other such names.
+        pod: chips along each axis of the largest pod.
+        cube: edge in chips of the cubes that optical switches join, or 0.
+        shapes: of the named slices, in chips, without complete cubes.
+        largest_slice: in chips.
+        sub_host: whether a slice may be a single chip.
+        link_bandwidth: bytes a second of one inter-chip (ICI) link each way; two links an axis.
+        die_bandwidth: bytes a second between the devices of a chip; 0: through the memory.
+        hop_latency: seconds for the first byte to the next chip.
+        launch_latency: seconds of a collective besides hops and bytes.
+        dcn_latency: seconds for the first byte to another slice.
+        dcn_bandwidth: bytes a second of a chip to other slices, each way; 0 if not joined.
+        host_memory: GB (10^9 bytes) of the virtual machine, by its chips (Cloud, "VM types").
+        pcie_bandwidth: bytes a second between a chip and its host, one way.
+        scoped_vmem_kib: VMEM of one operation for large matmuls, or None
+            (docs/design/benchmarks.md, "Matmuls and VMEM").
+        overlaps_gathers: all-gathers run during compute (docs/design/benchmarks.md).
+        gains_by_rings: steps get shorter if gradients of 192 MiB and more are reduced along rows,
+            then columns of chips (docs/design/communication.md). v6e was not measured.
+        along_all_axes: SparseCores run collectives over a full slice along all axes in parallel;
+            none becomes an all-reduce. Seen on tpu7x:2x2x1 and 4x4x4.
+        gathers_along_one_ring: all-gathers over a torus are one ring
+            (docs/design/communication.md).
+        small_gathers_reduce: small all-gathers over many ranks become all-reduces.
+        crashes_on_fused_loops: the compiler crashes if it fuses gathers inside a loop with element
+            loops.
+        refused_by: versions of libtpu that do not compile for the chip.
+        attention_kernel: Mosaic compiles it ("Unsupported matmul RHS type on target" on v2 and v3).
+        softmax_divides: rows of a softmax are divided by their sums.
+        stores_linear_inputs: for the backward, if the layer narrows. Workload S on v6e-8: 20.7
+            million cycles instead of 23.3, for 195 MiB more; on v4 and v5e 1 % slower.
     """
 
     family: str
@@ -201,30 +149,23 @@ class Chip:
 
     @property
     def device_flops(self) -> float:
-        """Peak bfloat16 operations a second of one device."""
         return self.flops / self.devices
 
     def device_usable_hbm_bytes(self, chip_config: str | None = None) -> int:
-        """The most that a program on one device may take of its memory, bytes.
-
-        ``chip_config``: that of the runtime, where it has the choice; default: ``chip_config``.
-        """
+        """``chip_config``: the runtime's."""
         usable = self.other_configs.get(chip_config or "", self.usable_hbm_bytes)
         return usable // self.devices
 
     @property
     def device_hbm_bandwidth(self) -> float:
-        """Memory bandwidth of one device, bytes a second."""
         return self.hbm_bandwidth / self.devices
 
     @property
     def device_host_bandwidth(self) -> float:
-        """Bytes a second between one device and its host, one way."""
         return self.pcie_bandwidth / self.devices
 
     @property
     def torus_dimension(self) -> int:
-        """2 or 3: the axes of the inter-chip network; each chip has two links an axis."""
         return len(self.pod)
 
     @cached_property
@@ -234,13 +175,10 @@ class Chip:
         return MappingProxyType({prod(shape) * self.tensor_cores: shape for shape in shapes})
 
     def _cubes(self) -> Iterator[tuple[int, ...]]:
-        """The default shape of each number of cubes, up to the largest slice.
+        """For each number of cubes a * b * c, the shape with the smallest sum.
 
-        The default is the shape most like a cube (cloud.google.com/tpu/docs/types-topologies): of
-        all ways to write the number of cubes as a <= b <= c, the one with the smallest sum. 5
-        cubes: 4x4x20; 12: 8x8x12. Agrees with the 106 v4 and v5p slices, up to v5p-12288, in the
-        table that MaxText compiles ahead of time for
-        (src/maxtext/utils/accelerator_to_spec_map.py).
+        cloud.google.com/tpu/docs/types-topologies. Agrees with MaxText's
+        accelerator_to_spec_map.py.
         """
         edge = self.cube
         for count in range(1, self.largest_slice // edge**3 + 1 if edge else 1):
@@ -257,14 +195,10 @@ class Chip:
             yield a * edge, b * edge, c * edge
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
-        """Which axes of a slice are rings, for a slice of ``shape`` chips (one number an axis).
+        """Which axes of a slice of ``shape`` chips are rings.
 
-        v4 and v5p: every axis, if the slice is made of complete 4x4x4 cubes, since the optical
-        switches between cubes provide the wrap-around links; otherwise none (Scaling book).
-        v5e and v6e: an axis as long as the pod's 16 (Scaling book: "a v5e 8x16 will have a
-        wraparound on the longer axis").
-        v2 and v3: the pod is a torus (CACM) of fixed cables, so by the same reasoning an axis
-        as long as the pod's 16 or 32; nothing public says so for slices.
+        v4 and v5p: all, if the slice consists of complete cubes; v5e and v6e: those of 16 chips
+        (Scaling book). v2 and v3: those as long as the pod's, an assumption.
         """
         if self.cube:
             whole = all(length % self.cube == 0 for length in shape)
@@ -272,9 +206,9 @@ class Chip:
         return tuple(length == full for length, full in zip(shape, self.pod, strict=True))
 
 
-# Cloud TPU v4 and v5p pages, up to one cube.
+# Cloud, up to one cube.
 _UP_TO_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-# Cloud TPU v5e and v6e pages: "2D slice shapes".
+# Cloud: "2D slice shapes".
 _UP_TO_256 = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 
 V2 = Chip(
@@ -283,16 +217,16 @@ V2 = Chip(
     generation=2,
     device_kind="TPU v2",
     pci_device=None,
-    flops=46e12,  # CACM and tpu_info: 46 TFLOP/s
+    flops=46e12,  # CACM and tpu_info
     tensor_cores=2,
     devices=2,  # libtpu: v2:2x2 lists 8 devices
-    # CACM: 700 MHz; flops / (2 x multipliers): 46e12 / (2 x 2 x 128 x 128) = 702 MHz
+    # CACM: 700 MHz; 46e12 / (2 x 2 x 128 x 128) = 702 MHz
     clock_hz=700e6,
     matrix_cycles=0.98,
-    hbm_bytes=16 * GIB,  # CACM: 16 GiB; libtpu: 7.48G and 530M reserved for each of 2 cores
+    hbm_bytes=16 * GIB,  # CACM: 16 GiB; libtpu: 7.48G and 530M reserved for each core
     usable_hbm_bytes=2 * int(7.48 * GIB),
-    hbm_bandwidth=700e9,  # CACM: 700 GB/s; tpu_info says 716
-    pod=(16, 16),  # CACM: 16 x 16 chips; Scaling book: v2 and v3 link 4 neighbours, 2D torus
+    hbm_bandwidth=700e9,  # CACM; tpu_info says 716
+    pod=(16, 16),  # CACM; Scaling book: 2D torus
     shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
     largest_slice=256,
     link_bandwidth=62e9,
@@ -312,17 +246,17 @@ V3 = Chip(
     generation=3,
     device_kind="TPU v3",
     pci_device=None,
-    flops=123e12,  # Cloud: 123 TFLOP/s; Scaling book and tpu_info say 140
+    flops=123e12,  # Cloud; Scaling book and tpu_info say 140
     tensor_cores=2,
     devices=2,  # libtpu: v3:2x2 lists 8 devices
-    # CACM: 940 MHz; flops / (2 x multipliers): 123e12 / (2 x 4 x 128 x 128) = 938 MHz
+    # CACM: 940 MHz; 123e12 / (2 x 4 x 128 x 128) = 938 MHz
     clock_hz=940e6,
     matrix_cycles=0.97,
     published=(1.01, 1),
-    hbm_bytes=32 * GIB,  # Cloud: 32 GiB
+    hbm_bytes=32 * GIB,
     usable_hbm_bytes=2 * int(15.48 * GIB),
-    hbm_bandwidth=900e9,  # Cloud: 900 GB/s; tpu_info says 825
-    pod=(32, 32),  # Cloud: 1024 chips, 2D torus; Scaling book: 32 x 32
+    hbm_bandwidth=900e9,  # Cloud; tpu_info says 825
+    pod=(32, 32),  # Cloud: 1024 chips; Scaling book: 32 x 32
     shapes=((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)),
     largest_slice=1024,
     link_bandwidth=82e9,
@@ -345,19 +279,19 @@ V4 = Chip(
     generation=4,
     device_kind="TPU v4",
     pci_device="0x005e",
-    flops=275e12,  # Cloud: 275 TFLOP/s
+    flops=275e12,
     tensor_cores=2,
-    devices=1,  # libtpu: v4:2x2x1 with megacore lists 4 devices, as production does
-    # ISCA: 1050 MHz; flops / (2 x multipliers): 275e12 / (2 x 8 x 128 x 128) = 1049 MHz
+    devices=1,  # libtpu: v4:2x2x1 with megacore lists 4 devices
+    # ISCA: 1050 MHz; 275e12 / (2 x 8 x 128 x 128) = 1049 MHz
     clock_hz=1050e6,
     matrix_cycles=0.93,
     published=(1.2, 3),
-    hbm_bytes=32 * GIB,  # Cloud: 32 GiB
+    hbm_bytes=32 * GIB,
     usable_hbm_bytes=int(30.75 * GIB),
-    hbm_bandwidth=1200e9,  # Cloud: 1200 GB/s
+    hbm_bandwidth=1200e9,
     chip_config="megacore",
     other_configs={"megacore_dense": int(31.75 * GIB)},
-    pod=(16, 16, 16),  # Cloud: 4096 chips; Scaling book: 16 x 16 x 16; ISCA: 6 links a chip
+    pod=(16, 16, 16),  # Cloud: 4096 chips; Scaling book; ISCA: 6 links a chip
     cube=4,
     shapes=_UP_TO_A_CUBE,
     largest_slice=4096,
@@ -384,17 +318,17 @@ V5E = Chip(
     generation=5,
     device_kind="TPU v5 lite",
     pci_device="0x0063",
-    flops=197e12,  # Cloud: 197 TFLOP/s
+    flops=197e12,
     tensor_cores=1,
     devices=1,  # libtpu: v5e:2x4 lists 8 devices
-    # Scaling book: 1.5 GHz; flops / (2 x multipliers): 197e12 / (2 x 4 x 128 x 128) = 1503 MHz
+    # Scaling book: 1.5 GHz; 197e12 / (2 x 4 x 128 x 128) = 1503 MHz
     clock_hz=1500e6,
     matrix_cycles=0.88,
     published=(0.91, 3),
     hbm_bytes=16 * GIB,  # Cloud: 16 GB (GiB by libtpu's limit)
     usable_hbm_bytes=int(15.75 * GIB),
-    hbm_bandwidth=819e9,  # Cloud: 819 GB/s
-    pod=(16, 16),  # Cloud: 256 chips, 2D torus, 16x16 the largest slice
+    hbm_bandwidth=819e9,
+    pod=(16, 16),
     shapes=_UP_TO_256,
     largest_slice=256,
     sub_host=True,
@@ -424,15 +358,15 @@ V5P = Chip(
     generation=5,
     device_kind="TPU v5",
     pci_device="0x0062",
-    flops=459e12,  # Cloud: 459 TFLOP/s
+    flops=459e12,
     tensor_cores=2,
-    devices=1,  # libtpu: v5p:2x2x1 lists 4 devices, with and without megacore
-    clock_hz=1750e6,  # flops / (2 x multipliers): 459e12 / (2 x 8 x 128 x 128) = 1751 MHz
+    devices=1,  # libtpu: v5p:2x2x1 lists 4 devices
+    clock_hz=1750e6,  # 459e12 / (2 x 8 x 128 x 128) = 1751 MHz
     matrix_cycles=0.9,
     published=(1.01, 1),
-    hbm_bytes=96 * GIB,  # Scaling book: 96 GB; libtpu: 95.74G and 263M reserved; Cloud says 95 GiB
+    hbm_bytes=96 * GIB,  # libtpu: 95.74G and 263M reserved; Cloud says 95 GiB
     usable_hbm_bytes=int(95.74 * GIB),
-    hbm_bandwidth=2765e9,  # Cloud: 2765 GB/s
+    hbm_bandwidth=2765e9,
     # Cloud: 8960 chips, the largest job 6144; Scaling book: 16 x 20 x 28, 6 neighbours
     pod=(16, 20, 28),
     cube=4,
@@ -460,20 +394,19 @@ V6E = Chip(
     generation=6,
     device_kind="TPU v6 lite",
     pci_device="0x006f",
-    flops=918e12,  # Cloud: 918 TFLOP/s
+    flops=918e12,
     tensor_cores=1,
     devices=1,  # libtpu: v6e:2x4 lists 8 devices
-    # flops / (2 x multipliers): 918e12 / (2 x 4 x 256 x 256) = 1751 MHz. Cloud states two 256x256
-    # units, which alone would need 3.5 GHz; libtpu's cycles for matmuls reach 456,000 operations a
-    # cycle, 87 % of four units' 524,288 and above two units' 262,144
+    # 918e12 / (2 x 4 x 256 x 256) = 1751 MHz; Cloud's two units cannot reach libtpu's 456,000
+    # operations a cycle.
     clock_hz=1750e6,
     matrix_cycles=0.7,
     published=(1.07, 6),
     matrix_unit=256,
     hbm_bytes=32 * GIB,  # Cloud: 32 GB (GiB by libtpu's limit)
     usable_hbm_bytes=int(31.25 * GIB),
-    hbm_bandwidth=1638e9,  # Cloud: 1638 GB/s
-    pod=(16, 16),  # Cloud: 256 chips, 2D torus, 16x16 the largest slice
+    hbm_bandwidth=1638e9,
+    pod=(16, 16),
     shapes=_UP_TO_256,
     largest_slice=256,
     sub_host=True,
@@ -503,21 +436,20 @@ TPU7X = Chip(
     generation=7,
     device_kind="TPU7x",
     pci_device="0x0076",
-    flops=2307e12,  # Cloud: 2,307 TFLOP/s; 4,614 of fp8
+    flops=2307e12,  # Cloud; 4,614 of fp8
     tensor_cores=2,
-    devices=2,  # libtpu 0.0.51: tpu7x:2x2x1 lists 8 devices, as production does
-    # flops / (2 x multipliers): 2307e12 / (2 x 8 x 256 x 256) = 2200 MHz; libtpu 0.0.51's cycles
-    # for matmuls reach 484,000 operations a cycle and device, 92 % of four units' 524,288
+    devices=2,  # libtpu 0.0.51: tpu7x:2x2x1 lists 8 devices
+    # 2307e12 / (2 x 8 x 256 x 256) = 2200 MHz; libtpu 0.0.51's cycles reach 92 % of four units.
     clock_hz=2200e6,
     matrix_cycles=0.81,
     published=(1.09, 2),
     matrix_unit=256,
-    hbm_bytes=192 * GIB,  # Cloud: 192 GiB, 96 for each of two devices
+    hbm_bytes=192 * GIB,
     usable_hbm_bytes=2 * int(94.74 * GIB),
-    # Cloud: 7,380 GB/s; a copy reaches 6,420 (tpu-recipes, microbenchmarks/ironwood)
+    # Cloud; a copy reaches 6,420 (tpu-recipes, microbenchmarks/ironwood)
     hbm_bandwidth=7380e9,
     die_bandwidth=1080e9,
-    # Cloud: 9,216 chips, 3D torus; AXLearn and MaxText name slices up to 16x24x24
+    # Cloud: 9,216 chips; AXLearn and MaxText name slices up to 16x24x24
     pod=(16, 24, 24),
     cube=4,
     shapes=_UP_TO_A_CUBE,
@@ -546,5 +478,5 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(_BY_FAMILY)
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip whose devices the runtime calls ``device_kind``; None for a CPU and what is new."""
+    """None for a CPU and new chips."""
     return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)

@@ -1,7 +1,6 @@
-"""Options of the TPU compiler that it does not use by default.
+"""TPU compiler options, for planning and for ``xla_fsdp.launch``.
 
-The same in planning and at launch. ``xla_fsdp.launch`` puts the options into ``LIBTPU_INIT_ARGS``;
-for programs started otherwise: ``export LIBTPU_INIT_ARGS="$(python -m xla_fsdp.compiler_options)"``
+Without launch: ``export LIBTPU_INIT_ARGS="$(python -m xla_fsdp.compiler_options)"``
 """
 
 from __future__ import annotations
@@ -17,24 +16,16 @@ from .chips import CHIPS, Chip, chip_of
 from .libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
-    # Operands are prefetched in one piece, not in up to four slices one after the other: for
-    # each the compiler sets aside two tables of 16 KiB that share memory with nothing.
-    # Workload S on v5e:2x4: 1,025 instead of 1,045 MiB of temporaries, recomputed 367 instead of
-    # 391, and 0.3 and 2 % fewer cycles. One slice would do the same, but libtpu
-    # does not accept it on v5p.
+    # Prefetches operands in one piece: slices take tables of 32 KiB. Workload S on v5e:2x4: 1,025
+    # MiB of temporaries instead of 1,045. libtpu does not accept one slice on v5p.
     "xla_tpu_sliced_prefetch_max_slices": "0",
 })  # fmt: skip
 
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-# How this host lists its chips.
 _BUS, _VENDOR = Path("/sys/bus/pci/devices"), "0x1ae0"
 
-# Collectives on the SparseCores of v6e, beside computations, for libtpu 0.0.51. That one does not
-# overlap gathers with matmuls on v6e any more, which 0.0.21 does: asked to, it refuses
-# ("Continuation fusion ... not supported/recommended on platforms other than TPU v5e"). So without
-# these options all bytes are sent synchronously there (docs/how-to/compiler-options.md). The names
-# are those that MaxText publishes; never run on a TPU by us. Workload S on v6e-8: 11.82 ms a step
-# (0.0.21: 12.57; 0.0.51 without: 13.03).
+# Collectives on v6e's SparseCores, because libtpu 0.0.51 (not 0.0.21) cannot overlap gathers
+# otherwise. Workload S on v6e-8: 11.82 ms a step instead of 13.03; never run on a TPU by us.
 ON_SPARSE_CORES: Mapping[str, str] = MappingProxyType({
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
@@ -47,39 +38,33 @@ ON_SPARSE_CORES: Mapping[str, str] = MappingProxyType({
     "xla_sc_disjoint_spmem": "false",
 })  # fmt: skip
 
-# Nothing, for scripts from when loops needed an option of launch undone.
 FOR_LOOPS: Mapping[str, str] = MappingProxyType({})
-# Gathers overlapped with loops over elements. It overlaps more of the bytes with compute, and
-# except for recomputed blocks the step is as long or longer (benchmarks/LOG.md). With it the
-# compiler crashes on loops for some chips: ``Chip.crashes_on_fused_loops``.
+# Overlaps gathers with element loops; steps are rarely shorter (benchmarks/LOG.md).
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 
 
 class RefusedOptionError(ValueError):
-    """``LIBTPU_INIT_ARGS`` has a value or a form that libtpu does not take."""
+    """libtpu does not accept a value or the form of a flag in ``LIBTPU_INIT_ARGS``."""
 
 
 def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     """Adds ``options`` to ``LIBTPU_INIT_ARGS``, before ``xla_fsdp.launch``, for it and its ranks.
 
-    What is in that variable already stays as it is and counts more. Flags that the installed libtpu
-    does not know, whoever put them there, are marked to be ignored, with one warning.
+    Flags in that variable take precedence; those that libtpu does not know are ignored, with a
+    warning.
 
     Raises:
-        RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
+        RefusedOptionError: libtpu refuses the value or the form of a flag.
     """
     given = os.environ.get(ARGUMENTS, "")
     os.environ[ARGUMENTS], _ = accepted(libtpu_init_args(given, options))
 
 
 def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str, ...]]:
-    """``arguments`` that a libtpu takes, and the flags in them that it will ignore.
+    """``arguments`` that a libtpu takes, and the flags in them that it will ignore, with a warning.
 
-    ``libtpu``: its path; default: that of this environment. Warns of ignored flags once, and of
-    options without dashes. Without libtpu all flags count as known.
-
-    Raises:
-        RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
+    ``libtpu``: its path, or this environment's. Without libtpu all flags count as known. Raises
+    RefusedOptionError for a value or form that it refuses.
     """
     refused = refusal(arguments, libtpu or library())
     if refused.illegal:
@@ -104,19 +89,14 @@ def limit_scoped_vmem(kib: int) -> Mapping[str, str]:
 def for_large_matmuls(family: str | None = None) -> Mapping[str, str]:
     """For programs whose activations do not fit into VMEM anyway: ``Chip.scoped_vmem_kib``.
 
-    ``family``: of the chips, such as "v6e"; default: those of this host. Nothing on v2, v3 and v4,
-    and without TPU.
+    ``family``: such as "v6e"; default: this host's. Nothing on v2, v3, v4 and without TPU.
     """
     chip = CHIPS.get(family) if family else this_hosts_chip()
     return limit_scoped_vmem(chip.scoped_vmem_kib) if chip and chip.scoped_vmem_kib else {}
 
 
 def require_loops_compile(device_kind: str) -> None:
-    """Raises where the compiler would crash later, with a message that does not help.
-
-    Raises:
-        RuntimeError: ``LIBTPU_INIT_ARGS`` asks for gathers beside loops on v5e or v6e.
-    """
+    """Raises RuntimeError if ``LIBTPU_INIT_ARGS`` would make the compiler crash on loops."""
     given, chip = read(os.environ.get(ARGUMENTS, "")), chip_of(device_kind)
     if chip and chip.crashes_on_fused_loops and given.get(_BESIDE_ELEMENTS) == "true":
         raise RuntimeError(
@@ -126,9 +106,9 @@ def require_loops_compile(device_kind: str) -> None:
 
 
 def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
-    """``given``, arguments of libtpu, and before them those of ``options`` that it does not name.
+    """``given`` arguments of libtpu, after those of ``options`` that it does not name.
 
-    Before them: of two values libtpu takes the last, and after a ``--`` none.
+    Of two values libtpu takes the last, and it ignores what follows a ``--``.
     """
     known = read(given)
     added = {name: value for name, value in options.items() if name not in known}
@@ -136,10 +116,7 @@ def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
 
 
 def main() -> int:
-    """Prints what ``LIBTPU_INIT_ARGS`` is to be: ``python -m xla_fsdp.compiler_options``.
-
-    Returns the exit code: 0, or 2 if libtpu refuses what is in that variable already.
-    """
+    """Prints ``LIBTPU_INIT_ARGS`` with the options; returns 2 if libtpu refuses it, else 0."""
     try:
         print(accepted(libtpu_init_args(os.environ.get(ARGUMENTS, "")))[0])
     except RefusedOptionError as error:
@@ -149,8 +126,7 @@ def main() -> int:
 
 
 def this_hosts_chip(bus: Path = _BUS) -> Chip | None:
-    """This host's chip, known before libtpu is loaded; None without TPU, and for v2, v3 and those
-    that have no record."""
+    """This host's chip, without libtpu; None without TPU, for v2, v3 and unknown chips."""
     for vendor in sorted(bus.glob("*/vendor")):
         if vendor.read_text().strip() == _VENDOR:
             number = (vendor.parent / "device").read_text().strip()
@@ -161,5 +137,5 @@ def this_hosts_chip(bus: Path = _BUS) -> Chip | None:
 
 
 def may_have_chips(bus: Path = _BUS) -> bool:
-    """Whether this host has a PCI device of Google: a TPU chip, or a network card of its cloud."""
+    """Whether this host has a PCI device of Google: a TPU chip, or a network card."""
     return any(vendor.read_text().strip() == _VENDOR for vendor in bus.glob("*/vendor"))

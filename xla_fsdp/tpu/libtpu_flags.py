@@ -1,14 +1,9 @@
-"""Flags of libtpu in ``LIBTPU_INIT_ARGS``: read as libtpu reads them, and which it does not know.
+"""Flags in ``LIBTPU_INIT_ARGS``: how libtpu reads them, and which it does not know.
 
-libtpu takes them apart as Abseil does (abseil.io/docs/cpp/guides/flags): ``--name=value``,
-``--name value``, a bare ``--name`` and ``--noname`` for flags that are true or false, with one dash
-or two. Of two values the last one counts. What follows ``--``, and words that are no flag's value,
-are ignored, so ``name=value`` without dashes says nothing. One flag that libtpu does not know ends
-the process.
-
-``python -I -S libtpu_flags.py LIBRARY`` has a libtpu read its flags, in a process that imports
-nothing but Python's own library: libtpu reads them when its plugin is initialised, and lists on
-standard error what it does not know.
+libtpu parses them as Abseil (abseil.io/docs/cpp/guides/flags): ``--name=value``, ``--name value``,
+``--name`` and ``--noname``. The last of two values counts; words without dashes, and all after
+``--``, are ignored; an unknown flag ends the process. ``python -I -S libtpu_flags.py LIBRARY``
+lists unknown flags on standard error.
 """
 
 from __future__ import annotations
@@ -24,20 +19,19 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# What libtpu reads its flags from when it starts.
 ARGUMENTS = "LIBTPU_INIT_ARGS"
 _UNKNOWN = re.compile(r"^ERROR: Unknown command line flag '([^']*)'", re.MULTILINE)
 _ILLEGAL = re.compile(r"^ERROR: (?!Unknown command line flag)(.*)$", re.MULTILINE)
-# Known to no libtpu, so that the process that asks ends before libtpu looks for chips.
+# Known to no libtpu, so that the process ends before libtpu searches for chips.
 _ASKING = "xla_fsdp_is_asking"
 _SECONDS = 60
 
 
 def read(arguments: str) -> dict[str, str]:
-    """Names and values of ``arguments``, as libtpu takes them; "true" for a bare name.
+    """Names and values of ``arguments``, as libtpu reads them; "true" for a bare name.
 
-    A bare name with a word after it has that word as its value. Of a flag that is true or false
-    libtpu ignores the word and takes the flag for true; which flags those are only libtpu knows.
+    A word after a bare name is its value here; for boolean flags, which only libtpu knows, it is
+    ignored.
     """
     words = arguments.split()
     found: dict[str, str] = {}
@@ -52,33 +46,30 @@ def read(arguments: str) -> dict[str, str]:
             value = "true" if not follows or follows.startswith("-") else follows
             if name.startswith("no"):
                 name, value = name[2:], "false"
-        found.pop(name, None)  # in the order in which they count
+        found.pop(name, None)  # the order in which they count
         found[name] = value
     return found
 
 
 def without_dashes(arguments: str) -> list[str]:
-    """Words of ``arguments`` that look like options and are none for libtpu."""
+    """Words that look like options and are none for libtpu."""
     return [word for word in arguments.split() if re.match(r"xla_\w+=", word)]
 
 
 def written(options: Mapping[str, str]) -> list[str]:
-    """``options`` as words of arguments."""
     return [f"--{name}={value}" for name, value in options.items()]
 
 
 def with_last(arguments: str, options: Mapping[str, str]) -> str:
-    """``arguments`` with ``options`` over them."""
     words = arguments.split()
     end = words.index("--") if "--" in words else len(words)
     return " ".join([*words[:end], *written(options)])
 
 
 def without(arguments: str, names: Sequence[str]) -> str:
-    """``arguments`` that libtpu accepts though it does not know ``names``, as they stand there.
+    """``arguments`` with unknown ``names`` in ``undefok``.
 
-    They are named in ``undefok``, not taken out: torch_xla would add its own again in every process
-    that imports it.
+    torch_xla would add its own again if they were removed.
     """
     if not names:
         return " ".join(arguments.split())
@@ -92,29 +83,21 @@ def without(arguments: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What libtpu refuses of some arguments.
-
-    ``unknown``: names of flags that it does not know. ``illegal``: what it says of values and forms
-    that it does not take.
-    """
+    """Names of ``unknown`` flags, and libtpu's messages on ``illegal`` values and forms."""
 
     unknown: tuple[str, ...] = ()
     illegal: tuple[str, ...] = ()
 
 
-# Takes a tenth of a second; the plans of a process all ask about the same arguments.
+# Takes 0.1 s; the plans of a process pass the same arguments.
 @lru_cache(maxsize=64)
 def refusal(arguments: str, library: str | None) -> Refusal:
-    """What the libtpu at ``library`` refuses of ``arguments``; asks a process that ends
-    immediately.
-
-    No flag counts as refused where there is no libtpu, or one that does not answer.
-    """
+    """What the libtpu at ``library`` refuses of ``arguments``; nothing without an answer."""
     if not library:
         return Refusal()
     environment = {
         ARGUMENTS: f"--{_ASKING} {arguments}",
-        "TPU_SKIP_MDS_QUERY": "1",  # asks nothing of the network either
+        "TPU_SKIP_MDS_QUERY": "1",  # no network access
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_MIN_LOG_LEVEL": "3",
     }
@@ -135,10 +118,7 @@ def refusal(arguments: str, library: str | None) -> Refusal:
 
 
 def library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Where the libtpu is that torch_xla would load; None where there is none.
-
-    ``TPU_LIBRARY_PATH``, else what torch_xla found when it was imported, else the package.
-    """
+    """The libtpu of ``TPU_LIBRARY_PATH``, of torch_xla's import, or of the package; else None."""
     for name in ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH"):
         if environ.get(name):
             return environ[name]

@@ -1,34 +1,7 @@
-"""How long a collective takes on the links between the chips of a slice: a model of the torus.
+"""Seconds of a collective on the links of a slice: docs/design/time-model.md has the formulas.
 
-A chip has two links on each axis of the network, each ``link_bandwidth`` W one way and the same the
-other way in parallel. A group of ranks that fills full axes is a ring on each wrapped axis, whose
-chips send both ways, and a line on each other axis, whose end chips have one link: it works at the
-speed of one. With L such links over all axes (2 a ring, 1 a line), n ranks and B bytes:
-
-* all-gather, reduce-scatter: B (n-1)/n / (L W). No schedule is faster, since a corner chip gets
-  (or gives) B (n-1)/n over L links. One axis: Patarasuk and Yuan, "Bandwidth optimal all-reduce
-  algorithms for clusters of workstations", JPDC 69 (2), 2009; all axes in parallel, parts of the
-  data in rotated order of axes: Jain and Sabharwal, "Optimal bucket algorithms for large MPI
-  collectives on torus interconnects", ICS 2010; both as in the Scaling book, part 3
-  (jax-ml.github.io/scaling-book/sharding).
-* all-reduce: twice that, a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004).
-* all-to-all: what crosses the middle of the longest axis. p = l//2 of its l chips exchange with the
-  others B c p(l-p)/l a link on a line, half of it on a ring, c ranks of the group on a chip. On a
-  ring, summed over the ranks, the Scaling book's "a quarter of an all-gather".
-* collective-permute: B for every pair whose shortest path, x first, takes the busiest link.
-
-Each also takes ``launch_latency`` and ``hop_latency`` for every hop between the chips farthest
-apart, twice for an all-reduce: time and latency add up, as in Hockney's model; the book takes the
-larger.
-
-Groups that use the same links at the same time share them: so do two groups each with one core of
-the same v2 or v3 chips. A group inside a chip uses its memory, or ``die_bandwidth`` where the
-devices of a chip have a separate link (TPU7x). What is not a grid of chips is one ring in the order
-of the group, one way, over shortest paths, which is meant to be pessimistic. The
-compiler's emitters named 1D run one ring through all chips, so two links, whatever the axes.
-
-What crosses the data-center network, between slices, takes the bytes that a device sends over its
-share of the host's network (``Chip.dcn_bandwidth``), and ``dcn_latency``, twice for an all-reduce.
+Sources: Patarasuk and Yuan, JPDC 69 (2), 2009; several axes in parallel: Jain and Sabharwal, ICS
+2010; all-reduce: Rabenseifner, ICCS 2004.
 """
 
 from __future__ import annotations
@@ -46,7 +19,7 @@ _Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that send
 
 
 def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
-    """Bytes a device sends in one collective of ``number_of_bytes``, the larger of its ends."""
+    """Bytes that a device sends or receives, whichever is more."""
     if kind == "collective-permute":
         return number_of_bytes
     if group_size <= 1:
@@ -57,12 +30,14 @@ def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
 
 @dataclass(frozen=True)
 class OneCollective:
-    """A collective on the links. Those of a program say more: ``planning/records.py``.
+    """A collective on the links; ``planning/records.py`` has those of a program.
 
-    ``kind``: as HLO calls it, such as "all-gather". ``bytes``: the larger of what goes in and what
-    comes out, without padding. ``groups``: ranks that take part together, or pairs of source and
-    target; () means all. ``emitter``: the algorithm that the compiler chose, as it calls it; "" if
-    unknown. ``across_slices``: whether it runs between slices, over the data-center network.
+    Attributes:
+        kind: as in HLO, such as "all-gather".
+        bytes: of the larger of operand and result, without padding.
+        groups: ranks, or pairs of source and target; () means all.
+        emitter: the compiler's name of the algorithm, or "".
+        across_slices: whether it uses the data-center network.
     """
 
     kind: str
@@ -76,10 +51,12 @@ class OneCollective:
 class Route:
     """How one group of ranks is wired.
 
-    ``ranks``: in the group; ``cores``: of them on each chip. ``links``: of a chip that send at
-    once, 0 inside a chip. ``hops``: links between the chips farthest apart. ``crossing``: what
-    crosses the busiest link in an all-to-all, over the bytes of one rank. ``sharing``: groups that
-    use the busiest link.
+    Attributes:
+        cores: ranks on each chip.
+        links: of a chip that send in parallel, 0 inside a chip.
+        hops: between the chips farthest apart.
+        crossing: what crosses the busiest link in an all-to-all, over the bytes of one rank.
+        sharing: groups on the busiest link.
     """
 
     ranks: int
@@ -93,14 +70,12 @@ class Route:
 def collective_seconds(collective: OneCollective, slice: Slice) -> float:
     """Modelled seconds of one execution of ``collective``, alone on the links of ``slice``.
 
-    An all-gather over one axis after the other is two collectives: add their seconds up.
     Raises ValueError for a rank that the slice does not have, or that is twice in a collective.
     """
     return Links(slice).seconds(collective)
 
 
 def describe(slice: Slice) -> str:
-    """What is assumed of the links of ``slice``, in one sentence, for a report."""
     chip = slice.chip
     axes = ", ".join(
         f"{length} ({'ring' if wrap else 'line'})"
@@ -130,7 +105,7 @@ def describe(slice: Slice) -> str:
 
 
 class Links:
-    """The links of one slice. Remembers the routes of the groups that it was asked about."""
+    """The links of one slice. Caches the routes of groups."""
 
     def __init__(self, slice: Slice) -> None:
         self._slice = slice
@@ -142,7 +117,6 @@ class Links:
         self._loads: dict[Groups, tuple[Counter[_Link], int]] = {}  # of permutes
 
     def seconds(self, collective: OneCollective) -> float:
-        """See :func:`collective_seconds`."""
         if collective.across_slices:
             return self._between(collective)
         if collective.kind == "collective-permute":
@@ -174,8 +148,6 @@ class Links:
                 wrong = "twice in a collective" if times > 1 else "not on this slice"
                 raise ValueError(f"rank {rank} is {wrong}: {self._slice.name} has {count} ranks")
 
-    # Times.
-
     def _along(self, route: Route, collective: OneCollective) -> float:
         chip = self._slice.chip
         if route.ranks < 2:
@@ -195,11 +167,10 @@ class Links:
         return latency + route.sharing * load / chip.link_bandwidth
 
     def _inside(self, sent: int) -> float:
-        """Seconds for ``sent`` bytes from one device of a chip to the other."""
         chip = self._slice.chip
         if chip.die_bandwidth:
             return chip.launch_latency + sent / chip.die_bandwidth
-        # Read once and written once. An assumption: nothing public says how cores exchange.
+        # Read and written once. An assumption: nothing public says how cores exchange.
         return chip.launch_latency + 2 * sent / chip.device_hbm_bandwidth
 
     def _between(self, collective: OneCollective) -> float:
@@ -219,14 +190,11 @@ class Links:
         return chip.launch_latency + hops * chip.hop_latency + time
 
     def _load_of(self, pairs: Groups) -> tuple[Counter[_Link], int]:
-        """As ``_paths_of``, for the pairs of a permute, which may be none."""
         if pairs not in self._loads:
             for ends in zip(*pairs, strict=True):
                 self._check(ends)
             self._loads[pairs] = self._paths_of(pairs)
         return self._loads[pairs]
-
-    # Routes.
 
     def _wired(self, groups: Groups) -> Iterator[Route]:
         chips = [Counter(self._places[rank][:3] for rank in group) for group in groups]
@@ -257,12 +225,11 @@ class Links:
         return Route(ranks, cores, links, hops, crossing, sharing)
 
     def _closes(self, axis: int, at: Sequence[int]) -> bool:
-        """Whether evenly spaced chips at these places of an axis go all the way around it."""
         length = self._shape[axis]
         return self._wraps[axis] and list(at) == list(range(at[0], length, length // len(at)))
 
     def _links(self, axis: int, sides: Sequence[Sequence[int]]) -> Iterator[tuple[int, _Position]]:
-        """The links that a grid uses along one axis: the axis, and the chip at the lower end."""
+        """The axis, and the chip at the lower end, of links that a grid uses along it."""
         at = sides[axis]
         if len(at) < 2:
             return
@@ -271,14 +238,13 @@ class Links:
             yield axis, (x, y, z)
 
     def _astray(self, groups: Groups) -> Route:
-        """The slowest ring among groups that are no grids."""
         pairs = [pair for g in groups if len(g) > 1 for pair in zip(g, (*g[1:], g[0]), strict=True)]
         load, hops = self._paths_of(pairs)
         ranks, busiest = max(map(len, groups)), max(load.values(), default=1)
         return Route(ranks, 1, 1, (ranks - 1) * max(hops, 1), (ranks - 1) / 2, busiest)
 
     def _paths_of(self, pairs: Iterable[Sequence[int]]) -> tuple[Counter[_Link], int]:
-        """How many pairs of ranks each link serves, and the hops of the longest path."""
+        """Pairs of ranks that each link serves, and the longest path."""
         load: Counter[_Link] = Counter()
         longest = 0
         for source, target in pairs:
@@ -288,7 +254,6 @@ class Links:
         return load, longest
 
     def _path(self, source: _Position, target: _Position) -> Iterator[_Link]:
-        """The shortest path from chip to chip, x first, then y, then z."""
         at = list(source)
         for axis, length in enumerate(self._shape):
             up = (target[axis] - at[axis]) % length
@@ -307,11 +272,5 @@ def _grid(chips: Counter[_Position]) -> tuple[list[int], ...] | None:
 
 
 def _one_ring(emitter: str) -> bool:
-    """Whether the compiler's algorithm is one ring, not one on each axis.
-
-    libtpu 0.0.21 says so of all-gathers by name: "1DAllGatherNonMajorDim" on v5e and v6e, also
-    over 16x16 chips, "3DAllGatherNonMajorDim" on v4:4x4x4 and v3:2x2. Its strategies are named
-    "StrategyRing" and "UniDirection1DRingStrategy", with several axes "StrategyND" and
-    "UniDirectionNDRingStrategy", with as many "colors" as axes or links.
-    """
+    """Whether libtpu's algorithm is one ring: "1DAllGatherNonMajorDim", but not "StrategyND"."""
     return emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter)

@@ -1,13 +1,7 @@
-"""Which of several slices a process is on, and which ranks are on which.
+"""Which of several TPU slices a process is on, and which ranks are on which.
 
-Slices that the data-center network joins ("Multislice") know of each other by four variables, which
-libtpu reads: ``MEGASCALE_NUM_SLICES``, ``MEGASCALE_SLICE_ID`` (from 0), the address of the
-first host of the first slice, ``MEGASCALE_COORDINATOR_ADDRESS``, and ``MEGASCALE_PORT``. GKE
-and xpk set them in the pods of a JobSet; on a TPU VM that a queued resource made with others they
-are in the machine's metadata ("tpu-env"), and one in the environment counts instead.
-
-With one of them missing libtpu waits for ever for slices that do not come, or each slice trains on
-its own and writes to the same folder. So variables that do not fit together raise ValueError.
+libtpu reads four ``MEGASCALE_`` variables. With one missing, it waits for ever, or each slice
+trains on its own, so inconsistent ones raise ValueError.
 """
 
 from __future__ import annotations
@@ -20,10 +14,10 @@ COUNT, NUMBER = "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"
 COORDINATOR, PORT = "MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_PORT"
 VARIABLES = (COUNT, NUMBER, COORDINATOR, PORT)
 
-# Of the coordinator (jax, AXLearn: "set to 8080 in multislice").
+# jax, AXLearn: "set to 8080 in multislice".
 DEFAULT_PORT = 8080
 
-# Ordinals that belong together, of each group: ranks of a slice, or of a collective.
+# Ordinals of the ranks of each group.
 Groups = tuple[tuple[int, ...], ...]
 
 _REMEDY = (
@@ -35,8 +29,10 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class PlaceAmongSlices:
-    """``count`` slices, of which this process is on number ``number``; ``coordinator``: the host
-    that all of them know, the first of slice 0; ``port``: of each host, for the other slices."""
+    """This process is on slice ``number`` of ``count``.
+
+    ``coordinator``: the first host of slice 0. ``port``: of each host, for the other slices.
+    """
 
     count: int
     number: int
@@ -45,16 +41,12 @@ class PlaceAmongSlices:
 
 
 def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
-    """What the variables in ``said`` mean; ``None`` for a slice alone. Empty ones are not there.
-
-    Raises:
-        ValueError: they are incomplete, or have values that are not possible.
-    """
+    """The place that the variables ``said`` describe, or None for one slice. Raises ValueError."""
     given = {name: said[name].strip() for name in VARIABLES if said.get(name, "").strip()}
     count = given.get(COUNT)
     if count is None:
         for name in (NUMBER, COORDINATOR):
-            if given.get(name, "0") != "0":  # a slice alone is number 0
+            if given.get(name, "0") != "0":  # a single slice is number 0
                 raise ValueError(
                     f"{name}={given[name]!r} says that there are several slices, but {COUNT} is "
                     f"not set: {_REMEDY}"
@@ -63,7 +55,7 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
     if not re.fullmatch(r"[0-9]{1,5}", count) or int(count) < 1:
         raise ValueError(f"{COUNT}={count!r} must be a number from 1 on: {_REMEDY}")
     slices = int(count)
-    if slices == 1:  # whatever the others say: so one slice of several is run alone
+    if slices == 1:  # one slice of several can run alone
         return None
     for name in (NUMBER, COORDINATOR):
         if name not in given:
@@ -81,7 +73,7 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
 
 
 def _host(address: str) -> str:
-    plain = address.rpartition("//")[2]  # grpc's names begin with a scheme, dns:///host:port
+    plain = address.rpartition("//")[2]  # grpc names: dns:///host:port
     host, _, port = plain.rpartition(":") if ":" in plain else (plain, "", "")
     if not re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host) or (port and not _is_port(port)):
         raise ValueError(
@@ -98,8 +90,8 @@ def _is_port(text: str) -> bool:
 def ranks_by_slice(attributes: Sequence[Mapping[str, object]]) -> Groups:
     """Ordinals of the ranks of each slice, in order, or ``()`` if there are not several.
 
-    ``attributes``: of every device, in any order, as torch_xla's runtime has them
-    (``global_runtime_device_attributes``): ``{"name": "TPU:5", "slice_index": 1, ...}``.
+    ``attributes``: ``global_runtime_device_attributes``: ``{"name": "TPU:5", "slice_index": 1,
+    ...}``.
     """
     found: dict[int, list[int]] = {}
     for one in attributes:
@@ -113,7 +105,7 @@ def ranks_by_slice(attributes: Sequence[Mapping[str, object]]) -> Groups:
 
 
 def equal_parts(ranks: int, slices: int) -> Groups:
-    """As :func:`ranks_by_slice`, of ``ranks`` ranks that follow one another slice by slice."""
+    """As :func:`ranks_by_slice`, of ranks that follow one another slice by slice."""
     if slices < 2:
         return ()
     each = ranks // slices

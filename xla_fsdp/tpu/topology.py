@@ -1,18 +1,8 @@
-"""The TPU slice that a name means: which chips, wired how, and which rank sits where.
+"""The TPU slice that a name means. Nothing here imports jax, torch or libtpu.
 
-``resolve("v3-128")`` says what to ask libtpu's compile-only client for, and what the time model
-needs to know about the links. Nothing here imports jax, torch or libtpu.
-
-Names are those of Cloud TPU's accelerator types (cloud.google.com/tpu/docs/v2 ... /tpu7x):
 ``v2-N``, ``v3-N``, ``v4-N``, ``v5p-N`` and ``tpu7x-N`` count TensorCores, ``v5litepod-N`` and
-``v6e-N`` count chips. A name stands for the default shape of that size. ``family:AxB`` or
-``family:AxBxC`` states the shape in chips instead. ``KxNAME`` is K such slices, joined by the
-data-center network ("Multislice", cloud.google.com/tpu/docs/multislice-introduction).
-
-libtpu takes every axis for a line unless ``wrap`` says that it is a ring, and compiles other
-collectives for it. Seen with libtpu 0.0.21: without ``wrap``, an all-gather over all chips of
-v4:4x4x4 (megacore) or v5p:4x4x4, 128 kB or 8 MiB a shard, became an all-reduce of a padded tensor;
-with it, a true all-gather along three axes. So ``Slice.options`` always states ``wrap``.
+``v6e-N`` chips (cloud.google.com/tpu/docs). ``family:AxB`` or ``family:AxBxC`` states the shape in
+chips. ``KxNAME`` is K such slices.
 """
 
 from __future__ import annotations
@@ -29,7 +19,6 @@ _HOST = (2, 2, 1)
 
 
 def _named() -> dict[str, tuple[Chip, tuple[int, ...]]]:
-    """Chip and shape of every named slice."""
     return {
         f"{chip.accelerator}-{size}": (chip, shape)
         for chip in CHIPS.values()
@@ -44,7 +33,7 @@ def _chip_called(name: str) -> Chip | None:
 
 
 class UnknownTopologyError(ValueError):
-    """A name that means no slice; says why, what comes closest and what there is.
+    """A name that means no slice.
 
     ``name``: as given. ``reason``: one clause. ``closest``: names that do resolve, best first.
     """
@@ -59,15 +48,11 @@ class UnknownTopologyError(ValueError):
 
 @dataclass(frozen=True)
 class Slice:
-    """A TPU slice.
+    """``count`` TPU slices of ``shape`` chips, joined by the data-center network.
 
-    ``name``: as the user gave it. ``chip``: its figures.
-    ``shape``: chips along each axis of the network, x first; as many numbers as the chip's network
-    has dimensions, so v4-8 is (2, 2, 1) and v3-128 (8, 8).
-    ``wraps``: for each axis, whether wrap-around links make it a ring; ``Chip.wraps`` says on what
-    grounds. ``dataclasses.replace(slice, wraps=...)`` asks libtpu for other wiring.
-    ``count``: slices of that shape, joined by the data-center network; ranks of the first come
-    first. Links, coordinates and ``libtpu_name`` are those of one slice.
+    ``shape``: along each axis of the network, x first; v4-8 is (2, 2, 1). ``wraps``: whether an
+    axis is a ring. Links, coordinates and ``libtpu_name`` are those of one slice; ranks of the
+    first come first.
     """
 
     name: str
@@ -83,7 +68,7 @@ class Slice:
 
     @property
     def devices(self) -> int:
-        """XLA devices of all slices: the world size, one rank each."""
+        """The world size."""
         return self.chips * self.chip.devices
 
     @property
@@ -93,7 +78,11 @@ class Slice:
 
     @property
     def options(self) -> dict[str, object]:
-        """The further keyword arguments for ``get_topology_desc``, apart from ``platform``."""
+        """Further keyword arguments for ``get_topology_desc``, apart from ``platform``.
+
+        Without ``wrap``, libtpu 0.0.21 made an all-gather over v4:4x4x4 an all-reduce of a padded
+        tensor.
+        """
         x, y, z = self._xyz(0, self.wraps)
         options: dict[str, object] = {
             "chips_per_host_bounds": list(self.chips_per_host),
@@ -107,10 +96,10 @@ class Slice:
 
     @property
     def chips_per_host(self) -> tuple[int, int, int]:
-        """Chips of one host along x, y, z: 2x2x1, but one chip of v5e and v6e is a slice too, and
-        their slices of eight are one host (cloud.google.com/tpu/docs/v5e, /v6e). A single chip of
-        v4 or v5p is what a process has that was given no other of its host
-        (``TPU_VISIBLE_CHIPS=0 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1``)."""
+        """Chips of one host along x, y, z (cloud.google.com/tpu/docs/v5e, /v6e).
+
+        A single chip of v4 or v5p is a part of a host (``TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1``).
+        """
         if prod(self.shape) == 1 or self.chip.sub_host and prod(self.shape) == 8:
             return self._xyz(1, self.shape)
         return _HOST
@@ -127,15 +116,13 @@ class Slice:
 
     @property
     def device_shape(self) -> tuple[int, int, int, int]:
-        """Chips along x, y, z and devices of a chip: what ``coordinates`` counts through."""
         return (*self._xyz(1, self.shape), self.chip.devices)
 
     def coordinates(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Where each rank of a slice sits: (x, y, z, core) by device id.
+        """(x, y, z, core) of each rank of a slice, by device id: core fastest, then x, y, z.
 
-        Core fastest, then x, y, z: device 3 of a v3-32 is core 1 of chip (1, 0, 0), device 8 is
-        core 0 of chip (0, 1, 0). So libtpu 0.0.21 says for every named slice. The
-        ``devices`` of a topology description are listed host by host: sort them by ``id`` first.
+        As in libtpu 0.0.21. A topology description lists ``devices`` host by host: sort them by
+        ``id``.
         """
         x_size, y_size, z_size, cores = self.device_shape
         return tuple(
@@ -153,15 +140,15 @@ class Slice:
 
 
 def names() -> tuple[str, ...]:
-    """Every name that ``resolve`` knows, apart from shapes written out and the alias v5e-N."""
+    """Without shapes and the alias v5e-N."""
     return tuple(_named())
 
 
 def resolve(name: str) -> Slice:
     """The slice that ``name`` means, such as "v3-128", "v5litepod-8", "v5e-8" or "v4:4x4x8".
 
-    Case and surrounding spaces do not matter. Raises ``UnknownTopologyError``, a ``ValueError``,
-    for a size or shape that no such slice has, and ``TypeError`` for anything but a string.
+    Raises ``UnknownTopologyError`` for a size or shape that no such slice has, and ``TypeError``
+    for anything but a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"topology must be a name such as 'v3-128', got {name!r}")
@@ -216,7 +203,6 @@ def _parse_shape(given: str, text: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _why_not_shape(chip: Chip, shape: tuple[int, ...]) -> str | None:
-    """Why no slice of ``chip`` has that shape; None if one has."""
     if min(shape) < 1:
         return "every axis needs at least one chip"
     single = prod(shape) == 1
@@ -254,7 +240,6 @@ def _closest(name: str) -> tuple[str, ...]:
     family, _, size = text.partition("-")
     chip = _chip_called(family)
     if chip is not None and size.isascii() and size.isdigit():
-        # A number is near another by its value, not its digits.
         nearest = sorted(chip.slices, key=lambda known: abs(known - int(size)))[:3]
         return tuple(f"{chip.accelerator}-{known}" for known in nearest)
     known = _named()
@@ -268,7 +253,7 @@ def _closest(name: str) -> tuple[str, ...]:
 
 
 def _offer() -> str:
-    """All that resolves, in one sentence: complete cubes are too many to list."""
+    """All that resolves; complete cubes are too many to list."""
     parts = []
     for chip in CHIPS.values():
         cube = chip.cube**3 * chip.tensor_cores
