@@ -1,8 +1,5 @@
-"""Plan a step that this package did not trace: one program for all devices, partitioned by XLA.
-
-``jax.jit`` with shardings and torch_xla's SPMD mode lower one program that computes on full
-arrays, and the compiler splits it over the devices. The caller passes its StableHLO, and what the
-StableHLO does not contain.
+"""Plan one program for all devices, partitioned by XLA: ``jax.jit`` with shardings, or torch_xla's
+SPMD mode. The caller passes its StableHLO, and what the StableHLO does not contain.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ def plan_partitioned(
 ) -> Report:
     """Plan ``program`` on a slice: :func:`xla_fsdp.plan` for a program that others lowered.
 
-    ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla; jax 0.7.1
-    sets no compiler option. ``compiler``: as in ``plan``.
+    ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla, as jax
+    0.7.1 sets no compiler option. The other arguments are those of ``plan``.
 
     Raises:
         UnknownTopologyError, MissingExtraError, UnusableCompilerError, CompileError: as ``plan``.

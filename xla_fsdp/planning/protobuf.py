@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_KINDS = {"int64": 3, "uint64": 4, "double": 1, "bytes": 12}  # all others are messages (11)
+_KINDS = {"int64": 3, "uint64": 4, "double": 1, "bytes": 12}
 
 
 def message_classes(package: str, messages: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    """The classes of ``messages``, by name. Other fields are kept as they are.
+    """The classes of ``messages``, by name. Fields that are not listed keep their values.
 
-    Args:
-        package: a name for these messages.
-        messages: the fields of each message: name, type (* if repeated) and number, such as
-            ``"planes XPlane* 1"``. A type is a number type, ``bytes`` or one of ``messages``. Maps
-            are lists of entries, as protobuf encodes them.
+    ``messages``: the fields of each message: name, type (* if repeated) and number, such as
+    ``"planes XPlane* 1"``. A type is a number type, ``bytes`` or one of ``messages``. Maps are
+    lists of entries, as protobuf encodes them.
     """
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # the plan extra
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package)
     for name, fields in messages.items():

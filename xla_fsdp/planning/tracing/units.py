@@ -1,10 +1,9 @@
 """The FSDP units of a traced model, and the bytes that plain ZeRO-3 sends for them.
 
 ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 7.2) gathers every parameter for the forward and again for the backward, and
-reduce-scatters its gradient. A gather or a reduce-scatter of B bytes over n ranks has every rank
-send B(n-1)/n. A unit that keeps its parameters from forward to backward, such as the outermost one
-(``disable_reshard_on_root``), gathers once: a step can send a little less than the bound.
+Models", section 7.2) gathers every parameter for the forward and for the backward, and
+reduce-scatters its gradient. Each such collective of B bytes over n ranks sends B(n-1)/n per rank.
+A unit that is not resharded after the forward gathers once, so a step may send less than the bound.
 """
 
 from __future__ import annotations
@@ -39,18 +38,16 @@ class OnWire(NamedTuple):
 
     @classmethod
     def of(cls, planned: Collective) -> OnWire:
-        """What ``planned`` sends."""
         return cls(planned.bytes, planned.ranks * planned.shape[0])
 
 
 @dataclass(frozen=True)
 class TracedUnit:
-    """One wrapper of this package.
+    """One wrapper of this package; scanned blocks are one unit.
 
-    ``name``: dotted, "" for the root. ``elements``: of its parameters, each counted once, without
-    padding; ``trainable``: of those that are trained. ``itemsize``: bytes of an element in the
-    dtype in which it is gathered. ``gathered``, ``reduced``: the collectives of its parameters, and
-    of the gradients of those that are trained. Scanned blocks are one unit.
+    ``elements``: of its parameters, each counted once, without padding; ``trainable``: of those
+    that are trained. ``itemsize``: bytes of an element in the dtype of the gather. ``gathered``,
+    ``reduced``: the collectives of its parameters, and of the gradients.
     """
 
     name: str
@@ -62,7 +59,7 @@ class TracedUnit:
 
 
 def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
-    """The units of ``roots`` whose parameters are sharded over ranks."""
+    """The units of ``roots`` that have sharded parameters."""
     found: list[TracedUnit] = []
     seen: set[object] = set()
     for root in roots:
@@ -100,13 +97,12 @@ def unit_of(module: str, units: Iterable[str]) -> str:
 
 
 def zero_bound(roots: Iterable[nn.Module]) -> int | None:
-    """The bound of one step for the sharded parameters in ``roots``, in bytes that a device sends;
-    ``None`` if nothing in them is sharded.
+    """The ZeRO-3 bound of one step in bytes that a device sends; ``None`` if nothing is sharded.
 
-    Supports this package's wrapper and that of torch_xla. Parameters count in the dtype that they
-    are computed in, without padding. Frozen parameters are not reduced.
+    Supports the wrappers of this package and of torch_xla. Parameters count in their compute dtype,
+    without padding. Frozen parameters are not reduced.
     """
-    seen: set[int] = set()  # identities of shards
+    seen: set[int] = set()
     sent = 0.0
 
     def add(shard: Any, numel: int, dtype: torch.dtype, ranks: int) -> None:
