@@ -1,6 +1,7 @@
-"""Find the phase and module of operations by their names (``op_name`` in the metadata)::
+"""Find the phase and module of operations by their names.
 
-backward[blocks.3].2/all_gather[blocks.3.f1.weight].1/xla__all_gather
+Scopes of the traced step are in the ``op_name`` of the metadata, such as
+``backward[blocks.3].2/all_gather[blocks.3.f1.weight].1/xla__all_gather``.
 """
 
 from __future__ import annotations

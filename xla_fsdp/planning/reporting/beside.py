@@ -1,6 +1,4 @@
-"""Compare a plan with a recorded trace of the same step: modelled and measured times, as text, as a
-self-contained page with both timelines, and as a trace for Perfetto.
-"""
+"""Compare a plan with a recorded trace of the same step, as text, page, or trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -37,18 +35,16 @@ _CPU_NOTE = (
     "collective; on a TPU the small parameters of a unit share one: compare collectives by unit."
 )
 _COLUMNS = ("modelled", "share", "measured", "share", "ratio")
-_MOST = 24  # collectives in the table
-Total = tuple[float | None, float | None]  # seconds modelled and measured; None if there are none
+_MOST = 24
+Total = tuple[float | None, float | None]  # seconds modelled and measured
 
 
 @dataclass(frozen=True)
 class Beside:
     """A plan compared with a recorded step: ``print`` it, or ``plot`` it as a page.
 
-    Both are matched by the names of modules and parameters.
-
-    Raises:
-        ValueError: they have no name in common, so the trace is of another model.
+    Both are matched by the names of modules and parameters. Raises ValueError if they have none in
+    common.
     """
 
     report: Report
@@ -66,7 +62,6 @@ class Beside:
 
     @property
     def verdict(self) -> str:
-        """The result in one line."""
         step, found = self.report.timing.step, self.recorded.seconds
         return (
             f"A step on {self.recorded.device} took {milliseconds(found)}; modelled for "
@@ -74,7 +69,6 @@ class Beside:
         )
 
     def notes(self) -> list[str]:
-        """Remarks on the figures."""
         recorded = self.recorded
         notes = [_CPU_NOTE] if recorded.on_cpu else []
         where = f"{recorded.source}: {recorded.steps} step{'s' * (recorded.steps > 1)}"
@@ -92,14 +86,14 @@ class Beside:
         return notes
 
     def sections(self) -> list[Section]:
-        """All tables that are not empty."""
         tables = [self._step(), self._by_kind(), self._by_unit(), self._collectives()]
         return [table for table in tables if table.rows]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write both timelines: ``.html`` is one self-contained page with the tables as well.
+        """Write both timelines.
 
-        ``.trace.json`` has every operation, for https://ui.perfetto.dev.
+        ``.html`` is one self-contained page with the tables as well; ``.trace.json`` has every
+        operation, for https://ui.perfetto.dev.
 
         Raises:
             ValueError: the path has another suffix.
@@ -191,15 +185,14 @@ class Beside:
         return Section(title, _COLUMNS, tuple(rows))
 
     def _page(self) -> str:
-        """The complete page. Every text is escaped."""
-        from .pictures import canvas, draw_lanes, duration, embed  # imports matplotlib
+        from .pictures import canvas, draw_lanes, duration, embed  # matplotlib
 
         report, recorded = self.report, self.recorded
         measured = f"Measured: step {recorded.number + 1} of {recorded.steps}"
         parts = [f"<h1>{escape(self.verdict)}</h1>"]
         parts += [f"<p>{escape(note)}</p>" for note in self.notes()]
         for heading, slots in (("Modelled", report.timing.slots), (measured, recorded.slots)):
-            # Both timelines have the same scale, unless the trace is of CPU ranks.
+            # Timelines share a scale, unless the trace is of CPU ranks.
             same = slots if recorded.on_cpu else [*report.timing.slots, *recorded.slots]
             figure = canvas(11.2, 3.4)
             axes = figure.add_subplot()
@@ -217,7 +210,6 @@ class Beside:
 
 
 def _planned_shares(report: Report) -> list[Share]:
-    """The modelled time of each instruction of a plan in a step."""
     once: dict[tuple[int, str], float] = {}
     for slot in report.timing.slots:
         once.setdefault((slot.index, slot.label), slot.end - slot.begin)
@@ -242,5 +234,4 @@ def _ratio(modelled: float | None, measured: float | None) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first six names, and the number of the others."""
     return join_some([short(name, 40) for name in sorted(names)], 6)

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: without network, scripts or other files."""
+"""The report as one self-contained HTML page, without network, scripts or other files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ def _list(texts: Sequence[str]) -> str:
 
 
 def tables(shown: Sequence[Section]) -> str:
-    """The sections as tables with headings."""
     return f'<div class="tables">{"".join(map(_table, shown))}</div>'
 
 
@@ -84,11 +83,7 @@ def _table(section: Section) -> str:
 
 
 def target(path: str | os.PathLike[str]) -> Path:
-    """The path to write to, after checking that its folder exists.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    """``path``; raises FileNotFoundError if its folder does not exist."""
     place = Path(path)
     if not place.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: make the folder {place.parent} first")
@@ -96,12 +91,10 @@ def target(path: str | os.PathLike[str]) -> Path:
 
 
 def target_of_plot(path: str | os.PathLike[str], suffixes: Sequence[str] = (".html",)) -> Path:
-    """The path of a picture or page to write, after checking it.
+    """The path of a picture or page to write.
 
-    Raises:
-        ValueError: the path ends in none of ``suffixes``.
-        FileNotFoundError: there is no such folder.
-        MissingExtraError: (an ImportError) matplotlib is not installed.
+    Raises ValueError if it ends in none of ``suffixes``, FileNotFoundError if its folder does not
+    exist, and MissingExtraError (an ImportError) if matplotlib is not installed.
     """
     place = target(path)
     if not place.name.lower().endswith(tuple(suffixes)):

@@ -1,7 +1,6 @@
 """The pictures of a report, drawn with matplotlib, and its timeline as a trace for Perfetto.
 
-Drawing does not use the global state of pyplot and rcParams, so several threads may draw
-concurrently.
+Nothing here uses the global state of pyplot and rcParams, so several threads may draw concurrently.
 """
 
 from __future__ import annotations
@@ -50,27 +49,25 @@ COLORS: Mapping[str, str] = MappingProxyType(
     }
 )
 _KINDS = tuple(COLORS)[:7]
-# Of activations of modules, those that need most first.
 _ACTIVATIONS = ("#0072B2", "#3A93C6", "#74B3D8", "#A6CEE6")
 _SYNCHRONOUS, _ASYNCHRONOUS = _KINDS[5:]
 _UNIT, _RED, _GREEN = "#DDE3EA", "#B03A00", "#00694F"
-_OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not on the axis
-_BINS = 750  # of an axis; each shows the label that takes most of it
-_WIDTH = 11.2  # inches of a picture; a page of 900 pixels shows it at about three quarters
+_OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not shown
+_BINS = 750  # of an axis
+_WIDTH = 11.2  # inches
 _ROOM = 140  # characters in that width
 
 Interval = tuple[float, float, tuple[str, str]]  # begin, end, (name, phase)
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure with this size in inches; its subplots are laid out when it is drawn."""
+    """An empty figure with this size in inches."""
     figure = Figure(figsize=(width, height), dpi=120, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as the content of a PNG file."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()
@@ -83,17 +80,13 @@ def embed(figure: Figure) -> str:
 
 
 def clean(axes: Axes) -> None:
-    """A grid of horizontal lines, and no frame at the top and right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def draw(report: Report) -> Figure:
-    """HBM over the schedule, and the timeline of the step with HBM below it.
-
-    What the compiler did not compute is left out, with a message.
-    """
+    """HBM over the schedule, and the timeline with HBM below it; or a message if one is missing."""
     lines = [report.verdict, _caption(report), reason(report), missing(report)]
     wrapped = (row for line in lines if line for row in textwrap.wrap(_known(line), _ROOM)[:3])
     heading = "\n".join(wrapped)
@@ -102,7 +95,7 @@ def draw(report: Report) -> Figure:
     color = _GREEN if report.fits else _RED
     figure.suptitle(heading, x=0.01, ha="left", fontsize=11, color=color, parse_math=False)
     if not has_memory:
-        figure.set_layout_engine("none")  # there is nothing to lay out
+        figure.set_layout_engine("none")
         return figure
     ratios = (5, 3, 2) if has_timeline else (5,)
     grid = figure.add_gridspec(len(ratios), height_ratios=ratios)
@@ -125,7 +118,7 @@ def draw(report: Report) -> Figure:
         loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8.5,
         columnspacing=1.2, borderaxespad=0.2,
     )  # fmt: skip
-    pad = 8 + 14 * math.ceil(len(kinds) / 4)  # above the legend's rows
+    pad = 8 + 14 * math.ceil(len(kinds) / 4)
     axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=10, weight="bold", pad=pad)
     if has_timeline:
         timing, end = report.timing, duration(report.timing.slots)
@@ -154,7 +147,7 @@ def _caption(report: Report) -> str:
 
 
 def _known(text: str) -> str:
-    """``text`` in one line; characters that matplotlib's font lacks are escaped."""
+    """``text``; characters that matplotlib's font lacks are escaped."""
     return "".join(
         c if c in "…×–" or (c < "\u0250" and c.isprintable()) else ascii(c)[1:-1] for c in text
     )
@@ -165,8 +158,8 @@ def _draw_memory(
 ) -> None:
     """HBM in use by purpose.
 
-    ``x``: of each place in the schedule; ``end``: the end of the axis. ``to_capacity``: show the
-    line of the capacity, however far it is above the peak.
+    ``x``: of each place in the schedule; ``end``: of the axis. ``to_capacity``: always show the
+    capacity.
     """
     spots, stack = hbm(report)
     places, values = numpy.append(x[spots], end), list(stack.values())
@@ -190,16 +183,12 @@ def _draw_memory(
 
 
 def colors_of(kinds: Iterable[str]) -> list[str]:
-    """The colour of each kind of buffer."""
     shades = iter(_ACTIVATIONS)
     return [COLORS.get(kind) or next(shades, _ACTIVATIONS[-1]) for kind in kinds]
 
 
 def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
-    """HBM in use in bytes by purpose, at some places of the schedule: the places, and the values.
-
-    The places are the highest of each interval of the schedule, and so include the peak.
-    """
+    """Places of the schedule (the highest of each interval), and HBM in bytes there by purpose."""
     total = numpy.asarray(report.schedule.curve, dtype=float)
     edges = numpy.linspace(0, len(total), min(len(total), 2 * _BINS) + 1).astype(int)
     pairs = zip(edges, edges[1:], strict=False)
@@ -219,15 +208,11 @@ def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
 
 
 def duration(slots: Sequence[Slot]) -> float:
-    """The length of a timeline in seconds."""
     return max((slot.end for slot in slots), default=0.0)
 
 
 def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
-    """Draw a timeline up to ``end`` seconds: units of the compute, its phases, and collectives.
-
-    In a lane of collectives, a paler colour is a share of the time.
-    """
+    """Draw a timeline up to ``end`` seconds: units of the compute, its phases, and collectives."""
     axes.set(xlim=(0, 1e3 * end), ylim=(-0.1, 4))
     axes.spines[["top", "right"]].set_visible(False)
     compute = [s for s in slots if s.lane == "compute"]
@@ -255,9 +240,9 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
 
 
 def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
-    """Draw units as named boxes, or their parents if boxes with half of the time are too narrow.
+    """Draw units as named boxes, or their parents if most boxes are too narrow.
 
-    Returns the name of the lane, which says where the units are.
+    Returns the name of the lane, which tells where the units are.
     """
     unit = units(s.module for s in compute)
     named = [s for s in compute if unit[s.module]]
@@ -287,9 +272,9 @@ def _fitting(name: str, room: float) -> str:
 
 
 def _busiest(intervals: Iterable[Interval], end: float, bridge: bool) -> list[Interval]:
-    """The label that takes most time in each of 750 bins; bins with one label are joined.
+    """The label that takes most time in each bin; bins with one label are joined.
 
-    So single operations of another unit do not show. ``bridge``: whether to join them over a gap.
+    ``bridge``: whether to join them over a gap.
     """
     width = end / _BINS or 1.0
     busy = [defaultdict[tuple[str, str], float](float) for _ in range(_BINS)]
@@ -334,7 +319,7 @@ def trace(timelines: Mapping[str, Sequence[Slot]], report: Report) -> str:
         for lane, tid in rows.items():
             name_row("thread_name", lane, pid=pid, tid=tid)
         for number, slot in enumerate(slots):
-            begin, end = 1e6 * slot.begin, 1e6 * slot.end  # microseconds
+            begin, end = 1e6 * slot.begin, 1e6 * slot.end
             args: dict[str, Any] = {"module": slot.module, "phase": slot.phase}
             args |= {"place": slot.index, "recomputed": slot.recomputed}
             where = {"pid": pid, "tid": rows[slot.lane], "cat": slot.lane, "name": slot.label}

@@ -1,4 +1,4 @@
-"""The report as text: its tables (a page has them too), notes and warnings."""
+"""The report as text: tables, notes and warnings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .report import Report
 
 GIB, MIB, GB, MB = 2**30, 2**20, 10**9, 10**6
-MB_MEANS = "10^6 bytes"  # the unit of bandwidths; MiB and GiB are binary
+MB_MEANS = "10^6 bytes"
 UNKNOWN = "unknown"
-TINY = 64 * 1024  # bytes: the time of a smaller collective is its latency
+TINY = 64 * 1024  # bytes: a smaller collective takes its latency
 _COUNTED = ("count", "sync", "async", "< 64 KiB", "MB sent")
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
 NO_MODULE, NO_PHASE = "outside of modules", "no phase"
@@ -30,11 +30,11 @@ _KIND_OF_WORK = {
     "attention": "attention without a kernel (batched matmuls, softmax)",
     "elementwise": "normalization and other elementwise",
     "copy": "copies and changes of layout",
-    "": "compute of unknown kind",  # reports of older versions
+    "": "compute of unknown kind",  # in reports of older versions
 }
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ACTIVATIONS, _MODULES = "activations of {}", 4
-_COLUMN = 66  # characters of the last column in a line
+_COLUMN = 66  # characters
 _PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
 
 
@@ -46,7 +46,6 @@ def figure(value: float | None, digits: int = 0, unit: str = "") -> str:
 
 
 def percent(part: float | None, digits: int = 0) -> str:
-    """A share as a percentage."""
     return figure(None if part is None else 100 * part, digits, "%")
 
 
@@ -67,12 +66,10 @@ def short(text: str, most: int) -> str:
 
 
 def units(modules: Iterable[str]) -> dict[str, str]:
-    """The top-level unit of every module, by which reports group their figures.
+    """The top-level unit of every module: the shortest path that is no parent of numbered blocks.
 
-    A unit is the shortest beginning of the path that is not a parent of numbered blocks.
-
-    ``blocks.3.attn.qkv`` and ``blocks.3.norm`` belong to ``blocks.3``, ``embed.proj`` to ``embed``,
-    and next to ``model.layers.0.mlp``, ``model.norm`` is ``model.norm`` and not ``model``.
+    ``blocks.3.attn.qkv`` belongs to ``blocks.3``, ``embed.proj`` to ``embed``, and, next to
+    ``model.layers.0.mlp``, ``model.norm`` to ``model.norm``, not ``model``.
     """
     paths = {m: [c for c in m.split(".") if c and not c.startswith("_")] for m in set(modules)}
     holders: set[tuple[str, ...]] = set()
@@ -89,25 +86,25 @@ def units(modules: Iterable[str]) -> dict[str, str]:
 
 
 def count(collectives: Sequence[Collective]) -> int:
-    """The number of collectives that run in a step."""
+    """The number of executions in a step."""
     return sum(c.times for c in collectives)
 
 
 def wire(collectives: Sequence[Collective]) -> int:
-    """Bytes that a device sends for the collectives in a step."""
+    """Bytes that a device sends for them in a step."""
     return sum(c.wire_bytes * c.times for c in collectives)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the report. ``columns``: the names of the columns after the first."""
+    """A table. ``columns``: the names of the columns after the first."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def numeric(self) -> list[bool]:
-        """Which columns have only figures; these are aligned to the right."""
+        """Which columns have only figures."""
         return [all(_is_number(cell) for cell in column) for column in zip(*self.rows, strict=True)]
 
     def lines(self) -> list[str]:
@@ -152,7 +149,6 @@ def text(report: Report) -> str:
 
 
 def subtitle(report: Report) -> str:
-    """The title, and the slice of the plan."""
     what = f"{report.title}: " if report.title else ""
     return f"{what}{report.topology}, {report.devices} devices ({report.chip})"
 
@@ -176,7 +172,6 @@ def missing(report: Report) -> str:
 
 
 def remarks(report: Report) -> list[str]:
-    """All notes: assumptions, and remarks on the figures."""
     notes = [*report.notes, *report.schedule.notes]
     if report.schedule.collectives:
         notes.append(f"Interconnect model: {report.link_model.removeprefix('Model: ')}")
@@ -185,7 +180,6 @@ def remarks(report: Report) -> list[str]:
 
 
 def sections(report: Report) -> list[Section]:
-    """All tables that are not empty."""
     tables = [
         _memory(report),
         _host(report),
@@ -304,9 +298,7 @@ def _largest(report: Report) -> Section:
 
 
 def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
-    """All buffers by what they hold: parameters, optimizer state, gathered weights, activations of
-    the modules that need most of it, and so on. Numbered modules, such as equal blocks, count
-    together."""
+    """All buffers by purpose; numbered modules, such as equal blocks, count together."""
     gathers = {c.name for c in schedule.collectives if "all-gather" in (c.kind, c.asked)}
     trained = {b.name.partition(" of ")[2] for b in schedule.buffers if b.category == "argument"}
     needed = Counter[str]()
@@ -338,7 +330,7 @@ def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
 
 
 def hbm_by_kind(report: Report) -> dict[str, int]:
-    """Bytes of HBM at the peak by what they hold."""
+    """Bytes of HBM at the peak by purpose."""
     at = report.schedule.peak_index
     sizes = {
         kind: sum(b.bytes for b in buffers if b.born <= at <= b.dies)
@@ -379,7 +371,6 @@ def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
 
 
 def _by_unit(report: Report) -> Section:
-    """Bytes by top-level unit. Empty if the program names no modules."""
     collectives = report.schedule.collectives
     found = _grouped(collectives, lambda c: c.wire_bytes * c.times, 5)
     rows = tuple((name, *_counts(some)) for name, some in found)
@@ -392,9 +383,9 @@ T = TypeVar("T", Op, Collective)
 def _grouped(
     items: Sequence[T], size: Callable[[T], float], most: int
 ) -> list[tuple[str, list[T]]]:
-    """Items by top-level unit, those with the largest size first and the smallest together.
+    """Items by top-level unit, largest size first, the smallest together; numbered units are one.
 
-    Numbered units, such as equal blocks, are one. Nothing if no item has a module.
+    Empty if no item has a module.
     """
     unit = units(one.module for one in items)
     if not any(unit.values()):
@@ -465,9 +456,8 @@ def _time(report: Report) -> Section:
 
 
 def time_by_kind(report: Report) -> dict[str, float]:
-    """See :attr:`Report.time_by_kind`. Recomputation and the optimizer count separately, whatever
-    they consist of."""
-    if report.parts or not report.timed:  # the schedule has one program of a streamed step
+    """See :attr:`Report.time_by_kind`. Recomputation and optimizer count separately."""
+    if report.parts or not report.timed:
         return {}
     found = dict.fromkeys(_KIND_OF_WORK.values(), 0.0) | {_RECOMPUTATION: 0.0, _OPTIMIZER: 0.0}
     for op, seconds in timed_ops(report.schedule, report.timing).items():
@@ -498,7 +488,7 @@ def _time_by_kind(report: Report) -> Section:
 
 
 def time_by_module(report: Report) -> dict[str, dict[str, float]]:
-    """The modelled seconds of compute by top-level unit and phase, those that take most first."""
+    """The modelled seconds of compute by top-level unit and phase, largest first."""
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
         return {}
     seconds = timed_ops(report.schedule, report.timing)

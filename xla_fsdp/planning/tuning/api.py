@@ -62,26 +62,22 @@ def tune(
         print(found)
         found.settings.save("settings.json")
 
-    The step is traced a few times to measure what it computes, stores and sends. From this, time
-    and memory of all candidates are estimated. The most promising ones, at most ``budget``, are
-    compiled as ``plan`` does. Where a model has many blocks that are not in one loop, two programs
-    with few of them are compiled and their figures extrapolated; the fastest candidate is then
-    compiled with all blocks. The result is the fastest compiled candidate that fits: by modelled
-    time per sample if ``batch`` is given, else per step. Results are cached with those of plans,
-    by a digest of program, slice, options and versions, so an interrupted search continues from
-    where it stopped.
+    Time and memory of all candidates are estimated from a traced step, and at most ``budget`` of
+    them are compiled as ``plan`` does, deep models first with few blocks, which is extrapolated.
+    The result is the fastest compiled candidate that fits: by modelled time per sample if ``batch``
+    is given, else per step. Results are cached as those of plans, so an interrupted search
+    continues from where it stopped.
 
     Args:
         step: see above. ``settings.batch`` is None unless ``batch`` is given.
         topology: a slice, as for ``plan``.
-        batch: samples per device: one number, which fixes the global batch, or several to choose
-            from.
-        baseline: your own step as it is, what :func:`xla_fsdp.plan` takes, of the first ``batch``.
-            It is compiled first, and the answer is settings only if they are faster. Default:
-            ``step`` with the settings that the wrapper has by default.
+        batch: samples per device: one number, or several to choose from.
+        baseline: your own step as it is, as for :func:`xla_fsdp.plan`, with the first ``batch``. It
+            is compiled first, and the answer is settings only if they are faster. Default: ``step``
+            with the settings that the wrapper has by default.
         search: by the name of a setting (of :class:`ShardingSettings`), values to try instead of
             the usual ones; a single one fixes it: ``{"scan": [True], "recompute": ["all"]}``.
-        budget: the most compilations; results from an earlier time count.
+        budget: the most compilations; results from the cache count.
         compiler_options, launcher, cache, progress, title, calibration, compiler: those of
             ``plan``.
 
@@ -170,23 +166,21 @@ def tune(
     )
 
 
-# What a step raises that does not work with some settings, or with fewer blocks.
+# Raised by a step that does not work with some settings, or with fewer blocks.
 _NOT_POSSIBLE = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
 
 class _Steps:
-    """Traces and compiles steps on one slice."""
-
     def __init__(self, step: Step, target: Target, progress: Progress) -> None:
         self._step, self._target, self._progress = step, target, progress
         self.from_cache = 0
-        # The number of blocks, if figures are extrapolated from programs with few of them.
+        # If not 0, figures are extrapolated to this number of blocks.
         self.blocks = 0
-        # What a program of all blocks took to compile without a loop, and two of few; 0: unknown.
+        # What compilation took of all blocks without a loop, and of two with few; 0: unknown.
         self._full_seconds = self._few_seconds = 0.0
 
     def _possible(self, settings: ShardingSettings) -> Callable[[], Any]:
-        """The step with ``settings``. Raises ImpossibleError if it does not work with them."""
+        """The step with ``settings``; it raises ImpossibleError if it does not work with them."""
 
         def step() -> Any:
             try:
@@ -261,7 +255,7 @@ def _scans(
     facts: StepFacts,
     batch: int | None,
 ) -> tuple[bool, str]:
-    """Whether the blocks can run in one loop, and a note on it (empty if there is none)."""
+    """Whether the blocks can run in one loop, and a note on it or ""."""
     if True not in wanted.get("scan", (True,)) or len(facts.blocks) < 2:
         return False, ""
     try:
@@ -272,7 +266,7 @@ def _scans(
 
 
 def _available_memory() -> float:
-    """The bytes of memory that this machine has free; infinite if the system does not say."""
+    """Bytes of free memory of this machine; infinite if the system does not report it."""
     path = Path("/proc/meminfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith("MemAvailable:"):

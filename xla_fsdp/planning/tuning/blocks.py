@@ -7,16 +7,15 @@ from typing import Any
 
 from torch import nn
 
-# How a caller gives the blocks: the dotted name of their list, their classes, or None to find them.
+# How a caller gives the blocks; see ShardingSettings.wrap.
 Blocks = str | Collection[type[nn.Module]] | None
 
 
 def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     """The blocks of ``model``, in its order; see ``ShardingSettings.wrap`` for ``blocks``.
 
-    Raises:
-        ValueError: ``blocks`` names modules that do not exist, or no list of modules.
-        TypeError: ``blocks`` is neither a name nor a collection of classes.
+    Raises ValueError if ``blocks`` names modules that do not exist, or no list of modules, and
+    TypeError if it is neither a name nor a collection of classes.
     """
     if isinstance(blocks, str):
         return _in_list(model, blocks)
@@ -41,8 +40,7 @@ def list_of(
     blocks: Collection[nn.Module],
     kinds: Collection[type[nn.Module]] = (nn.Sequential,),
 ) -> str | None:
-    """The dotted name of the module of one of ``kinds`` that consists of exactly these ``blocks``;
-    ``None`` if there is none."""
+    """The dotted name of the module of ``kinds`` that consists of exactly ``blocks``, or ``None``."""
     wanted = list(blocks)
     for name, module in model.named_modules():
         if type(module) in kinds and name and list(module.children()) == wanted:

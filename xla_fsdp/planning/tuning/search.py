@@ -1,11 +1,7 @@
 """Choose the candidates to compile, one after the other, and rank the results.
 
 The figures of a deep model are first extrapolated from programs of few of its blocks; the fastest
-candidate is then compiled with all of them. Inputs are offloaded to the host only where nothing
-fits without.
-
-Blocks in a loop save values for the backward (``keep``) while the estimate has room. The value that
-saves most time per byte comes first.
+candidate is then compiled with all of them. Inputs are offloaded only where nothing fits without.
 """
 
 from __future__ import annotations
@@ -23,14 +19,14 @@ from .space import Space, main_of, plainness
 
 GIB = 2**30
 
-# A candidate is not compiled if its estimate is slower than the best by more than this share. The
-# second value is for kinds of candidates that were not compiled yet; their estimates are less sure.
+# A candidate is not compiled if its estimate is slower than the best by more than this share; the
+# second is for kinds that were not compiled yet, whose estimates are less sure.
 _SLACK, _SLACK_OF_NEW = 0.05, 0.1
-# A candidate is not compiled if its estimate needs more than this multiple of HBM.
+# A candidate is not compiled if its estimate needs more than this multiple of HBM; same order.
 _OVER, _OVER_OF_NEW = 1.1, 1.5
 # Times that differ by less count as equal: the model is not more exact.
 _EQUAL = 1e-3
-# Of candidates whose estimates differ by less, the one closest to the defaults is compiled first.
+# If estimates differ by less, the candidate closest to the defaults is compiled first.
 _CLOSE = 1e-2
 # Compilations of an extrapolation.
 _EXTRAPOLATED = 2
@@ -45,10 +41,8 @@ class Measured:
     """Time and memory of a compiled step on one device.
 
     ``seconds`` = ``compute`` + ``exposed``, 0 if it does not fit; ``hbm``: bytes that must be free,
-    0 if the compiler stopped before it knew them; ``mfu``: model FLOPs utilisation.
-    ``extrapolated``: whether the programs that were compiled had few of the blocks;
-    ``compilations``: how many these were. ``warnings``: those of the plan. ``host_memory``: the
-    largest number of bytes of the compiler's process; 0 if unknown.
+    0 if the compiler stopped before it knew them. ``extrapolated``: from ``compilations`` programs
+    with few of the blocks. ``host_memory``: peak bytes of the compiler's process; 0 if unknown.
     """
 
     seconds: float
@@ -93,9 +87,11 @@ def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate. ``estimate``: corrected by all results of the search. ``measured``: None if it
-    was not compiled. ``rejected``: why it is not the result; "" for the result. ``tried``: whether
-    it was traced; a trace or the compiler may have failed."""
+    """One candidate.
+
+    ``measured``: None if it was not compiled. ``rejected``: why it is not the result, or "".
+    ``tried``: whether it was traced; a trace or the compiler may have failed.
+    """
 
     settings: ShardingSettings
     estimate: Estimate
@@ -119,12 +115,11 @@ class Search:
             Raises ImpossibleError where these are not possible, CompileError where the compiler
             fails. Anything else ends the search.
         capacity: bytes of HBM that a step may take.
-        budget: how many compilations, those of which the results were kept included.
-        say: is told of each.
+        budget: how many compilations, those from the cache included.
         own: the step as the caller has it, without settings; None if there is none.
         own_batch: samples of a device in it.
-        host_memory: bytes that the compiler may take. An extrapolated candidate whose compilation
-            with all blocks would take more is not compiled with all of them.
+        host_memory: bytes that the compiler may take; a candidate that needs more with all blocks
+            stays extrapolated.
     """
 
     space: Space
@@ -141,8 +136,7 @@ class Search:
     _impossible: dict[ShardingSettings, str] = field(default_factory=dict)
 
     def run(self) -> list[Trial]:
-        """Return all candidates: first the result, if there is one, then those that fit, the
-        fastest first, then the others."""
+        """All candidates: first the result, then those that fit, fastest first, then the others."""
         candidates = self.space.main()
         while one := self._choose(candidates):
             self._try(*one)
@@ -171,8 +165,9 @@ class Search:
         return self.own.seconds / self.own_batch if self.own is not None and fits else math.inf
 
     def answer(self) -> ShardingSettings | None:
-        """The fastest candidate that was compiled with all blocks; ``None`` if that is not faster
-        than the caller's own step. Without an own step that fits it may be extrapolated."""
+        """The fastest candidate that was compiled with all blocks, or ``None`` if the caller's own
+        step is as fast. Without an own step that fits it may be extrapolated.
+        """
         best = self.best(checked=True)
         if best is None and math.isinf(self._own_per_sample):
             best = self.best() or self._fastest(self._found)
@@ -182,11 +177,10 @@ class Search:
         return best if faster else None
 
     def best(self, checked: bool = False) -> ShardingSettings | None:
-        """The compiled candidate that fits and has the least time per sample.
+        """The compiled candidate that fits and has the least time per sample, or ``None``.
 
-        Of equal ones it is the one closest to the defaults, and of these the one compiled first.
-        Without extrapolated ones that this machine cannot compile with all blocks. ``checked``: of
-        those that were compiled with all blocks.
+        Of equal ones it is the one closest to the defaults. ``checked``: only those that were
+        compiled with all blocks. Those that this machine cannot compile with all are left out.
         """
         return self._fastest(
             one for one, found in self._found.items()
@@ -227,7 +221,6 @@ class Search:
         return (best, True) if best is not None and unchecked and faster else None
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
-        """The next candidate to compile: one that may be better than the best so far."""
         known, best = self._tried, self.best()
         around = self.space.around(best, self.estimates) if best else []
         several = [
@@ -245,8 +238,8 @@ class Search:
         if self._lacks_memory and (True in self.space.values["scan"] or not extrapolates):
             left = [one for one in left if one.scan]
         if best is None:
-            # First the defaults of a script, then the defaults with the one change with which they
-            # would fit. So the result is never slower than these.
+            # First the defaults of a script, then with the one change with which they would fit, so
+            # the result is never slower than these.
             first = candidates[0]
             fits = with_remedy(first, self.estimates, self.capacity)
             at_hand = next((one for one in (first, fits) if one in left), None)
@@ -261,8 +254,7 @@ class Search:
         return min(close, key=lambda one: (plainness(one), times[one]), default=None)
 
     def _modelled(self, settings: ShardingSettings) -> float:
-        """Estimated seconds per sample. For a variant of the best, the time of the best is scaled
-        by the ratio of the two estimates."""
+        """Estimated seconds per sample; a variant of the best is scaled by its measured time."""
         found, best = self._trial(settings).per_sample, self.best()
         if best is None or main_of(settings) != main_of(best):
             return found
@@ -284,7 +276,7 @@ class Search:
         return found.fits if found else self.estimates.needed(settings) <= self.capacity
 
     def _try(self, settings: ShardingSettings, full: bool) -> None:
-        before = self._found.pop(settings, None)  # what was extrapolated
+        before = self._found.pop(settings, None)  # extrapolated
         try:
             found = self.measure(settings, full)
             self._found[settings] = found
@@ -311,8 +303,7 @@ class Search:
         self.say(f"{self.compilations} of {self.budget} compilations: {settings}: {said}")
 
     def _correct(self, settings: ShardingSettings, ratio: float) -> None:
-        """Apply what a program of all blocks says of its extrapolation to others that compute
-        blocks in the same way."""
+        """Apply the result of all blocks over its extrapolation to others of the same kind."""
         for one, found in self._found.items():
             if ratio and found.extrapolated and kind_of(one) == kind_of(settings):
                 self._found[one] = replace(
@@ -372,14 +363,9 @@ def too_much(hbm: float, capacity: float) -> str:
 def with_worthwhile_keeps(
     settings: ShardingSettings, estimates: Estimates, capacity: float
 ) -> ShardingSettings:
-    """``settings`` with the values of ``keep`` that save time and fit.
-
-    Returns ``settings`` if there are none, or if they already have some. ``capacity``: bytes of
-    HBM.
-    """
-    # With scan_prefetch a precaution without a known reason: both models that were planned with
-    # keep and scan_prefetch together were slower, but other settings differed as well (ViT-10B on
-    # v5litepod-256, LLaMA 8B on v6e-64: benchmarks/LOG.md).
+    """``settings`` with the values of ``keep`` that save time and fit, most time per byte first."""
+    # With scan_prefetch a precaution without a known reason: both models planned with keep and
+    # scan_prefetch were slower, but other settings differed as well (benchmarks/LOG.md).
     blocks = estimates.facts(settings).blocks
     if settings.keep or settings.scan_prefetch or not settings.scan or not blocks:
         return settings
@@ -395,9 +381,6 @@ def with_worthwhile_keeps(
         if estimates.needed(more) <= capacity:
             chosen = more
     return chosen
-
-
-# Changes with which a step that does not fit would fit.
 
 
 def with_remedy(
@@ -428,7 +411,7 @@ def what_would_fit(
 ) -> list[str]:
     """Advice where no candidate fits: a smaller batch or a larger slice, if one is enough.
 
-    ``settings``: the batch, and the values that the caller fixed. ``capacity``: bytes of HBM.
+    ``settings``: the batch, and the values that the caller fixed.
     """
     facts = estimates.facts(settings)
     lean = settings.changed(
@@ -447,10 +430,10 @@ def what_would_fit(
             advice.append(f"A batch of {smaller} samples a device would need {hbm / GIB:.1f} GiB.")
             break
         smaller //= 2
-    slices = map(resolve, names())  # the smallest first
+    slices = map(resolve, names())
     for slice_ in (one for one in slices if one.chip == where.chip and one.devices > where.devices):
         hbm = estimates.on(slice_).needed(lean)
-        if hbm <= capacity:  # of the same chips
+        if hbm <= capacity:
             advice.append(
                 f"{slice_.name}, with the same batch a device, would need {hbm / GIB:.1f} GiB: the "
                 f"smallest {slice_.chip.family} slice that is large enough."

@@ -43,15 +43,14 @@ _PREFETCH = {
     "post": BackwardPrefetch.BACKWARD_POST,
     "none": None,
 }
-# Options of the wrapper and of scan_blocks that ShardingSettings determines.
+# Options that ShardingSettings determines.
 _DECIDED = frozenset(
     "reshard_after_forward forward_prefetch backward_prefetch limit_all_gathers collective_routes"
     " device_mesh sharding_strategy sharding_groups sharding_rank sharding_world_size"
     " replication_groups auto_wrap_policy auto_wrapper_callable offload prefetch keep".split()
 )
 
-# The setting kept_blocks. A number N: the first N blocks. A tuple: numbers of blocks, from 0; or
-# names of units by size.
+# A number N: the first N blocks. A tuple: numbers of blocks, from 0; or names of units by size.
 Kept = int | tuple[int | str, ...]
 
 
@@ -117,17 +116,17 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
 class ShardingSettings:
     """The settings that :func:`xla_fsdp.tune` finds and a script applies.
 
-    The defaults are those of the wrapper.
+    The defaults are those of the wrapper. Raises ValueError if a value is not allowed, or if two
+    values exclude each other.
 
     Attributes:
         batch: samples per device; ``None`` if the batch was not searched.
-        units: how parameters are divided into FSDP units. ``"blocks"``: each repeated block is a
-            unit, and the rest of the model is one. ``"model"``: one unit. A number: a size-based
-            policy wraps modules that have at least this number of parameters.
+        units: ``"blocks"``: each repeated block is an FSDP unit, and the rest of the model is one.
+            ``"model"``: one unit. A number: a size-based policy wraps modules that have at least
+            this number of parameters.
         scan: run the blocks in one loop of the program (:func:`xla_fsdp.scan_blocks`), which
             recomputes each block.
         scan_prefetch: the loop gathers the next block's parameters while a block computes.
-        reshard_after_forward: as in the wrapper, for all units.
         kept_blocks: which units keep their full parameters until the backward (ZeRO-2), whatever
             ``reshard_after_forward`` is. A number N: the first N blocks. A tuple: block numbers,
             from 0; with units by size, dotted names of units.
@@ -138,14 +137,11 @@ class ShardingSettings:
         offload: store the inputs of recomputed blocks in host memory until the backward.
         shard_group_size: number of consecutive ranks that share one copy of the parameters (hybrid
             sharding); the copies average their gradients. ``None``: all ranks.
-        forward_prefetch, limit_all_gathers: as in the wrapper.
         backward_prefetch: as in the wrapper: ``"pre"``, ``"post"`` or ``"none"``.
-        collective_routes: as in the wrapper.
+        reshard_after_forward, forward_prefetch, limit_all_gathers, collective_routes: as in the
+            wrapper.
         scoped_vmem_kib: KiB of VMEM that the compiler may use for one operation; ``None``: the
             compiler's default.
-
-    Raises:
-        ValueError: a value is not allowed, or two values exclude each other.
     """
 
     batch: int | None = None
@@ -197,8 +193,6 @@ class ShardingSettings:
                 given = " and ".join(f"{name}={getattr(self, name)!r}" for name in (one, other))
                 raise ValueError(f"{given} exclude each other: {why}")
 
-    # Applying them.
-
     def wrap(
         self,
         model: nn.Module,
@@ -210,11 +204,10 @@ class ShardingSettings:
         """Shard ``model`` with these settings and return it.
 
         Args:
-            blocks: which submodules are its blocks: the dotted name of the ``nn.Sequential`` or
-                ``nn.ModuleList`` that holds them, or their classes. Default: among lists whose
-                modules are all of one class, the class with the most parameters.
-            ignore: with ``scan``, the attributes in which blocks may differ, as in
-                ``scan_blocks``. No effect without ``scan``.
+            blocks: the dotted name of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
+                blocks, or their classes. Default: among lists whose modules are all of one class,
+                the class with the most parameters.
+            ignore: with ``scan``, the attributes in which blocks may differ, as in ``scan_blocks``.
             options: other options of the wrapper, such as ``compute_dtype``, for all units.
 
         Raises:
@@ -289,7 +282,6 @@ class ShardingSettings:
     def _units(
         self, blocks: Iterable[nn.Module], options: Mapping[str, Any]
     ) -> Iterator[nn.Module]:
-        """Yield the blocks, recomputed and sharded as the settings say."""
         for number, block in enumerate(blocks):
             some = isinstance(self.recompute, int) and number < self.recompute
             if some or self.recompute == "all":
@@ -300,8 +292,7 @@ class ShardingSettings:
             yield block
 
     def _options(self, kept: bool = False) -> dict[str, Any]:
-        """The wrapper options of a unit; ``kept``: it keeps its full parameters until the
-        backward."""
+        """The wrapper options of a unit; ``kept``: until the backward."""
         return {
             "reshard_after_forward": False if kept else self.reshard_after_forward,
             "forward_prefetch": self.forward_prefetch,
@@ -326,12 +317,10 @@ class ShardingSettings:
 
     @property
     def compiler_options(self) -> Mapping[str, str]:
-        """The compiler options of these settings: pass them to
-        ``compiler_options.add_to_environment(...)`` before ``launch``, or to
-        ``plan(compiler_options=...)``."""
+        """For ``compiler_options.add_to_environment(...)`` before ``launch``, or for
+        ``plan(compiler_options=...)``.
+        """
         return limit_scoped_vmem(self.scoped_vmem_kib) if self.scoped_vmem_kib else {}
-
-    # As text.
 
     def __str__(self) -> str:
         """The settings that differ from the defaults, as ``name=value``."""
@@ -344,9 +333,8 @@ class ShardingSettings:
     def from_json(cls, text: str, source: str = "this text") -> ShardingSettings:
         """Read the settings that :meth:`to_json` wrote.
 
-        Raises:
-            ValueError: ``text`` is not such JSON, has an unknown key, or a value that is not
-                allowed. The message names ``source``, where the text comes from.
+        Raises ValueError, with ``source`` in its message, if ``text`` is not such JSON, has an
+        unknown key, or a value that is not allowed.
         """
         try:
             record = json.loads(text)
@@ -372,7 +360,6 @@ class ShardingSettings:
                 f"{source} has {', '.join(map(repr, unknown))}, which are no settings; allowed "
                 f"are {', '.join(known)}"
             )
-        # JSON stores tuples as lists.
         given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
         try:
             return cls(**given)
@@ -380,21 +367,12 @@ class ShardingSettings:
             raise ValueError(f"{source}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings as JSON. The file is written completely or not at all.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-        """
+        """Write the settings as JSON, atomically; FileNotFoundError if there is no such folder."""
         write_whole(Path(path), f"{self.to_json()}\n".encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingSettings:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: as :meth:`from_json`.
-        """
+        """Read what :meth:`save` wrote; FileNotFoundError, or ValueError as :meth:`from_json`."""
         text = Path(path).read_text(encoding="utf-8", errors="replace")
         return cls.from_json(text, str(path))
 
@@ -405,17 +383,15 @@ class ShardingSettings:
 
 @dataclass(frozen=True)
 class ShallowSettings(ShardingSettings):
-    """Settings that leave out all blocks of the model but the first ``depth``.
+    """Settings that leave out all blocks but the first ``depth``, to extrapolate from.
 
-    ``tune`` compiles a deep model with two depths and extrapolates to all blocks. A model whose
-    forward does not work with fewer blocks raises.
+    A model whose forward does not work with fewer blocks raises.
     """
 
     depth: int = 2
 
     @classmethod
     def of(cls, settings: ShardingSettings, depth: int) -> ShallowSettings:
-        """``settings`` for the first ``depth`` blocks."""
         return cls(**asdict(settings), depth=depth)
 
     def wrap(
