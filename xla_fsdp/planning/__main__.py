@@ -1,5 +1,6 @@
-"""Command line: ``python -m xla_fsdp.planning plan.json`` prints a saved plan, or its comparison
-with a recorded trace. Exit codes: 0 success; 2 wrong usage, or a file that cannot be read.
+"""Prints a saved plan, or its comparison with a recorded trace.
+
+Exit codes: 0 success; 2 wrong usage, or a file that cannot be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``xla_fsdp.plan``: memory and time of a training step on a TPU slice, without a TPU."""
+"""``xla_fsdp.plan``."""
 
 from __future__ import annotations
 
@@ -41,19 +41,16 @@ def plan(
 
     Args:
         step: a function without arguments; the model may use any wrapper.
-        topology: a slice, such as ``v5litepod-8`` or ``v6e-256``, or a raw topology in chips, such
-            as ``v5e:2x4``.
+        topology: a slice, such as ``v6e-256``, or a raw topology in chips, such as ``v5e:2x4``.
         ranks: which ranks to trace, to check whether all share one executable; the program of the
             first one is compiled. Default: 0, 1 and the last.
         compiler_options: options of the TPU compiler, e.g.
-            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``. They override the options that
-            a run would use: those of torch_xla on such a host, ``LIBTPU_INIT_ARGS`` of this
-            process, and those that ``launcher`` adds.
+            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``. They override those of
+            torch_xla, of ``LIBTPU_INIT_ARGS`` in this process, and of ``launcher``.
         launcher: what starts the ranks: ``xla_fsdp`` (``xla_fsdp.launch``, which adds the options
-            of :mod:`xla_fsdp.compiler_options`) or ``torch_xla`` (``torch_xla.launch``,
-            ``xmp.spawn``), which adds none.
-        cache: the folder in which results are cached by a digest of the program; ``True`` means
-            ``~/.cache/xla_fsdp/plans``, ``False`` no cache.
+            of :mod:`xla_fsdp.compiler_options`) or ``torch_xla``, which adds none.
+        cache: the folder in which results are cached; ``True`` means ``~/.cache/xla_fsdp/plans``,
+            ``False`` no cache.
         progress: report progress on standard error.
         title: the title of the report and its pictures.
         calibration: measured figures of such chips, or a file of them that ``python -m
@@ -61,19 +58,16 @@ def plan(
         compiler: a version of libtpu that ``python -m xla_fsdp.plan_compiler install`` has
             installed, such as ``"0.0.51"``, the folder of a virtual environment with jax and
             libtpu, or an interpreter. Default: the newest tested version that is installed, else
-            the libtpu of this environment.
-
-    Returns:
-        The report.
+            that of this environment.
 
     Raises:
-        UnknownTopologyError: (a ValueError) no such slice; the message lists those that exist.
-        UnusableCompilerError: (a ValueError) ``compiler`` has no jax or libtpu, or its libtpu does
-            not know the chip; the message says what to install.
+        UnknownTopologyError: (a ValueError) no such slice.
+        UnusableCompilerError: (a ValueError) ``compiler`` lacks jax or libtpu, or does not know
+            the chip.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         CompileError: the compiler failed for another reason than memory.
-        ValueError: the step traces nothing; ``ranks`` has a rank that is not in the slice; libtpu
-            does not accept the value of an option.
+        ValueError: the step traces nothing; a rank is not in the slice; libtpu does not accept the
+            value of an option.
         CalibrationError: (a ValueError) ``calibration`` is for other chips, or damaged.
         TypeError: ``step`` is not callable.
         RuntimeError: called inside a rank of a launch.

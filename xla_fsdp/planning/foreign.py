@@ -1,6 +1,4 @@
-"""Plan one program for all devices, partitioned by XLA: ``jax.jit`` with shardings, or torch_xla's
-SPMD mode. The caller passes its StableHLO, and what the StableHLO does not contain.
-"""
+"""Plans one program for all devices, partitioned by XLA (``jax.jit``, torch_xla's SPMD mode)."""
 
 from __future__ import annotations
 
@@ -26,14 +24,10 @@ def plan_partitioned(
     title: str = "",
     compiler: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Plan ``program`` on a slice: :func:`xla_fsdp.plan` for a program that others lowered.
+    """:func:`xla_fsdp.plan` for a program that others lowered; other arguments are as in ``plan``.
 
-    ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla, as jax
-    0.7.1 sets no compiler option. The other arguments are those of ``plan``.
-
-    Raises:
-        UnknownTopologyError, MissingExtraError, UnusableCompilerError, CompileError: as ``plan``.
-        ValueError: the program is for another number of devices.
+    ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla. Raises as
+    ``plan``, and ValueError if the program is for another number of devices.
     """
     shown = Progress() if progress else Progress(None)
     target = Target.of(topology, compiler, launcher, compiler_options, cache, shown)

@@ -1,7 +1,7 @@
-"""Build the report from the compiler's result.
+"""Builds the report from the compiler's result.
 
-A step with ``CPUOffload(stream=True)`` consists of several programs. Its report has the memory of
-the program that needs most, and the times, bytes and floating-point operations of all.
+That on several programs (``CPUOffload(stream=True)``) has the memory of the program that needs
+most, and the times, bytes and floating-point operations of all.
 """
 
 from __future__ import annotations
@@ -67,12 +67,9 @@ def make_report(
 ) -> Report:
     """The report on ``compiled``, the program of ``step``.
 
-    Args:
-        ranks: the ranks whose programs were compared.
-        executables: the number of different programs among them.
-        measured: figures for the times, instead of published ones.
-        beside: bytes on the device of the other programs of a streamed step; ``None`` if this
-            program is the entire step.
+    ``executables``: the number of different programs among those of ``ranks``. ``measured``:
+    replaces published figures. ``beside``: bytes of the other programs of a streamed step; ``None``
+    if this program is the entire step.
     """
     published, where = where.chip, calibrated(where, measured)
     chip, capacity = where.chip, where.chip.device_usable_hbm_bytes(host.chip_config)
@@ -197,13 +194,10 @@ def report_on_parts(
     report_on: Callable[[TracedStep, CompiledStep, int], Report],
     peak: float,
 ) -> Report:
-    """The report on ``step``, a step of several programs (``CPUOffload(stream=True)``).
+    """The report on ``step``, a step of several programs.
 
-    Args:
-        compiled: the compiled program of each of ``step.parts``.
-        report_on: makes the report on one part; its last argument is the number of bytes of other
-            tensors on the device.
-        peak: floating-point operations per second of a device.
+    ``compiled``: of each of ``step.parts``. The last argument of ``report_on``: bytes of other
+    tensors on the device. ``peak``: FLOP/s of a device.
     """
     both = list(zip(step.parts, compiled, strict=True))
     codes = {one.key: one.memory.code if one.memory else 0 for one in compiled}

@@ -1,9 +1,7 @@
-"""Read one step from a trace that ``xla_fsdp.profile`` recorded, to compare it with a plan.
+"""Reads one step from a trace of ``xla_fsdp.profile``, to compare it with a plan.
 
-On a TPU, a step is what one chip did (the line "XLA Ops" of its plane). CPU ranks are threads of
-one process, and the trace does not record the rank of an instruction: totals are the mean over all
-ranks, and the timeline shows all. Ranks run in lockstep, since programs have collectives, so the
-executions of an instruction in order of time belong to the steps in order.
+On a TPU, a step is what one chip did (the line "XLA Ops" of its plane). A trace of CPU ranks does
+not record the rank of an instruction: totals are means over all ranks, which run in lockstep.
 """
 
 from __future__ import annotations
@@ -32,18 +30,17 @@ _OPS = "XLA Ops"
 _NAME = re.compile(r"%?([\w.\-]+)")
 _STEP = "train"  # the name of a step in xla_fsdp.profile
 _KNOWN = 0.9  # the least share of the instructions that ran which the program must contain
-_LOST = 1e-9  # seconds: the shown length of events that have none
+_LOST = 1e-9  # seconds
 _SECONDS_TO_READ = 120.0
 _MOST_BYTES = 2 << 30  # protobuf's limit for a message
-# Run in a separate process, because XLA may crash on damaged bytes.
+# In a separate process, because XLA may crash on damaged bytes.
 _TO_TEXT = (
     "import sys, jaxlib._jax as j; "
     "m = j.HloModule.from_serialized_hlo_module_proto(sys.stdin.buffer.read()); "
     "sys.stdout.write(m.to_string())"
 )
 
-# Fields of XLA's xplane.proto and hlo.proto. Strings are read as bytes: a name that is not UTF-8
-# would make the file unreadable.
+# Of XLA's xplane.proto and hlo.proto. Strings are bytes: some may not be UTF-8.
 _MESSAGES = {
     "XSpace": ["planes XPlane* 1"],
     "XPlane": ["name bytes 2", "lines XLine* 3", "event_metadata EventEntry* 4",
@@ -68,8 +65,6 @@ def messages() -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that ran, in seconds of the trace's clock."""
-
     name: str
     shown: str
     begin: float
@@ -80,7 +75,7 @@ class Event:
 class Plane:
     """The events of one device, or of the host.
 
-    ``kinds``: name, shorter name and stats of each kind of event, even if none occurred.
+    ``kinds``: name, shorter name and stats of each kind of event.
     """
 
     def __init__(self, message: Any) -> None:
@@ -97,7 +92,6 @@ class Plane:
         }
 
     def events(self, line: str = "") -> Iterator[Event]:
-        """Yield the events of the lines with this name, or of all lines."""
         for one in self._lines:
             if line in ("", _text(one.name)):
                 for event in one.events:
@@ -115,7 +109,7 @@ class Plane:
                 value = getattr(stat, given[-1])
                 if given[-1] == "str_value":
                     value = _text(value)
-                elif given[-1] == "ref_value":  # an id in the table of names
+                elif given[-1] == "ref_value":
                     value = self._stats.get(value, "")
                 found[self._stats.get(stat.metadata_id, "")] = value
         return found
@@ -126,10 +120,7 @@ def _text(data: bytes) -> str:
 
 
 def trace_in(folder: str | os.PathLike[str]) -> Path:
-    """The newest trace in a TensorBoard folder, or ``folder`` itself if it is a file.
-
-    Raises FileNotFoundError if there is no trace.
-    """
+    """The newest trace in a TensorBoard folder, or ``folder`` itself if it is a file."""
     path = Path(folder)
     if path.is_file():
         return path
@@ -143,7 +134,6 @@ def trace_in(folder: str | os.PathLike[str]) -> Path:
 
 
 def read(path: Path) -> list[Plane]:
-    """Read the planes of a trace; raises ValueError if the file is not one, or is damaged."""
     size = path.stat().st_size
     if size >= _MOST_BYTES:
         raise ValueError(
@@ -161,10 +151,10 @@ def read(path: Path) -> list[Plane]:
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program. All mappings are by the name of the instruction.
+    """One compiled program; all mappings are by the name of the instruction.
 
-    ``compute``: (phase, module). ``starts``, ``ends``: the collective that an instruction starts or
-    waits for. ``times``: how often it runs in one execution of the program.
+    ``compute``: (phase, module). ``starts``, ``ends``: the collective that it starts or waits for.
+    ``times``: how often it runs in one execution.
     """
 
     name: str
@@ -180,9 +170,8 @@ class Program:
 
 
 def read_program(name: str, proto: bytes) -> Program:
-    """Parse the program in an HloProto.
-
-    Raises ValueError if this XLA cannot read it, or not in time, or it is not scheduled.
+    """Parse an HloProto; ValueError if this XLA cannot read it, or not in time, or it is not
+    scheduled.
     """
     try:
         content = messages()["HloProto"].FromString(proto).hlo_module
@@ -216,10 +205,9 @@ def read_program(name: str, proto: bytes) -> Program:
 
 @dataclass(frozen=True)
 class Share:
-    """The time of one instruction in a step, in seconds of one rank.
+    """One instruction in a step, in seconds of one rank.
 
-    ``kind``: "compute", or the kind of the traced collective. ``waited``: the part of ``seconds``
-    in which compute waits.
+    ``kind``: "compute", or the traced collective. ``waited``: the part in which compute waits.
     """
 
     kind: str
@@ -233,14 +221,9 @@ class Share:
 class RecordedStep:
     """One step of a trace.
 
-    Attributes:
-        ranks: the number of ranks in the timeline.
-        steps: the number of steps in the trace; ``number`` is the step of ``slots``.
-        seconds: the median time of a step from its first instruction to its last.
-        period: the median time from one step to the next; ``None`` if there is only one step.
-        slots: the timeline of one step, in seconds from its begin.
-        shares: means over all steps and ranks.
-        modules: all modules in the program, even if they took no time.
+    ``seconds``: median from the first instruction to the last. ``period``: median from one step to
+    the next, ``None`` for a single step. ``slots``: the timeline of step ``number``. ``shares``:
+    means over steps and ranks. ``modules``: all in the program.
     """
 
     source: str
@@ -259,8 +242,7 @@ class RecordedStep:
 def read_trace(folder: str | os.PathLike[str]) -> RecordedStep:
     """Read a step from the newest trace in a folder that ``xla_fsdp.profile`` wrote.
 
-    Raises FileNotFoundError if there is no trace, and ValueError if it is damaged or has no program
-    with module names.
+    Raises FileNotFoundError without a trace; ValueError if it is damaged or has no module names.
     """
     path = trace_in(folder)
     planes = read(path)
@@ -278,7 +260,7 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
     once = [len(found) for name, found in mine.items() if program.times[name] == 1]
     executions = statistics.mode(once) if once else 1
     steps = len(marks) or 1
-    # Otherwise the first or last step is incomplete, or a step runs the program several times.
+    # Otherwise a step is incomplete, or runs the program several times.
     steps = 1 if executions % steps else steps
     on_cpu = device == _HOST
     ranks = max(executions // steps, 1) if on_cpu else 1
@@ -337,7 +319,7 @@ def _number(text: str) -> str:
 def _main_program(
     planes: list[Plane], events: list[tuple[str, str, Event]]
 ) -> tuple[Program, dict[str, list[Event]]]:
-    """The program with module names that took most time, and the events of its instructions."""
+    """The program with module names that took most time, and its events by instruction."""
     spent: dict[str, float] = {}
     for _, key, event in events:
         spent[key] = spent.get(key, 0.0) + event.end - event.begin
@@ -368,10 +350,7 @@ def _main_program(
 
 
 def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
-    """Raise ValueError if other programs with the name of ``program`` ran as well.
-
-    Programs of CPU ranks have no numbers that would distinguish them.
-    """
+    """Raise ValueError if several programs of one name ran: those of CPU ranks have no numbers."""
     counts = {len(some) for op, some in ran.items() if program.times.get(op) == 1}
     if not ran.keys() <= program.times.keys() or len(counts) > 1:
         raise ValueError(

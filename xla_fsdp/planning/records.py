@@ -1,6 +1,6 @@
 """Data classes for one compiled step.
 
-All bytes are those of one device (one rank). All places are positions in the schedule of the entry
+All bytes are those of one device (one rank). Places are positions in the schedule of the entry
 computation, in which loop bodies are inlined.
 """
 
@@ -23,8 +23,7 @@ WORK = ("matmul", "kernel", "elementwise", "copy", "attention")
 class Op:
     """An instruction that takes time and is not a collective.
 
-    ``cycles`` is the compiler's estimate for one execution (0 if there is none); ``times`` is the
-    number of executions in a step.
+    ``cycles``: of one execution, by the compiler; 0 if unknown. ``times``: executions in a step.
     """
 
     index: int
@@ -34,10 +33,10 @@ class Op:
     times: int = 1
     module: str = ""
     phase: str = ""
-    recomputed: bool = False  # by a checkpointed module, in the backward
+    recomputed: bool = False
     # One of WORK. A fusion with a matmul is a matmul; "attention" is that without a kernel.
     work: str = ""
-    padding: float = 0.0  # the share of a matmul that computes padding of its tiles
+    padding: float = 0.0  # share of a matmul that pads its tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,8 @@ class Collective(OneCollective):
     group_size: int
     wire_bytes: int
     asynchronous: bool
-    fused: bool = False  # in a fusion with compute (the compiler's AllReduceScatterFusion)
-    overlap_cycles: int = 0  # of compute scheduled between index and done
+    fused: bool = False  # in a fusion with compute
+    overlap_cycles: int = 0  # of compute between index and done
     times: int = 1
     module: str = ""
     phase: str = ""
@@ -99,8 +98,8 @@ class Schedule:
     buffers: tuple[Buffer, ...]  # in HBM only
     curve: tuple[int, ...]  # bytes of HBM in use at every place
     peak_index: int
-    notes: tuple[str, ...] = ()  # assumptions where the text is incomplete
-    to_host: int = 0  # bytes copied from HBM to host memory in a step, unpadded
+    notes: tuple[str, ...] = ()
+    to_host: int = 0  # bytes in a step, unpadded
     to_device: int = 0
     host_copies: tuple[HostCopy, ...] = ()
 
@@ -116,15 +115,15 @@ class CompilerMemory:
 
     arguments: int
     outputs: int
-    aliased: int  # outputs in the buffers of donated arguments
+    aliased: int  # outputs in buffers of arguments
     temporaries: int  # including fragmentation
     code: int
     # The largest sum of live buffers, without code and fragmentation. With host_temporaries it is
     # computed from the schedule: the compiler's figure counts some of them.
     peak: int
-    # Offloaded inputs in host memory, by the buffer assignment.
+    # Offloaded inputs in host memory.
     host_temporaries: int = 0
-    # Bytes of other parts of a streamed step.
+    # Other parts of a streamed step on the device.
     beside: int = 0
 
     @property
@@ -140,46 +139,43 @@ class Part:
 
     name: str  # "backward of blocks.3"
     times: int  # executions in a step
-    required: int  # bytes of HBM
-    seconds: float  # modelled, of one execution, without host transfers
-    wire_bytes: int  # bytes that a device sends in one execution
-    to_device: int  # bytes of shards from the host, for one execution
-    to_host: int  # bytes of gradients to the host, of one execution
+    required: int  # HBM
+    # Of one execution; seconds are modelled, without transfers to and from the host.
+    seconds: float
+    wire_bytes: int
+    to_device: int  # shards
+    to_host: int  # gradients
 
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Host memory in bytes that one rank needs if the optimizer steps on the host.
-
-    The transfers are not part of the compiled program.
-    """
+    """Host memory in bytes that one rank needs if the optimizer steps on the host."""
 
     shards: int
     gradients: int
     state: int
-    buffers: int  # transfer buffers, at most
-    to_host: int  # bytes of gradients sent in a step
-    to_device: int  # bytes of shards sent in a step, in the dtype of the gather
+    buffers: int  # at most
+    to_host: int  # gradients sent in a step
+    to_device: int  # shards sent in a step, in the dtype of the gather
     ranks: int = 1
-    capacity: int = 0  # memory of the host
-    source: str = ""  # where the capacity is published
+    capacity: int = 0
+    source: str = ""  # of the capacity
     link: float = 0.0  # bytes per second between device and host, one way
     link_source: str = ""
 
     @property
     def required(self) -> int:
-        """Bytes that all ranks of a host need together."""
         return self.ranks * (self.shards + self.gradients + self.state + self.buffers)
 
     @property
     def seconds(self) -> float:
-        """The time of the transfers of a step, one after the other."""
+        """Transfers one after the other, which are not in the compiled program."""
         return (self.to_host + self.to_device) / self.link if self.link else 0.0
 
 
 @dataclass(frozen=True)
 class Slot:
-    """An interval of modelled time in one lane of the timeline, in seconds."""
+    """An interval of one lane of the modelled timeline, in seconds."""
 
     lane: str  # "compute", "collective", or copies to or from the host
     begin: float
@@ -197,21 +193,20 @@ class Timing:
     """Modelled times of one step, in seconds; nothing is measured."""
 
     compute: float  # estimated cycles at the chip's clock
-    collective: float  # by the model of the links, as if nothing overlapped
+    collective: float  # as if nothing overlapped
     overlapped: float  # collective time that compute hides
     exposed: float  # collective time that compute waits for
     step: float  # compute + exposed + copies
     model_flops: float  # this device's part
     mfu: float  # model_flops / (step * peak of the device)
     slots: Sequence[Slot] = ()
-    copies: float = 0.0  # seconds that compute waits for copies to and from the host
+    copies: float = 0.0  # in which compute waits for copies to and from the host
 
 
 def reader(kind: Any) -> Callable[[Any], Any]:
-    """A function that converts a JSON value to the type ``kind``.
+    """A function that converts a JSON value to the type ``kind``, without unknown fields.
 
-    It ignores unknown fields, and raises TypeError, KeyError, ValueError or AttributeError for
-    values that do not fit.
+    It raises TypeError, KeyError, ValueError or AttributeError.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):

@@ -1,11 +1,8 @@
-"""Model the time of a scheduled program: compute, collectives, and how much of them overlaps.
+"""Models the time of a scheduled program: compute, collectives, and how much of them overlaps.
 
-The compute lane executes the schedule in order, each operation for its cycles at ``Chip.clock_hz``;
-operations without an estimate take no time. Collectives run one after the other, in the order of
-their starts, for what ``links.py`` says; only permutes that share no link run at the same time.
-Compute waits for an asynchronous collective where it is done. Collectives between slices, copies to
-the host and copies back have one lane each. docs/design/time-model.md compares it with published
-figures.
+Operations without an estimate take no time. Collectives run one after the other, except permutes
+that share no link; compute waits for them where they are done. Collectives between slices and
+copies to and from the host have lanes of their own. See docs/design/time-model.md.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from ..tpu.links import Links
 from ..tpu.topology import Slice
 from .records import Collective, HostCopy, Op, Schedule, Slot, Timing
 
-# The kinds of events at one place of the schedule, in their order.
+# Events at one place of the schedule, in order.
 _WAIT, _START, _BLOCK, _COMPUTE = range(4)
 _COPY = {True: "copies to the host", False: "copies from the host"}
-# Simulated iterations of a loop; all others are assumed to take as long as the last of them.
+# Simulated iterations of a loop; the others are assumed to take as long as the last of them.
 _PLAYED = 2
 
 
@@ -36,11 +33,10 @@ def time_step(
 ) -> Timing:
     """Model the time of one step of ``schedule`` on ``slice``, in seconds.
 
-    ``model_flops``: floating-point operations of the model in a step on this device, for the model
-    FLOPs utilisation (MFU). Recomputation does not count (Chowdhery et al., "PaLM",
-    arXiv 2204.02311, appendix B). The peak is that of bfloat16, ``Chip.device_flops``.
-    ``host_link``: bytes per second from a device to the host and back; default: the published
-    figure. ``links``: those of ``slice``, which cache their results.
+    ``model_flops``: of a step on this device, for the model FLOPs utilisation (MFU; Chowdhery et
+    al., "PaLM", arXiv 2204.02311, appendix B), over the bfloat16 peak. ``host_link``: bytes per
+    second from a device to the host and back; default: as published. ``links``: those of ``slice``,
+    if they exist.
 
     Raises ValueError for a collective of ranks that the slice does not have.
     """
@@ -90,10 +86,10 @@ _AT_ONCE, _COPIES = "at once", "copies"
 class _Lanes:
     """``now``: until when each lane is in use, in seconds from the start.
 
-    Other keys of ``now``: each link that a permute used alone; ``_ON_LINKS`` and ``_ANYWHERE``, the
-    latest end of a collective in the slice, and of any; True and False, copies to the host and
-    back; the ids of collectives and copies, when each ends; ``_AT_ONCE``, seconds by which
-    collectives overlap; ``_COPIES``, seconds that compute waited for copies.
+    Further keys: links that a permute used alone; ``_ON_LINKS`` and ``_ANYWHERE``, the latest end
+    of a collective in the slice, and of any; True and False, copies to the host and back; ids of
+    collectives and copies, their ends; ``_AT_ONCE``, seconds in which collectives overlap;
+    ``_COPIES``, seconds that compute waited for copies.
     """
 
     def __init__(
@@ -108,10 +104,8 @@ class _Lanes:
         self.seconds |= {id(c): c.bytes / rates[c.to_host] for c in schedule.host_copies}
 
     def play(self, body: Sequence[_Event], times: int) -> None:
-        """Execute ``body``, events of places that execute equally often, ``times`` times.
-
-        Iterations that are not simulated become one slot in each lane, and in the compute lane one
-        for each phase, and for recomputation, by their shares of the body's cycles.
+        """Execute ``body`` ``times`` times; iterations that are not simulated become one slot in
+        each lane (for compute: of each phase).
         """
         before: dict[Hashable, float] = {}
         for _ in range(min(times, _PLAYED)):
@@ -156,7 +150,7 @@ class _Lanes:
                 self._slot("compute", begin, now[_COMPUTE_LANE], what)
         elif event.order == _START:
             self._start(what)
-        else:  # compute waits for it
+        else:
             end = max(now[_COMPUTE_LANE], now[id(what)])
             if isinstance(what, HostCopy):
                 now[_COPIES] += end - now[_COMPUTE_LANE]

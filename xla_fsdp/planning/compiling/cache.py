@@ -1,4 +1,4 @@
-"""Results of the compiler, cached on disk by the digest of the request."""
+"""Results of the compiler, cached on disk."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ class CompiledStep:
     Attributes:
         key: digest of program, slice, options and compiler versions.
         traced: text of the program as it was passed to the compiler.
-        scheduled: text of the scheduled program; without cycle estimates if it did not fit.
-        assignment: text of the compiler's buffer assignment.
-        memory: the compiler's memory figures; ``None`` if the program did not fit.
+        scheduled: without cycle estimates if the program did not fit.
+        assignment: text of the buffer assignment.
+        memory: ``None`` if the program did not fit.
         refusal: the compiler's message in that case, else "".
-        seconds: how long it compiled.
-        model_flops: of one step on one device; ``None`` until counted in ``traced``.
-        options: the values of the compiler options that were set, as libtpu reports them.
-        versions: of torch_xla, jax, jaxlib, libtpu, and the compiler's Python.
+        model_flops: of one step on one device; ``None`` until counted.
+        options: the compiler options that were set, with the values that libtpu reports.
         host_memory: peak bytes of the compiler's process; 0 if unknown.
     """
 
@@ -54,10 +52,10 @@ class CompiledStep:
 
 
 class PlanCache:
-    """A folder of compiler results. ``folder=None`` stores nothing.
+    """A folder of compiler results; ``None`` stores nothing.
 
-    Files are written atomically, so several processes may share a folder. A file that is damaged,
-    or of another version of this package, counts as missing.
+    Several processes may share it. A file that is damaged, or of another version, counts as
+    missing.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -1,8 +1,7 @@
 """Compiles one program for a TPU slice, in a separate process: ``compile_child.py DIR PARENT``.
 
 The interpreter may be that of another environment, so this file imports nothing of this package.
-It reads ``DIR/request.json`` and the program: ``DIR/step.hlo``, that of every device, or, where the
-request has ``partitioned``, ``DIR/step.stablehlo``, one for all devices. Results, all in DIR:
+It reads ``DIR/request.json`` and the program (see ``program_file``), and writes to DIR:
 
 - ``result.json``: memory figures and seconds, or ``error`` and its kind: "memory", "topology"
   (libtpu does not know the slice), "names" (this jax lacks a name), or the exception's type;
@@ -47,7 +46,7 @@ class KnownError(Exception):
 
 
 class Names:
-    """The names of jax that are needed, imported at their first use."""
+    """The private names of jax, imported at their first use."""
 
     def __getattr__(self, name: str) -> Any:
         path = f"{_NAMES[name]}.{name}"
@@ -62,9 +61,8 @@ def program_file(request: dict) -> str:
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process took; 0 if the system does not report it.
-
-    Not ``ru_maxrss``: on Linux it includes what the parent process took before the fork.
+    """Peak bytes of this process, 0 if unknown; Linux's ``ru_maxrss`` includes the parent before
+    the fork.
     """
     with open("/proc/self/status") as status:
         peaks = (int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
@@ -96,14 +94,14 @@ def main(folder: Path, parent: int) -> None:
 
 
 def _end_with_parent(folder: Path, parent: int) -> None:
-    """Ends this process and removes the folder when the caller ended."""
+    """Ends this process and removes the folder when the caller has ended."""
     while os.getppid() == parent:
         time.sleep(0.2)
     for _ in range(100):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             break
-        time.sleep(0.02)  # the compiler has just written into it
+        time.sleep(0.02)  # the compiler may still write into it
     os._exit(1)
 
 
@@ -123,7 +121,7 @@ def compile_step(folder: Path, request: dict) -> dict:
         build = options.executable_build_options
         build.use_spmd_partitioning = True
         build.use_shardy_partitioner = partitioned["shardy"]
-        # An output without a sharding gets the one that it is computed in, as in torch_xla.
+        # An output without a sharding gets the one that it is computed in.
         build.allow_spmd_sharding_propagation_to_output = [True]
     ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
     options.device_assignment = jax.DeviceAssignment.create(ids)
@@ -139,7 +137,7 @@ def compile_step(folder: Path, request: dict) -> dict:
         compile = devices[0].client.compile
         try:
             executable = compile(module, where, options)
-        except TypeError:  # before jax 0.8 only bytes were accepted
+        except TypeError:  # jax < 0.8 accepts only bytes
             executable = compile(jax.module_to_bytecode(module), where, options)
     seconds = time.monotonic() - began
     memory = executable.get_compiled_memory_stats()
@@ -162,7 +160,7 @@ def _devices(jax: Names, request: dict) -> list[Any]:
     describe = jax.get_topology_desc
     try:
         slice_ = describe(request["libtpu_name"], "tpu", **request["topology_options"])
-    except Exception as error:  # its type differs by release
+    except Exception as error:  # the type differs by release
         raise KnownError("topology", str(error)) from error
     devices: list[Any] = sorted(slice_.devices, key=lambda device: device.id)
     if len(devices) != request["devices"]:
@@ -172,10 +170,7 @@ def _devices(jax: Names, request: dict) -> list[Any]:
 
 
 def _leave_out_tilings(ir: Any, module: Any) -> None:
-    """Removes empty tilings of the results of kernels, which jaxlib 0.12 adds.
-
-    With them, libtpu 0.0.51 cannot read the version of the custom call.
-    """
+    """Removes empty tilings, which jaxlib 0.12 adds and libtpu 0.0.51 cannot read."""
 
     def leave_out(operation: Any) -> Any:
         attributes = operation.attributes
@@ -201,6 +196,6 @@ def _donate(ir: Any, module: Any, donated: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    # Files beside this one must not hide top-level modules of the same name.
+    # Files beside this one would hide modules of the same name.
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
     main(Path(sys.argv[1]), int(sys.argv[2]))

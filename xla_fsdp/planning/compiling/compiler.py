@@ -1,4 +1,4 @@
-"""Runs the TPU compiler without a TPU, in a child process, and caches its results on disk."""
+"""Runs the TPU compiler in a child process, and caches its results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class CompileError(RuntimeError):
 
 
 def require_extra(compiler: Compiler) -> None:
-    """Raises MissingExtraError if a package of the ``plan`` extra is missing for ``compiler``."""
     own = ("jax", "jaxlib", "libtpu") if compiler.python == sys.executable else ()
     extras.require_extra("plan", "planning", (*own, "matplotlib", "google.protobuf"))
 
@@ -78,7 +77,6 @@ class Target:
         progress: Progress,
         calibration: Calibration | str | os.PathLike[str] | None = None,
     ) -> Target:
-        """Checks these arguments of ``plan``, which documents the errors."""
         where = resolve(topology)
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(
@@ -87,7 +85,7 @@ class Target:
             )
         measured = None if calibration is None else read(calibration)
         if measured is not None:
-            measured.apply(where.chip)  # raises before compilation, which takes minutes
+            measured.apply(where.chip)  # raises before minutes of compilation
         used = find_compiler(compiler)
         used.require_knows(where.chip)
         require_extra(used)
@@ -103,9 +101,7 @@ class Target:
     ) -> CompiledStep:
         """Compiles ``program``, or takes its result from the cache.
 
-        Raises:
-            CompileError: the compiler refused the program, or ended without a message.
-            UnusableCompilerError: libtpu does not know the slice, or this jax lacks a name.
+        Raises CompileError, or UnusableCompilerError if libtpu lacks the slice or jax a name.
         """
         where = self.where
         versions = {"torch_xla": importlib.metadata.version("torch_xla"), **self.compiler.versions}
@@ -152,7 +148,7 @@ class Target:
             if refusal:
                 _raise_unless_memory(result["kind"], refusal, self.compiler, self.where)
             assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
-            if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51 writes a separate file
+            if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51
                 assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
             scheduled = ""
             if not refusal:
@@ -239,7 +235,7 @@ def _stored(output: str) -> str:
 
 def _give_back_memory() -> None:
     """Returns freed memory to the system: the compiler needs gigabytes next."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -259,17 +255,13 @@ def _raise_unless_memory(kind: str, error: str, compiler: Compiler, where: Slice
 
 
 def _values(flags: str, named: Iterable[str]) -> dict[str, str]:
-    """The values of the options ``named`` in ``flags``, which has lines of ``--name=value``."""
     pairs = (line.lstrip("-").partition("=") for line in flags.splitlines())
     known = {name: value.strip("'") for name, _, value in pairs}
     return {name: known[name] for name in named if name in known}
 
 
 def _dumped(folder: Path, ending: str) -> str:
-    """The content of the last file with that ending, that of the final program.
-
-    Excludes parts that libtpu 0.0.51 extracts for SparseCores and compiles separately.
-    """
+    """The last file with that ending, except parts that libtpu 0.0.51 compiles for SparseCores."""
     files = sorted((folder / "dump").glob(f"*.{ending}"))
     own = [file for file in files if ".extracted." not in file.name]
     return own[-1].read_text() if own else ""

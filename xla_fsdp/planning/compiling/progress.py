@@ -1,4 +1,4 @@
-"""One line on the terminal with the current work and its seconds so far."""
+"""Shows the current work on the terminal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-_WORTH_A_LINE = 5.0  # seconds
+_WORTH_A_LINE = 5.0
 _OFTEN = 60.0
 
 
 class Progress:
     """Rewrites one line on a terminal; elsewhere prints a line at the start and one at the end.
 
-    ``stream=None`` prints nothing. ``budget``: the most compilations of a search; lines then have
-    the number of the compilation and the time, once a minute.
+    ``stream=None`` prints nothing. ``budget``: the most compilations of a search.
     """
 
     def __init__(self, stream: TextIO | None = sys.stderr, budget: int = 0) -> None:

@@ -1,7 +1,7 @@
-"""Parse XLA's buffer assignment (``*-buffer-assignment.txt``).
+"""Parses XLA's buffer assignment (``*-buffer-assignment.txt``).
 
-An *allocation* is one contiguous piece of memory. All temporaries of a program are in one
-allocation, in which *values* have offsets; values that are not live at the same time share bytes.
+All temporaries are in one *allocation*, in which *values* have offsets; values that are not live at
+the same time share bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Allocation:
 
     bytes: int
     category: str
-    parameter: int | None  # number
+    parameter: int | None
     values: Sequence[Value]
 
 
 @dataclass(frozen=True)
 class Value:
-    """The result of one instruction, live in the sequence from ``born`` to ``dies`` inclusive."""
+    """The result of one instruction, live from ``born`` to ``dies`` inclusive."""
 
     name: str
     bytes: int
@@ -48,15 +48,14 @@ class Value:
 class Assignment:
     allocations: tuple[Allocation, ...]
     sequence: tuple[str, ...]
-    on_host: int = 0  # bytes of temporaries in host memory
+    on_host: int = 0  # bytes of temporaries
 
     def held(self, category: str) -> int:
-        """Bytes of all allocations of a category, with unused parts."""
         return sum(a.bytes for a in self.allocations if a.category == category)
 
 
 def read_assignment(text: str) -> Assignment:
-    """Parse a buffer assignment; raises ValueError if it is none or has no live ranges."""
+    """Raises ValueError if ``text`` is no buffer assignment, or has no live ranges."""
     if not text.startswith("BufferAssignment:"):
         raise ValueError(f"not a buffer assignment of XLA: it begins with {text[:40]!r}")
     head, found, tail = text.partition(LIVE_RANGES)
@@ -83,7 +82,7 @@ def read_assignment(text: str) -> Assignment:
 def _allocations(
     text: str, ranges: Mapping[tuple[str, str], tuple[int, int]], last: int
 ) -> Iterator[Allocation]:
-    values: list[Value] | None = None  # of the last allocation in HBM
+    values: list[Value] | None = None
     for line in text.splitlines():
         if begin := _ALLOCATION.match(line):
             kind, values = _kind(int(begin[2]), begin[3]), None
@@ -119,10 +118,7 @@ def _color(said: str) -> int:
 
 
 def without_overlap(values: Sequence[Value]) -> list[Value]:
-    """The values of an allocation, changed so that no byte counts twice at any place.
-
-    A value that another overwrites in place ends where that one begins; XLA's ranges overlap.
-    """
+    """Values cut so that no byte counts twice: XLA's ranges of in-place updates overlap."""
     by_bytes: dict[tuple[int, int], list[Value]] = defaultdict(list)
     for value in values:
         by_bytes[value.offset, value.bytes].append(value)

@@ -1,10 +1,9 @@
-"""Find the collectives of a schedule, each once, with their groups of devices and bytes sent.
+"""Finds the collectives of a schedule, each once, with their groups of devices and bytes sent.
 
-An asynchronous collective has a start and a done instruction. The TPU compiler may also split it: a
-fusion starts it, others do a part of it, and a last one waits for it. Each contains a copy of the
-full collective, by which the parts are matched. On a SparseCore (TPU7x) it is a
-``custom-call-start`` without operands, a ``custom-call-update`` with operands, where it begins, and
-a ``custom-call-done``; the start calls the computation that contains the collective.
+The TPU compiler may split an asynchronous collective: a fusion starts it, others do a part, and a
+last one waits for it. Each contains a copy of the full collective, which identifies them. On a
+SparseCore (TPU7x) it is a ``custom-call-start`` without operands, a ``custom-call-update``, where
+it begins, and a ``custom-call-done``.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves, numbers
 from .places import Line, Place
 from .scopes import asked, scope
 
-# A rare kind counts as the one that sends about the same bytes.
+# A rare kind counts as one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
-# Between slices, a collective is a send and a receive with the same name. The runtime's
-# ("megascale") names of the kinds:
+# A collective between slices is a send and a receive with the same name, of the runtime's kinds:
 _BETWEEN = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -90,7 +88,7 @@ class Found:
 @dataclass
 class _Open:
     place: Place
-    core: Instruction  # the collective, possibly inside a fusion
+    core: Instruction  # possibly inside a fusion
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     fused: bool
@@ -99,7 +97,7 @@ class _Open:
 
 
 def find_collectives(line: Line) -> Found:
-    """Every collective of the schedule. Raises ValueError for groups it cannot read."""
+    """Raises ValueError for groups it cannot read."""
     search = _Search(line)
     for place in line.places:
         search.visit(place)
@@ -117,8 +115,8 @@ def find_collectives(line: Line) -> Found:
 class _Search:
     def __init__(self, line: Line):
         self._module = line.module
-        # Those that run: by (scope, name) of the instruction that started or forwarded them, and by
-        # what the fusions with their parts have in common.
+        # Those that run: by (scope, name) of the instruction that started or forwarded them, or by
+        # what the fusions with their parts share.
         self._started: dict[tuple[int, str], _Open] = {}
         self._in_parts: dict[tuple[str, str, str], list[_Open]] = {}
         self._inside: dict[str, list[tuple[Computation, Instruction]]] = {}
@@ -172,7 +170,7 @@ class _Search:
             if one.opcode == "custom-call" and mark in one.attributes
         ]
         for computation, core in inside:
-            # The parts of a collective are copies of it. Of equal ones the first ends first.
+            # Of equal collectives the first ends first.
             running = self._in_parts.setdefault((core.opcode, core.op_name, str(core.shape)), [])
             if _DONE in marks:
                 if running:
@@ -180,7 +178,7 @@ class _Search:
                 continue
             started = place.instruction.opcode in _BY_CALL or _START in marks
             if not started and running:
-                continue  # a part of a collective that was started before
+                continue
             shapes = (computation.by_name[name].shape for name in core.operands)
             operands = tuple(leaf for shape in shapes for leaf in leaves(shape))
             one = self._add(place, core, operands, leaves(core.shape), started, fused=not started)
@@ -296,7 +294,6 @@ def _emitter(instruction: Instruction) -> str:
 
 
 def _scatters(module: Module, one: _Open, emitter: str) -> bool:
-    """Whether a fused all-reduce produces only this device's part of the sum."""
     if "AllReduceScatter" in emitter:
         return True
     for computation in module.computations.values():

@@ -1,10 +1,9 @@
-"""Count the floating-point operations (FLOPs) of a model in the traced program.
+"""Counts the floating-point operations (FLOPs) of a model in the traced program.
 
 A matmul of (m, k) and (k, n) counts 2mkn, a convolution likewise for each output, and a Pallas
-kernel its cost estimate. Training counts three times the forward, as each matmul has two more in
-the backward. For a transformer this is the 6 N per token of Kaplan et al., "Scaling Laws for Neural
-Language Models" (section 2.1), plus attention. Recomputation does not count, by the definition of
-MFU in Chowdhery et al., "PaLM" (appendix B).
+kernel its cost estimate. Training counts three times the forward. For a transformer this is the 6 N
+per token of Kaplan et al., "Scaling Laws for Neural Language Models" (section 2.1), plus attention.
+Recomputation does not count (Chowdhery et al., "PaLM", appendix B).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _DILATED = re.compile(r"lhs_dilate=([\dx]+)")
 def model_flops(traced: str) -> float:
     """Model FLOPs of one step on one device; a frozen and the first layer also count three times.
 
-    ``traced`` has the names that ``tracing/naming.py`` sets. Raises ValueError if it is not HLO.
+    Raises ValueError if ``traced`` is not HLO.
     """
     forward = everything = 0.0
     for place in line_up(parse_module(traced)).places:
@@ -53,7 +52,7 @@ def flops_of(computation: Computation, instruction: Instruction) -> float:
         kernel = _dims(computation.by_name[instruction.operands[1]])
         labels = _LABELS.search(instruction.attributes)
         outputs = kernel[labels[2].index("o")] if labels else 1
-        # A transposed convolution inserts zeros between its inputs; they do not count.
+        # Zeros between the inputs of a transposed convolution do not count.
         spread = _DILATED.search(instruction.attributes)
         zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
         return 2.0 * math.prod(_dims(instruction)) * math.prod(kernel) / outputs / zeros
@@ -70,10 +69,8 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
-    """Cycles of one execution by the roofline; ``None`` if the kernel has no cost estimate.
-
-    It is the longer of FLOPs and HBM bytes at peak rates (Williams et al., "Roofline: an insightful
-    visual performance model", CACM 2009), without the vector unit and the start of the kernel.
+    """Cycles of one execution by the roofline (Williams et al., "Roofline: an insightful visual
+    performance model", CACM 2009); ``None`` if the kernel has no cost estimate.
     """
     cost = _cost(instruction)
     if not cost:
@@ -84,7 +81,6 @@ def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
 
 
 def kernel_flops(instruction: Instruction) -> float:
-    """The kernel's model FLOPs; 0 if the kernel has no cost estimate."""
     for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
         name, _, value = pair.partition("=")
         if name.strip() == _MODEL_FLOPS:

@@ -1,4 +1,4 @@
-"""Read a scheduled program: its operations in order, live buffers, and copies to the host."""
+"""Reads a scheduled program: its operations in order, live buffers, and copies to the host."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .hlo import HOST, Instruction, Module, Shape, leaves, parse_module
 from .places import Line, Place, line_up
 from .scopes import Labels
 
-# These take no time; loops and calls take that of the instructions inside.
+# Loops and calls take the time of the instructions inside.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " optimization-barrier opt-barrier add-dependency domain".split()
 )
-# What libtpu 0.0.21 and 0.0.51 write where they have no estimate.
+# Written by libtpu 0.0.21 and 0.0.51.
 _NO_ESTIMATE = (2**63 - 1, 2**64 - 1)
 _ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
 
@@ -31,7 +31,7 @@ _COPIES = frozenset("copy slice dynamic-slice dynamic-update-slice".split())
 _CALLS = frozenset("fusion call async-start".split())
 _MATMULS = frozenset("dot convolution".split())
 _BATCHED = re.compile(r"window=\{size=(\d+) stride=(\d+) lhs_dilate=(\d+)\}")
-# These only move data, or make it without reading any.
+# Only move data, or make it without reading any.
 _MOVES = frozenset(
     "parameter constant tuple get-tuple-element bitcast copy copy-start copy-done transpose reshape"
     " slice slice-start slice-done dynamic-slice dynamic-update-slice pad concatenate broadcast"
@@ -40,8 +40,8 @@ _MOVES = frozenset(
 
 
 def read_line(text: str) -> tuple[Line, Found, Labels]:
-    """The instructions in one sequence, the collectives, and the phase and module of each
-    instruction. Raises ValueError as ``read_schedule``.
+    """The instructions in order, the collectives, and phase and module of each instruction; raises
+    ValueError as ``read_schedule``.
     """
     module = parse_module(text)
     if not module.scheduled:
@@ -54,13 +54,9 @@ def read_line(text: str) -> tuple[Line, Found, Labels]:
 def read_schedule(
     text: str, assignment: Assignment, arguments: Sequence[str] = (), chip: Chip | None = None
 ) -> Schedule:
-    """Read a compiled program; raises ValueError if ``text`` is not HLO, or not scheduled.
+    """Raises ValueError if ``text`` is not HLO, or not scheduled.
 
-    Args:
-        text: the scheduled, optimized HLO module.
-        assignment: XLA's buffer assignment of that module.
-        arguments: names of the arguments by number, if they have names.
-        chip: used to model the cycles of Pallas kernels; without it they have none.
+    ``arguments``: names by number, if known. ``chip``: without it, Pallas kernels have no cycles.
     """
     line, found, labels = read_line(text)
     ops = tuple(_ops(line, found.places, labels, chip))
@@ -86,10 +82,10 @@ def read_schedule(
 
 
 def _estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's estimate for one execution; 0 if there is none.
+    """The compiler's estimate for one execution, with instructions inside a fusion; 0 if there is
+    none.
 
-    That of a fusion includes the instructions inside. An instruction has at most one estimate in
-    all programs seen, so the text is searched without parsing the JSON.
+    All programs seen have at most one for each instruction, so the JSON is not parsed.
     """
     found = _ESTIMATE.search(instruction.attributes)
     cycles = int(found[1]) if found else 0
@@ -97,7 +93,7 @@ def _estimated_cycles(instruction: Instruction) -> int:
 
 
 def _untimed(line: Line, chip: Chip | None) -> list[str]:
-    """Notes on operations with no time in the model, or one that is too short."""
+    """Notes on operations whose modelled time is missing or too short."""
     instructions = [place.instruction for place in line.places]
     unable = sum(
         any(f'"{most}"' in one.attributes for most in _NO_ESTIMATE) for one in instructions
@@ -127,7 +123,7 @@ def _untimed(line: Line, chip: Chip | None) -> list[str]:
 
 
 def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
-    """Yield the places that compute something; ``taken``: the places of collectives."""
+    """Yield the places that compute; ``taken``: the places of collectives."""
     for place in line.places:
         if place.index not in taken and place.instruction.opcode not in _FREE:
             yield place
@@ -159,10 +155,8 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
 
 
 def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scores: int) -> str:
-    """What an operation mostly does, one of WORK.
-
-    ``inside``: its instructions, of which ``matmuls`` are matmuls or convolutions. ``scores``: the
-    number of elements of attention scores.
+    """What an operation mostly does, one of WORK. ``scores``: the number of elements of attention
+    scores.
     """
     if matmuls:
         return "attention" if any(map(_is_batched, matmuls)) else "matmul"
@@ -173,7 +167,6 @@ def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scor
 
 
 def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """``instruction``, or those in the computations that it calls."""
     if instruction.opcode not in _CALLS:
         yield instruction
         return
@@ -185,8 +178,8 @@ def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 def _is_batched(matmul: Instruction) -> bool:
     """Whether it is a separate matmul for each sample and head, as in attention.
 
-    The TPU compiler writes the batch of a dot as a spatial dimension of a convolution, whose window
-    selects one element of both operands at a time.
+    The TPU compiler writes the batch as a spatial dimension of a convolution, whose window selects
+    one element of both operands at a time.
     """
     if matmul.opcode == "dot":
         return "lhs_batch_dims={" in matmul.attributes
@@ -195,9 +188,7 @@ def _is_batched(matmul: Instruction) -> bool:
 
 
 def _elements_of_scores(module: Module) -> int:
-    """The number of elements of attention scores, the largest result of batched matmuls; 0 if not
-    known. Other results have the head dimension in place of a length.
-    """
+    """The largest result of batched matmuls, as others have the head dimension; 0 if not known."""
     sizes = {
         prod(leaf.dims)
         for computation in module.computations.values()
@@ -209,7 +200,7 @@ def _elements_of_scores(module: Module) -> int:
 
 
 def _padding(matmul: Instruction) -> float:
-    """The share of the elements of its result that pads tiles of 8 by 128."""
+    """The share of its result that pads tiles of 8 by 128."""
     (shape, *_) = leaves(matmul.shape)
     order = [int(n) for n in shape.layout.partition(":")[0].split(",") if n.isdecimal()]
     padded = list(shape.dims)
@@ -219,7 +210,6 @@ def _padding(matmul: Instruction) -> float:
 
 
 def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[Collective]:
-    """Yield the collectives with the cycles of compute that overlap with one execution."""
     places = [op.index for op in ops]
     totals = [0, *accumulate(op.cycles * op.times for op in ops)]
     for one in collectives:
@@ -254,10 +244,8 @@ def _host_copies(line: Line) -> Iterator[HostCopy]:
 
 
 def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shape, Shape]:
-    """The shapes that are copied from and to.
-
-    The shape of an asynchronous copy is (result, operand, context), that of an asynchronous slice
-    (operands, result, context).
+    """The shapes that are copied from and to. An asynchronous copy has the shape (result, operand,
+    context), an asynchronous slice (operands, result, context).
     """
     if kind == "dynamic-update-slice":
         return given[1], given[0]

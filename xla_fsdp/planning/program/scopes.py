@@ -1,6 +1,4 @@
-"""Find the phase and module of operations by their names.
-
-Scopes of the traced step are in the ``op_name`` of the metadata, such as
+"""Finds the phase and module of operations by their names, such as
 ``backward[blocks.3].2/all_gather[blocks.3.f1.weight].1/xla__all_gather``.
 """
 
@@ -38,8 +36,7 @@ _ASKED = (
 def scope(op_name: str) -> tuple[str, str]:
     """(phase, module) of an operation; ("", "") if it was traced outside of any scope.
 
-    A forward inside a backward belongs to the backward. The module is the innermost one, for a
-    collective its parameter.
+    A forward inside a backward belongs to the backward; a collective has its parameter as module.
     """
     phases: list[str] = []
     module = parameter = ""
@@ -55,7 +52,7 @@ def scope(op_name: str) -> tuple[str, str]:
 
 
 def asked(op_name: str) -> str:
-    """The kind of collective that was traced, by the name of the operation; else ""."""
+    """The kind of collective that was traced, or ""."""
     for segment in reversed(op_name.replace("-", "_").split("/")):
         for kind, names in _ASKED:
             if any(name in segment for name in names):
@@ -66,8 +63,8 @@ def asked(op_name: str) -> str:
 class Labels:
     """The (phase, module) of every instruction of a schedule.
 
-    An instruction that only moves data has those of its operand, a fusion without a name those of
-    its last named instruction. ``known``: those of instructions that lost their name, by name.
+    An instruction that only moves data has those of its operand, a fusion those of its last named
+    instruction. ``known``: those of instructions that lost their name.
     """
 
     def __init__(self, line: Line, known: Mapping[str, tuple[str, str]]):
@@ -85,7 +82,6 @@ class Labels:
         return self._known[id(instruction)]
 
     def is_recomputed(self, instruction: Instruction) -> bool:
-        """Whether a checkpointed module recomputes it."""
         return _AGAIN in self._name(instruction)
 
     def _name(self, instruction: Instruction) -> str:

@@ -1,4 +1,4 @@
-"""Compare a plan with a recorded trace of the same step, as text, page, or trace for Perfetto."""
+"""Compares a plan with a recorded trace of the same step."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ Total = tuple[float | None, float | None]  # seconds modelled and measured
 class Beside:
     """A plan compared with a recorded step: ``print`` it, or ``plot`` it as a page.
 
-    Both are matched by the names of modules and parameters. Raises ValueError if they have none in
-    common.
+    Raises ValueError if they have no names of modules and parameters in common.
     """
 
     report: Report
@@ -90,15 +89,10 @@ class Beside:
         return [table for table in tables if table.rows]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write both timelines.
+        """Write both timelines: ``.html`` is one self-contained page with the tables as well;
+        ``.trace.json`` has every operation, for https://ui.perfetto.dev.
 
-        ``.html`` is one self-contained page with the tables as well; ``.trace.json`` has every
-        operation, for https://ui.perfetto.dev.
-
-        Raises:
-            ValueError: the path has another suffix.
-            FileNotFoundError: there is no such folder.
-            MissingExtraError: (an ImportError) matplotlib is not installed.
+        Raises as :meth:`Report.plot`.
         """
         place = target_of_plot(path, (".html", ".trace.json"))
         write_whole(place, (self._page() if place.suffix == ".html" else self._trace()).encode())
@@ -146,7 +140,6 @@ class Beside:
         return self._compared("By unit", found)
 
     def _collectives(self) -> Section:
-        """Those that both have first, then by their share of the step."""
         found = self._totals(
             lambda s: f"{s.kind}, {s.phase or NO_PHASE}: {s.module or NO_MODULE}",
             lambda s: s.kind != "compute",
@@ -161,7 +154,6 @@ class Beside:
     def _totals(
         self, name: Callable[[Share], str], which: Callable[[Share], bool] = lambda one: True
     ) -> list[tuple[str, Total]]:
-        """Names and their seconds, in the order of the plan."""
         sides: list[dict[str, float]] = []
         for shares in (self.planned, self.recorded.shares):
             sums = defaultdict[str, float](float)
@@ -172,7 +164,6 @@ class Beside:
         return [(n, (ours.get(n), theirs.get(n))) for n in dict.fromkeys([*ours, *theirs])]
 
     def _parts(self, total: Total) -> tuple[float, float]:
-        """The shares of ``total`` in all modelled and in all measured seconds."""
         sides = [sum(s.seconds for s in side) for side in (self.planned, self.recorded.shares)]
         return share(total[0] or 0.0, sides[0]), share(total[1] or 0.0, sides[1])
 
@@ -185,7 +176,7 @@ class Beside:
         return Section(title, _COLUMNS, tuple(rows))
 
     def _page(self) -> str:
-        from .pictures import canvas, draw_lanes, duration, embed  # matplotlib
+        from .pictures import canvas, draw_lanes, duration, embed
 
         report, recorded = self.report, self.recorded
         measured = f"Measured: step {recorded.number + 1} of {recorded.steps}"

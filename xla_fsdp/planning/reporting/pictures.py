@@ -1,6 +1,6 @@
 """The pictures of a report, drawn with matplotlib, and its timeline as a trace for Perfetto.
 
-Nothing here uses the global state of pyplot and rcParams, so several threads may draw concurrently.
+Thread-safe: nothing here uses the global state of pyplot and rcParams.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tables import GIB, buffers_by_kind, milliseconds, missing, reason, short, 
 if TYPE_CHECKING:
     from .report import Report
 
-# Okabe and Ito's colours, which colour-blind people can distinguish.
+# Okabe and Ito's colours, for colour-blind people.
 COLORS: Mapping[str, str] = MappingProxyType(
     {
         "forward": "#0072B2",
@@ -52,16 +52,16 @@ _KINDS = tuple(COLORS)[:7]
 _ACTIVATIONS = ("#0072B2", "#3A93C6", "#74B3D8", "#A6CEE6")
 _SYNCHRONOUS, _ASYNCHRONOUS = _KINDS[5:]
 _UNIT, _RED, _GREEN = "#DDE3EA", "#B03A00", "#00694F"
-_OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not shown
+_OFF_AXIS = 4.0  # multiple of the peak
 _BINS = 750  # of an axis
 _WIDTH = 11.2  # inches
-_ROOM = 140  # characters in that width
+_ROOM = 140  # characters
 
 Interval = tuple[float, float, tuple[str, str]]  # begin, end, (name, phase)
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure with this size in inches."""
+    """An empty figure; the size is in inches."""
     figure = Figure(figsize=(width, height), dpi=120, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -74,7 +74,6 @@ def png(figure: Figure) -> bytes:
 
 
 def embed(figure: Figure) -> str:
-    """The figure as an HTML element that needs no other file."""
     data = base64.b64encode(png(figure)).decode()
     return f'<img alt="" src="data:image/png;base64,{data}">'
 
@@ -86,7 +85,7 @@ def clean(axes: Axes) -> None:
 
 
 def draw(report: Report) -> Figure:
-    """HBM over the schedule, and the timeline with HBM below it; or a message if one is missing."""
+    """HBM over the schedule, and the timeline; or a message if one is missing."""
     lines = [report.verdict, _caption(report), reason(report), missing(report)]
     wrapped = (row for line in lines if line for row in textwrap.wrap(_known(line), _ROOM)[:3])
     heading = "\n".join(wrapped)
@@ -134,7 +133,6 @@ def draw(report: Report) -> Figure:
 
 
 def _caption(report: Report) -> str:
-    """The title, and why the required memory is more than the live peak."""
     what = ", ".join(x for x in (report.title, report.topology, report.chip) if x)
     peak = max(report.schedule.curve, default=0)
     more = (report.memory.required - peak) / GIB
@@ -147,7 +145,7 @@ def _caption(report: Report) -> str:
 
 
 def _known(text: str) -> str:
-    """``text``; characters that matplotlib's font lacks are escaped."""
+    """Escapes characters that matplotlib's font lacks."""
     return "".join(
         c if c in "…×–" or (c < "\u0250" and c.isprintable()) else ascii(c)[1:-1] for c in text
     )
@@ -156,17 +154,13 @@ def _known(text: str) -> str:
 def _draw_memory(
     report: Report, axes: Axes, x: numpy.ndarray, end: float, to_capacity: bool = False
 ) -> None:
-    """HBM in use by purpose.
-
-    ``x``: of each place in the schedule; ``end``: of the axis. ``to_capacity``: always show the
-    capacity.
-    """
+    """``x``: of each place in the schedule; ``end``: of the axis."""
     spots, stack = hbm(report)
     places, values = numpy.append(x[spots], end), list(stack.values())
     heights = [numpy.append(one, one[-1:]) / GIB for one in values]
     colors = colors_of(stack)
     axes.stackplot(places, heights, labels=list(stack), colors=colors, step="post", linewidth=0)
-    # A thin line: a peak of a few places would otherwise be all line.
+    # Thin: a peak of a few places would otherwise be all line.
     axes.plot(places, sum(heights), color="#555555", linewidth=0.35, drawstyle="steps-post")
     clean(axes)
     axes.set_ylabel("HBM in use,\nGiB a device")
@@ -212,7 +206,7 @@ def duration(slots: Sequence[Slot]) -> float:
 
 
 def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
-    """Draw a timeline up to ``end`` seconds: units of the compute, its phases, and collectives."""
+    """Draw a timeline up to ``end`` seconds."""
     axes.set(xlim=(0, 1e3 * end), ylim=(-0.1, 4))
     axes.spines[["top", "right"]].set_visible(False)
     compute = [s for s in slots if s.lane == "compute"]
@@ -240,10 +234,7 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
 
 
 def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
-    """Draw units as named boxes, or their parents if most boxes are too narrow.
-
-    Returns the name of the lane, which tells where the units are.
-    """
+    """Draws units, or their parents if most boxes are too narrow; returns the name of the lane."""
     unit = units(s.module for s in compute)
     named = [s for s in compute if unit[s.module]]
     if not named:
@@ -267,15 +258,11 @@ def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
 
 
 def _fitting(name: str, room: float) -> str:
-    """``name``, its last component, or "": what fits in ``room`` characters."""
     return next((text for text in (name, name.rpartition(".")[2]) if len(text) <= room), "")
 
 
 def _busiest(intervals: Iterable[Interval], end: float, bridge: bool) -> list[Interval]:
-    """The label that takes most time in each bin; bins with one label are joined.
-
-    ``bridge``: whether to join them over a gap.
-    """
+    """The label that takes most time in each bin, joined over bins; ``bridge``: also over gaps."""
     width = end / _BINS or 1.0
     busy = [defaultdict[tuple[str, str], float](float) for _ in range(_BINS)]
     for begin, stop, label in intervals:
@@ -294,7 +281,7 @@ def _busiest(intervals: Iterable[Interval], end: float, bridge: bool) -> list[In
 
 
 def _seconds(report: Report) -> numpy.ndarray:
-    """Modelled time at each place of the schedule; asynchronous collectives do not count."""
+    """Modelled time at each place of the schedule, without asynchronous collectives."""
     slots, length = report.timing.slots, len(report.schedule.curve)
     begins: dict[int, float] = {length: duration(slots)}
     for slot in slots:

@@ -1,4 +1,4 @@
-"""``Report``: the figures of one compiled step, to print, plot, save, load and compare."""
+"""``Report``: the figures of one compiled step."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Report:
     timing: Timing
     bound_wire_bytes: int | None  # of ZeRO
     bound_label: str
-    link_model: str  # assumptions and sources, in one sentence
+    link_model: str  # assumptions and sources
     compile_seconds: float
     program_bytes: int
     ranks_traced: tuple[int, ...]
-    executables: int  # distinct programs of the traced ranks
+    executables: int  # distinct programs
     from_cache: bool = False
     title: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -57,11 +57,11 @@ class Report:
     chip_config: str = ""  # how cores form devices; "" if there is only one way
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    suggestions: tuple[str, ...] = ()  # what to change
-    refusal: str = ""  # the compiler's message, if the step did not fit
+    suggestions: tuple[str, ...] = ()
+    refusal: str = ""  # the compiler's message if it does not fit
     host: HostNeeds | None = None  # if the optimizer steps on the host
     parts: tuple[Part, ...] = ()  # if the step consists of several programs
-    # Peak bytes of host memory of planning and compiling; 0 in results of older versions.
+    # Peaks of planning and compiling; 0 in results of older versions.
     planner_host_memory: int = 0
     compiler_host_memory: int = 0
 
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def fits_host(self) -> bool:
-        """Whether host memory is large enough; True if nothing is offloaded."""
+        """True if nothing is offloaded."""
         return self.host is None or self.host_required <= self.host.capacity
 
     @property
@@ -129,7 +129,6 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line: whether it fits, and how well."""
         of = f"of {self.hbm_capacity / GIB:.1f} GiB a device on {self.topology}"
         required = f"{self.memory.required / GIB:.1f}"
         if self.memory.required < GIB / 10:
@@ -156,7 +155,7 @@ class Report:
     def time_by_kind(self) -> dict[str, float]:
         """The modelled seconds of a step by what takes them: matmuls, attention and other Pallas
         kernels, elementwise operations, copies, recomputation, the optimizer, and waiting for
-        collectives and for copies to the host. Together they are ``timing.step``.
+        collectives and copies to the host.
 
         Empty if the compiler estimated no times, and for a step of several programs.
         """
@@ -174,7 +173,7 @@ class Report:
     def from_json(cls, text: str, source: str = "this text") -> Report:
         """Read the report that ``to_json`` wrote; sequences become tuples.
 
-        Raises ValueError, with ``source`` in its message, if the text is not such a report.
+        Raises ValueError, which names ``source``, if the text is not such a report.
         """
         try:
             data = json.loads(text)
@@ -252,7 +251,7 @@ class Report:
         extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
         if tables.missing(self):
             raise ValueError(f"nothing to compare a trace with. {tables.missing(self)}")
-        from ..recorded import read_trace  # imports protobuf
+        from ..recorded import read_trace
         from .beside import Beside
 
         return Beside(self, read_trace(trace))
@@ -260,13 +259,11 @@ class Report:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot HBM over the schedule and the timeline of the step.
 
-        ``.png`` is a picture. ``.html`` is one self-contained page with the picture and the tables.
-        ``.trace.json`` has every operation and the memory in use, for https://ui.perfetto.dev.
+        ``.png`` is a picture, ``.html`` one self-contained page with picture and tables,
+        ``.trace.json`` every operation and the memory in use, for https://ui.perfetto.dev.
 
-        Raises:
-            ValueError: ``path`` has another suffix.
-            FileNotFoundError: there is no such folder.
-            MissingExtraError: (an ImportError) matplotlib is not installed.
+        Raises ValueError for another suffix, FileNotFoundError if there is no such folder, and
+        MissingExtraError (an ImportError) if matplotlib is not installed.
         """
         place = target_of_plot(path, (".png", ".html", ".trace.json"))
         from . import pictures  # imports matplotlib
@@ -292,7 +289,6 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Left over right; None if it is not defined."""
         if self.left is None or not self.right or self.left / self.right < 0:
             return None
         return self.left / self.right
@@ -305,10 +301,10 @@ class Comparison:
     names: tuple[str, str]
     verdicts: tuple[str, str]
     figures: tuple[Figure, ...]
-    remark: str = ""  # why the two are not directly comparable
+    remark: str = ""
 
     def __getitem__(self, name: str) -> Figure:
-        """The figure with this name; raises KeyError, with all names, if there is none."""
+        """Raises KeyError, which lists all names."""
         for one in self.figures:
             if one.name == name:
                 return one
@@ -332,7 +328,6 @@ class Comparison:
 
 
 def _figures(report: Report) -> list[tuple[str, str, float | None]]:
-    """Name, unit and value of each figure; the value is None if it is unknown."""
     memory, timing, collectives = report.memory, report.timing, report.schedule.collectives
     sized, placed, timed = report.sized, report.placed, report.timed
     ready = [c for c in collectives if c.asynchronous]

@@ -1,4 +1,4 @@
-"""The report as text: tables, notes and warnings."""
+"""The report as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GIB, MIB, GB, MB = 2**30, 2**20, 10**9, 10**6
 MB_MEANS = "10^6 bytes"
 UNKNOWN = "unknown"
-TINY = 64 * 1024  # bytes: a smaller collective takes its latency
+TINY = 64 * 1024  # a smaller collective takes its latency
 _COUNTED = ("count", "sync", "async", "< 64 KiB", "MB sent")
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
 NO_MODULE, NO_PHASE = "outside of modules", "no phase"
@@ -39,7 +39,6 @@ _PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
 
 
 def figure(value: float | None, digits: int = 0, unit: str = "") -> str:
-    """The figure with its unit; "unknown" for ``None``."""
     if value is None:
         return UNKNOWN
     return f"{value:,.{digits}f} {unit}".rstrip()
@@ -54,7 +53,6 @@ def milliseconds(seconds: float | None, digits: int = 2) -> str:
 
 
 def share(part: float, whole: float) -> float:
-    """``part / whole``; 0 if ``whole`` is 0."""
     return part / whole if whole else 0.0
 
 
@@ -68,8 +66,8 @@ def short(text: str, most: int) -> str:
 def units(modules: Iterable[str]) -> dict[str, str]:
     """The top-level unit of every module: the shortest path that is no parent of numbered blocks.
 
-    ``blocks.3.attn.qkv`` belongs to ``blocks.3``, ``embed.proj`` to ``embed``, and, next to
-    ``model.layers.0.mlp``, ``model.norm`` to ``model.norm``, not ``model``.
+    ``blocks.3.attn.qkv`` belongs to ``blocks.3``; next to ``model.layers.0.mlp``, ``model.norm`` is
+    one.
     """
     paths = {m: [c for c in m.split(".") if c and not c.startswith("_")] for m in set(modules)}
     holders: set[tuple[str, ...]] = set()
@@ -86,7 +84,7 @@ def units(modules: Iterable[str]) -> dict[str, str]:
 
 
 def count(collectives: Sequence[Collective]) -> int:
-    """The number of executions in a step."""
+    """Executions in a step."""
     return sum(c.times for c in collectives)
 
 
@@ -97,18 +95,16 @@ def wire(collectives: Sequence[Collective]) -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """A table. ``columns``: the names of the columns after the first."""
+    """``columns``: the names after the first."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def numeric(self) -> list[bool]:
-        """Which columns have only figures."""
         return [all(_is_number(cell) for cell in column) for column in zip(*self.rows, strict=True)]
 
     def lines(self) -> list[str]:
-        """The table as lines; the text of the last column is wrapped."""
         table = [(self.title, *self.columns)]
         for row in self.rows:
             first, *more = textwrap.wrap(row[-1], _COLUMN) or [""]
@@ -122,7 +118,6 @@ def _is_number(cell: str) -> bool:
 
 
 def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str]:
-    """Rows as lines; figures are aligned to the right, words to the left."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
@@ -133,7 +128,6 @@ def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str
 
 
 def text(report: Report) -> str:
-    """The complete report, in lines of about 100 characters."""
     lines = [report.verdict, *textwrap.wrap(reason(report), 100), subtitle(report)]
     for section in sections(report):
         lines += ["", *section.lines()]
@@ -154,13 +148,13 @@ def subtitle(report: Report) -> str:
 
 
 def reason(report: Report) -> str:
-    """The beginning of the compiler's message if the step does not fit; else ""."""
+    """The beginning of the compiler's message if the step does not fit."""
     first = report.refusal.strip().partition("\n\n")[0]
     return short(" ".join(_PREFIX.sub("", first).split()), 300)
 
 
 def missing(report: Report) -> str:
-    """Why there is no timeline or no picture at all; "" if there are both."""
+    """Why there is no timeline or no picture; "" if there are both."""
     if not report.schedule.curve:
         refused = "the compiler stopped before it assigned buffers" if report.refusal else ""
         return f"Nothing to draw: {refused or 'the schedule is empty'}."
@@ -298,7 +292,7 @@ def _largest(report: Report) -> Section:
 
 
 def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
-    """All buffers by purpose; numbered modules, such as equal blocks, count together."""
+    """Numbered modules, such as equal blocks, count together."""
     gathers = {c.name for c in schedule.collectives if "all-gather" in (c.kind, c.asked)}
     trained = {b.name.partition(" of ")[2] for b in schedule.buffers if b.category == "argument"}
     needed = Counter[str]()
@@ -330,7 +324,6 @@ def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
 
 
 def hbm_by_kind(report: Report) -> dict[str, int]:
-    """Bytes of HBM at the peak by purpose."""
     at = report.schedule.peak_index
     sizes = {
         kind: sum(b.bytes for b in buffers if b.born <= at <= b.dies)
@@ -352,7 +345,7 @@ def _hbm_by_kind(report: Report) -> Section:
 
 
 def _collectives(report: Report) -> Section:
-    """By kind; those whose kind the compiler changed are listed separately."""
+    """Those whose kind the compiler changed are listed separately."""
     kinds: dict[str, list[Collective]] = {}
     for c in sorted(report.schedule.collectives, key=lambda c: KINDS.index(c.kind)):
         name = f"{c.kind} (traced as {c.asked})" if c.asked not in ("", c.kind) else c.kind
@@ -383,10 +376,7 @@ T = TypeVar("T", Op, Collective)
 def _grouped(
     items: Sequence[T], size: Callable[[T], float], most: int
 ) -> list[tuple[str, list[T]]]:
-    """Items by top-level unit, largest size first, the smallest together; numbered units are one.
-
-    Empty if no item has a module.
-    """
+    """Items by top-level unit, largest first, the smallest together; empty without modules."""
     unit = units(one.module for one in items)
     if not any(unit.values()):
         return []
@@ -456,8 +446,8 @@ def _time(report: Report) -> Section:
 
 
 def time_by_kind(report: Report) -> dict[str, float]:
-    """See :attr:`Report.time_by_kind`. Recomputation and optimizer count separately."""
-    if report.parts or not report.timed:
+    """See :attr:`Report.time_by_kind`."""
+    if report.parts or not report.timed:  # the schedule has one program of a streamed step
         return {}
     found = dict.fromkeys(_KIND_OF_WORK.values(), 0.0) | {_RECOMPUTATION: 0.0, _OPTIMIZER: 0.0}
     for op, seconds in timed_ops(report.schedule, report.timing).items():
@@ -474,7 +464,7 @@ def time_by_kind(report: Report) -> dict[str, float]:
 
 
 def timed_ops(schedule: Schedule, timing: Timing) -> dict[Op, float]:
-    """The operations of a step that have a time, and their modelled seconds."""
+    """The modelled seconds of the operations that have a time."""
     second = share(timing.compute, sum(op.cycles * op.times for op in schedule.ops))
     return {op: second * op.cycles * op.times for op in schedule.ops if op.cycles}
 
@@ -488,7 +478,6 @@ def _time_by_kind(report: Report) -> Section:
 
 
 def time_by_module(report: Report) -> dict[str, dict[str, float]]:
-    """The modelled seconds of compute by top-level unit and phase, largest first."""
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
         return {}
     seconds = timed_ops(report.schedule, report.timing)

@@ -24,11 +24,7 @@ _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """What torch_xla knows about one live tensor.
-
-    ``alias_id`` stays the same while a tensor is updated in place; the runtime finds the buffer to
-    reuse by it.
-    """
+    """``alias_id`` stays the same while a tensor is updated in place."""
 
     tensor: torch.Tensor
     tensor_id: int
@@ -39,16 +35,16 @@ class LiveTensor:
 class LiveTensors:
     """Finds every XLA tensor that Python references, with gradients.
 
-    A search through all objects is slow, so those that exist at the start are searched once and
-    then frozen (``gc.freeze``) until :meth:`close`. :meth:`all` returns ``before``, the tensors of
-    the start, but not ``saved``, their values.
+    A search through all objects is slow, so those that exist at the start are frozen
+    (``gc.freeze``) until :meth:`close`. :meth:`all` includes ``before``, the tensors of the start,
+    not ``saved``.
     """
 
     def __init__(self) -> None:
         self.before = _with_gradients(self._found())
         self.saved = [SavedValue(tensor) for tensor in self.before]
         self._hidden = {id(one.data) for one in self.saved}
-        # Objects that someone else froze could not be told apart.
+        # Objects that someone else froze would look alike.
         self._freezes = gc.get_freeze_count() == 0
         if self._freezes:
             gc.freeze()
@@ -72,7 +68,7 @@ class LiveTensors:
             tensors = list(compress(objects, map(kinds.__contains__, map(type, objects))))
             del objects
         found = [tensor for tensor in tensors if is_xla(tensor)]
-        for tensor in found:  # some had only references of autograd
+        for tensor in found:  # some are referenced only by autograd
             tensor._fix_weakref()
         return found
 
@@ -81,17 +77,17 @@ class LiveTensors:
 def _other_threads_paused() -> Iterator[None]:
     """Prevents other threads from running Python for up to 2 s.
 
-    A list of all objects also references tuples that another thread is constructing; Python raises
-    SystemError in that thread when it resizes such a tuple.
+    A list of all objects references tuples under construction; a thread that resizes one gets a
+    SystemError.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(2.0)
     try:
-        time.sleep(0)  # lets a thread run that already waits with the shorter interval
+        time.sleep(0)  # a thread that waits already runs first
         yield
     finally:
         sys.setswitchinterval(before)
-        time.sleep(0)  # else a thread that began to wait above waits for 2 s
+        time.sleep(0)  # else a thread that waits since then waits for 2 s
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -100,7 +96,6 @@ def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def may_have_grad(tensor: torch.Tensor) -> bool:
-    """Whether autograd may give ``tensor`` a gradient."""
     return tensor.is_leaf and not isinstance(tensor, UnshardedParameter)
 
 
@@ -116,7 +111,7 @@ def _tensor_types() -> set[type]:
 
 
 def inspect_tensor(tensor: torch.Tensor) -> LiveTensor:
-    """What torch_xla knows about ``tensor``; does not read its value."""
+    """Does not read the value of ``tensor``."""
     fields = dict(_FIELDS.findall(xlac.debug_info(tensor)))
     # A computation that only returns a device buffer needs no execution.
     pending = fields["IR"] != "None" and "xla::device_data" not in fields["IR"]
@@ -142,7 +137,7 @@ class SavedValue:
 def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Gives ``tensor`` the value of ``data``, of the same shape and dtype, without tracing.
 
-    Where torch allows no copy in place (expanded tensors, inference mode), views keep their value.
+    Where torch allows no copy in place (expanded, inference mode), views keep their value.
     """
     with (
         torch.no_grad(),
@@ -156,7 +151,7 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def is_xla(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on the XLA device, not of a class that only reports so."""
+    """False for a class that only reports the XLA device."""
     try:
         return not has_own_operators(type(tensor)) and tensor.device.type == "xla"
     except Exception:  # a subclass in the middle of its construction

@@ -1,7 +1,6 @@
 """Names instructions by module and phase of the step, with scopes that XLA copies into the program.
 
-An instruction traced in the forward of ``blocks.3.mlp`` is named ``forward[blocks.3.mlp]``. In the
-backward it belongs to the module whose output got its gradient last.
+In the backward an instruction belongs to the module whose output got its gradient last.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from ...inplace import FSDPModule
 from ...ranks.autograd_thread import run_there
 from ...tree import tensors_in
 
-# Set on a tensor whose gradient hook sets the name of the backward.
+# Marks a tensor whose gradient hook sets the name of the backward.
 _NAMED = "_xla_fsdp_named"
 _IN_TREE_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 
 
 class Naming:
-    """Names instructions while :meth:`active`.
+    """``on_root_call`` is called before each call of a root, a module that the step itself calls.
 
-    ``on_root_call`` is called before each call of a root. ``roots``: modules that the step itself
-    called, in order. ``in_backward``: whether a backward was traced since this was set to False.
+    ``in_backward``: whether a backward was traced since this was set to False.
     """
 
     def __init__(self, on_root_call: Callable[[], object]) -> None:
@@ -59,13 +57,12 @@ class Naming:
             yield self
 
     def name_of(self, module: nn.Module) -> str:
-        """Dotted name in the first root that contains it, without the parts of wrappers."""
         if module not in self._names:
             self._know(module)
         return self._names[module]
 
     def enter(self, phase: str) -> None:
-        """Names what this thread traces until :meth:`leave`, which ends the last ``enter``."""
+        """Names what this thread traces until :meth:`leave`."""
         self._push(None, f"{phase}[]")
 
     def leave(self) -> None:
@@ -109,13 +106,13 @@ class Naming:
         self._push(module, f"{phase}[{self.name_of(module)}]")
 
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not self.is_in(module):  # entered before this object was active
+        if not self.is_in(module):  # entered before
             return
         self.leave()
         self._threads.modules -= 1
         name = self.name_of(module)
         for tensor in tensors_in(outputs):
-            # A container returns what its last module returned, which is already marked.
+            # A container returns what its last module returned.
             if tensor.grad_fn is not None and not hasattr(tensor, _NAMED):
                 setattr(tensor, _NAMED, True)
                 tensor.register_hook(lambda grad: self._gradient_reached(name))
@@ -143,7 +140,7 @@ class Naming:
 
 
 class _Thread(threading.local):
-    """The open scopes of a thread. A scope ends when its object is dropped."""
+    """The open scopes of a thread; a scope ends when its object is dropped."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module | None, Any]] = []
@@ -152,9 +149,6 @@ class _Thread(threading.local):
 
 
 def plain(name: str) -> str:
-    """A dotted name without the parts of wrappers, which begin with an underscore.
-
-    The in-tree wrapper joins parts with a separator instead of dots.
-    """
+    """A dotted name without the parts of wrappers, which begin with an underscore."""
     name = name.replace("_fsdp_shard" + _IN_TREE_SEPARATOR, "").replace(_IN_TREE_SEPARATOR, ".")
     return ".".join(part for part in name.split(".") if part and not part.startswith("_"))

@@ -1,7 +1,7 @@
 """Traces as one rank of a slice, in a process without that slice.
 
-Inside :class:`SimulatedRank` torch_xla reports the simulated slice. Nothing runs, because there are
-no other ranks for collectives: tensors that a program would compute become placeholders.
+Nothing runs, because there are no other ranks for collectives: tensors that a program would compute
+become placeholders.
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ class SimulatedRank:
     """A context manager that makes this process rank ``rank`` of ``size``.
 
     Args:
-        slice: the slice that the runtime describes, or ``None``.
-        on_cut: called where the traced program would be compiled and run. May raise
-            :class:`StepTraced`.
-        on_read: called before a pending value is read. A real read runs what the value depends on,
-            and leaves everything else pending.
+        on_cut: called where the traced program would be run. May raise :class:`StepTraced`.
+        on_read: called before a pending value is read, which runs only what the value depends on.
         arguments: the value of ``LIBTPU_INIT_ARGS``, or ``None`` to leave it.
 
     Attributes:
@@ -100,7 +97,7 @@ class SimulatedRank:
         patches.replace(xlac.sync_tensors, lambda *args, **kwargs: self.on_cut())
         # Autocast reads the kind of device.
         patches.set(xm, "xla_device_hw", lambda device: "TPU" if "xla" in str(device) else "CPU")
-        # Collectives of this process must not depend on those of the step, nor the reverse.
+        # Collectives of the process and of the step are independent.
         device = str(torch_xla.device())
         xlac.set_collective_token(device, None)
         self._stack.callback(xlac.set_collective_token, device, None)
@@ -111,7 +108,7 @@ class SimulatedRank:
         self._stack.close()
 
     def read(self, tensors: list[torch.Tensor]) -> None:
-        """Gives pending ``tensors`` values before they are read: zeros, except for checks."""
+        """Fills pending ``tensors`` before they are read: with zeros, except for checks."""
         self.reads.append(call_site.here())
         if len(self.reads) >= _MANY_READS:
             place, times = Counter(self.reads).most_common(1)[0]
@@ -125,7 +122,6 @@ class SimulatedRank:
             fill_pending([tensor], float(getattr(tensor, _TRUTH, 0)))
 
     def select(self, masks: list[torch.Tensor]) -> None:
-        """Makes pending ``masks``, which decide a shape, select everything."""
         self.sized_by_data.append(call_site.here())
         self.on_read()
         fill_pending(masks, 1.0)
@@ -140,7 +136,7 @@ def _set_back(arguments: str | None) -> None:
 
 
 def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
-    """Gives pending tensors buffers, filled with ``value``, without running a program."""
+    """Gives pending tensors buffers without running a program."""
     for tensor in tensors:
         if is_pending(tensor):
             shape = local(tensor).shape
@@ -155,9 +151,7 @@ def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
 
 
 def forget_pending() -> None:
-    """Drops the graph of pending values that only autograd references, which ``fill_pending``
-    cannot find.
-    """
+    """Drops pending values that only autograd references, which ``fill_pending`` cannot find."""
     xlac.forget_pending(str(torch_xla.device()))
 
 
@@ -206,13 +200,12 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _is_known(args: tuple, kwargs: dict) -> bool:
-    """Whether all values are known: they follow from masks that select everything."""
+    """Whether all values follow from masks that select everything."""
     tensors = xla_tensors((args, kwargs))
     return bool(tensors) and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors)
 
 
 def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Calls ``func`` on the host with known values, because nothing runs on the device."""
     if func is torch.Tensor.__iter__:
         func = torch.Tensor.unbind
         return iter(_computed(func, args, kwargs))
@@ -266,14 +259,10 @@ def _with_truth(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 class HostTensors:
-    """Avoids writing large host tensors that need no values, so that they take up no memory.
-
-    Parameters whose pages nobody wrote stay so while they are initialized, converted, copied and
-    moved to the XLA device.
-    """
+    """Avoids writing large host tensors that need no values, so that they take up no memory."""
 
     def __init__(self) -> None:
-        # A weak reference also prevents that another storage gets the same address.
+        # Weak references also keep another storage from getting the same address.
         self._of_parameters: set[StorageWeakRef] = set()
         self._unwritten: set[StorageWeakRef] = set()
 
@@ -302,13 +291,11 @@ class HostTensors:
         return func(*args, **kwargs) if made is None else made
 
     def _is_parameter(self, tensor: Any) -> bool:
-        """Whether ``tensor`` is a large parameter on the host, or shares memory with one."""
         if isinstance(tensor, nn.Parameter):
             return tensor.device.type == "cpu" and tensor.numel() >= LARGE
         return _is_plain(tensor) and _storage(tensor) in self._of_parameters
 
     def _moved(self, tensor: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor | None:
-        """``tensor.to(...)``; ``None`` if torch must do it."""
         try:
             device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         except (TypeError, RuntimeError):  # copy=True, or wrong arguments
@@ -325,7 +312,7 @@ class HostTensors:
     def _copied(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
-        """A copy of a tensor without values; ``None`` if ``tensor`` may have some."""
+        """A copy without values, or ``None`` if ``tensor`` may have some."""
         if dtype is tensor.dtype or _storage(tensor) not in self._unwritten:
             return None
         made = fake_cpu_tensor(tensor.shape, dtype or tensor.dtype)
@@ -361,7 +348,7 @@ _FILLS = frozenset(
 )
 _DRAWS = frozenset({torch.randn, torch.rand})
 _ALIASES = frozenset({torch.Tensor.data.__get__, torch.Tensor.detach})  # type: ignore[attr-defined]
-# By function, the dtype of the result if it is fixed.
+# By function, the dtype of the result if fixed.
 _COPIES: dict[Any, tuple[torch.dtype, ...]] = {
     torch.Tensor.clone: (),
     torch.Tensor.half: (torch.float16,),

@@ -1,7 +1,7 @@
 """Creates optimizer state before the planned step, so that it is an argument of the program.
 
-With ``cpu_offload`` the optimizer has tensors on the CPU, which may be larger than the memory of
-this machine. Each has two elements while an optimizer steps; the size of the full state follows.
+Tensors of ``cpu_offload`` may be larger than this machine's memory, so each has two elements while
+an optimizer steps; the size of the full state follows.
 """
 
 from __future__ import annotations
@@ -30,19 +30,15 @@ _FEW = 2  # elements
 class SteadyOptimizers:
     """Runs an extra step before the first step of each optimizer, and keeps only the state.
 
-    Attributes:
-        stepped: optimizers whose step was traced.
-        all: every optimizer that has stepped, or is stepping now.
-        with_closure: whether one was called with a closure.
-        untrained: trainable parameters without a gradient at the first step.
-        warming_up: whether the extra step is running.
+    ``all``: optimizers that stepped, or are stepping; ``stepped``: those whose step was traced.
+    ``untrained``: trainable parameters without a gradient at the first step.
     """
 
     def __init__(
         self, naming: Naming, on_state: Callable[[Optimizer], None], on_repeat: Callable[[], None]
     ) -> None:
-        self._on_state = on_state  # called with an optimizer that has new state
-        self._on_repeat = on_repeat  # called before an optimizer steps again
+        self._on_state = on_state
+        self._on_repeat = on_repeat
         self.all: list[Optimizer] = []
         self.stepped: list[Optimizer] = []
         self._naming = naming
@@ -76,7 +72,7 @@ class SteadyOptimizers:
         if optimizer not in self.all:
             self.all.append(optimizer)
             self._saved.append(_Saved(optimizer))
-            # A closure runs forward and backward, perhaps often: too much to revert.
+            # A closure runs forward and backward, perhaps often.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
                 self.untrained += [
@@ -146,7 +142,6 @@ class HostSteps:
         self._kept: list[tuple[Optimizer, HostShard, torch.Tensor, Any, Any]] = []
 
     def shrink(self, optimizer: Optimizer) -> None:
-        """Gives each parameter of ``optimizer`` on the host two elements, and no state."""
         if getattr(optimizer, "knows_shards", False):
             return
         for group in optimizer.param_groups:
@@ -163,7 +158,6 @@ class HostSteps:
                     shard.grad = None if grad is None else torch.zeros_like(few)
 
     def restore(self) -> None:
-        """Reverts :meth:`shrink`, and counts the state that the optimizer made."""
         while self._kept:
             optimizer, shard, values, grad, state = self._kept.pop()
             made = optimizer.state.pop(shard, {})

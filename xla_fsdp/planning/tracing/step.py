@@ -1,4 +1,4 @@
-"""Traces the caller's training step as one rank of a slice, and stops where it would run."""
+"""Traces the caller's training step as one rank of a slice."""
 
 from __future__ import annotations
 
@@ -39,18 +39,14 @@ class TracedStep:
 
     Attributes:
         bound: the bytes that plain ZeRO-3 sends; ``None`` without a wrapper.
-        reads: places that read a value during the step.
-        programs_before: earlier programs without an optimizer step (micro-batches of gradient
-            accumulation, evaluation), which are not planned.
+        reads, sized_by_data: as in ``SimulatedRank``.
+        programs_before: earlier programs without an optimizer step, which are not planned.
         has_optimizer: whether parameters are updated.
-        with_closure: whether an optimizer was called with a closure; then the program creates the
-            optimizer state, as in a first step.
-        sized_by_data: places where values decide a shape.
-        untrained: names of parameters of optimizers that got no gradient.
+        with_closure: whether an optimizer got a closure; then the program creates its state.
+        untrained: parameters of optimizers that got no gradient.
         trained: how many parameters of optimizers require a gradient.
-        host: host memory, if the optimizer steps on the host; then ``program`` is the one that
-            sends the last gradients to the host.
-        parts: all programs of the step, in order, if units are streamed; else none.
+        host: if the optimizer steps on the host; then ``program`` sends it the last gradients.
+        parts: all programs of the step, in order, if units are streamed.
     """
 
     program: TracedProgram
@@ -68,7 +64,6 @@ class TracedStep:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for steps that can share all executables."""
         if not self.parts:
             return self.program.fingerprint
         together = "".join(part.program.fingerprint for part in self.parts)
@@ -84,13 +79,12 @@ def trace_step(
 ) -> TracedStep:
     """Calls ``step()`` as rank ``rank`` of ``size``, on ``slice``, and returns its program.
 
-    The program is the first that contains an optimizer step, with optimizer state as arguments.
-    Tensors and optimizers from outside of ``step`` get their values back afterwards; learning rate
-    schedulers from outside stay advanced. ``arguments``: ``LIBTPU_INIT_ARGS`` of a rank on that
-    slice; default: that of this process.
+    It is the first program with an optimizer step; optimizer state is among its arguments. Tensors
+    and optimizers from outside of ``step`` get their values back; learning rate schedulers stay
+    advanced. ``arguments``: ``LIBTPU_INIT_ARGS`` of a rank there; default: that of this process.
 
     Raises RuntimeError inside a rank of a launch, in SPMD mode, or while this process launches
-    ranks or plans; ValueError if ``step`` traced nothing on the XLA device.
+    ranks or plans; ValueError if nothing is traced on the XLA device.
     """
     if current_rank() is not None:
         raise RuntimeError(
@@ -146,8 +140,8 @@ class _Run:
         self.over = False
         self.calls = 0  # of roots and optimizers since the last cut
         self.parts: list[TracedPart] = []
-        self.sent: list[int] = []  # bytes of each gradient that the program sends to the host
-        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host
+        self.sent: list[int] = []  # bytes of each gradient
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def begin(self) -> StepBoundary:
         """Begins the step: its first module is called, or its first optimizer steps."""
@@ -160,7 +154,7 @@ class _Run:
         boundary.note([inspect_tensor(t) for t in [*parameters, *state_tensors(optimizer)]])
 
     def cut(self) -> None:
-        """Called where a real run would compile and execute the program."""
+        """Called where a real run would execute the program."""
         self.calls = 0
         if self.over:
             raise StepTraced  # the caller's code caught the first one
@@ -179,7 +173,7 @@ class _Run:
         if self.boundary is None or self.optimizers.warming_up or self.over:
             return
         if self.optimizers.stepped and self.steps_read is None:
-            # In a loop without sync the step ends here; more steps may follow.
+            # In a loop without sync more steps may follow.
             self._lower()
             self.programs -= 1
             self.steps_read = len(self.optimizers.stepped)
@@ -289,7 +283,7 @@ class _Run:
         to_host: int,
         backward: bool,
     ) -> None:
-        """Adds ``program``, lowered last. Equal programs are the same object."""
+        """Equal programs become the same object."""
         assert self.boundary is not None
         same = (p.program for p in self.parts if p.program.fingerprint == program.fingerprint)
         beside = self.boundary.bytes_beside(
@@ -299,7 +293,7 @@ class _Run:
         self.parts.append(TracedPart(next(same, program), beside, sent, to_host, backward))
 
     def _updates_parameters(self, program: TracedProgram) -> bool:
-        """Whether it updates parameters; the optimizer may be no torch class."""
+        """Works also for optimizers that are no torch class."""
         trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
         return any(program.arguments[number] in trained for number in program.donated)
 
@@ -318,7 +312,7 @@ class _Run:
                 named.append((owners.get(one.shard, one.key), one.copy.held))
         for optimizer in self.optimizers.all:
             named += named_state(optimizer, owners)
-        # A tensor updated in place is pending; its buffer was noted when the step began.
+        # A tensor updated in place is pending; its buffer was noted at the begin.
         names: dict[int, str] = {}
         for name, tensor in named:
             handle = boundary.handle_of(tensor) if is_xla(tensor) else None
@@ -329,7 +323,6 @@ class _Run:
 
 @contextlib.contextmanager
 def _state_restored() -> Iterator[LiveTensors]:
-    """Restores tensors that existed before, and random states."""
     live = LiveTensors()
     grads = [(tensor, tensor.grad) for tensor in live.before if may_have_grad(tensor)]
     try:
@@ -345,11 +338,10 @@ def _state_restored() -> Iterator[LiveTensors]:
 
 @dataclass(frozen=True)
 class TracedPart:
-    """One program of a step.
+    """One program of a step, with bytes.
 
-    ``beside``: bytes of tensors on the device that it neither reads nor computes. ``to_device``:
-    bytes of shards that the host sends for it. ``to_host``: bytes of gradients for the host.
-    ``backward``: whether it computes gradients.
+    ``beside``: tensors on the device that it neither reads nor computes. ``to_device``: shards sent
+    for it. ``to_host``: its gradients for the host.
     """
 
     program: TracedProgram
@@ -360,9 +352,7 @@ class TracedPart:
 
 
 def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:
-    """Adds the copies for the next program and the gradients of the previous two, which are on the
-    device at the same time.
-    """
+    """Adds the copies for the next program and the gradients of the previous two."""
     return tuple(
         replace(
             part,
@@ -385,12 +375,10 @@ def _sent(roots: Iterable[nn.Module]) -> int:
 
 
 def units_of(roots: Iterable[nn.Module]) -> list[FSDPState]:
-    """The units in ``roots``, each once."""
     return list(dict.fromkeys(unit for root in roots for unit in unique_units(root)))
 
 
 def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
-    """The tensors of ``roots`` that are on the host, each once."""
     found = {
         id(tensor): tensor
         for unit in units_of(roots)
@@ -401,7 +389,6 @@ def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
 
 
 def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Gradients that the next program computes on the device and sends to the host."""
     hosts = [unit.host_gradients for unit in units_of(roots)]
     return [grad for host in hosts if host is not None for _, grad in host.pending]
 
@@ -409,8 +396,7 @@ def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
 def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostNeeds | None:
     """The host memory of one rank; ``None`` if ``tensors`` is empty.
 
-    ``sent``: bytes of every gradient that the device sends in a step. ``state``: bytes of the
-    optimizer state.
+    ``sent``: bytes of each gradient that the device sends in a step. ``state``: bytes.
     """
     if not tensors:
         return None
@@ -422,7 +408,7 @@ def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostN
         shards=sum(count * size for count, size, _ in sizes),
         gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
         state=state,
-        # Two copies: a shard in its communication dtype, and the runtime's; or pieces of gradients.
+        # A shard in its communication dtype and the runtime's copy, or pieces of gradients.
         buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
         to_host=sum(sent),
         to_device=sum(copies),

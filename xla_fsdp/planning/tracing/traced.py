@@ -16,7 +16,7 @@ from ...sharding.sharded_parameter import local
 from ..protobuf import message_classes
 from .live import LiveTensor, inspect_tensor
 
-# The fields of xla/service/hlo.proto that a fingerprint ignores, and their parents.
+# Fields of xla/service/hlo.proto that a fingerprint ignores, and their parents.
 _MESSAGES = {
     "Module": ["computations Computation* 3", "stack_frame_index bytes 17"],
     "Computation": ["instructions Instruction* 2"],
@@ -43,10 +43,7 @@ def _module_class() -> Any:
 
 
 def names(hlo: bytes) -> list[str]:
-    """The names of modules and phases in a program's metadata.
-
-    Without numbers of uses of a name, which depend on what was traced before.
-    """
+    """The names of modules and phases in a program's metadata, without numbers of uses."""
     return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
 
 
@@ -54,10 +51,8 @@ def names(hlo: bytes) -> list[str]:
 class TracedProgram:
     """A program for the compiler.
 
-    Attributes:
-        hlo: a serialized ``HloModuleProto``.
-        donated: argument number to the number of the output that reuses its buffer.
-        arguments: names such as ``blocks.3.mlp.weight``; "" if unknown.
+    ``hlo``: a serialized ``HloModuleProto``. ``donated``: argument number to the number of the
+    output in its buffer. ``arguments``: names such as ``blocks.3.mlp.weight``; "" if unknown.
     """
 
     hlo: bytes
@@ -78,11 +73,11 @@ class PartitionedProgram:
         stablehlo: text or bytecode; its arguments carry shardings over ``devices``.
         fingerprint: equal for programs that differ only in files and lines.
         shardy: shardings are of the ``sdy`` dialect, not ``mhlo.sharding``.
-        arguments: the name of each argument; optimizer state is called ``exp_avg of NAME``.
-        donated: argument number to the number of the output that may reuse its buffer.
+        arguments: names; optimizer state is called ``exp_avg of NAME``.
+        donated: as in ``TracedProgram``.
         elements: of all trained parameters.
         itemsize: bytes of an element in the compute dtype.
-        model_flops: of a step on one device, by the convention of ``program/flops.py``.
+        model_flops: of a step on one device, as in ``program/flops.py``.
     """
 
     stablehlo: bytes
@@ -97,7 +92,7 @@ class PartitionedProgram:
 
     @property
     def bound(self) -> int:
-        """The bytes that ZeRO-3 training of these parameters sends, as in ``units.py``."""
+        """As in ``units.py``."""
         sent = 3 * self.elements * self.itemsize * (self.devices - 1) / self.devices
         return round(sent)
 
@@ -107,18 +102,16 @@ class StepBoundary:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._by_alias: dict[int, int] = {}  # alias id to buffer handle
-        self._read: frozenset[int] = frozenset()  # handles
+        self._read: frozenset[int] = frozenset()
         self.note([inspect_tensor(tensor) for tensor in tensors])
 
     def note(self, tensors: Iterable[LiveTensor]) -> None:
-        """Adds those of ``tensors`` that have a buffer."""
         known = [one for one in tensors if not one.pending]
         handles = xlac.buffer_handles([one.tensor for one in known])
         for one, handle in zip(known, handles, strict=True):
             self._by_alias[one.alias_id] = handle
 
     def handle_of(self, tensor: torch.Tensor) -> int | None:
-        """The buffer that ``tensor`` had when the step began, or got later."""
         one = inspect_tensor(tensor)
         if one.alias_id not in self._by_alias and not one.pending:
             self.note([one])
@@ -129,8 +122,8 @@ class StepBoundary:
     ) -> TracedProgram | None:
         """The program that a sync would run now; ``None`` if nothing is pending.
 
-        Its outputs are all pending ``tensors``. An output that updates a tensor in place reuses its
-        buffer if shape and dtype are equal. ``names``: by buffer handle.
+        Its outputs are all pending ``tensors``; an update in place reuses the buffer if shape and
+        dtype are equal. ``names``: by buffer handle.
         """
         live = [inspect_tensor(tensor) for tensor in tensors]
         # Several Python objects may have one value.
@@ -156,7 +149,7 @@ class StepBoundary:
         )
 
     def bytes_beside(self, tensors: Sequence[LiveTensor]) -> int:
-        """Unpadded bytes of the buffers of ``tensors`` that the last program does not read."""
+        """Unpadded bytes of ``tensors`` that the last program does not read."""
         handles = xlac.buffer_handles([one.tensor for one in tensors])
         buffers = {
             handle: local(one.tensor).numel() * one.tensor.dtype.itemsize

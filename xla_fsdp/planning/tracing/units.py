@@ -1,9 +1,8 @@
 """The FSDP units of a traced model, and the bytes that plain ZeRO-3 sends for them.
 
 ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 7.2) gathers every parameter for the forward and for the backward, and
-reduce-scatters its gradient. Each such collective of B bytes over n ranks sends B(n-1)/n per rank.
-A unit that is not resharded after the forward gathers once, so a step may send less than the bound.
+Models", section 7.2) gathers every parameter twice and reduce-scatters its gradient. Each of these
+sends B(n-1)/n of B bytes over n ranks. Units that keep parameters send less.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from .naming import plain
 
 
 class OnWire(NamedTuple):
-    """What one collective sends: a full tensor with padding, or several small ones.
-
-    ``rows``: its length along dimension 0.
+    """One collective: a full tensor with padding, or several small ones. ``rows``: along dimension
+    0.
     """
 
     bytes: int
@@ -45,9 +43,8 @@ class OnWire(NamedTuple):
 class TracedUnit:
     """One wrapper of this package; scanned blocks are one unit.
 
-    ``elements``: of its parameters, each counted once, without padding; ``trainable``: of those
-    that are trained. ``itemsize``: bytes of an element in the dtype of the gather. ``gathered``,
-    ``reduced``: the collectives of its parameters, and of the gradients.
+    ``elements`` and ``trainable``: each parameter once, without padding. ``itemsize``: of an
+    element when gathered. ``gathered``, ``reduced``: collectives of parameters, and of gradients.
     """
 
     name: str
@@ -59,7 +56,6 @@ class TracedUnit:
 
 
 def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
-    """The units of ``roots`` that have sharded parameters."""
     found: list[TracedUnit] = []
     seen: set[object] = set()
     for root in roots:
@@ -71,7 +67,7 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
             options, world = unit.options, unit.world
             elements = trainable = wire = 0
             specs = [tensor.spec for tensor in unit.tensors]
-            dtypes: dict[int, torch.dtype] = {}  # of gradients
+            dtypes: dict[int, torch.dtype] = {}
             for number, tensor in enumerate(unit.tensors):
                 dtype, layout = tensor.spec.compute_dtype(options.compute_dtype), tensor.layout
                 elements += layout.numel
@@ -97,9 +93,9 @@ def unit_of(module: str, units: Iterable[str]) -> str:
 
 
 def zero_bound(roots: Iterable[nn.Module]) -> int | None:
-    """The ZeRO-3 bound of one step in bytes that a device sends; ``None`` if nothing is sharded.
+    """The ZeRO-3 bound in bytes that a device sends in a step; ``None`` if nothing is sharded.
 
-    Supports the wrappers of this package and of torch_xla. Parameters count in their compute dtype,
+    For the wrappers of this package and of torch_xla. Parameters count in their compute dtype,
     without padding. Frozen parameters are not reduced.
     """
     seen: set[int] = set()

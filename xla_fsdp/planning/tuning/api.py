@@ -1,4 +1,4 @@
-"""``xla_fsdp.tune``: the fastest settings for a training step on a TPU slice, without a TPU."""
+"""``xla_fsdp.tune`` and ``training_step``."""
 
 from __future__ import annotations
 
@@ -63,29 +63,26 @@ def tune(
         found.settings.save("settings.json")
 
     Time and memory of all candidates are estimated from a traced step, and at most ``budget`` of
-    them are compiled as ``plan`` does, deep models first with few blocks, which is extrapolated.
-    The result is the fastest compiled candidate that fits: by modelled time per sample if ``batch``
-    is given, else per step. Results are cached as those of plans, so an interrupted search
-    continues from where it stopped.
+    them are compiled; figures of deep models are first extrapolated from a few blocks. The result
+    is the fastest compiled candidate that fits: by modelled time per sample if ``batch`` is given,
+    else per step. Results are cached, so an interrupted search continues.
 
     Args:
         step: see above. ``settings.batch`` is None unless ``batch`` is given.
         topology: a slice, as for ``plan``.
         batch: samples per device: one number, or several to choose from.
-        baseline: your own step as it is, as for :func:`xla_fsdp.plan`, with the first ``batch``. It
-            is compiled first, and the answer is settings only if they are faster. Default: ``step``
-            with the settings that the wrapper has by default.
+        baseline: your own step, as for :func:`xla_fsdp.plan`, with the first ``batch``. It is
+            compiled first, and the answer is settings only if they are faster. Default: ``step``
+            with the default settings.
         search: by the name of a setting (of :class:`ShardingSettings`), values to try instead of
             the usual ones; a single one fixes it: ``{"scan": [True], "recompute": ["all"]}``.
         budget: the most compilations; results from the cache count.
-        compiler_options, launcher, cache, progress, title, calibration, compiler: those of
-            ``plan``.
+        compiler_options, launcher, cache, progress, title, calibration, compiler: as in ``plan``.
 
     Raises:
         ValueError: ``batch``, ``search`` or ``budget`` has a value that is not allowed; the step
-            does not shard its model with this package, or it uses ``CPUOffload(stream=True)``; the
-            slice is unknown (UnknownTopologyError); ``calibration`` is for other chips, or damaged
-            (CalibrationError); ``compiler`` cannot be used (UnusableCompilerError).
+            does not shard its model with this package, or uses ``CPUOffload(stream=True)``.
+        UnknownTopologyError, CalibrationError, UnusableCompilerError: (ValueErrors) as ``plan``.
         TypeError: ``step`` is not callable.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         RuntimeError: called inside a rank of a launch.
@@ -166,7 +163,7 @@ def tune(
     )
 
 
-# Raised by a step that does not work with some settings, or with fewer blocks.
+# Raised by a step that does not work with some settings or depths.
 _NOT_POSSIBLE = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
 
@@ -174,13 +171,13 @@ class _Steps:
     def __init__(self, step: Step, target: Target, progress: Progress) -> None:
         self._step, self._target, self._progress = step, target, progress
         self.from_cache = 0
-        # If not 0, figures are extrapolated to this number of blocks.
+        # Blocks to which figures are extrapolated, or 0.
         self.blocks = 0
-        # What compilation took of all blocks without a loop, and of two with few; 0: unknown.
+        # To compile all blocks without a loop, and two programs of few blocks; 0: unknown.
         self._full_seconds = self._few_seconds = 0.0
 
     def _possible(self, settings: ShardingSettings) -> Callable[[], Any]:
-        """The step with ``settings``; it raises ImpossibleError if it does not work with them."""
+        """A step that raises ImpossibleError if it does not work with ``settings``."""
 
         def step() -> Any:
             try:
@@ -191,12 +188,12 @@ class _Steps:
         return step
 
     def trace(self, settings: ShardingSettings) -> TracedStep:
-        """The traced step with ``settings``. Raises what the step raises."""
+        """Raises what the step raises."""
         host = self._target.host(settings.compiler_options)
         return self._traced(partial(self._step, settings), host)
 
     def try_trace(self, settings: ShardingSettings) -> TracedStep:
-        """As ``trace``, but raises ImpossibleError if the step does not work with ``settings``."""
+        """Raises ImpossibleError if the step does not work with ``settings``."""
         return self._traced(self._possible(settings), self._target.host(settings.compiler_options))
 
     def measure(self, settings: ShardingSettings, full: bool) -> Measured:
@@ -266,7 +263,7 @@ def _scans(
 
 
 def _available_memory() -> float:
-    """Bytes of free memory of this machine; infinite if the system does not report it."""
+    """Free bytes of this machine; infinite if unknown."""
     path = Path("/proc/meminfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith("MemAvailable:"):

@@ -1,8 +1,7 @@
-"""Estimate time and memory of a step with given settings, without tracing or compiling it.
+"""Estimates time and memory of a step with given settings, without tracing or compiling it.
 
-The step is written as a schedule of units, which ``planning/timing.py`` times as it times a
-compiled program. A unit's backward computes twice its forward, and the forward again if it is
-recomputed. All figures are of one device. Estimates only rank candidates; the results of compiled
+``planning/timing.py`` times the step as a schedule of units. A backward computes twice its forward,
+and the forward again if it is recomputed. Estimates only rank candidates, and results of compiled
 candidates correct them.
 """
 
@@ -21,8 +20,7 @@ from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
 from .settings import ShardingSettings, keeps
 
-# For every block compiled separately: 50 MiB for four blocks of workload S on v3-8, 393 MiB for 32
-# (docs/how-to/scan-layers.md).
+# Of a block: 50 MiB for 4 of workload S on v3-8, 393 MiB for 32 (docs/how-to/scan-layers.md).
 CODE_BYTES = 12 << 20
 
 
@@ -34,7 +32,7 @@ class UnitCollective(Collective):
 
 
 class UnitLinks(Links):
-    """The links of a slice, for the collectives of units. Caches results, as blocks are alike."""
+    """The links of a slice, for the collectives of units; caches results, as blocks are alike."""
 
     def __init__(self, where: Slice) -> None:
         super().__init__(where)
@@ -44,7 +42,6 @@ class UnitLinks(Links):
         self._total = cache(self._sum)
 
     def seconds(self, collective: OneCollective) -> float:
-        """Seconds of one execution, one part after the other."""
         if isinstance(collective, UnitCollective):
             return self._total(collective.parts)
         return super().seconds(collective)
@@ -55,10 +52,7 @@ class UnitLinks(Links):
     def _parts(
         self, kind: str, tensors: tuple[OnWire, ...], ranks: int, routes: str
     ) -> tuple[OneCollective, ...]:
-        """The collectives of ``tensors`` over groups of ``ranks`` consecutive ranks.
-
-        An "all-reduce" is over the copies of parameters that are sharded over ``ranks``.
-        """
+        """Over groups of ``ranks`` consecutive ranks; an all-reduce over the copies sharded so."""
         return tuple(part for one in tensors for part in self._of(kind, one, ranks, routes))
 
     def _of(self, kind: str, tensor: OnWire, ranks: int, routes: str) -> Iterator[OneCollective]:
@@ -89,7 +83,6 @@ class UnitLinks(Links):
         return OneCollective(kind, size, (tuple(range(slices)),), across_slices=True)
 
     def _on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
-        """Those of ``tensors`` whose gradients are reduced around rings."""
         if ranks != self.where.devices or self.where.count > 1 or routes == "default":
             return ()
         rings = (one for one in tensors if self._ways.reduction(one.bytes, one.rows).overlaps)
@@ -98,10 +91,7 @@ class UnitLinks(Links):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of one step on one device.
-
-    ``hbm``: bytes, of which ``state`` does not depend on how the model is computed.
-    """
+    """One step on one device. ``state``: bytes of ``hbm`` for any way to compute it."""
 
     compute: float
     exposed: float
@@ -114,20 +104,19 @@ class Estimate:
 
 
 class Estimates:
-    """Estimates of one model on one slice.
-
-    ``facts``: by ``ShardingSettings.units``; those of ``"blocks"`` are also used for ``"model"``.
+    """``facts``: by ``ShardingSettings.units``; those of ``"blocks"`` are also used for
+    ``"model"``.
     """
 
     def __init__(self, facts: dict[str | int, StepFacts], where: Slice) -> None:
         self._facts = facts
         self._where = where
-        # By figure and kind of candidate: results over estimates.
+        # Results over estimates, by figure and kind of candidate.
         self._ratios: dict[str, dict[tuple[str, bool], list[float]]] = {}
         self.of, self._memory = cache(self._estimate), cache(self._hbm)
 
     def on(self, where: Slice) -> Estimates:
-        """Estimates of the model on another slice, which share the corrections."""
+        """Estimates on another slice, which share the corrections."""
         other = Estimates(self._facts, where)
         other._ratios = self._ratios
         return other
@@ -137,15 +126,13 @@ class Estimates:
         return UnitLinks(self._where)
 
     def facts(self, settings: ShardingSettings) -> StepFacts:
-        """The facts of the model with the units and batch of ``settings``."""
         key = "blocks" if settings.units == "model" else settings.units
         found = self._facts[key]
         return found if settings.batch is None else found.scaled(settings.batch)
 
     def corrected(self, settings: ShardingSettings) -> Estimate:
-        """The estimate, multiplied by the mean ratio of results over estimates.
-
-        It is that of candidates of the same kind (``kind_of``); without any, of all.
+        """The estimate, multiplied by the mean ratio of results over estimates of its ``kind_of``,
+        or of all.
         """
         found = self.of(settings)
         return replace(
@@ -156,14 +143,13 @@ class Estimates:
         )
 
     def needed(self, settings: ShardingSettings) -> float:
-        """The bytes of HBM of :meth:`corrected`."""
         state, working = self._memory(settings)
         return state + working * self._ratio("hbm", settings)
 
     def learn(
         self, settings: ShardingSettings, hbm: float, compute: float = 0.0, exposed: float = 0.0
     ) -> None:
-        """Record the compiler's result for ``settings``; times are 0 if the step does not fit."""
+        """Record the compiler's result; times are 0 if the step does not fit."""
         found, kind = self.of(settings), kind_of(settings)
         for name, measured, guessed in (
             ("compute", compute, found.compute),
@@ -175,7 +161,6 @@ class Estimates:
                 ratios.setdefault(kind, []).append(measured / guessed)
 
     def knows(self, settings: ShardingSettings) -> bool:
-        """Whether a candidate that computes blocks in the same way was compiled."""
         return kind_of(settings) in self._ratios.get("hbm", {})
 
     def _ratio(self, name: str, settings: ShardingSettings) -> float:
@@ -191,7 +176,7 @@ class Estimates:
         return Estimate(timing.compute, exposed, state + working, state)
 
     def _schedule(self, units: Sequence[_Unit], settings: ShardingSettings) -> Schedule:
-        """The step as a schedule; a unit's forward is one operation, as its backward."""
+        """A unit's forward is one operation, as its backward."""
         facts, chip, count = self.facts(settings), self._where.chip, len(units)
         shared, hertz = settings.shard_group_size or self._where.devices, chip.clock_hz
         routes, one_loop = settings.collective_routes, settings.scan
@@ -215,8 +200,7 @@ class Estimates:
                     wire_bytes=size, asynchronous=done > at, parts=parts,
                 ))  # fmt: skip
 
-        # Unit i computes its forward at place 2 i + 1; the backwards follow, also at odd places.
-        # Gradients are reduced at even places.
+        # Units compute at odd places, first all forwards; gradients are reduced at even places.
         early, end = settings.forward_prefetch or one_loop, 2 * count + 1
         for at, unit in zip(range(1, end, 2), units, strict=True):
             start = at - 2 if beside and early and at > 1 else at
@@ -238,7 +222,7 @@ class Estimates:
             alone = one_loop and not settings.scan_prefetch  # the iteration waits for it
             send("reduce-scatter", rings, at + alone, at + 1)
             send("all-reduce", unit.reduced, at + 1, at + 1)
-            # Of every byte that goes around a ring the chip reads two and writes one.
+            # Of every byte on a ring the chip reads two and writes one.
             added = 3 * sum(one.bytes for one in rings)
             compute(at, added / chip.device_hbm_bandwidth, "backward")
         compute(2 * end, 2 * facts.state / shared / chip.device_hbm_bandwidth, "optimizer")
@@ -247,7 +231,7 @@ class Estimates:
         )
 
     def _hbm(self, settings: ShardingSettings) -> tuple[float, float]:
-        """Bytes of HBM: those that do not depend on how the model is computed, and the others."""
+        """Bytes: those that do not depend on how the model is computed, and the others."""
         units = self._units(settings)
         facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
@@ -259,7 +243,7 @@ class Estimates:
     def routes_matter(self, settings: ShardingSettings) -> bool:
         """Whether another ``collective_routes`` changes the route of any collective."""
         if settings.shard_group_size not in (None, self._where.devices):
-            return False  # only collectives over an entire slice have several routes
+            return False  # only collectives over an entire slice have routes
         links, ranks = self.links, self._where.devices
         return any(
             links.parts(kind, tensors, ranks, "auto")
@@ -276,7 +260,7 @@ class Estimates:
 
 
 class _Unit:
-    """One unit with given settings, in bytes and seconds. ``number``: of the block; else negative."""
+    """One unit in bytes and seconds. ``number``: of the block; negative for other units."""
 
     def __init__(self, facts: UnitFacts, settings: ShardingSettings, number: int) -> None:
         self.facts = facts
@@ -292,7 +276,7 @@ class _Unit:
         self.backward -= sum(one.seconds for one in spared)
         self.spared = sum(one.bytes for one in spared)
         reshard = settings.reshard_after_forward
-        # The root always keeps its parameters: its backward follows immediately.
+        # The backward of the root follows immediately.
         chosen = keeps(settings.kept_blocks, number, facts.name)
         root = settings.units == "model" or not facts.is_block
         self.kept = reshard is False or root or chosen
@@ -312,7 +296,7 @@ def _activations(units: Sequence[_Unit]) -> float:
 
 
 def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> float:
-    """The most bytes of full parameters and full gradients at the same time."""
+    """Full parameters and full gradients at the same time."""
     early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
     at_a_time = 2 if early else 1
     full = [(sum(unit.full for unit in one), one[0]) for one in gathered]

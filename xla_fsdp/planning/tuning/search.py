@@ -1,7 +1,7 @@
-"""Choose the candidates to compile, one after the other, and rank the results.
+"""Chooses the candidates to compile, one after the other, and ranks the results.
 
-The figures of a deep model are first extrapolated from programs of few of its blocks; the fastest
-candidate is then compiled with all of them. Inputs are offloaded only where nothing fits without.
+Deep models are first extrapolated from programs of few blocks; the fastest candidate is then
+compiled with all of them. Inputs are offloaded only where nothing fits without.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .space import Space, main_of, plainness
 
 GIB = 2**30
 
-# A candidate is not compiled if its estimate is slower than the best by more than this share; the
-# second is for kinds that were not compiled yet, whose estimates are less sure.
+# A candidate is not compiled if its estimate is slower by more than this share; the second is for
+# kinds that were not compiled yet.
 _SLACK, _SLACK_OF_NEW = 0.05, 0.1
 # A candidate is not compiled if its estimate needs more than this multiple of HBM; same order.
 _OVER, _OVER_OF_NEW = 1.1, 1.5
@@ -28,8 +28,7 @@ _OVER, _OVER_OF_NEW = 1.1, 1.5
 _EQUAL = 1e-3
 # If estimates differ by less, the candidate closest to the defaults is compiled first.
 _CLOSE = 1e-2
-# Compilations of an extrapolation.
-_EXTRAPOLATED = 2
+_EXTRAPOLATED = 2  # compilations
 
 
 class ImpossibleError(RuntimeError):
@@ -38,11 +37,11 @@ class ImpossibleError(RuntimeError):
 
 @dataclass(frozen=True)
 class Measured:
-    """Time and memory of a compiled step on one device.
+    """A compiled step on one device.
 
-    ``seconds`` = ``compute`` + ``exposed``, 0 if it does not fit; ``hbm``: bytes that must be free,
-    0 if the compiler stopped before it knew them. ``extrapolated``: from ``compilations`` programs
-    with few of the blocks. ``host_memory``: peak bytes of the compiler's process; 0 if unknown.
+    ``seconds``: 0 if it does not fit; ``hbm``: bytes that must be free, 0 if unknown.
+    ``extrapolated``: from ``compilations`` programs with few blocks. ``host_memory``: peak bytes of
+    the compiler's process; 0 if unknown.
     """
 
     seconds: float
@@ -60,7 +59,6 @@ class Measured:
 
 
 def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -> Measured:
-    """The figures of a step of ``blocks`` blocks, from two with the first ``depths`` of them."""
     first, second = found
     ahead = (blocks - depths[0]) / (depths[1] - depths[0])
 
@@ -87,10 +85,8 @@ def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate.
-
-    ``measured``: None if it was not compiled. ``rejected``: why it is not the result, or "".
-    ``tried``: whether it was traced; a trace or the compiler may have failed.
+    """``measured``: None if not compiled. ``rejected``: why it is not the result, or "". ``tried``:
+    whether it was traced, perhaps with an error.
     """
 
     settings: ShardingSettings
@@ -111,13 +107,11 @@ class Search:
     """Compiles the most promising candidates, best first.
 
     Args:
-        measure: compiles a step with settings; with ``True``, the step with all of its blocks.
-            Raises ImpossibleError where these are not possible, CompileError where the compiler
-            fails. Anything else ends the search.
+        measure: compiles a step with settings; with ``True``, with all of its blocks. Raises
+            ImpossibleError or CompileError; anything else ends the search.
         capacity: bytes of HBM that a step may take.
-        budget: how many compilations, those from the cache included.
-        own: the step as the caller has it, without settings; None if there is none.
-        own_batch: samples of a device in it.
+        budget: how many compilations, with those from the cache.
+        own: the caller's step without settings, or None; ``own_batch``: its samples per device.
         host_memory: bytes that the compiler may take; a candidate that needs more with all blocks
             stays extrapolated.
     """
@@ -160,13 +154,13 @@ class Search:
 
     @property
     def _own_per_sample(self) -> float:
-        """Seconds of the caller's own step; infinite if there is none, or it does not fit."""
+        """Seconds of the caller's step; infinite if there is none, or it does not fit."""
         fits = self.own is not None and self.own.fits
         return self.own.seconds / self.own_batch if self.own is not None and fits else math.inf
 
     def answer(self) -> ShardingSettings | None:
-        """The fastest candidate that was compiled with all blocks, or ``None`` if the caller's own
-        step is as fast. Without an own step that fits it may be extrapolated.
+        """The fastest candidate compiled with all blocks, or ``None`` if the caller's own step is
+        as fast. Without an own step that fits it may be extrapolated.
         """
         best = self.best(checked=True)
         if best is None and math.isinf(self._own_per_sample):
@@ -177,10 +171,9 @@ class Search:
         return best if faster else None
 
     def best(self, checked: bool = False) -> ShardingSettings | None:
-        """The compiled candidate that fits and has the least time per sample, or ``None``.
-
-        Of equal ones it is the one closest to the defaults. ``checked``: only those that were
-        compiled with all blocks. Those that this machine cannot compile with all are left out.
+        """The compiled candidate that fits and is fastest per sample, of equal ones the closest to
+        the defaults. ``checked``: only those compiled with all blocks. Others count only if this
+        machine can compile them with all.
         """
         return self._fastest(
             one for one, found in self._found.items()
@@ -193,7 +186,7 @@ class Search:
 
     @property
     def _lacks_memory(self) -> bool:
-        """Whether this machine cannot compile all blocks if they are not in one loop."""
+        """Whether this machine cannot compile all blocks without a loop."""
         return any(map(self._cannot_be_checked, self._found.values()))
 
     def _fastest(self, candidates: Iterable[ShardingSettings]) -> ShardingSettings | None:
@@ -238,8 +231,8 @@ class Search:
         if self._lacks_memory and (True in self.space.values["scan"] or not extrapolates):
             left = [one for one in left if one.scan]
         if best is None:
-            # First the defaults of a script, then with the one change with which they would fit, so
-            # the result is never slower than these.
+            # The defaults of a script, then with the one change with which they would fit, so the
+            # result is never slower than these.
             first = candidates[0]
             fits = with_remedy(first, self.estimates, self.capacity)
             at_hand = next((one for one in (first, fits) if one in left), None)
@@ -276,7 +269,7 @@ class Search:
         return found.fits if found else self.estimates.needed(settings) <= self.capacity
 
     def _try(self, settings: ShardingSettings, full: bool) -> None:
-        before = self._found.pop(settings, None)  # extrapolated
+        before = self._found.pop(settings, None)
         try:
             found = self.measure(settings, full)
             self._found[settings] = found
@@ -355,7 +348,6 @@ class Search:
 
 
 def too_much(hbm: float, capacity: float) -> str:
-    """By how much a step that needs ``hbm`` bytes does not fit."""
     excess = max(hbm - capacity, 0.0) / GIB
     return f"by {excess:.1f} GiB: {hbm / GIB:.1f} of {capacity / GIB:.1f} GiB"
 
@@ -364,8 +356,8 @@ def with_worthwhile_keeps(
     settings: ShardingSettings, estimates: Estimates, capacity: float
 ) -> ShardingSettings:
     """``settings`` with the values of ``keep`` that save time and fit, most time per byte first."""
-    # With scan_prefetch a precaution without a known reason: both models planned with keep and
-    # scan_prefetch were slower, but other settings differed as well (benchmarks/LOG.md).
+    # A precaution: both models planned with keep and scan_prefetch were slower, but other settings
+    # differed as well (benchmarks/LOG.md).
     blocks = estimates.facts(settings).blocks
     if settings.keep or settings.scan_prefetch or not settings.scan or not blocks:
         return settings
@@ -386,7 +378,6 @@ def with_worthwhile_keeps(
 def with_remedy(
     settings: ShardingSettings, estimates: Estimates, capacity: float
 ) -> ShardingSettings | None:
-    """``settings`` with the one change with which they would fit; ``None`` if there is none."""
     changes = _changes(settings, bool(estimates.facts(settings).blocks))
     return next((one for one in changes if estimates.needed(one) <= capacity), None)
 
@@ -409,10 +400,7 @@ def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSetti
 def what_would_fit(
     settings: ShardingSettings, estimates: Estimates, where: Slice, capacity: float
 ) -> list[str]:
-    """Advice where no candidate fits: a smaller batch or a larger slice, if one is enough.
-
-    ``settings``: the batch, and the values that the caller fixed.
-    """
+    """Advice where no candidate fits: a smaller batch or a larger slice, if one is enough."""
     facts = estimates.facts(settings)
     lean = settings.changed(
         reshard_after_forward=True, kept_blocks=0, keep=(), shard_group_size=None

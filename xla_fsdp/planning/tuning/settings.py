@@ -1,4 +1,4 @@
-"""``ShardingSettings``: how a model is sharded and trained, as one value to search and store."""
+"""``ShardingSettings``."""
 
 from __future__ import annotations
 
@@ -55,12 +55,10 @@ Kept = int | tuple[int | str, ...]
 
 
 def by_name(kept: Kept) -> bool:
-    """Whether ``kept`` has names of units, not numbers of blocks."""
     return isinstance(kept, tuple) and any(isinstance(one, str) for one in kept)
 
 
 def keeps(kept: Kept, number: int, name: str = "") -> bool:
-    """Whether block ``number``, or the unit called ``name``, keeps its parameters."""
     return 0 <= number < kept if isinstance(kept, int) else number in kept or name in kept
 
 
@@ -122,26 +120,22 @@ class ShardingSettings:
     Attributes:
         batch: samples per device; ``None`` if the batch was not searched.
         units: ``"blocks"``: each repeated block is an FSDP unit, and the rest of the model is one.
-            ``"model"``: one unit. A number: a size-based policy wraps modules that have at least
-            this number of parameters.
-        scan: run the blocks in one loop of the program (:func:`xla_fsdp.scan_blocks`), which
-            recomputes each block.
+            ``"model"``: one unit. A number: modules with at least this number of parameters.
+        scan: run the blocks in one loop, which recomputes each (:func:`xla_fsdp.scan_blocks`).
         scan_prefetch: the loop gathers the next block's parameters while a block computes.
         kept_blocks: which units keep their full parameters until the backward (ZeRO-2), whatever
             ``reshard_after_forward`` is. A number N: the first N blocks. A tuple: block numbers,
             from 0; with units by size, dotted names of units.
         recompute: which blocks recompute their activations in the backward: ``"none"``, ``"all"``,
             or a number N: the first N blocks. With units by size it means units, not blocks.
-        keep: with ``scan``, values that are not recomputed, by the names of
-            ``scan_blocks(keep=...)``.
+        keep: values that are not recomputed, as in ``scan_blocks(keep=...)``.
         offload: store the inputs of recomputed blocks in host memory until the backward.
         shard_group_size: number of consecutive ranks that share one copy of the parameters (hybrid
             sharding); the copies average their gradients. ``None``: all ranks.
         backward_prefetch: as in the wrapper: ``"pre"``, ``"post"`` or ``"none"``.
         reshard_after_forward, forward_prefetch, limit_all_gathers, collective_routes: as in the
             wrapper.
-        scoped_vmem_kib: KiB of VMEM that the compiler may use for one operation; ``None``: the
-            compiler's default.
+        scoped_vmem_kib: KiB of VMEM for one operation; ``None``: the compiler's default.
     """
 
     batch: int | None = None
@@ -207,12 +201,11 @@ class ShardingSettings:
             blocks: the dotted name of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
                 blocks, or their classes. Default: among lists whose modules are all of one class,
                 the class with the most parameters.
-            ignore: with ``scan``, the attributes in which blocks may differ, as in ``scan_blocks``.
+            ignore: with ``scan``, the attributes in which blocks may differ.
             options: other options of the wrapper, such as ``compute_dtype``, for all units.
 
-        Raises:
-            ValueError: an option that these settings determine; no such blocks; with ``scan``:
-                blocks that are not all of one ``nn.Sequential``, or not equal.
+        Raises ValueError for an option that these settings determine; no such blocks; with
+        ``scan``, blocks that are not all of one ``nn.Sequential``, or not equal.
         """
         _require_undecided(options)
         if isinstance(self.units, int):
@@ -237,9 +230,9 @@ class ShardingSettings:
     def join(
         self, blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
     ) -> nn.Module:
-        """Shard ``blocks`` and return one module that runs them one after the other.
+        """Shard ``blocks``, one at a time, and return one module that runs them one after the
+        other.
 
-        It takes and shards one block at a time, for models that do not fit on the host.
         ``ignore``: as in :meth:`wrap`. Call :meth:`wrap_root` on the model afterwards.
         """
         _require_undecided(options)
@@ -292,7 +285,6 @@ class ShardingSettings:
             yield block
 
     def _options(self, kept: bool = False) -> dict[str, Any]:
-        """The wrapper options of a unit; ``kept``: until the backward."""
         return {
             "reshard_after_forward": False if kept else self.reshard_after_forward,
             "forward_prefetch": self.forward_prefetch,
@@ -303,7 +295,6 @@ class ShardingSettings:
         }
 
     def _require_at_most(self, blocks: int) -> None:
-        """Raise ValueError if the settings name more than ``blocks`` blocks."""
         kept, recompute = self.kept_blocks, self.recompute
         if isinstance(kept, tuple):
             kept = max((one + 1 for one in kept if isinstance(one, int)), default=0)
@@ -333,8 +324,7 @@ class ShardingSettings:
     def from_json(cls, text: str, source: str = "this text") -> ShardingSettings:
         """Read the settings that :meth:`to_json` wrote.
 
-        Raises ValueError, with ``source`` in its message, if ``text`` is not such JSON, has an
-        unknown key, or a value that is not allowed.
+        Raises ValueError, which names ``source``, for other JSON, an unknown key, or a wrong value.
         """
         try:
             record = json.loads(text)
@@ -383,10 +373,7 @@ class ShardingSettings:
 
 @dataclass(frozen=True)
 class ShallowSettings(ShardingSettings):
-    """Settings that leave out all blocks but the first ``depth``, to extrapolate from.
-
-    A model whose forward does not work with fewer blocks raises.
-    """
+    """Settings that leave out all blocks but the first ``depth``, to extrapolate from."""
 
     depth: int = 2
 
@@ -417,7 +404,6 @@ class ShallowSettings(ShardingSettings):
 
 
 def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
-    """The settings whose values differ from those of ``other``, as ``name=value``."""
     pairs = ((one.name, getattr(settings, one.name)) for one in fields(settings))
     return ", ".join(
         f"{name}={described(value)}" for name, value in pairs if value != getattr(other, name)
@@ -425,14 +411,13 @@ def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
 
 
 def described(value: Any) -> str:
-    """The value of a setting, as a caller writes it."""
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _mesh(shared: int | None) -> list[int] | list[list[int]] | None:
     ranks = xr.world_size()
     if shared is None or shared == ranks:
-        # On several slices None would mean that each slice has its own copy.
+        # On several slices None would mean a copy for each slice.
         return list(range(ranks)) if slices_of_ranks() else None
     if ranks % shared:
         allowed = [number for number in range(1, ranks + 1) if ranks % number == 0]
@@ -453,7 +438,7 @@ def _require_undecided(options: Mapping[str, Any]) -> None:
 
 
 def _require_no_hooks(name: str, blocks: nn.Module) -> None:
-    """Raise ValueError if a list of blocks that will be replaced has hooks."""
+    """Hooks of a list of blocks that will be replaced would be lost."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     if any(getattr(blocks, kind) for kind in kinds):
         raise ValueError(

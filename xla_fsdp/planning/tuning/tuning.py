@@ -1,4 +1,4 @@
-"""The result of ``xla_fsdp.tune``: the best settings and the table of all candidates."""
+"""The result of ``xla_fsdp.tune``."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class Tuning:
     Attributes:
         settings: the best, or None if nothing that was compiled fits, or nothing is faster than
             your own step.
-        own: your own step, given as ``baseline``, with ``own_batch`` samples of a device.
+        own: your own step (``baseline``), with ``own_batch`` samples of a device.
         trials: every candidate, the best first.
         capacity: bytes of HBM that a step may use on one device.
-        budget: how many compilations were allowed.
         compilations: how many there were, of which ``from_cache`` were cached results.
         samples: whether the batch is known, so that times per sample are compared.
         advice: if nothing fits, what would fit.
@@ -81,7 +80,7 @@ class Tuning:
 
     @property
     def code(self) -> str:
-        """Python code that sets :attr:`settings`, to paste into a script; "" without settings."""
+        """Python code that sets :attr:`settings`; "" without settings."""
         if self.settings is None:
             return ""
         usual = ShardingSettings()
@@ -196,7 +195,6 @@ def _row(trial: Trial, best: ShardingSettings | None) -> Sequence[str]:
 
 
 def _told(found: Measured | None) -> Sequence[str]:
-    """The compiler's and the time model's results, in cells of the table."""
     if found is None:
         return ["", "", "", ""]
     times = (found.seconds, found.compute, found.exposed)
