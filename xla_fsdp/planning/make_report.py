@@ -1,6 +1,6 @@
 """Builds the report from the compiler's result.
 
-That on several programs (``CPUOffload(stream=True)``) has the memory of the program that needs
+The report on several programs (``CPUOffload(stream=True)``) has the memory of the one that needs
 most, and the times, bytes and floating-point operations of all.
 """
 
@@ -177,7 +177,7 @@ def _laid_out(
     if memory is None:
         memory = CompilerMemory(
             arguments=assignment.held("argument"),
-            outputs=assignment.held("output"),
+            outputs=assignment.held("output"),  # without those in the buffer of an argument
             aliased=0,
             temporaries=assignment.held("temporary"),
             code=0,

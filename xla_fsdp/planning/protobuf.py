@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_KINDS = {"int64": 3, "uint64": 4, "double": 1, "bytes": 12}
+_KINDS = {"int64": 3, "uint64": 4, "double": 1, "bytes": 12}  # all others are messages (11)
 
 
 def message_classes(package: str, messages: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -14,7 +14,7 @@ def message_classes(package: str, messages: Mapping[str, Sequence[str]]) -> Mapp
     Fields are name, type (* if repeated) and number, such as ``"planes XPlane* 1"``. A type is a
     number type, ``bytes`` or one of ``messages``. Maps are lists of entries.
     """
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # the plan extra
 
     file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package)
     for name, fields in messages.items():

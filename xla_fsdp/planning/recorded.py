@@ -30,7 +30,7 @@ _OPS = "XLA Ops"
 _NAME = re.compile(r"%?([\w.\-]+)")
 _STEP = "train"  # the name of a step in xla_fsdp.profile
 _KNOWN = 0.9  # the least share of the instructions that ran which the program must contain
-_LOST = 1e-9  # seconds
+_LOST = 1e-9  # seconds: the shown length of events that have none
 _SECONDS_TO_READ = 120.0
 _MOST_BYTES = 2 << 30  # protobuf's limit for a message
 # In a separate process, because XLA may crash on damaged bytes.
@@ -40,7 +40,7 @@ _TO_TEXT = (
     "sys.stdout.write(m.to_string())"
 )
 
-# Of XLA's xplane.proto and hlo.proto. Strings are bytes: some may not be UTF-8.
+# Fields of XLA's xplane.proto and hlo.proto. Strings are bytes: some may not be UTF-8.
 _MESSAGES = {
     "XSpace": ["planes XPlane* 1"],
     "XPlane": ["name bytes 2", "lines XLine* 3", "event_metadata EventEntry* 4",

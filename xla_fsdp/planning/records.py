@@ -32,9 +32,9 @@ class Op:
     cycles: int
     times: int = 1
     module: str = ""
-    phase: str = ""
+    phase: str = ""  # one of PHASES
     recomputed: bool = False
-    # One of WORK. A fusion with a matmul is a matmul; "attention" is that without a kernel.
+    # One of WORK, or "". A fusion with a matmul is a matmul; "attention" is without a kernel.
     work: str = ""
     padding: float = 0.0  # share of a matmul that pads its tiles
 
@@ -99,7 +99,7 @@ class Schedule:
     curve: tuple[int, ...]  # bytes of HBM in use at every place
     peak_index: int
     notes: tuple[str, ...] = ()
-    to_host: int = 0  # bytes in a step, unpadded
+    to_host: int = 0  # bytes copied in a step, unpadded
     to_device: int = 0
     host_copies: tuple[HostCopy, ...] = ()
 

@@ -35,8 +35,7 @@ def time_step(
 
     ``model_flops``: of a step on this device, for the model FLOPs utilisation (MFU; Chowdhery et
     al., "PaLM", arXiv 2204.02311, appendix B), over the bfloat16 peak. ``host_link``: bytes per
-    second from a device to the host and back; default: as published. ``links``: those of ``slice``,
-    if they exist.
+    second from a device to the host and back; default: as published. ``links``: those of ``slice``.
 
     Raises ValueError for a collective of ranks that the slice does not have.
     """

@@ -52,7 +52,7 @@ class Names:
         path = f"{_NAMES[name]}.{name}"
         try:
             return pkgutil.resolve_name(path)
-        except Exception as error:
+        except Exception as error:  # the type differs by release
             raise KnownError("names", f"{path}: {error}") from error
 
 
@@ -76,12 +76,12 @@ def main(folder: Path, parent: int) -> None:
     os.environ.update(
         TPU_SKIP_MDS_QUERY="1",  # this is not a TPU host
         JAX_PLATFORMS="cpu",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # else a lock file allows one process a machine
         XLA_FLAGS=f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text",
         LIBTPU_INIT_ARGS=request["arguments"],
         TPU_MIN_LOG_LEVEL="3",
     )
-    os.environ.pop("TPU_MEGACORE", None)
+    os.environ.pop("TPU_MEGACORE", None)  # stated with the topology
     began = time.monotonic()
     try:
         result = compile_step(folder, request)

@@ -101,7 +101,8 @@ class Target:
     ) -> CompiledStep:
         """Compiles ``program``, or takes its result from the cache.
 
-        Raises CompileError, or UnusableCompilerError if libtpu lacks the slice or jax a name.
+        Raises CompileError, or UnusableCompilerError if libtpu does not know the slice, or this jax
+        lacks a name.
         """
         where = self.where
         versions = {"torch_xla": importlib.metadata.version("torch_xla"), **self.compiler.versions}

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-_WORTH_A_LINE = 5.0
-_OFTEN = 60.0
+_WORTH_A_LINE = 5.0  # seconds
+_OFTEN = 60.0  # seconds
 
 
 class Progress:

@@ -36,7 +36,7 @@ def attention_shapes(traced: str) -> tuple[int, int, int] | None:
 
 
 def why_no_kernel(traced: str, chip: Chip) -> str:
-    """ "" if a kernel can compute the attention, or if there is none."""
+    """Why attention cannot use a kernel, or "" if it can or if there is none."""
     found = attention_shapes(traced)
     if found is None:
         return ""

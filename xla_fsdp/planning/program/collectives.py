@@ -61,7 +61,7 @@ def parse_groups(text: str) -> Groups:
         width = math.prod(sizes[name] for name in along)
         return _rows(list(sizes.values()), order, width)
     if iota := _IOTA.fullmatch(text):
-        *several, width = numbers(iota[1])
+        *several, width = numbers(iota[1])  # a single number means one group
         dims = numbers(iota[2])
         order = list(numbers(iota[3]) if iota[3] else range(len(dims)))
         if sorted(order) != list(range(len(dims))) or math.prod(dims) != math.prod(several) * width:
@@ -144,7 +144,7 @@ class _Search:
                 return
             self._started[place.scope, instruction.name] = one
             if opcode == "custom-call-update" and not one.place.instruction.operands:
-                one.place = place
+                one.place = place  # it begins where it gets its operands
                 self.own.add(place.index)
 
     def _transfer(self, place: Place) -> None:
@@ -178,7 +178,7 @@ class _Search:
                 continue
             started = place.instruction.opcode in _BY_CALL or _START in marks
             if not started and running:
-                continue
+                continue  # a part of a started collective
             shapes = (computation.by_name[name].shape for name in core.operands)
             operands = tuple(leaf for shape in shapes for leaf in leaves(shape))
             one = self._add(place, core, operands, leaves(core.shape), started, fused=not started)

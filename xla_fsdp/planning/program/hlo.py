@@ -194,7 +194,7 @@ class Module:
         return self.named(name, instruction)
 
     def named(self, name: str | None, user: Instruction) -> Computation:
-        """ValueError if there is none."""
+        """The computation ``name`` that ``user`` calls; ValueError if there is none."""
         if name is None or name not in self.computations:
             raise ValueError(f"{user.opcode} {user.name} calls {name!r}, which is not defined")
         return self.computations[name]

@@ -187,7 +187,7 @@ class _Frame:
         values = [self.value(operand) for operand in instruction.operands]
         decides = {"and": False, "or": True}.get(opcode)
         if dtype.kind == "b" and decides is not None and decides in values:
-            return np.bool_(decides)
+            return np.bool_(decides)  # the other value does not matter
         needed = values[:1] if opcode == "select" else values
         if any(value is None for value in needed):
             return None

@@ -18,12 +18,12 @@ from .hlo import HOST, Instruction, Module, Shape, leaves, parse_module
 from .places import Line, Place, line_up
 from .scopes import Labels
 
-# Loops and calls take the time of the instructions inside.
+# These take no time; loops and calls take that of the instructions inside.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " optimization-barrier opt-barrier add-dependency domain".split()
 )
-# Written by libtpu 0.0.21 and 0.0.51.
+# Of libtpu 0.0.21 and 0.0.51, where they have no estimate.
 _NO_ESTIMATE = (2**63 - 1, 2**64 - 1)
 _ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
 
@@ -31,7 +31,7 @@ _COPIES = frozenset("copy slice dynamic-slice dynamic-update-slice".split())
 _CALLS = frozenset("fusion call async-start".split())
 _MATMULS = frozenset("dot convolution".split())
 _BATCHED = re.compile(r"window=\{size=(\d+) stride=(\d+) lhs_dilate=(\d+)\}")
-# Only move data, or make it without reading any.
+# These only move data, or make it without reading any.
 _MOVES = frozenset(
     "parameter constant tuple get-tuple-element bitcast copy copy-start copy-done transpose reshape"
     " slice slice-start slice-done dynamic-slice dynamic-update-slice pad concatenate broadcast"
@@ -188,7 +188,7 @@ def _is_batched(matmul: Instruction) -> bool:
 
 
 def _elements_of_scores(module: Module) -> int:
-    """The largest result of batched matmuls, as others have the head dimension; 0 if not known."""
+    """The number of elements of attention scores, the largest batched matmuls; 0 if not known."""
     sizes = {
         prod(leaf.dims)
         for computation in module.computations.values()
@@ -270,6 +270,7 @@ def _buffers(
         place = places.get(value.name)
         phase, module = labels.of(place.instruction) if place else ("", "")
         if category == "argument":
+            # "exp_avg of NAME" belongs to NAME.
             module = name.rpartition(" of ")[2] if name != value.name else ""
         return Buffer(
             name=name,

@@ -21,7 +21,7 @@ _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
 _MOST = 5  # suggestions
 _MOST_TIMES = 16  # the batch of the step
-_LEAST_SHARE = 0.01
+_LEAST_SHARE = 0.01  # of the step
 # Of free HBM: the need of a suggestion is an estimate.
 _USABLE = 0.9
 # One loop is suggested from this number of equal blocks and seconds of compilation on.
@@ -239,7 +239,7 @@ def _larger_batch(found: Situation) -> Iterator[Suggestion]:
         for op in found.schedule.ops
     )
     copies = tuple(replace(one, bytes=times * one.bytes) for one in found.schedule.host_copies)
-    # The step now, less its share of the larger one.
+    # The step now, less its share of the larger step.
     saved = ((times - 1) * found.timing.step + found.saved(ops=ops, host_copies=copies)) / times
     more = f"at most {(times - 1) * each / GIB:.1f} GiB more HBM; compared by the sample"
     yield Suggestion(saved, f"{times} times the batch of a device ({more})")

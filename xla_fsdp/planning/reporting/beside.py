@@ -35,7 +35,7 @@ _CPU_NOTE = (
     "collective; on a TPU the small parameters of a unit share one: compare collectives by unit."
 )
 _COLUMNS = ("modelled", "share", "measured", "share", "ratio")
-_MOST = 24
+_MOST = 24  # collectives in the table
 Total = tuple[float | None, float | None]  # seconds modelled and measured
 
 
@@ -176,7 +176,7 @@ class Beside:
         return Section(title, _COLUMNS, tuple(rows))
 
     def _page(self) -> str:
-        from .pictures import canvas, draw_lanes, duration, embed
+        from .pictures import canvas, draw_lanes, duration, embed  # imports matplotlib
 
         report, recorded = self.report, self.recorded
         measured = f"Measured: step {recorded.number + 1} of {recorded.steps}"

@@ -38,7 +38,7 @@ td, th { padding: .22em .9em .22em 0; text-align: left; border-bottom: 1px solid
 
 
 def page(report: Report) -> str:
-    from .pictures import draw, embed
+    from .pictures import draw, embed  # imports matplotlib
 
     parts = [f'<h1 class="{"fits" if report.fits else "not"}">{escape(report.verdict)}</h1>']
     parts += [f"<p>{escape(text)}</p>" for text in (reason(report), subtitle(report)) if text]

@@ -52,7 +52,7 @@ _KINDS = tuple(COLORS)[:7]
 _ACTIVATIONS = ("#0072B2", "#3A93C6", "#74B3D8", "#A6CEE6")
 _SYNCHRONOUS, _ASYNCHRONOUS = _KINDS[5:]
 _UNIT, _RED, _GREEN = "#DDE3EA", "#B03A00", "#00694F"
-_OFF_AXIS = 4.0  # multiple of the peak
+_OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not shown
 _BINS = 750  # of an axis
 _WIDTH = 11.2  # inches
 _ROOM = 140  # characters
@@ -154,7 +154,7 @@ def _known(text: str) -> str:
 def _draw_memory(
     report: Report, axes: Axes, x: numpy.ndarray, end: float, to_capacity: bool = False
 ) -> None:
-    """``x``: of each place in the schedule; ``end``: of the axis."""
+    """``x``: of each place; ``end``: of the axis. ``to_capacity``: always show the capacity."""
     spots, stack = hbm(report)
     places, values = numpy.append(x[spots], end), list(stack.values())
     heights = [numpy.append(one, one[-1:]) / GIB for one in values]
@@ -306,7 +306,7 @@ def trace(timelines: Mapping[str, Sequence[Slot]], report: Report) -> str:
         for lane, tid in rows.items():
             name_row("thread_name", lane, pid=pid, tid=tid)
         for number, slot in enumerate(slots):
-            begin, end = 1e6 * slot.begin, 1e6 * slot.end
+            begin, end = 1e6 * slot.begin, 1e6 * slot.end  # microseconds
             args: dict[str, Any] = {"module": slot.module, "phase": slot.phase}
             args |= {"place": slot.index, "recomputed": slot.recomputed}
             where = {"pid": pid, "tid": rows[slot.lane], "cat": slot.lane, "name": slot.label}

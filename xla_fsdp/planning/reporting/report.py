@@ -37,12 +37,12 @@ class Report:
     topology: str
     chip: str
     devices: int
-    hbm_capacity: int  # bytes
+    hbm_capacity: int  # usable bytes a device
     hbm_source: str
     memory: CompilerMemory
     schedule: Schedule
     timing: Timing
-    bound_wire_bytes: int | None  # of ZeRO
+    bound_wire_bytes: int | None  # of ZeRO; None if unknown
     bound_label: str
     link_model: str  # assumptions and sources
     compile_seconds: float
@@ -251,7 +251,7 @@ class Report:
         extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
         if tables.missing(self):
             raise ValueError(f"nothing to compare a trace with. {tables.missing(self)}")
-        from ..recorded import read_trace
+        from ..recorded import read_trace  # imports protobuf
         from .beside import Beside
 
         return Beside(self, read_trace(trace))
@@ -301,7 +301,7 @@ class Comparison:
     names: tuple[str, str]
     verdicts: tuple[str, str]
     figures: tuple[Figure, ...]
-    remark: str = ""
+    remark: str = ""  # why the two are not directly comparable
 
     def __getitem__(self, name: str) -> Figure:
         """Raises KeyError, which lists all names."""

@@ -66,8 +66,8 @@ def short(text: str, most: int) -> str:
 def units(modules: Iterable[str]) -> dict[str, str]:
     """The top-level unit of every module: the shortest path that is no parent of numbered blocks.
 
-    ``blocks.3.attn.qkv`` belongs to ``blocks.3``; next to ``model.layers.0.mlp``, ``model.norm`` is
-    one.
+    ``blocks.3.attn.qkv`` belongs to ``blocks.3``; ``model.norm`` is a unit if there is a
+    ``model.layers.0``.
     """
     paths = {m: [c for c in m.split(".") if c and not c.startswith("_")] for m in set(modules)}
     holders: set[tuple[str, ...]] = set()

@@ -97,7 +97,7 @@ class SimulatedRank:
         patches.replace(xlac.sync_tensors, lambda *args, **kwargs: self.on_cut())
         # Autocast reads the kind of device.
         patches.set(xm, "xla_device_hw", lambda device: "TPU" if "xla" in str(device) else "CPU")
-        # Collectives of the process and of the step are independent.
+        # The step must not depend on collectives that this process traced before, nor the reverse.
         device = str(torch_xla.device())
         xlac.set_collective_token(device, None)
         self._stack.callback(xlac.set_collective_token, device, None)

@@ -72,7 +72,7 @@ class SteadyOptimizers:
         if optimizer not in self.all:
             self.all.append(optimizer)
             self._saved.append(_Saved(optimizer))
-            # A closure runs forward and backward, perhaps often.
+            # A closure runs forward and backward, perhaps often: too much to revert.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
                 self.untrained += [
@@ -142,7 +142,7 @@ class HostSteps:
         self._kept: list[tuple[Optimizer, HostShard, torch.Tensor, Any, Any]] = []
 
     def shrink(self, optimizer: Optimizer) -> None:
-        if getattr(optimizer, "knows_shards", False):
+        if getattr(optimizer, "knows_shards", False):  # stores bfloat16 shards differently
             return
         for group in optimizer.param_groups:
             for shard in group["params"]:

@@ -141,7 +141,7 @@ class _Run:
         self.calls = 0  # of roots and optimizers since the last cut
         self.parts: list[TracedPart] = []
         self.sent: list[int] = []  # bytes of each gradient
-        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
     def begin(self) -> StepBoundary:
         """Begins the step: its first module is called, or its first optimizer steps."""
@@ -262,6 +262,7 @@ class _Run:
         program = self.boundary.lower(tensors, self._names(self.boundary))
         backward, self.naming.in_backward = self.naming.in_backward, False
         sent = [t.numel() * t.dtype.itemsize for t in gradients_for_host(self.naming.roots)]
+        # Parameters of streamed units are on the device only while the unit computes.
         streamed = any(unit.stream is not None for unit in units_of(self.naming.roots))
         if streamed and program is not None and not self.optimizers.stepped:
             self._add_part(program, tensors, sum(sent), backward)
@@ -312,7 +313,7 @@ class _Run:
                 named.append((owners.get(one.shard, one.key), one.copy.held))
         for optimizer in self.optimizers.all:
             named += named_state(optimizer, owners)
-        # A tensor updated in place is pending; its buffer was noted at the begin.
+        # A tensor updated in place is pending; its buffer was noted when the step began.
         names: dict[int, str] = {}
         for name, tensor in named:
             handle = boundary.handle_of(tensor) if is_xla(tensor) else None

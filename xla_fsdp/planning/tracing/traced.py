@@ -43,7 +43,7 @@ def _module_class() -> Any:
 
 
 def names(hlo: bytes) -> list[str]:
-    """The names of modules and phases in a program's metadata, without numbers of uses."""
+    """The names of modules and phases in the metadata, without the numbers of their uses."""
     return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
 
 
@@ -92,7 +92,7 @@ class PartitionedProgram:
 
     @property
     def bound(self) -> int:
-        """As in ``units.py``."""
+        """The ZeRO-3 bound, as in ``units.py``."""
         sent = 3 * self.elements * self.itemsize * (self.devices - 1) / self.devices
         return round(sent)
 

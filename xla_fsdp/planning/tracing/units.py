@@ -27,9 +27,7 @@ from .naming import plain
 
 
 class OnWire(NamedTuple):
-    """One collective: a full tensor with padding, or several small ones. ``rows``: along dimension
-    0.
-    """
+    """One collective: ``rows`` rows of a full tensor with padding, or of several small ones."""
 
     bytes: int
     rows: int

@@ -171,7 +171,7 @@ class _Steps:
     def __init__(self, step: Step, target: Target, progress: Progress) -> None:
         self._step, self._target, self._progress = step, target, progress
         self.from_cache = 0
-        # Blocks to which figures are extrapolated, or 0.
+        # The number of blocks to which figures are extrapolated, or 0.
         self.blocks = 0
         # To compile all blocks without a loop, and two programs of few blocks; 0: unknown.
         self._full_seconds = self._few_seconds = 0.0

@@ -20,7 +20,8 @@ from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
 from .settings import ShardingSettings, keeps
 
-# Of a block: 50 MiB for 4 of workload S on v3-8, 393 MiB for 32 (docs/how-to/scan-layers.md).
+# Code of a separate block: workload S on v3-8 has 50 MiB for four blocks, 393 MiB for 32
+# (docs/how-to/scan-layers.md).
 CODE_BYTES = 12 << 20
 
 
@@ -52,7 +53,9 @@ class UnitLinks(Links):
     def _parts(
         self, kind: str, tensors: tuple[OnWire, ...], ranks: int, routes: str
     ) -> tuple[OneCollective, ...]:
-        """Over groups of ``ranks`` consecutive ranks; an all-reduce over the copies sharded so."""
+        """Over groups of ``ranks`` consecutive ranks; an all-reduce: over the copies of their
+        shards.
+        """
         return tuple(part for one in tensors for part in self._of(kind, one, ranks, routes))
 
     def _of(self, kind: str, tensor: OnWire, ranks: int, routes: str) -> Iterator[OneCollective]:
@@ -91,7 +94,10 @@ class UnitLinks(Links):
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step on one device. ``state``: bytes of ``hbm`` for any way to compute it."""
+    """One step on one device.
+
+    ``hbm``: bytes, of which ``state`` does not depend on how the model is computed.
+    """
 
     compute: float
     exposed: float
@@ -131,8 +137,8 @@ class Estimates:
         return found if settings.batch is None else found.scaled(settings.batch)
 
     def corrected(self, settings: ShardingSettings) -> Estimate:
-        """The estimate, multiplied by the mean ratio of results over estimates of its ``kind_of``,
-        or of all.
+        """The estimate, multiplied by the mean ratio of results over estimates of its kind
+        (``kind_of``), or of all.
         """
         found = self.of(settings)
         return replace(
@@ -243,7 +249,7 @@ class Estimates:
     def routes_matter(self, settings: ShardingSettings) -> bool:
         """Whether another ``collective_routes`` changes the route of any collective."""
         if settings.shard_group_size not in (None, self._where.devices):
-            return False  # only collectives over an entire slice have routes
+            return False  # only collectives over an entire slice have several routes
         links, ranks = self.links, self._where.devices
         return any(
             links.parts(kind, tensors, ranks, "auto")
@@ -276,7 +282,7 @@ class _Unit:
         self.backward -= sum(one.seconds for one in spared)
         self.spared = sum(one.bytes for one in spared)
         reshard = settings.reshard_after_forward
-        # The backward of the root follows immediately.
+        # The root always keeps its parameters: its backward follows immediately.
         chosen = keeps(settings.kept_blocks, number, facts.name)
         root = settings.units == "model" or not facts.is_block
         self.kept = reshard is False or root or chosen
@@ -296,7 +302,7 @@ def _activations(units: Sequence[_Unit]) -> float:
 
 
 def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> float:
-    """Full parameters and full gradients at the same time."""
+    """The most bytes of full parameters and full gradients at the same time."""
     early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
     at_a_time = 2 if early else 1
     full = [(sum(unit.full for unit in one), one[0]) for one in gathered]

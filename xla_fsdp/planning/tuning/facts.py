@@ -47,7 +47,7 @@ _GIVEN = frozenset(
 _WHOLE = frozenset(["tuple", "opt-barrier", "optimization-barrier"])
 _INLINED = frozenset(["while", "call", "conditional"])
 
-_Key = tuple[int, str]
+_Key = tuple[int, str]  # scope and name of an instruction
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def facts_of(
         )
         for unit in kept.units
     ]
-    facts.sort(key=lambda unit: unit.is_block)
+    facts.sort(key=lambda unit: unit.is_block)  # the rest first
     # An argument that is donated counts as state.
     state = inputs = 0
     for number, one in enumerate(module.entry.parameters):
@@ -152,7 +152,7 @@ def facts_of(
 
 
 def hlo_text(hlo: bytes) -> str:
-    import jaxlib._jax as jaxlib
+    import jaxlib._jax as jaxlib  # from the plan extra
 
     module: Any = jaxlib.HloModule.from_serialized_hlo_module_proto(hlo)
     return module.to_string()

@@ -19,8 +19,8 @@ from .space import Space, main_of, plainness
 
 GIB = 2**30
 
-# A candidate is not compiled if its estimate is slower by more than this share; the second is for
-# kinds that were not compiled yet.
+# A candidate is not compiled if its estimate is slower than the best by more than this share; the
+# second is for kinds that were not compiled yet.
 _SLACK, _SLACK_OF_NEW = 0.05, 0.1
 # A candidate is not compiled if its estimate needs more than this multiple of HBM; same order.
 _OVER, _OVER_OF_NEW = 1.1, 1.5
@@ -418,7 +418,7 @@ def what_would_fit(
             advice.append(f"A batch of {smaller} samples a device would need {hbm / GIB:.1f} GiB.")
             break
         smaller //= 2
-    slices = map(resolve, names())
+    slices = map(resolve, names())  # the smallest first
     for slice_ in (one for one in slices if one.chip == where.chip and one.devices > where.devices):
         hbm = estimates.on(slice_).needed(lean)
         if hbm <= capacity:

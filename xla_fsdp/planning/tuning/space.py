@@ -169,7 +169,7 @@ def _pointless(chosen: Mapping[str, Any]) -> bool:
     """Whether the combination gives the same program as another one, or is never better."""
     reshard, shared = chosen["reshard_after_forward"], chosen["shard_group_size"]
     if chosen["kept_blocks"] and reshard is not True:
-        return True
+        return True  # two ways to keep parameters
     if chosen["units"] == "model" and reshard is not True:
         return True  # the root always keeps its parameters
     return not isinstance(reshard, bool) and shared is not None and reshard >= shared
