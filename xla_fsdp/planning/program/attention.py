@@ -7,7 +7,7 @@ from math import prod
 
 from ...tpu.chips import Chip
 
-_LANES, _HEAD_DIM, _LARGEST_HEAD_DIM = 128, 64, 256  # as layers/attention.py
+_LANES, _HEAD_DIM, _LARGEST_HEAD_DIM = 128, 64, 256  # as layers/attention.py, which needs torch
 _STEP = re.compile(
     r"= \w+\[([\d,]+)\]\S* (?:dot\(.*lhs_batch_dims=\{\d|(exponential)\().*"
     r'op_name="(?:\w+\[[^\]"]*\][\d.]*/)*forward\['
