@@ -1,7 +1,6 @@
-"""Command line: ``python -m xla_fsdp.planning plan.json`` prints a saved plan to stdout.
+"""Prints a saved plan, or its comparison with a recorded trace.
 
-With ``--trace`` it compares the plan with a recorded trace. Exit codes: 0 success; 2 wrong usage,
-or a file that cannot be read.
+Exit codes: 0 success; 2 wrong usage, or a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from .reporting.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan, draw it if ``--plot`` is given, and return the exit code."""
     flags = _parser().parse_args(argv)
     try:
         report = Report.load(flags.plan)

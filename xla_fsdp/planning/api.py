@@ -1,4 +1,4 @@
-"""``xla_fsdp.plan``: memory and time of a training step on a TPU slice, without a TPU."""
+"""``xla_fsdp.plan``."""
 
 from __future__ import annotations
 
@@ -35,49 +35,39 @@ def plan(
     training step or an entire training loop: tracing stops where the first program with an
     optimizer step would run (``torch_xla.sync()``, ``.item()``, the end of ``step``). Inside
     ``step``, ``xr.world_size()`` and ``xr.global_ordinal()`` are those of the slice. Nothing is
-    executed, and large parameters get no values. So a model that is far larger than this machine's
-    memory can be planned if it is sharded while it is built, or if each of its parts fits.
-    Optimizer state is assumed to exist already, as in every step but the first.
+    executed, and large parameters get no values, so the model may be far larger than this machine's
+    memory if it is sharded while it is built, or if each of its parts fits. Optimizer state is
+    assumed to exist already.
 
     Args:
-        step: a function without arguments. The model may use any wrapper. For
-            :class:`XlaFullyShardedDataParallel` and the class of ``torch_xla.distributed.fsdp`` the
-            bytes sent are also compared with the ZeRO bound.
-        topology: a slice, such as ``v3-8``, ``v4-128``, ``v5litepod-8``, ``v5p-8``, ``v6e-256``, or
-            a raw topology in chips, such as ``v5e:2x4``.
+        step: a function without arguments; the model may use any wrapper.
+        topology: a slice, such as ``v6e-256``, or a raw topology in chips, such as ``v5e:2x4``.
         ranks: which ranks to trace, to check whether all share one executable; the program of the
             first one is compiled. Default: 0, 1 and the last.
         compiler_options: options of the TPU compiler, e.g.
-            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``. They override the options that
-            a run would use: those of torch_xla on such a host, ``LIBTPU_INIT_ARGS`` of this
-            process, and those that ``launcher`` adds. The report lists all.
+            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``. They override those of
+            torch_xla, of ``LIBTPU_INIT_ARGS`` in this process, and of ``launcher``.
         launcher: what starts the ranks: ``xla_fsdp`` (``xla_fsdp.launch``, which adds the options
-            of :mod:`xla_fsdp.compiler_options`) or ``torch_xla`` (``torch_xla.launch``,
-            ``xmp.spawn``), which adds none.
-        cache: the folder in which results are cached by a digest of the program; ``True`` means
-            ``~/.cache/xla_fsdp/plans``, ``False`` no cache.
+            of :mod:`xla_fsdp.compiler_options`) or ``torch_xla``, which adds none.
+        cache: the folder in which results are cached; ``True`` means ``~/.cache/xla_fsdp/plans``,
+            ``False`` no cache.
         progress: report progress on standard error.
         title: the title of the report and its pictures.
-        calibration: figures that were measured on such chips, or a file of them that ``python -m
-            xla_fsdp.preflight --measure`` wrote. They change only the modelled times, not what is
-            traced and compiled.
-        compiler: the TPU compiler: a version of libtpu that ``python -m xla_fsdp.plan_compiler
-            install`` has installed, such as ``"0.0.51"``, the folder of a virtual environment with
-            jax and libtpu, or an interpreter. Default: the newest tested version that is
-            installed, else the libtpu of this environment. The report names it.
-
-    Returns:
-        The report: ``print`` it, ``.plot("x.png")``, ``.plot("x.html")``, ``.save("x.json")``,
-        ``.compare(other)``, ``.fits``.
+        calibration: measured figures of such chips, or a file of them that ``python -m
+            xla_fsdp.preflight --measure`` wrote. They change only the modelled times.
+        compiler: a version of libtpu that ``python -m xla_fsdp.plan_compiler install`` has
+            installed, such as ``"0.0.51"``, the folder of a virtual environment with jax and
+            libtpu, or an interpreter. Default: the newest tested version that is installed, else
+            that of this environment.
 
     Raises:
-        UnknownTopologyError: (a ValueError) no such slice; the message lists those that exist.
-        UnusableCompilerError: (a ValueError) ``compiler`` has no jax or libtpu, or its libtpu does
-            not know the chip; the message says what to install.
+        UnknownTopologyError: (a ValueError) no such slice.
+        UnusableCompilerError: (a ValueError) ``compiler`` lacks jax or libtpu, or does not know
+            the chip.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         CompileError: the compiler failed for another reason than memory.
-        ValueError: the step traces nothing; ``ranks`` has a rank that is not in the slice; libtpu
-            does not accept the value of an option.
+        ValueError: the step traces nothing; a rank is not in the slice; libtpu does not accept the
+            value of an option.
         CalibrationError: (a ValueError) ``calibration`` is for other chips, or damaged.
         TypeError: ``step`` is not callable.
         RuntimeError: called inside a rank of a launch.
@@ -97,7 +87,6 @@ def plan(
 
     first = trace(numbers[0])
     programs = [part.program for part in first.parts] or [first.program]
-    # In a streamed step, equal programs are the same object.
     unequal = {id(one): one for one in programs}
     results = {number: target.compile(one, host) for number, one in unequal.items()}
     compiled = [results[id(one)] for one in programs]

@@ -1,9 +1,4 @@
-"""Plan a step that this package did not trace: one program for all devices, partitioned by XLA.
-
-``jax.jit`` with shardings and torch_xla's SPMD mode lower one program that computes on full
-arrays, and the compiler splits it over the devices. The caller passes its StableHLO, and what the
-StableHLO does not contain.
-"""
+"""Plans one program for all devices, partitioned by XLA (``jax.jit``, torch_xla's SPMD mode)."""
 
 from __future__ import annotations
 
@@ -29,14 +24,10 @@ def plan_partitioned(
     title: str = "",
     compiler: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Plan ``program`` on a slice: :func:`xla_fsdp.plan` for a program that others lowered.
+    """:func:`xla_fsdp.plan` for a program that others lowered; other arguments are as in ``plan``.
 
-    ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla; jax 0.7.1
-    sets no compiler option. ``compiler``: as in ``plan``.
-
-    Raises:
-        UnknownTopologyError, MissingExtraError, UnusableCompilerError, CompileError: as ``plan``.
-        ValueError: the program is for another number of devices.
+    ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla. Raises as
+    ``plan``, and ValueError if the program is for another number of devices.
     """
     shown = Progress() if progress else Progress(None)
     target = Target.of(topology, compiler, launcher, compiler_options, cache, shown)

@@ -1,8 +1,7 @@
-"""Build the report from the compiler's result.
+"""Builds the report from the compiler's result.
 
-A step is one program, or several: ``CPUOffload(stream=True)`` has one for each unit's forward and
-backward (docs/how-to/cpu-offload.md). Equal programs are compiled once. The report then has the
-memory of the program that needs most, and the times, bytes and floating-point operations of all.
+The report on several programs (``CPUOffload(stream=True)``) has the memory of the one that needs
+most, and the times, bytes and floating-point operations of all.
 """
 
 from __future__ import annotations
@@ -68,14 +67,9 @@ def make_report(
 ) -> Report:
     """The report on ``compiled``, the program of ``step``.
 
-    Args:
-        ranks: the ranks whose programs were compared.
-        executables: the number of different programs among them.
-        title: the title of the report and its pictures.
-        host: the options that libtpu was given.
-        measured: figures for the times, instead of published ones.
-        beside: bytes on the device of the other programs of a streamed step; ``None`` if this
-            program is the entire step.
+    ``executables``: the number of different programs among those of ``ranks``. ``measured``:
+    replaces published figures. ``beside``: bytes of the other programs of a streamed step; ``None``
+    if this program is the entire step.
     """
     published, where = where.chip, calibrated(where, measured)
     chip, capacity = where.chip, where.chip.device_usable_hbm_bytes(host.chip_config)
@@ -174,7 +168,7 @@ def make_report(
 def _laid_out(
     compiled: CompiledStep, step: TracedStep, chip: Chip
 ) -> tuple[Schedule, CompilerMemory]:
-    """The schedule and its memory, as far as the compiler computed them before it stopped."""
+    """The schedule and its memory; empty or estimated if the compiler stopped early."""
     if not compiled.scheduled:
         return Schedule(0, (), (), (), (), 0), CompilerMemory(0, 0, 0, 0, 0, 0)
     assignment = read_assignment(compiled.assignment)
@@ -183,7 +177,7 @@ def _laid_out(
     if memory is None:
         memory = CompilerMemory(
             arguments=assignment.held("argument"),
-            outputs=assignment.held("output"),  # those that do not reuse the buffer of an argument
+            outputs=assignment.held("output"),  # without those in the buffer of an argument
             aliased=0,
             temporaries=assignment.held("temporary"),
             code=0,
@@ -200,13 +194,10 @@ def report_on_parts(
     report_on: Callable[[TracedStep, CompiledStep, int], Report],
     peak: float,
 ) -> Report:
-    """The report on ``step``, a step of several programs (``CPUOffload(stream=True)``).
+    """The report on ``step``, a step of several programs.
 
-    Args:
-        compiled: the compiled program of each of ``step.parts``.
-        report_on: makes the report on one part; its last argument is the number of bytes of other
-            tensors on the device.
-        peak: floating-point operations per second of a device.
+    ``compiled``: of each of ``step.parts``. The last argument of ``report_on``: bytes of other
+    tensors on the device. ``peak``: FLOP/s of a device.
     """
     both = list(zip(step.parts, compiled, strict=True))
     codes = {one.key: one.memory.code if one.memory else 0 for one in compiled}
@@ -256,7 +247,6 @@ def _timing(
     flops: float,
     peak: float,
 ) -> Timing:
-    """The times of all programs together."""
     # Before the first part only its shards are sent; after the last, only its gradients.
     sent = [*(part.to_device for part in parts), 0]
     back = [0, *(part.to_host for part in parts)]
@@ -279,7 +269,6 @@ def _timing(
 
 
 def _named(arguments: Sequence[str], backward: bool) -> str:
-    """The name of a program: its phase and the module whose parameters it uses."""
     owners = [_STATE.sub("", name).rpartition(".")[0].split(".") for name in arguments if name]
     common = ".".join(os.path.commonprefix(owners)) if owners else ""
     return f"{'backward' if backward else 'forward'} of {common or 'several modules'}"

@@ -9,13 +9,10 @@ _KINDS = {"int64": 3, "uint64": 4, "double": 1, "bytes": 12}  # all others are m
 
 
 def message_classes(package: str, messages: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    """The classes of ``messages``, by name. Other fields are kept as they are.
+    """The classes of ``messages``, by name. Fields that are not listed keep their values.
 
-    Args:
-        package: a name for these messages.
-        messages: the fields of each message: name, type (* if repeated) and number, such as
-            ``"planes XPlane* 1"``. A type is a number type, ``bytes`` or one of ``messages``. Maps
-            are lists of entries, as protobuf encodes them.
+    Fields are name, type (* if repeated) and number, such as ``"planes XPlane* 1"``. A type is a
+    number type, ``bytes`` or one of ``messages``. Maps are lists of entries.
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # the plan extra
 

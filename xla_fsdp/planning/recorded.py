@@ -1,12 +1,7 @@
-"""Read one step from a trace that ``xla_fsdp.profile`` recorded, to compare it with a plan.
+"""Reads one step from a trace of ``xla_fsdp.profile``, to compare it with a plan.
 
-The trace contains a copy of each program, which has the module and the phase of each instruction.
-It is parsed with the same code as the program of a plan, so both use the same names.
-
-On a TPU, a step is what one chip did (the line "XLA Ops" of its plane). CPU ranks are threads of
-one process, and the trace does not record the rank of an instruction. There, totals are the mean
-over all ranks, and the timeline shows all of them. Ranks run in lockstep, since programs have
-collectives, so the executions of an instruction in order of time belong to the steps in order.
+On a TPU, a step is what one chip did (the line "XLA Ops" of its plane). A trace of CPU ranks does
+not record the rank of an instruction: totals are means over all ranks, which run in lockstep.
 """
 
 from __future__ import annotations
@@ -33,20 +28,19 @@ _HOST = "/host:CPU"
 _HLO_PLANE = "/host:metadata"
 _OPS = "XLA Ops"
 _NAME = re.compile(r"%?([\w.\-]+)")
-_STEP = "train"  # what xla_fsdp.profile calls a step
-_KNOWN = 0.9  # the share of the instructions that ran which must be in the program
-_LOST = 1e-9  # seconds: the length of events that have none
+_STEP = "train"  # the name of a step in xla_fsdp.profile
+_KNOWN = 0.9  # the least share of the instructions that ran which the program must contain
+_LOST = 1e-9  # seconds: the shown length of events that have none
 _SECONDS_TO_READ = 120.0
-_MOST_BYTES = 2 << 30  # the limit of protobuf for a message
-# Run in a separate process, because XLA may crash on damaged bytes.
+_MOST_BYTES = 2 << 30  # protobuf's limit for a message
+# In a separate process, because XLA may crash on damaged bytes.
 _TO_TEXT = (
     "import sys, jaxlib._jax as j; "
     "m = j.HloModule.from_serialized_hlo_module_proto(sys.stdin.buffer.read()); "
     "sys.stdout.write(m.to_string())"
 )
 
-# The fields that are read of XLA's xplane.proto and hlo.proto. Strings are read as bytes, so that a
-# name that is not UTF-8 does not make the file unreadable.
+# Fields of XLA's xplane.proto and hlo.proto. Strings are bytes: some may not be UTF-8.
 _MESSAGES = {
     "XSpace": ["planes XPlane* 1"],
     "XPlane": ["name bytes 2", "lines XLine* 3", "event_metadata EventEntry* 4",
@@ -66,16 +60,13 @@ _VALUES = [field.split()[0] for field in _MESSAGES["XStat"][1:]]
 
 
 def messages() -> Mapping[str, Any]:
-    """The protobuf classes of the messages, by name."""
     return message_classes("xla_fsdp.recorded", _MESSAGES)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that ran, in seconds of the trace's clock. ``stats``: its other properties."""
-
     name: str
-    shown: str  # a shorter name, or ""
+    shown: str
     begin: float
     end: float
     stats: Mapping[str, Any]
@@ -84,7 +75,7 @@ class Event:
 class Plane:
     """The events of one device, or of the host.
 
-    ``kinds``: name, shorter name and stats of each kind of event, whether or not there are such.
+    ``kinds``: name, shorter name and stats of each kind of event.
     """
 
     def __init__(self, message: Any) -> None:
@@ -101,7 +92,6 @@ class Plane:
         }
 
     def events(self, line: str = "") -> Iterator[Event]:
-        """Yield the events of the lines with this name, or of all lines."""
         for one in self._lines:
             if line in ("", _text(one.name)):
                 for event in one.events:
@@ -119,7 +109,7 @@ class Plane:
                 value = getattr(stat, given[-1])
                 if given[-1] == "str_value":
                     value = _text(value)
-                elif given[-1] == "ref_value":  # frequent strings are stored in the table of names
+                elif given[-1] == "ref_value":
                     value = self._stats.get(value, "")
                 found[self._stats.get(stat.metadata_id, "")] = value
         return found
@@ -130,11 +120,7 @@ def _text(data: bytes) -> str:
 
 
 def trace_in(folder: str | os.PathLike[str]) -> Path:
-    """The newest trace in a TensorBoard folder; or the file itself, if ``folder`` is a file.
-
-    Raises:
-        FileNotFoundError: there is no trace.
-    """
+    """The newest trace in a TensorBoard folder, or ``folder`` itself if it is a file."""
     path = Path(folder)
     if path.is_file():
         return path
@@ -148,11 +134,6 @@ def trace_in(folder: str | os.PathLike[str]) -> Path:
 
 
 def read(path: Path) -> list[Plane]:
-    """Read the planes of a trace.
-
-    Raises:
-        ValueError: the file is not a trace, or is damaged.
-    """
     size = path.stat().st_size
     if size >= _MOST_BYTES:
         raise ValueError(
@@ -170,11 +151,10 @@ def read(path: Path) -> list[Plane]:
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program. All mappings are by the name of the instruction.
+    """One compiled program; all mappings are by the name of the instruction.
 
-    ``compute``: (phase, module) of instructions that compute. ``starts``: the collective that an
-    instruction starts. ``ends``: the collective that it waits for. ``times``: how often it runs in
-    one execution of the program.
+    ``compute``: (phase, module). ``starts``, ``ends``: the collective that it starts or waits for.
+    ``times``: how often it runs in one execution.
     """
 
     name: str
@@ -190,10 +170,8 @@ class Program:
 
 
 def read_program(name: str, proto: bytes) -> Program:
-    """Parse the program in an HloProto.
-
-    Raises:
-        ValueError: this XLA cannot read it, or not in time, or it is not scheduled.
+    """Parse an HloProto; ValueError if this XLA cannot read it, or not in time, or it is not
+    scheduled.
     """
     try:
         content = messages()["HloProto"].FromString(proto).hlo_module
@@ -227,10 +205,9 @@ def read_program(name: str, proto: bytes) -> Program:
 
 @dataclass(frozen=True)
 class Share:
-    """The time of one instruction in a step, in seconds of one rank.
+    """One instruction in a step, in seconds of one rank.
 
-    ``kind``: "compute", or the kind of the traced collective, such as "all-gather". ``waited``: the
-    part of ``seconds`` in which compute waits.
+    ``kind``: "compute", or the traced collective. ``waited``: the part in which compute waits.
     """
 
     kind: str
@@ -244,17 +221,9 @@ class Share:
 class RecordedStep:
     """One step of a trace.
 
-    Attributes:
-        source: the file.
-        device: the name of the device, to be printed.
-        on_cpu: whether CPU ranks ran it; their times are not those of a TPU.
-        ranks: the number of ranks in the timeline.
-        steps: the number of steps in the trace; ``number`` is the step of ``slots``.
-        seconds: the median time of a step from its first instruction to its last.
-        period: the median time from one step to the next; ``None`` if there is only one step.
-        slots: the timeline of one step, in seconds from its begin.
-        shares: means over all steps and ranks.
-        modules: all modules in the program, whether or not they took time.
+    ``seconds``: median from the first instruction to the last. ``period``: median from one step to
+    the next, ``None`` for a single step. ``slots``: the timeline of step ``number``. ``shares``:
+    means over steps and ranks. ``modules``: all in the program.
     """
 
     source: str
@@ -273,9 +242,7 @@ class RecordedStep:
 def read_trace(folder: str | os.PathLike[str]) -> RecordedStep:
     """Read a step from the newest trace in a folder that ``xla_fsdp.profile`` wrote.
 
-    Raises:
-        FileNotFoundError: there is no trace.
-        ValueError: the trace is damaged, or has no program with module names.
+    Raises FileNotFoundError without a trace; ValueError if it is damaged or has no module names.
     """
     path = trace_in(folder)
     planes = read(path)
@@ -293,7 +260,7 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
     once = [len(found) for name, found in mine.items() if program.times[name] == 1]
     executions = statistics.mode(once) if once else 1
     steps = len(marks) or 1
-    # Otherwise the first or last step is incomplete, or a step runs the program several times.
+    # Otherwise a step is incomplete, or runs the program several times.
     steps = 1 if executions % steps else steps
     on_cpu = device == _HOST
     ranks = max(executions // steps, 1) if on_cpu else 1
@@ -319,8 +286,7 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
 
 
 def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
-    """The name of a chip that ran something, or the host, and its events: (instruction, program,
-    event)."""
+    """The name of a chip that ran something, or the host; its (instruction, program, event)."""
     for plane in sorted(planes, key=lambda plane: plane.name):
         if _DEVICE.fullmatch(plane.name):
             found = [
@@ -339,29 +305,28 @@ def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
 
 
 def _of(event: Event) -> str:
-    """The name of the instruction. On a TPU the event has the full text of the instruction."""
+    """The name of the instruction; on a TPU, ``event.name`` is its full text."""
     shown = event.shown or str(event.stats.get("hlo_op", ""))
     match = _NAME.match(shown or event.name)
     return match[1] if match else ""
 
 
 def _number(text: str) -> str:
-    """The number of a program as unsigned; it has 64 bits and may be written as signed."""
+    """The number of a program as unsigned 64 bits; traces may write it as signed."""
     return str(int(text) % (1 << 64)) if re.fullmatch(r"-?\d{1,20}", text) else text
 
 
 def _main_program(
     planes: list[Plane], events: list[tuple[str, str, Event]]
 ) -> tuple[Program, dict[str, list[Event]]]:
-    """The program with module names that took most time, and the events of its instructions."""
+    """The program with module names that took most time, and its events by instruction."""
     spent: dict[str, float] = {}
     for _, key, event in events:
         spent[key] = spent.get(key, 0.0) + event.end - event.begin
     protos: dict[str, list[tuple[str, bytes]]] = {}
     kinds = [kind for plane in planes if plane.name == _HLO_PLANE for kind in plane.kinds.values()]
     for name, _, stats in kinds:
-        # In "jit_step(81)", jit_step is the program's name and 81 its number.
-        base, _, number = name.rpartition("(")
+        base, _, number = name.rpartition("(")  # "jit_step(81)"
         some = [(base, value) for value in stats.values() if isinstance(value, bytes)]
         for key in {base, _number(number.removesuffix(")"))} & spent.keys():
             protos.setdefault(key, []).extend(some)
@@ -385,13 +350,7 @@ def _main_program(
 
 
 def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
-    """Check that of several programs with one name only ``program`` ran.
-
-    Programs of CPU ranks have no numbers that would distinguish them.
-
-    Raises:
-        ValueError: others ran as well.
-    """
+    """Raise ValueError if several programs of one name ran: those of CPU ranks have no numbers."""
     counts = {len(some) for op, some in ran.items() if program.times.get(op) == 1}
     if not ran.keys() <= program.times.keys() or len(counts) > 1:
         raise ValueError(
@@ -401,7 +360,6 @@ def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
 
 
 def _window(mine: dict[str, list[Event]], number: int, steps: int) -> list[tuple[str, Event]]:
-    """The events of one of the steps."""
     return [
         (op, event)
         for op, some in mine.items()
@@ -410,7 +368,6 @@ def _window(mine: dict[str, list[Event]], number: int, steps: int) -> list[tuple
 
 
 def _slots(program: Program, window: Sequence[tuple[str, Event]], begin: float) -> list[Slot]:
-    """The timeline: compute, and collectives until the instruction that waits for them."""
     slots, open_ = [], dict[str, list[Slot]]()
     for op, event in sorted(window, key=lambda one: one[1].begin):
         start, end = event.begin - begin, max(event.end, event.begin + _LOST) - begin
@@ -436,8 +393,6 @@ def _slots(program: Program, window: Sequence[tuple[str, Event]], begin: float) 
 
 
 def _shares(program: Program, mine: dict[str, list[Event]], executions: int) -> list[Share]:
-    """The time of each instruction that computes, and of each collective."""
-
     def seconds(op: str) -> float:
         return sum(event.end - event.begin for event in mine.get(op, ())) / executions
 

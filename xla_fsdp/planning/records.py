@@ -1,8 +1,7 @@
 """Data classes for one compiled step.
 
-``program/`` fills them from the scheduled program, ``timing`` adds times, and ``reporting/`` prints
-and plots them and stores them as JSON. All bytes are bytes of one device (one rank). All places are
-positions in the schedule of the entry computation, in which loop bodies are inlined.
+All bytes are those of one device (one rank). Places are positions in the schedule of the entry
+computation, in which loop bodies are inlined.
 """
 
 from __future__ import annotations
@@ -24,44 +23,42 @@ WORK = ("matmul", "kernel", "elementwise", "copy", "attention")
 class Op:
     """An instruction that takes time and is not a collective.
 
-    ``cycles`` is the compiler's estimate for one execution (0 if there is none). ``times`` is the
-    number of executions in a step (trip counts of the enclosing loops, multiplied).
+    ``cycles``: of one execution, by the compiler; 0 if unknown. ``times``: executions in a step.
     """
 
-    index: int  # place in the schedule
+    index: int
     name: str
     opcode: str
     cycles: int
     times: int = 1
-    module: str = ""  # dotted name of the module it was traced in
+    module: str = ""
     phase: str = ""  # one of PHASES
-    recomputed: bool = False  # by a checkpointed module, in the backward
-    # One of WORK; a fusion with a matmul is a matmul; "" if unknown. "attention": without a kernel.
+    recomputed: bool = False
+    # One of WORK, or "". A fusion with a matmul is a matmul; "attention" is without a kernel.
     work: str = ""
-    padding: float = 0.0  # the share of a matmul that computes padding of its tiles
+    padding: float = 0.0  # share of a matmul that pads its tiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(OneCollective):
     """One collective. An asynchronous one counts once, even if the compiler split it into pieces.
 
-    ``kind``, one of KINDS, is the kind after compilation: a reduce-scatter that the compiler
-    replaced by an all-reduce and a slice is an all-reduce. ``asked`` is the kind that was traced,
-    or "" if the program does not contain it. ``wire_bytes`` is what a device sends in one
-    execution: all-gather B(n-1)/n of its output, reduce-scatter B(n-1)/n of its input, all-reduce
-    twice that, all-to-all B(n-1)/n, collective-permute B.
+    ``kind`` (one of KINDS) is the kind after compilation, ``asked`` the kind that was traced, "" if
+    the program does not contain it. ``wire_bytes`` is what a device sends in one execution:
+    all-gather B(n-1)/n of its output, reduce-scatter B(n-1)/n of its input, all-reduce twice that,
+    all-to-all B(n-1)/n, collective-permute B.
     """
 
-    index: int  # where it starts in the schedule
-    done: int  # where compute waits for its result; equal to index if synchronous
+    index: int
+    done: int  # where compute waits for it; equal to index if synchronous
     name: str
     asked: str
     dtype: str  # as HLO writes it: "bf16", "f32"
     group_size: int
     wire_bytes: int
     asynchronous: bool
-    fused: bool = False  # inside a fusion with compute (the compiler's AllReduceScatterFusion)
-    overlap_cycles: int = 0  # estimated cycles of compute scheduled between index and done
+    fused: bool = False  # in a fusion with compute
+    overlap_cycles: int = 0  # of compute between index and done
     times: int = 1
     module: str = ""
     phase: str = ""
@@ -69,10 +66,10 @@ class Collective(OneCollective):
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A copy between HBM and host memory. ``bytes``: of one execution, without padding."""
+    """A copy between HBM and host memory. ``bytes``: of one execution, unpadded."""
 
-    index: int  # where it starts in the schedule
-    done: int  # where its result is waited for; equal to index if synchronous
+    index: int
+    done: int  # where compute waits for it; equal to index if synchronous
     bytes: int
     to_host: bool
     times: int = 1
@@ -80,14 +77,14 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A piece of HBM that is live from place ``born`` to place ``dies`` (included)."""
+    """A piece of HBM that is live from place ``born`` to place ``dies`` inclusive."""
 
     name: str
-    bytes: int  # including the padding of its tiled layout
+    bytes: int  # with padding
     born: int
     dies: int
     category: str  # "argument", "output" or "temporary"
-    shape: str  # as HLO writes it, e.g. "bf16[8192,4096]"
+    shape: str  # as in HLO: "bf16[8192,4096]"
     opcode: str = ""
     module: str = ""
     phase: str = ""
@@ -95,21 +92,18 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The scheduled program."""
-
-    length: int  # places in the schedule
+    length: int
     ops: tuple[Op, ...]
     collectives: tuple[Collective, ...]
     buffers: tuple[Buffer, ...]  # in HBM only
-    curve: tuple[int, ...]  # bytes of HBM in use at every place: the sum of live buffers
-    peak_index: int  # where the curve is highest
-    notes: tuple[str, ...] = ()  # what the text did not say and had to be assumed
-    to_host: int = 0  # bytes copied from HBM to the host's memory in a step, without padding
-    to_device: int = 0  # and back
+    curve: tuple[int, ...]  # bytes of HBM in use at every place
+    peak_index: int
+    notes: tuple[str, ...] = ()
+    to_host: int = 0  # bytes copied in a step, unpadded
+    to_device: int = 0
     host_copies: tuple[HostCopy, ...] = ()
 
     def live_at_peak(self) -> list[Buffer]:
-        """The buffers that are live at the peak, largest first."""
         at = self.peak_index
         live = [b for b in self.buffers if b.born <= at <= b.dies]
         return sorted(live, key=lambda b: -b.bytes)
@@ -121,15 +115,15 @@ class CompilerMemory:
 
     arguments: int
     outputs: int
-    aliased: int  # part of outputs that reuses the buffers of donated arguments
+    aliased: int  # outputs in buffers of arguments
     temporaries: int  # including fragmentation
-    code: int  # the executable itself
+    code: int
     # The largest sum of live buffers, without code and fragmentation. With host_temporaries it is
-    # computed from the schedule, because the compiler's figure counts some of them.
+    # computed from the schedule: the compiler's figure counts some of them.
     peak: int
-    # Offloaded inputs in host memory until the backward, by the buffer assignment.
+    # Offloaded inputs in host memory.
     host_temporaries: int = 0
-    # On the device at that time, but not of this program: other parts of a streamed step.
+    # Other parts of a streamed step on the device.
     beside: int = 0
 
     @property
@@ -141,55 +135,52 @@ class CompilerMemory:
 
 @dataclass(frozen=True)
 class Part:
-    """One program of a streamed step, and all programs that are equal to it."""
+    """Equal programs of a streamed step."""
 
     name: str  # "backward of blocks.3"
-    times: int  # how often it runs in a step
-    required: int  # bytes of HBM while it runs
-    seconds: float  # modelled time of one execution, without transfers to and from the host
-    wire_bytes: int  # bytes that a device sends to others in one execution
-    to_device: int  # bytes of shards that the host sends for one execution
-    to_host: int  # bytes of gradients that one execution sends to the host
+    times: int  # executions in a step
+    required: int  # HBM
+    # Of one execution; seconds are modelled, without transfers to and from the host.
+    seconds: float
+    wire_bytes: int
+    to_device: int  # shards
+    to_host: int  # gradients
 
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Host memory that one rank needs if the optimizer steps on the host, and that of the host.
-
-    All sizes are in bytes. The transfers are not part of the compiled program.
-    """
+    """Host memory in bytes that one rank needs if the optimizer steps on the host."""
 
     shards: int
     gradients: int
-    state: int  # optimizer state
-    buffers: int  # transfer buffers, at most
+    state: int
+    buffers: int  # at most
     to_host: int  # gradients sent in a step
     to_device: int  # shards sent in a step, in the dtype of the gather
-    ranks: int = 1  # ranks on a host
-    capacity: int = 0  # memory of the host
-    source: str = ""  # where the capacity is published
-    link: float = 0.0  # bytes per second between a rank's device and the host, one way
+    ranks: int = 1
+    capacity: int = 0
+    source: str = ""  # of the capacity
+    link: float = 0.0  # bytes per second between device and host, one way
     link_source: str = ""
 
     @property
     def required(self) -> int:
-        """Bytes that all ranks of a host need together."""
         return self.ranks * (self.shards + self.gradients + self.state + self.buffers)
 
     @property
     def seconds(self) -> float:
-        """The time of the transfers of a step, one after the other."""
+        """Transfers one after the other, which are not in the compiled program."""
         return (self.to_host + self.to_device) / self.link if self.link else 0.0
 
 
 @dataclass(frozen=True)
 class Slot:
-    """An interval of modelled time in one lane of the timeline, in seconds from the start."""
+    """An interval of one lane of the modelled timeline, in seconds."""
 
     lane: str  # "compute", "collective", or copies to or from the host
     begin: float
     end: float
-    index: int  # place in the schedule
+    index: int
     label: str
     module: str = ""
     phase: str = ""
@@ -199,24 +190,23 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timing:
-    """Modelled times of one step, in seconds. Nothing of this was measured."""
+    """Modelled times of one step, in seconds; nothing is measured."""
 
-    compute: float  # the compiler's estimated cycles at the chip's clock
-    collective: float  # by the interconnect model, as if nothing overlapped
-    overlapped: float  # collective time that compute hides in this schedule
-    exposed: float  # the rest of it
+    compute: float  # estimated cycles at the chip's clock
+    collective: float  # as if nothing overlapped
+    overlapped: float  # collective time that compute hides
+    exposed: float  # collective time that compute waits for
     step: float  # compute + exposed + copies
-    model_flops: float  # floating-point operations of the model, this device's part
+    model_flops: float  # this device's part
     mfu: float  # model_flops / (step * peak of the device)
     slots: Sequence[Slot] = ()
-    copies: float = 0.0  # what copies to and from the host add to the step
+    copies: float = 0.0  # in which compute waits for copies to and from the host
 
 
 def reader(kind: Any) -> Callable[[Any], Any]:
-    """A function that converts a value from JSON to the type of an annotation.
+    """A function that converts a JSON value to the type ``kind``, without unknown fields.
 
-    It ignores fields that a data class does not have any more, of files of older versions, and
-    raises TypeError, KeyError, ValueError or AttributeError for other values.
+    It raises TypeError, KeyError, ValueError or AttributeError.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):

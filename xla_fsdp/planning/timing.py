@@ -1,14 +1,8 @@
-"""Model the time of a scheduled program: compute, collectives, and how much of them overlaps.
+"""Models the time of a scheduled program: compute, collectives, and how much of them overlaps.
 
-Two lanes. The compute lane executes the schedule in order, each operation for the compiler's
-``estimated_cycles`` at the TensorCore's clock (``Chip.clock_hz``), a Pallas kernel for what
-``program/flops.py`` makes of its own statement; operations without an estimate take no time. The
-links are one lane too: collectives run one after the other, in the order of their starts, for what
-``links.py`` says; only permutes that share no link run at once. Compute waits for a synchronous
-collective at its place and for an asynchronous one where it is done. What crosses from slice to
-slice has a lane of its own, the data-center network. Copies to the host and copies back are one
-lane each, at the bandwidth of PCIe; compute waits for them where they are done.
-docs/design/time-model.md holds the figures against published ones.
+Operations without an estimate take no time. Collectives run one after the other, except permutes
+that share no link; compute waits for them where they are done. Collectives between slices and
+copies to and from the host have lanes of their own. See docs/design/time-model.md.
 """
 
 from __future__ import annotations
@@ -23,11 +17,10 @@ from ..tpu.links import Links
 from ..tpu.topology import Slice
 from .records import Collective, HostCopy, Op, Schedule, Slot, Timing
 
-# The kinds of events at one place of the schedule, in the order in which they happen.
+# Events at one place of the schedule, in order.
 _WAIT, _START, _BLOCK, _COMPUTE = range(4)
-# The lanes of copies, by whether they are to the host.
 _COPY = {True: "copies to the host", False: "copies from the host"}
-# Simulated iterations of a loop; all others take as long as the last of them.
+# Simulated iterations of a loop; the others are assumed to take as long as the last of them.
 _PLAYED = 2
 
 
@@ -40,16 +33,9 @@ def time_step(
 ) -> Timing:
     """Model the time of one step of ``schedule`` on ``slice``, in seconds.
 
-    ``model_flops``: floating-point operations of the model in a step on this device, for the model
-    FLOPs utilisation (MFU). Recomputation does not count (Chowdhery et al., "PaLM",
-    arXiv 2204.02311, appendix B). The peak is that of bfloat16, ``Chip.device_flops``.
-
-    A loop body is a sequence of places that execute equally often. Its first iterations are
-    simulated; in ``Timing.slots`` the others are one slot in each lane, and in the compute lane one
-    for each phase, and for recomputation, by their shares of the body's cycles.
-
-    ``host_link``: bytes a second from a device to the host and back; default: the published figure.
-    ``links``: those of ``slice``, if the caller has them already: they cache what they were asked.
+    ``model_flops``: of a step on this device, for the model FLOPs utilisation (MFU; Chowdhery et
+    al., "PaLM", arXiv 2204.02311, appendix B), over the bfloat16 peak. ``host_link``: bytes per
+    second from a device to the host and back; default: as published. ``links``: those of ``slice``.
 
     Raises ValueError for a collective of ranks that the slice does not have.
     """
@@ -60,7 +46,6 @@ def time_step(
     compute = sum(op.cycles * op.times for op in schedule.ops) / slice.chip.clock_hz
     busy = sum(lanes.seconds[id(c)] * c.times for c in schedule.collectives)
     collective, copies = busy - lanes.now[_AT_ONCE], lanes.now[_COPIES]
-    # The compute lane only ever waits while the links are busy.
     exposed = min(max(0.0, lanes.now[_COMPUTE_LANE] - compute - copies), collective)
     step = compute + exposed + copies
     return Timing(
@@ -93,7 +78,6 @@ def _events(schedule: Schedule) -> list[_Event]:
     return sorted(events, key=lambda event: (event.index, event.order))
 
 
-# Keys of _Lanes.now: the time of a lane, the latest end of several, and two sums.
 _COMPUTE_LANE, _LINKS, _BETWEEN, _ON_LINKS, _ANYWHERE = "compute", "links", "between", "all", "any"
 _AT_ONCE, _COPIES = "at once", "copies"
 
@@ -101,11 +85,10 @@ _AT_ONCE, _COPIES = "at once", "copies"
 class _Lanes:
     """``now``: until when each lane is in use, in seconds from the start.
 
-    Its keys: ``_COMPUTE_LANE``; ``_LINKS``, all links of the slice; each link that a permute used
-    alone; ``_BETWEEN``, the network between slices; ``_ON_LINKS`` and ``_ANYWHERE``, the latest end
-    of a collective in the slice, and of any; True and False, copies to the host and back; the ids
-    of collectives and copies, when each ends; ``_AT_ONCE``, seconds by which the times of
-    collectives overlap; ``_COPIES``, seconds that compute waited for copies.
+    Further keys: links that a permute used alone; ``_ON_LINKS`` and ``_ANYWHERE``, the latest end
+    of a collective in the slice, and of any; True and False, copies to the host and back; ids of
+    collectives and copies, their ends; ``_AT_ONCE``, seconds in which collectives overlap;
+    ``_COPIES``, seconds that compute waited for copies.
     """
 
     def __init__(
@@ -120,7 +103,9 @@ class _Lanes:
         self.seconds |= {id(c): c.bytes / rates[c.to_host] for c in schedule.host_copies}
 
     def play(self, body: Sequence[_Event], times: int) -> None:
-        """Execute a stretch of the schedule ``times`` over."""
+        """Execute ``body`` ``times`` times; iterations that are not simulated become one slot in
+        each lane (for compute: of each phase).
+        """
         before: dict[Hashable, float] = {}
         for _ in range(min(times, _PLAYED)):
             if times > _PLAYED:
@@ -131,7 +116,6 @@ class _Lanes:
             self._skip(body, times - _PLAYED, before)
 
     def _skip(self, body: Sequence[_Event], count: int, before: Mapping[Hashable, float]) -> None:
-        """Let ``count`` more iterations pass, which take as long as the last one."""
         old = dict(self.now)
         for key, value in old.items():
             self.now[key] += count * (value - before.get(key, value))
@@ -165,7 +149,7 @@ class _Lanes:
                 self._slot("compute", begin, now[_COMPUTE_LANE], what)
         elif event.order == _START:
             self._start(what)
-        else:  # compute waits for it
+        else:
             end = max(now[_COMPUTE_LANE], now[id(what)])
             if isinstance(what, HostCopy):
                 now[_COPIES] += end - now[_COMPUTE_LANE]

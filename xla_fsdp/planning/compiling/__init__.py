@@ -1,1 +1,1 @@
-"""From a program to what the TPU compiler makes of it."""
+"""Runs the TPU compiler on a traced program."""

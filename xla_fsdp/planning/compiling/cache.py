@@ -1,4 +1,4 @@
-"""Results of the compiler, cached on disk by the digest of the request."""
+"""Results of the compiler, cached on disk."""
 
 from __future__ import annotations
 
@@ -22,17 +22,14 @@ class CompiledStep:
 
     Attributes:
         key: digest of program, slice, options and compiler versions.
-        traced: text of the program as it was handed over.
-        scheduled: text of the scheduled program. Without cycle estimates if it did not fit.
-        assignment: text of the compiler's buffer assignment.
-        memory: its own memory figures; ``None`` if the program did not fit while compiling.
+        traced: text of the program as it was passed to the compiler.
+        scheduled: without cycle estimates if the program did not fit.
+        assignment: text of the buffer assignment.
+        memory: ``None`` if the program did not fit.
         refusal: the compiler's message in that case, else "".
-        seconds: how long it compiled.
-        from_cache: nothing was compiled now.
-        model_flops: of one step on one device, counted in ``traced``; ``None`` until then.
-        options: values that the flags of libtpu had which somebody set, as it states them.
-        versions: of torch_xla, jax, jaxlib, libtpu, and the compiler's Python.
-        host_memory: the largest number of bytes of the compiler's process; 0 if unknown.
+        model_flops: of one step on one device; ``None`` until counted.
+        options: the compiler options that were set, with the values that libtpu reports.
+        host_memory: peak bytes of the compiler's process; 0 if unknown.
     """
 
     key: str
@@ -50,16 +47,15 @@ class CompiledStep:
 
     @property
     def flops(self) -> float:
-        """:attr:`model_flops`, which ``compile_step`` has counted."""
         assert self.model_flops is not None
         return self.model_flops
 
 
 class PlanCache:
-    """A folder of earlier results. ``folder=None`` stores nothing.
+    """A folder of compiler results; ``None`` stores nothing.
 
-    Files appear complete or not at all; one that is damaged, or of another version of this package,
-    counts as missing. Several processes may use a folder at the same time.
+    Several processes may share it. A file that is damaged, or of another version, counts as
+    missing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -67,12 +63,7 @@ class PlanCache:
 
     @classmethod
     def at(cls, where: str | os.PathLike[str] | bool) -> PlanCache:
-        """``True``: ``$XDG_CACHE_HOME/xla_fsdp/plans``, by default in ``~/.cache``; ``False``: no
-        cache; else a folder.
-
-        Raises:
-            TypeError: ``where`` is none of these.
-        """
+        """The cache for ``plan(cache=where)``; raises TypeError for another type."""
         if where is True:
             return cls(default_cache_folder("plans"))
         if where and not isinstance(where, (str, os.PathLike)):
@@ -86,7 +77,7 @@ class PlanCache:
             with gzip.open(self._folder / f"{key}.json.gz", "rt", encoding="utf-8") as file:
                 step: CompiledStep = reader(CompiledStep)(json.load(file))
         except (OSError, EOFError, zlib.error, RecursionError, ValueError):
-            return None  # missing, or damaged
+            return None
         except (TypeError, KeyError, AttributeError):
             return None  # of another version
         return replace(step, from_cache=True) if step.key == key else None
@@ -99,7 +90,6 @@ class PlanCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._folder / f"{step.key}.json.gz", content)
         except OSError as error:
-            # A result of minutes of compiling is worth more than its copy in the cache.
             warnings.warn(
                 f"the plan is not kept, {self._folder} cannot be written ({error.strerror}); pass "
                 "cache=FOLDER or cache=False",
@@ -108,7 +98,7 @@ class PlanCache:
 
 
 def write_whole(place: Path, content: bytes) -> None:
-    """Writes a file completely or not at all."""
+    """Writes a file atomically."""
     partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "xb") as stream:

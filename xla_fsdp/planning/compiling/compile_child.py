@@ -1,21 +1,12 @@
-"""Compiles one program for a TPU slice, in a separate process: ``python compile_child.py DIR
-PARENT``.
+"""Compiles one program for a TPU slice, in a separate process: ``compile_child.py DIR PARENT``.
 
-libtpu reads its settings from the environment when it is loaded, prints messages, and ends the
-process when it refuses a program; the caller must be safe from all of that. The interpreter may be
-that of another environment (:mod:`xla_fsdp.plan_compiler`), which has jax and libtpu and nothing of
-this package, so this file imports nothing but jax and numpy.
+The interpreter may be that of another environment, so this file imports nothing of this package.
+It reads ``DIR/request.json`` and the program (see ``program_file``), and writes to DIR:
 
-``DIR/request.json`` and one more file say what to compile: ``DIR/step.hlo``, the program of every
-device, or, where the request says ``partitioned``, ``DIR/step.stablehlo``, one program of all
-devices together, with shardings, for the compiler to partition. The results, all in DIR:
-
-- ``result.json``: the compiler's memory figures and seconds, or ``error`` and its kind: "memory",
-  "topology" (libtpu does not know the slice), "names" (of jax, which this release lacks), or the
-  exception's type;
+- ``result.json``: memory figures and seconds, or ``error`` and its kind: "memory", "topology"
+  (libtpu does not know the slice), "names" (this jax lacks a name), or the exception's type;
 - ``scheduled.txt``: the scheduled program;
-- ``dump/``: what XLA wrote while compiling, with the buffer assignment, the traced program, and
-  the value that each flag of libtpu had.
+- ``dump/``: what XLA wrote while compiling.
 """
 
 from __future__ import annotations
@@ -30,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Names of jax that no release promises, and the modules that have them. jax 0.7.1 and 0.12.0.1
-# have all of them.
+# Private names of jax and their modules; jax 0.7.1 and 0.12.0.1 have all of them.
 _NAMES = {
     "get_topology_desc": "jax.experimental.topologies",
     "hlo_to_stablehlo": "jaxlib._jax.mlir",
@@ -48,7 +38,7 @@ _TILINGS = "result_tilings"
 
 
 class KnownError(Exception):
-    """An error with a message of ours. ``kind``: "names" or "topology", as in ``result.json``."""
+    """``kind``: "names" or "topology", as in ``result.json``."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -56,25 +46,23 @@ class KnownError(Exception):
 
 
 class Names:
-    """The names of jax that are needed, looked up when they are used."""
+    """The private names of jax, imported at their first use."""
 
     def __getattr__(self, name: str) -> Any:
         path = f"{_NAMES[name]}.{name}"
         try:
             return pkgutil.resolve_name(path)
-        except Exception as error:  # releases that do not fit raise what they like
+        except Exception as error:  # the type differs by release
             raise KnownError("names", f"{path}: {error}") from error
 
 
 def program_file(request: dict) -> str:
-    """Name of the file that holds the program."""
     return "step.stablehlo" if request.get("partitioned") else "step.hlo"
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process took; 0 if the system does not report it.
-
-    Not ``ru_maxrss``: Linux counts in it what the parent process had taken before.
+    """Peak bytes of this process, 0 if unknown; Linux's ``ru_maxrss`` includes the parent before
+    the fork.
     """
     with open("/proc/self/status") as status:
         peaks = (int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
@@ -106,14 +94,14 @@ def main(folder: Path, parent: int) -> None:
 
 
 def _end_with_parent(folder: Path, parent: int) -> None:
-    """Ends this process and removes the folder when the caller was killed."""
+    """Ends this process and removes the folder when the caller has ended."""
     while os.getppid() == parent:
         time.sleep(0.2)
     for _ in range(100):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             break
-        time.sleep(0.02)  # the compiler has just written into it
+        time.sleep(0.02)  # the compiler may still write into it
     os._exit(1)
 
 
@@ -133,7 +121,7 @@ def compile_step(folder: Path, request: dict) -> dict:
         build = options.executable_build_options
         build.use_spmd_partitioning = True
         build.use_shardy_partitioner = partitioned["shardy"]
-        # An output without a sharding gets the one that it is computed in, as in torch_xla.
+        # An output without a sharding gets the one that it is computed in.
         build.allow_spmd_sharding_propagation_to_output = [True]
     ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
     options.device_assignment = jax.DeviceAssignment.create(ids)
@@ -149,7 +137,7 @@ def compile_step(folder: Path, request: dict) -> dict:
         compile = devices[0].client.compile
         try:
             executable = compile(module, where, options)
-        except TypeError:  # before jax 0.8 only bytes were accepted
+        except TypeError:  # jax < 0.8 accepts only bytes
             executable = compile(jax.module_to_bytecode(module), where, options)
     seconds = time.monotonic() - began
     memory = executable.get_compiled_memory_stats()
@@ -169,11 +157,10 @@ def compile_step(folder: Path, request: dict) -> dict:
 
 
 def _devices(jax: Names, request: dict) -> list[Any]:
-    """The devices of the slice, by id."""
     describe = jax.get_topology_desc
     try:
         slice_ = describe(request["libtpu_name"], "tpu", **request["topology_options"])
-    except Exception as error:  # its type differs by release
+    except Exception as error:  # the type differs by release
         raise KnownError("topology", str(error)) from error
     devices: list[Any] = sorted(slice_.devices, key=lambda device: device.id)
     if len(devices) != request["devices"]:
@@ -183,11 +170,7 @@ def _devices(jax: Names, request: dict) -> list[Any]:
 
 
 def _leave_out_tilings(ir: Any, module: Any) -> None:
-    """Removes an attribute of kernels that says nothing.
-
-    jaxlib 0.12 converts the layouts of a kernel's results into tilings, which are empty. They make
-    it a newer version of a custom call than the StableHLO that libtpu 0.0.51 reads has.
-    """
+    """Removes empty tilings, which jaxlib 0.12 adds and libtpu 0.0.51 cannot read."""
 
     def leave_out(operation: Any) -> Any:
         attributes = operation.attributes
@@ -200,7 +183,7 @@ def _leave_out_tilings(ir: Any, module: Any) -> None:
 
 
 def _donate(ir: Any, module: Any, donated: set[int]) -> None:
-    """States which arguments' buffers outputs may take over; the compiler pairs them."""
+    """Marks the arguments whose buffers outputs may reuse; the compiler pairs them."""
     main = ir.SymbolTable(module.operation)["main"]
     given = list(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else []
     attributes = []
@@ -213,6 +196,6 @@ def _donate(ir: Any, module: Any, donated: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    # Files beside this one are modules of a package, not for import by their short names.
+    # Files beside this one would hide modules of the same name.
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Runs the TPU compiler without a TPU, in a child process, and caches its results on disk."""
+"""Runs the TPU compiler in a child process, and caches its results."""
 
 from __future__ import annotations
 
@@ -46,23 +46,17 @@ _FORMAT = 3  # of what is cached; raise it when that changes
 
 
 class CompileError(RuntimeError):
-    """The TPU compiler refused the program, for another reason than its need of memory."""
+    """The TPU compiler refused the program for a reason other than memory."""
 
 
 def require_extra(compiler: Compiler) -> None:
-    """Raises MissingExtraError unless the packages of the ``plan`` extra are there that a plan
-    with ``compiler`` needs."""
     own = ("jax", "jaxlib", "libtpu") if compiler.python == sys.executable else ()
     extras.require_extra("plan", "planning", (*own, "matplotlib", "google.protobuf"))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A slice, and how programs are compiled for it.
-
-    ``launcher``, ``options``: as ``plan`` takes them. ``measured``: figures for the times, instead
-    of published ones.
-    """
+    """A slice, and how programs are compiled for it; the fields are arguments of ``plan``."""
 
     where: Slice
     compiler: Compiler
@@ -83,7 +77,6 @@ class Target:
         progress: Progress,
         calibration: Calibration | str | os.PathLike[str] | None = None,
     ) -> Target:
-        """Checks these arguments of ``plan``; it documents the errors."""
         where = resolve(topology)
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(
@@ -100,21 +93,16 @@ class Target:
         return cls(where, used, launcher, options or {}, kept, progress, measured)
 
     def host(self, options: Mapping[str, str] = MappingProxyType({})) -> HostOptions:
-        """The options of libtpu on such a host; those of the target override ``options``."""
         further = {**options, **self.options}
         return host_options(self.where.chip, self.launcher, further, libtpu=self.compiler.library)
 
     def compile(
         self, program: TracedProgram | PartitionedProgram, host: HostOptions
     ) -> CompiledStep:
-        """Compiles ``program``, or takes the result of an earlier time from the cache.
+        """Compiles ``program``, or takes its result from the cache.
 
-        Args:
-            host: what libtpu reads there when it starts.
-
-        Raises:
-            CompileError: the compiler refused the program, or ended without a message.
-            UnusableCompilerError: libtpu does not know the slice, or plans do not know this jax.
+        Raises CompileError, or UnusableCompilerError if libtpu does not know the slice, or this jax
+        lacks a name.
         """
         where = self.where
         versions = {"torch_xla": importlib.metadata.version("torch_xla"), **self.compiler.versions}
@@ -143,7 +131,7 @@ class Target:
         try:
             if found.model_flops is None:
                 found = replace(found, model_flops=model_flops(found.traced))
-        finally:  # a fault there must not lose an hour of compiling
+        finally:  # an error there must not lose the compiled result
             if found is not kept:
                 self.cache.write(found)
         return found
@@ -161,9 +149,9 @@ class Target:
             if refusal:
                 _raise_unless_memory(result["kind"], refusal, self.compiler, self.where)
             assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
-            if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51 writes a separate file
+            if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51
                 assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
-            scheduled = ""  # if it stopped before it had assigned any memory
+            scheduled = ""
             if not refusal:
                 scheduled = (folder / "scheduled.txt").read_text()
             elif assignment:
@@ -183,7 +171,6 @@ class Target:
             )
 
     def _run(self, folder: Path, arguments: str) -> dict[str, Any]:
-        """Runs the compiler on the request in ``folder``; returns its ``result.json``."""
         where, compiler, began = self.where, self.compiler, time.monotonic()
         what = f"compiling for {where.name} ({where.devices} devices)"
         with (folder / "log").open("wb") as log:
@@ -214,7 +201,6 @@ class Target:
 def _without_result(
     status: int, output: str, arguments: str, compiler: Compiler, where: Slice
 ) -> str:
-    """What to say when the compiler's process ended without a result."""
     version = compiler.versions["libtpu"]
     remedies = []
     if status == -signal.SIGKILL:
@@ -241,7 +227,6 @@ def _without_result(
 
 
 def _stored(output: str) -> str:
-    """Writes the compiler's output, which is long, to a file, and says where."""
     with tempfile.NamedTemporaryFile(
         "w", prefix="xla_fsdp_compiler_", suffix=".log", delete=False, errors="replace"
     ) as file:
@@ -250,13 +235,12 @@ def _stored(output: str) -> str:
 
 
 def _give_back_memory() -> None:
-    """Returns what the model took up to the system: the compiler needs gigabytes next."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+    """Returns freed memory to the system: the compiler needs gigabytes next."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _raise_unless_memory(kind: str, error: str, compiler: Compiler, where: Slice) -> None:
-    """Raises if the compiler failed for another reason than the program's need of memory."""
     if kind == "topology":
         slice_ = f"{where.name} ({where.libtpu_name})"
         raise UnusableCompilerError(refusal_of(compiler.versions["libtpu"], slice_, error))
@@ -272,17 +256,13 @@ def _raise_unless_memory(kind: str, error: str, compiler: Compiler, where: Slice
 
 
 def _values(flags: str, named: Iterable[str]) -> dict[str, str]:
-    """The values in ``flags``, lines of ``--name=value``, of the options ``named`` in it."""
     pairs = (line.lstrip("-").partition("=") for line in flags.splitlines())
     known = {name: value.strip("'") for name, _, value in pairs}
     return {name: known[name] for name in named if name in known}
 
 
 def _dumped(folder: Path, ending: str) -> str:
-    """The last file of that name: the program itself comes after what it was compiled from.
-
-    Not counting parts that libtpu 0.0.51 takes out of it, for SparseCores, and compiles separately.
-    """
+    """The last file with that ending, except parts that libtpu 0.0.51 compiles for SparseCores."""
     files = sorted((folder / "dump").glob(f"*.{ending}"))
     own = [file for file in files if ".extracted." not in file.name]
     return own[-1].read_text() if own else ""

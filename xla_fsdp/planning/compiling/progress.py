@@ -1,4 +1,4 @@
-"""One line on the terminal with the current work and its seconds so far."""
+"""Shows the current work on the terminal."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from collections.abc import Iterator
 from typing import TextIO
 
 _WORTH_A_LINE = 5.0  # seconds
-_OFTEN = 60.0  # seconds between lines on one compilation of a search
+_OFTEN = 60.0  # seconds
 
 
 class Progress:
     """Rewrites one line on a terminal; elsewhere prints a line at the start and one at the end.
 
-    ``stream=None`` prints nothing. ``budget``: the most compilations of a search. Lines then have
-    the number of the compilation, the time since the start and what remains, once a minute.
+    ``stream=None`` prints nothing. ``budget``: the most compilations of a search.
     """
 
     def __init__(self, stream: TextIO | None = sys.stderr, budget: int = 0) -> None:
         self._stream, self._budget, self._began = stream, budget, time.monotonic()
         self._shown, self._said = "", 0.0
-        self._seconds: list[float] = []  # of each compilation of the search so far
+        self._seconds: list[float] = []
 
     def update(self, what: str, seconds: float) -> None:
-        """``seconds``: how long the present compilation has taken."""
         if self._stream is None:
             return
         text = f"{what}, {self._status(seconds)}" if self._budget else what
@@ -47,14 +45,12 @@ class Progress:
 
     @contextlib.contextmanager
     def while_compiling(self) -> Iterator[None]:
-        """What happens in this context is one compilation of a search."""
         began = time.monotonic()
         yield
         self._seconds.append(time.monotonic() - began)
 
     @contextlib.contextmanager
     def while_doing(self, what: str) -> Iterator[None]:
-        """Names what this thread does itself, and so cannot count the seconds of."""
         began = time.monotonic()
         if self._stream is not None and self._stream.isatty():
             self._write(f"\r\033[K{what} …", "")
@@ -65,7 +61,6 @@ class Progress:
             self.done(what, time.monotonic() - began)
 
     def say(self, text: str) -> None:
-        """Prints a line that stays."""
         if self._stream is not None:
             start = "\r\033[K" if self._stream.isatty() else ""
             self._write(f"{start}{text}", "\n")

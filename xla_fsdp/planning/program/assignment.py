@@ -1,8 +1,7 @@
-"""Parse XLA's buffer assignment: the size, offset and live range of every buffer.
+"""Parses XLA's buffer assignment (``*-buffer-assignment.txt``).
 
-XLA writes this text as ``*-buffer-assignment.txt`` while it compiles. An *allocation* is one
-contiguous piece of memory. All temporaries of a program are in one allocation, in which *values*
-have offsets; values that are not live at the same time share bytes.
+All temporaries are in one *allocation*, in which *values* have offsets; values that are not live at
+the same time share bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ _PLACE = re.compile(r"^    (\d+):(\S+)$")
 _RANGE = re.compile(r"^    (.+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _COLOR = re.compile(r", color (\d+)")
 _PARAMETER = re.compile(r", parameter (\d+)")
-# What precedes the order of instructions and the live ranges.
 LIVE_RANGES = "\nHloLiveRange"
 
 
@@ -30,15 +28,15 @@ class Allocation:
 
     bytes: int
     category: str
-    parameter: int | None  # number of the argument that it contains
+    parameter: int | None
     values: Sequence[Value]
 
 
 @dataclass(frozen=True)
 class Value:
-    """The result of one instruction, live in the sequence from ``born`` to ``dies`` (included)."""
+    """The result of one instruction, live from ``born`` to ``dies`` inclusive."""
 
-    name: str  # of the instruction
+    name: str
     bytes: int
     offset: int
     shape: str
@@ -48,23 +46,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Assignment:
-    """All allocations in HBM, and the order of instructions that live ranges refer to."""
-
     allocations: tuple[Allocation, ...]
-    sequence: tuple[str, ...]  # names of instructions
-    on_host: int = 0  # bytes of temporaries in host memory
+    sequence: tuple[str, ...]
+    on_host: int = 0  # bytes of temporaries
 
     def held(self, category: str) -> int:
-        """Bytes of all allocations of a category, unused parts included."""
         return sum(a.bytes for a in self.allocations if a.category == category)
 
 
 def read_assignment(text: str) -> Assignment:
-    """Parse a buffer assignment.
-
-    Raises:
-        ValueError: ``text`` is not a buffer assignment, or has no live ranges.
-    """
+    """Raises ValueError if ``text`` is no buffer assignment, or has no live ranges."""
     if not text.startswith("BufferAssignment:"):
         raise ValueError(f"not a buffer assignment of XLA: it begins with {text[:40]!r}")
     head, found, tail = text.partition(LIVE_RANGES)
@@ -91,7 +82,7 @@ def read_assignment(text: str) -> Assignment:
 def _allocations(
     text: str, ranges: Mapping[tuple[str, str], tuple[int, int]], last: int
 ) -> Iterator[Allocation]:
-    values: list[Value] | None = None  # of the last allocation that is in HBM
+    values: list[Value] | None = None
     for line in text.splitlines():
         if begin := _ALLOCATION.match(line):
             kind, values = _kind(int(begin[2]), begin[3]), None
@@ -105,7 +96,7 @@ def _allocations(
                 born, dies = ranges.get((name, index or "{}"), (0, last))
                 values.append(Value(name, int(size), int(offset), shape, born, dies))
             elif not line.startswith(" "):
-                break  # the end of the allocations
+                break
 
 
 def _kind(size: int, said: str) -> tuple[int, str, int | None] | None:
@@ -127,12 +118,7 @@ def _color(said: str) -> int:
 
 
 def without_overlap(values: Sequence[Value]) -> list[Value]:
-    """The values of an allocation, changed so that no byte counts twice at any place.
-
-    A value that overwrites another one (an update in place) is live together with it at the place
-    of the update, and the live range of the first may even be longer. Here the first value ends
-    where the second begins.
-    """
+    """Values cut so that no byte counts twice: XLA's ranges of in-place updates overlap."""
     by_bytes: dict[tuple[int, int], list[Value]] = defaultdict(list)
     for value in values:
         by_bytes[value.offset, value.bytes].append(value)

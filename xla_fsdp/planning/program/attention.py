@@ -1,4 +1,4 @@
-"""Find the shapes of attention in a traced program, and whether a kernel could compute it."""
+"""Finds attention in a traced program."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from math import prod
 
 from ...tpu.chips import Chip
 
-_LANES, _HEAD_DIM, _LARGEST_HEAD_DIM = 128, 64, 256  # of layers/attention.py, which needs torch
-# Batched matmuls and exponentials of a forward: the shape of the result, and which it is.
+_LANES, _HEAD_DIM, _LARGEST_HEAD_DIM = 128, 64, 256  # as layers/attention.py, which needs torch
 _STEP = re.compile(
     r"= \w+\[([\d,]+)\]\S* (?:dot\(.*lhs_batch_dims=\{\d|(exponential)\().*"
     r'op_name="(?:\w+\[[^\]"]*\][\d.]*/)*forward\['
@@ -16,10 +15,9 @@ _STEP = re.compile(
 
 
 def attention_shapes(traced: str) -> tuple[int, int, int] | None:
-    """(queries, keys, head dimension) of the first attention in the forward of a traced program.
+    """(queries, keys, head dimension) of the first attention in the forward.
 
     Attention is two batched matmuls with an exponential of the first result's size between them.
-    ``None`` if there is none.
     """
     scores: tuple[int, ...] = ()
     softmax = False
@@ -38,7 +36,7 @@ def attention_shapes(traced: str) -> tuple[int, int, int] | None:
 
 
 def why_no_kernel(traced: str, chip: Chip) -> str:
-    """Why the attention of a traced program cannot use a kernel; "" if it can, or has none."""
+    """Why attention cannot use a kernel, or "" if it can or if there is none."""
     found = attention_shapes(traced)
     if found is None:
         return ""

@@ -1,12 +1,9 @@
-"""Find the collectives of a schedule, each once, with their groups of devices and bytes sent.
+"""Finds the collectives of a schedule, each once, with their groups of devices and bytes sent.
 
-An asynchronous collective has a start and a done instruction. The TPU compiler may also split it: a
-fusion starts it, other fusions do a part of it together with their own computation, and a last one
-waits for it. Each of these contains a copy of the full collective, by which the parts are matched.
-
-A collective that a SparseCore runs (TPU7x) is a ``custom-call-start`` without operands, which
-prepares it, a ``custom-call-update`` with its operands, where it begins, and a
-``custom-call-done``; the collective itself is in the computation that the start calls.
+The TPU compiler may split an asynchronous collective: a fusion starts it, others do a part, and a
+last one waits for it. Each contains a copy of the full collective, which identifies them. On a
+SparseCore (TPU7x) it is a ``custom-call-start`` without operands, a ``custom-call-update``, where
+it begins, and a ``custom-call-done``.
 """
 
 from __future__ import annotations
@@ -25,10 +22,9 @@ from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves, numbers
 from .places import Line, Place
 from .scopes import asked, scope
 
-# Opcodes of collectives. A rare kind counts as the one that sends about the same bytes.
+# A rare kind counts as one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
-# A collective between slices goes through the hosts: a send and a receive with the same name. These
-# are the runtime's ("megascale") names of the kinds.
+# A collective between slices is a send and a receive with the same name, of the runtime's kinds:
 _BETWEEN = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -50,9 +46,8 @@ _MESH = re.compile(r"mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)*)\}")
 def parse_groups(text: str) -> Groups:
     """Parse groups: ``{{0,1},{2,3}}``, ``[2,2]<=[2,2]T(1,0)`` or ``mesh['a'=2,'b'=2] {'b'}``.
 
-    The second means: count from 0, reshape the numbers to the list after ``<=``, transpose, and
-    split the result into rows. The third (libtpu 0.0.51): reshape the numbers to the mesh; a group
-    has the numbers that differ only in the named axes.
+    The second: reshape numbers from 0 to the list after ``<=``, transpose, and split into rows. The
+    third (libtpu 0.0.51): reshape them to the mesh; a group differs only in the named axes.
     """
     text = text.strip()
     if mesh := _MESH.fullmatch(text):
@@ -79,15 +74,12 @@ def parse_groups(text: str) -> Groups:
 
 
 def _rows(dims: Sequence[int], order: Sequence[int], width: int) -> Groups:
-    """Numbers from 0 in the shape ``dims``, transposed, in rows of ``width``."""
     numbered = np.arange(math.prod(dims)).reshape(dims).transpose(order)
     return tuple(map(tuple, numbered.reshape(-1, width).tolist()))
 
 
 @dataclass(frozen=True)
 class Found:
-    """All collectives in the order of their starts, and the places that only they use."""
-
     collectives: list[Collective]
     places: set[int]
     notes: list[str]
@@ -95,10 +87,8 @@ class Found:
 
 @dataclass
 class _Open:
-    """A collective that was found; ``done`` is not known yet."""
-
     place: Place
-    core: Instruction  # the collective itself, possibly inside a fusion
+    core: Instruction  # possibly inside a fusion
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     fused: bool
@@ -107,7 +97,7 @@ class _Open:
 
 
 def find_collectives(line: Line) -> Found:
-    """Every collective of the schedule. Raises ValueError for groups it cannot read."""
+    """Raises ValueError for groups it cannot read."""
     search = _Search(line)
     for place in line.places:
         search.visit(place)
@@ -125,12 +115,12 @@ def find_collectives(line: Line) -> Found:
 class _Search:
     def __init__(self, line: Line):
         self._module = line.module
-        # Those that run: by the (scope, name) of the instruction that started them or handed them
-        # on, and by what the fusions with their parts have in common.
+        # Those that run: by (scope, name) of the instruction that started or forwarded them, or by
+        # what the fusions with their parts share.
         self._started: dict[tuple[int, str], _Open] = {}
         self._in_parts: dict[tuple[str, str, str], list[_Open]] = {}
         self._inside: dict[str, list[tuple[Computation, Instruction]]] = {}
-        self._between: dict[str, _Open] = {}  # by name
+        self._between: dict[str, _Open] = {}
         self.found: list[_Open] = []
         self.own: set[int] = set()
 
@@ -154,7 +144,7 @@ class _Search:
                 return
             self._started[place.scope, instruction.name] = one
             if opcode == "custom-call-update" and not one.place.instruction.operands:
-                one.place = place  # what was started without operands begins where it gets them
+                one.place = place  # it begins where it gets its operands
                 self.own.add(place.index)
 
     def _transfer(self, place: Place) -> None:
@@ -180,7 +170,7 @@ class _Search:
             if one.opcode == "custom-call" and mark in one.attributes
         ]
         for computation, core in inside:
-            # The parts of a collective are copies of it. Of equal ones the first ends first.
+            # Of equal collectives the first ends first.
             running = self._in_parts.setdefault((core.opcode, core.op_name, str(core.shape)), [])
             if _DONE in marks:
                 if running:
@@ -188,7 +178,7 @@ class _Search:
                 continue
             started = place.instruction.opcode in _BY_CALL or _START in marks
             if not started and running:
-                continue  # does a part of a collective that was started before
+                continue  # a part of a started collective
             shapes = (computation.by_name[name].shape for name in core.operands)
             operands = tuple(leaf for shape in shapes for leaf in leaves(shape))
             one = self._add(place, core, operands, leaves(core.shape), started, fused=not started)
@@ -218,7 +208,6 @@ class _Search:
         self.own.add(place.index)
 
     def _collectives_in(self, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
-        """The collectives inside a fusion or what an asynchronous call starts."""
         if not instruction.called:
             return []
         name = instruction.called[0]
@@ -287,7 +276,7 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
 
 
 def _over_slices(module: Module, core: Instruction) -> tuple[tuple[int, ...], ...]:
-    """Groups of the same device in every slice; the program numbers the devices of one slice."""
+    """Groups of the same device in every slice; the program numbers those of one slice."""
     found = _SLICES.search(core.attributes)
     slices = len(found[1].split(",")) if found else 1
     devices = module.devices
@@ -305,7 +294,6 @@ def _emitter(instruction: Instruction) -> str:
 
 
 def _scatters(module: Module, one: _Open, emitter: str) -> bool:
-    """Whether a fused all-reduce produces only this device's part of the sum."""
     if "AllReduceScatter" in emitter:
         return True
     for computation in module.computations.values():
@@ -316,7 +304,7 @@ def _scatters(module: Module, one: _Open, emitter: str) -> bool:
 
 
 def _names_of_reducer(module: Module, core: Instruction) -> list[str]:
-    """Names in the computation that adds. Merged collectives have no other names."""
+    """Names in the computation that adds; merged collectives have no others."""
     reducer = (core.attribute("to_apply") or "").lstrip("%")
     if reducer not in module.computations:
         return []

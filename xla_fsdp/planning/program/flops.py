@@ -1,17 +1,9 @@
-"""Count the floating-point operations of a model in the traced program.
+"""Counts the floating-point operations (FLOPs) of a model in the traced program.
 
-A matmul of (m, k) and (k, n) counts 2mkn, a convolution likewise for each of its outputs, and a
-Pallas kernel counts its cost estimate. Nothing else counts. The backward of a
-matmul is two matmuls of the same size (one for the gradient of each factor), so training counts
-three times the forward. For a transformer this is the 6 N per token of Kaplan et al., "Scaling Laws
-for Neural Language Models" (section 2.1), plus attention. Recomputation in the backward does not
-count, by the definition of model FLOPs utilisation in Chowdhery et al., "PaLM" (appendix B).
-
-The time of Pallas kernels is also modelled here, from the same estimates; the compiler has no
-others. A kernel's custom call has Pallas' ``CostEstimate``: floating-point operations, and bytes
-between HBM and the core. Its time in the model is the longer of the two at the chip's peak rates
-(the roofline of Williams et al., "Roofline: an insightful visual performance model", CACM 2009).
-The real time is longer, since neither the vector unit nor the start of a kernel is included.
+A matmul of (m, k) and (k, n) counts 2mkn, a convolution likewise for each output, and a Pallas
+kernel its cost estimate. Training counts three times the forward. For a transformer this is the 6 N
+per token of Kaplan et al., "Scaling Laws for Neural Language Models" (section 2.1), plus attention.
+Recomputation does not count (Chowdhery et al., "PaLM", appendix B).
 """
 
 from __future__ import annotations
@@ -28,21 +20,15 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _AGAIN = "recompute["
 _NOT_FORWARD = ("backward[", "optimizer[")
 _KERNEL = 'custom_call_target="tpu_custom_call"'
-# An attribute that xla_fsdp.layers.jax_call sets: FLOPs of the model, if fewer than the kernel's.
+# Set by xla_fsdp.layers.jax_call: FLOPs of the model, if fewer than the kernel's.
 _MODEL_FLOPS = "xla_fsdp_model_flops"
 _DILATED = re.compile(r"lhs_dilate=([\dx]+)")
 
 
 def model_flops(traced: str) -> float:
-    """Model FLOPs of one step on one device.
+    """Model FLOPs of one step on one device; a frozen and the first layer also count three times.
 
-    By the convention above, a frozen layer and the first layer also count three times.
-
-    Args:
-        traced: text of the traced program, with the names that ``tracing/naming.py`` sets.
-
-    Raises:
-        ValueError: ``traced`` is not HLO.
+    Raises ValueError if ``traced`` is not HLO.
     """
     forward = everything = 0.0
     for place in line_up(parse_module(traced)).places:
@@ -56,7 +42,7 @@ def model_flops(traced: str) -> float:
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of one execution of an instruction, without those of computations that it calls."""
+    """FLOPs of one execution, without those of computations that it calls."""
     if instruction.opcode == "dot":
         left = _dims(computation.by_name[instruction.operands[0]])
         contracting = _CONTRACTING.search(instruction.attributes)
@@ -66,7 +52,7 @@ def flops_of(computation: Computation, instruction: Instruction) -> float:
         kernel = _dims(computation.by_name[instruction.operands[1]])
         labels = _LABELS.search(instruction.attributes)
         outputs = kernel[labels[2].index("o")] if labels else 1
-        # A transposed convolution inserts zeros between its inputs; they do not count.
+        # Zeros between the inputs of a transposed convolution do not count.
         spread = _DILATED.search(instruction.attributes)
         zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
         return 2.0 * math.prod(_dims(instruction)) * math.prod(kernel) / outputs / zeros
@@ -79,12 +65,13 @@ def _dims(instruction: Instruction) -> tuple[int, ...]:
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether ``instruction`` calls a Pallas kernel."""
     return instruction.opcode == "custom-call" and _KERNEL in instruction.attributes
 
 
 def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
-    """Cycles of one execution at peak rates; ``None`` if the kernel has no cost estimate."""
+    """Cycles of one execution by the roofline (Williams et al., "Roofline: an insightful visual
+    performance model", CACM 2009); ``None`` if the kernel has no cost estimate.
+    """
     cost = _cost(instruction)
     if not cost:
         return None
@@ -94,7 +81,6 @@ def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
 
 
 def kernel_flops(instruction: Instruction) -> float:
-    """The kernel's part of the model FLOPs; 0 if the kernel has no cost estimate."""
     for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
         name, _, value = pair.partition("=")
         if name.strip() == _MODEL_FLOPS:

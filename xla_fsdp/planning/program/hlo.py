@@ -1,8 +1,4 @@
-"""Parse the text of an HLO module: what ``HloModule.to_string()`` prints.
-
-Reads the structure, not the meaning of operations. Most attributes are never used, so an attribute
-is parsed only on access.
-"""
+"""Parses the text of an HLO module (``HloModule.to_string()``)."""
 
 from __future__ import annotations
 
@@ -13,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-HBM, HOST = 0, 5  # memory spaces, see Shape.space; HBM is that of layouts that name none
+HBM, HOST = 0, 5  # memory spaces; layouts that name none are in HBM
 
-# An array's shape, then the opcode. A tuple's shape ends at the first ")" that is followed by an
-# opcode: inside, ")" is followed by a comma, a brace or another ")".
+# A tuple's shape ends at the first ")" before an opcode: inside, ")" precedes a comma, a brace or
+# another ")".
 _ARRAY_THEN_OPCODE = re.compile(r"(\w+\[[^\]]*\](?:\{[^}]*\})?) ([a-z][\w-]*)\(")
 _TUPLE_THEN_OPCODE = re.compile(r"\) ([a-z][\w-]*)\(")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = ")
@@ -27,10 +23,9 @@ _CALLED = re.compile(
 )
 _METADATA = re.compile(r'\bmetadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)\}')
 _FIELD = re.compile(r'\b(\w+)=("(?:[^"\\]|\\.)*"|-?\d+)')
-# Tokens that matter for nesting: an entire string, or one bracket.
+# An entire string, or one bracket.
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 
-# Of shapes.
 _SHAPE = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
 _TOKEN = re.compile(r"/\*.*?\*/|[()]|\w+\[[^\]]*\](?:\{[^}]*\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -39,11 +34,8 @@ _ELEMENT_BITS = re.compile(r"E\((\d+)\)")
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape and layout of an array.
-
-    ``layout`` is the text of its order in memory and of its tiles, such as ``1,0:T(8,128)``.
-    ``space`` is the memory space: 0 HBM, 1 VMEM, 2 synchronisation flags, 4 and 6 scalar memories,
-    5 the host. ``bits`` is the size of an element, 0 for tokens and opaque values.
+    """``layout``: order in memory and tiles, such as ``1,0:T(8,128)``. ``space``: 0 HBM, 1 VMEM,
+    2 synchronisation flags, 4 and 6 scalar memories, 5 the host. ``bits``: 0 for tokens.
     """
 
     dtype: str
@@ -54,7 +46,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Size of the elements, without padding."""
+        """Without padding."""
         return (math.prod(self.dims) * self.bits + 7) // 8
 
     def __str__(self) -> str:
@@ -63,24 +55,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tuple:
-    """A tuple of shapes, which may be tuples themselves."""
-
     parts: tuple[Shape | Tuple, ...]
 
     @cached_property
     def leaves(self) -> tuple[Shape, ...]:
-        """All arrays in it, in order."""
         return tuple(leaf for part in self.parts for leaf in leaves(part))
 
 
 def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
-    """All arrays of a shape, in order."""
     return shape.leaves if isinstance(shape, Tuple) else (shape,)
 
 
-@lru_cache(maxsize=1 << 14)  # programs repeat few shapes often
+@lru_cache(maxsize=1 << 14)
 def read_shape(text: str) -> Shape | Tuple:
-    """The shape of ``text``; raises ValueError if ``text`` is not a shape."""
+    """Raises ValueError if ``text`` is no shape."""
     if text[:1] != "(":
         return _array(text)
     stack: list[list] = [[]]
@@ -108,7 +96,7 @@ def _array(text: str) -> Shape:
     usual = 8 if dtype == "pred" else int(in_name[0]) if in_name else 0
     return Shape(
         dtype=dtype,
-        # "<=8" is a bounded dimension; its memory is that of the bound.
+        # "<=8" is a bounded dimension.
         dims=tuple(int(d.strip().lstrip("<=").replace("?", "0")) for d in dims.split(",") if d),
         layout=layout,
         space=int(space[1]) if space else HBM,
@@ -117,15 +105,13 @@ def _array(text: str) -> Shape:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a list such as ``2,0,1``."""
     return tuple(int(n) for n in text.replace(",", " ").split())
 
 
 @dataclass(eq=False)
 class Instruction:
-    """One instruction. ``operands`` are names, in order; a parameter or constant has its text.
-
-    ``attributes`` is everything after the operands, as written.
+    """``operands`` are names; a parameter or constant has its text there. ``attributes`` is
+    everything after the operands, as written.
     """
 
     name: str
@@ -137,7 +123,6 @@ class Instruction:
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations this instruction calls, in the order of the text."""
         names = []
         for found in _CALLED.findall(self.attributes):
             names += [n.strip().lstrip("%") for n in found.strip("{}").split(",") if n.strip()]
@@ -145,14 +130,13 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """The name that the tracing framework gave the operation, with its scopes."""
         metadata = _METADATA.search(self.attributes)
         fields = dict(_FIELD.findall(metadata[1])) if metadata else {}
         return _unescape(fields.get("op_name", "")[1:-1])
 
     @cached_property
     def backend_config(self) -> Mapping:
-        """The back end's configuration; empty if there is none, or if it is not JSON."""
+        """Empty if there is none, or if it is not JSON."""
         text = self.attribute("backend_config") or ""
         if text.startswith('"'):  # older printers quote it
             text = _unescape(text[1:-1])
@@ -163,7 +147,6 @@ class Instruction:
         return value if isinstance(value, dict) else {}
 
     def attribute(self, key: str) -> str | None:
-        """The text of one attribute, e.g. ``attribute("replica_groups")``; None if missing."""
         text = self.attributes
         at = -1
         while (at := text.find(key + "=", at + 1)) >= 0:
@@ -175,7 +158,7 @@ class Instruction:
 
 @dataclass(eq=False)
 class Computation:
-    """A named list of instructions, in the order of the text (the schedule, if scheduled)."""
+    """Instructions in the order of the text (the schedule, if scheduled)."""
 
     name: str
     instructions: list[Instruction]
@@ -186,22 +169,18 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """The instruction whose value the computation returns."""
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """The parameters in the order of their numbers."""
+        """In the order of their numbers."""
         found = [i for i in self.instructions if i.opcode == "parameter"]
         return tuple(sorted(found, key=lambda i: int(i.operands[0])))
 
 
 @dataclass(eq=False)
 class Module:
-    """An entire program.
-
-    ``devices``: the number of devices that run it.
-    """
+    """``devices``: the number of devices that run it."""
 
     name: str
     computations: Mapping[str, Computation]
@@ -210,7 +189,7 @@ class Module:
     scheduled: bool
 
     def called_by(self, instruction: Instruction) -> Computation:
-        """The (first) computation that an instruction calls; ValueError if there is none."""
+        """The first computation that it calls; ValueError if there is none."""
         name = instruction.called[0] if instruction.called else None
         return self.named(name, instruction)
 
@@ -222,17 +201,14 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Parse the text of an HLO module.
-
-    Raises ValueError, with the line, if the text is not HLO.
-    """
+    """Raises ValueError, with the line, if the text is not HLO."""
     lines = text.splitlines()
     header = next((line for line in lines if line.startswith("HloModule ")), None)
     if header is None:
         raise ValueError(f"no line starts with 'HloModule': {text[:80]!r} is not an HLO module")
     computations: dict[str, Computation] = {}
     entry = current = None
-    defined: dict[str, Shape | Tuple] = {}  # of the current computation, by name
+    defined: dict[str, Shape | Tuple] = {}
     for line in _joined(lines):
         if current is None:
             if line[:1] not in (" ", "") and (found := _COMPUTATION.match(line)):
@@ -260,7 +236,7 @@ def parse_module(text: str) -> Module:
 
 
 def _joined(lines: list[str]) -> Iterator[str]:
-    """Yield lines; lines that continue an instruction (a constant, a string) are joined to it."""
+    """Yield lines, joined with those that continue an instruction (a constant, a string)."""
     pending = ""
     for line in lines:
         if line[:1] == " " and _INSTRUCTION.match(line):
@@ -296,7 +272,7 @@ def _instruction(line: str) -> Instruction:
     else:
         if "/*" in inside:
             inside = re.sub(r"/\*.*?\*/", "", inside)
-        # Some printers put the shape before the name. Only the name is used.
+        # Some printers put the shape before the name.
         items = _split(inside) if "[" in inside else inside.split(",")
         operands = tuple(i.split()[-1].lstrip("%") for i in items if i.strip())
     rest = line[stop + 1 :].lstrip(", ")
@@ -304,9 +280,8 @@ def _instruction(line: str) -> Instruction:
 
 
 def _elements(user: Instruction, defined: dict[str, Shape | Tuple]) -> list[Instruction]:
-    """The elements of tuples among the operands of ``user``, as instructions before it.
-
-    libtpu 0.0.51 writes the operand ``%x#1`` for element 1 of ``%x``, and no instruction for it.
+    """The elements of tuples among the operands: libtpu 0.0.51 writes ``%x#1`` for element 1 of
+    ``%x``, without an instruction for it.
     """
     found: list[Instruction] = []
     if user.opcode in ("parameter", "constant"):
@@ -335,7 +310,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _end_of_item(text: str, start: int, ends: str = ",") -> int:
-    """The end of the list item that begins at ``start``: at ``ends``, or at the end of the list."""
+    """The end of the list item at ``start``: at ``ends``, or at the end of the list."""
     depth = 0
     for token in _NESTING.finditer(text, start):
         if token[0] in "({[":
@@ -350,7 +325,6 @@ def _end_of_item(text: str, start: int, ends: str = ",") -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The items of a comma-separated list; items may contain brackets and strings."""
     items = []
     start = 0
     while start < len(text):

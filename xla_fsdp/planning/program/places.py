@@ -1,4 +1,4 @@
-"""The schedule as one list: the entry computation, with loops, branches and calls inlined."""
+"""The schedule as one list, with loops, branches and calls inlined."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import numpy as np
 
 from .hlo import Computation, Instruction, Module, Shape, Tuple
 
-_WITHOUT_OPERANDS = ("parameter", "constant")  # they have a number or a literal instead
+_WITHOUT_OPERANDS = ("parameter", "constant")  # with a number or a literal instead
 
 
 @dataclass(eq=False)
 class Place:
-    """An instruction at its place in the schedule. It runs ``times`` times. ``scope`` distinguishes
-    the instances of a ``computation`` that is called more than once. ``path``: its ``op_name``
-    after those of the instructions that call its ``computation``. ``inline``: the scopes of the
-    computations that it calls, of a loop those of condition and body."""
+    """An instruction in the schedule, which runs ``times`` times.
+
+    ``scope`` numbers the calls of ``computation``. ``path``: its ``op_name`` after those of its
+    callers. ``inline``: the scopes of the computations that it calls.
+    """
 
     index: int
     instruction: Instruction
@@ -33,14 +34,13 @@ class Place:
 
 @dataclass(eq=False)
 class Line:
-    """All places in order. The entry has scope 0. ``notes``: assumptions that were made."""
+    """All places in order. The entry has scope 0. ``notes``: assumptions."""
 
     module: Module
     places: list[Place]
     notes: list[str]
 
     def operands(self, place: Place) -> list[tuple[int, str]]:
-        """The (scope, name) of every operand."""
         if place.instruction.opcode in _WITHOUT_OPERANDS:
             return []
         return [(place.scope, name) for name in place.instruction.operands]
@@ -49,9 +49,8 @@ class Line:
 def line_up(module: Module) -> Line:
     """List the instructions of a scheduled module in one sequence.
 
-    A loop comes before its condition and body, which run once for each iteration. If the trip count
-    is unknown, it is assumed to be 1, with a note. All branches of a conditional are included.
-    Raises ValueError if an operand or a computation is not defined.
+    A loop precedes its condition and body; an unknown trip count is assumed to be 1, with a note.
+    All branches are included. Raises ValueError for an undefined operand or computation.
     """
     line = Line(module, [], [])
     scopes = iter(range(1, 1 << 60))
@@ -91,16 +90,14 @@ def _condition_and_body(module: Module, loop: Instruction) -> list[Computation]:
     return [module.named((loop.attribute(key) or "").lstrip("%"), loop) for key in keys]
 
 
-# The trip count of a loop is found by executing its counter, which consists of a few integers: the
-# compiler splits one of 64 bits into two of 32, moves constants into and out of the loop's state,
-# and fuses the comparison. So nothing here matches patterns: the integers that the condition needs
-# are computed, iteration by iteration.
+# A trip count is found by executing the loop's integers: the compiler splits a counter of 64 bits
+# into two of 32, moves constants through the state, and fuses the comparison.
 
-# Give up after this number of iterations. No training step has a loop that long.
+# No training step has a loop that long.
 _LIMIT = 100_000
 
 _SAME = frozenset("copy bitcast reshape broadcast optimization-barrier opt-barrier".split())
-# By opcode, comparisons by their direction. Integers of numpy wrap around as those of XLA do.
+# Comparisons by direction. Integers of numpy wrap around as those of XLA do.
 _OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "minimum": np.minimum,
     "maximum": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
@@ -112,16 +109,15 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """The trip count of a while loop in ``computation``; None if it is unknown.
-
-    Raises ValueError if the loop's computations are not defined.
+    """The trip count of a while loop; ``None`` if unknown. Raises ValueError if a computation is
+    missing.
     """
     known = loop.backend_config.get("known_trip_count", {})
     if isinstance(known, dict) and str(known.get("n", "")).isdigit():
         return int(known["n"])
     condition, body = _condition_and_body(module, loop)
     outside = _Frame(module, computation, lambda number, place: None)
-    # By iteration, and place in the tuple that is the loop's state.
+    # By iteration, and place in the tuple of the state.
     state: dict[tuple[int, int], Any] = {}
 
     def element(trip: int, place: int) -> Any:
@@ -145,10 +141,9 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 @dataclass
 class _Frame:
-    """One execution of a computation, in which integers are computed on demand.
+    """One execution of a computation; integers are computed on demand, unknown ones are None.
 
-    ``given(number, place)`` is a parameter's value, or an element of it if ``place`` is not None.
-    Unknown values are None.
+    ``given(number, place)`` is a parameter's value, or an element of it.
     """
 
     module: Module
@@ -156,10 +151,6 @@ class _Frame:
     given: Callable[[int, int | None], Any]
 
     def value(self, name: str, place: int | None = None) -> Any:
-        """An integer or a truth value, as a scalar of numpy.
-
-        ``place``: of an element, if the value is a tuple.
-        """
         instruction = self.computation.by_name[name]
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "parameter":
@@ -171,7 +162,7 @@ class _Frame:
             return None if place is None else self.value(operands[place])
         if opcode == "get-tuple-element":
             return self.value(operands[0], int(instruction.attribute("index") or 0))
-        if opcode == "copy-start":  # a tuple of result, operand and context
+        if opcode == "copy-start":  # (result, operand, context)
             return self.value(operands[0]) if place in (0, 1) else None
         if opcode == "copy-done":
             return self.value(operands[0], 0)
@@ -186,7 +177,6 @@ class _Frame:
         return self._computed(instruction, dtype)
 
     def _given(self, operands: Sequence[str]) -> Callable[[int, int | None], Any]:
-        """The parameters of a computation that is called with ``operands``."""
         return lambda number, place: self.value(operands[number], place)
 
     def _computed(self, instruction: Instruction, dtype: np.dtype) -> Any:

@@ -1,6 +1,4 @@
-"""Read a scheduled program: its operations in order, its live buffers (by the compiler's buffer
-assignment), and the bytes copied to and from the host.
-"""
+"""Reads a scheduled program: its operations in order, live buffers, and copies to the host."""
 
 from __future__ import annotations
 
@@ -20,17 +18,16 @@ from .hlo import HOST, Instruction, Module, Shape, leaves, parse_module
 from .places import Line, Place, line_up
 from .scopes import Labels
 
-# These take no time. For a loop or a call, the instructions inside take the time.
+# These take no time; loops and calls take that of the instructions inside.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " optimization-barrier opt-barrier add-dependency domain".split()
 )
-# What libtpu 0.0.21 and 0.0.51 write where they have no estimate.
+# Of libtpu 0.0.21 and 0.0.51, where they have no estimate.
 _NO_ESTIMATE = (2**63 - 1, 2**64 - 1)
 _ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
 
 _COPIES = frozenset("copy slice dynamic-slice dynamic-update-slice".split())
-# Instructions that consist of those in the computations that they call.
 _CALLS = frozenset("fusion call async-start".split())
 _MATMULS = frozenset("dot convolution".split())
 _BATCHED = re.compile(r"window=\{size=(\d+) stride=(\d+) lhs_dilate=(\d+)\}")
@@ -43,8 +40,9 @@ _MOVES = frozenset(
 
 
 def read_line(text: str) -> tuple[Line, Found, Labels]:
-    """The instructions of a scheduled module in one sequence, its collectives, and the phase and
-    module of each instruction. Raises ValueError as ``read_schedule``."""
+    """The instructions in order, the collectives, and phase and module of each instruction; raises
+    ValueError as ``read_schedule``.
+    """
     module = parse_module(text)
     if not module.scheduled:
         raise ValueError(f"module {module.name!r} is not scheduled (no is_scheduled=true)")
@@ -56,15 +54,9 @@ def read_line(text: str) -> tuple[Line, Found, Labels]:
 def read_schedule(
     text: str, assignment: Assignment, arguments: Sequence[str] = (), chip: Chip | None = None
 ) -> Schedule:
-    """Read a compiled program.
+    """Raises ValueError if ``text`` is not HLO, or not scheduled.
 
-    Args:
-        text: the scheduled, optimized HLO module (``HloModule.to_string()``).
-        assignment: XLA's buffer assignment of that module.
-        arguments: names of the arguments by number, if they have names.
-        chip: used to model the cycles of Pallas kernels; without it they have none.
-
-    Raises ValueError if ``text`` is not HLO, or if it is not scheduled.
+    ``arguments``: names by number, if known. ``chip``: without it, Pallas kernels have no cycles.
     """
     line, found, labels = read_line(text)
     ops = tuple(_ops(line, found.places, labels, chip))
@@ -90,11 +82,10 @@ def read_schedule(
 
 
 def _estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's estimate for one execution; 0 if there is none.
+    """The compiler's estimate for one execution, with instructions inside a fusion; 0 if there is
+    none.
 
-    In all programs seen it is in ``window_config``, at most once for each instruction, so the text
-    is searched without parsing the JSON. The estimate of a fusion includes the instructions inside.
-    The largest 64-bit integer means that the compiler could not estimate it.
+    All programs seen have at most one for each instruction, so the JSON is not parsed.
     """
     found = _ESTIMATE.search(instruction.attributes)
     cycles = int(found[1]) if found else 0
@@ -102,7 +93,7 @@ def _estimated_cycles(instruction: Instruction) -> int:
 
 
 def _untimed(line: Line, chip: Chip | None) -> list[str]:
-    """Notes on operations that have no time in the model, or one that is too short."""
+    """Notes on operations whose modelled time is missing or too short."""
     instructions = [place.instruction for place in line.places]
     unable = sum(
         any(f'"{most}"' in one.attributes for most in _NO_ESTIMATE) for one in instructions
@@ -132,7 +123,7 @@ def _untimed(line: Line, chip: Chip | None) -> list[str]:
 
 
 def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
-    """Yield the places that compute something; ``taken``: the places of collectives."""
+    """Yield the places that compute; ``taken``: the places of collectives."""
     for place in line.places:
         if place.index not in taken and place.instruction.opcode not in _FREE:
             yield place
@@ -164,12 +155,8 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
 
 
 def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scores: int) -> str:
-    """What an operation mostly does; one of WORK.
-
-    Args:
-        inside: the instructions that it consists of.
-        matmuls: those of them that are matmuls or convolutions.
-        scores: the number of elements of attention scores.
+    """What an operation mostly does, one of WORK. ``scores``: the number of elements of attention
+    scores.
     """
     if matmuls:
         return "attention" if any(map(_is_batched, matmuls)) else "matmul"
@@ -180,7 +167,6 @@ def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scor
 
 
 def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """``instruction``, or those in the computations that it calls."""
     if instruction.opcode not in _CALLS:
         yield instruction
         return
@@ -192,8 +178,8 @@ def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 def _is_batched(matmul: Instruction) -> bool:
     """Whether it is a separate matmul for each sample and head, as in attention.
 
-    The TPU compiler writes the batch of a dot as a spatial dimension of a convolution, with a
-    window that selects one element of both operands at a time.
+    The TPU compiler writes the batch as a spatial dimension of a convolution, whose window selects
+    one element of both operands at a time.
     """
     if matmul.opcode == "dot":
         return "lhs_batch_dims={" in matmul.attributes
@@ -202,11 +188,7 @@ def _is_batched(matmul: Instruction) -> bool:
 
 
 def _elements_of_scores(module: Module) -> int:
-    """The number of elements of attention scores; 0 if it is not known.
-
-    It is that of the largest result of a batched matmul, if they differ. The others have the head
-    dimension in place of a length.
-    """
+    """The number of elements of attention scores, the largest batched matmuls; 0 if not known."""
     sizes = {
         prod(leaf.dims)
         for computation in module.computations.values()
@@ -218,7 +200,7 @@ def _elements_of_scores(module: Module) -> int:
 
 
 def _padding(matmul: Instruction) -> float:
-    """The share of the elements of its result that pads tiles of 8 rows of 128."""
+    """The share of its result that pads tiles of 8 by 128."""
     (shape, *_) = leaves(matmul.shape)
     order = [int(n) for n in shape.layout.partition(":")[0].split(",") if n.isdecimal()]
     padded = list(shape.dims)
@@ -228,7 +210,6 @@ def _padding(matmul: Instruction) -> float:
 
 
 def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[Collective]:
-    """Yield the collectives with the cycles of compute that overlap with one execution."""
     places = [op.index for op in ops]
     totals = [0, *accumulate(op.cycles * op.times for op in ops)]
     for one in collectives:
@@ -240,7 +221,6 @@ def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[
 
 
 def _host_copies(line: Line) -> Iterator[HostCopy]:
-    """Copies between HBM and host memory, in the order of the schedule."""
     shapes = {
         (place.scope, place.instruction.name): place.instruction.shape for place in line.places
     }
@@ -257,15 +237,16 @@ def _host_copies(line: Line) -> Iterator[HostCopy]:
         given = [leaves(shapes[operand])[0] for operand in line.operands(place)]
         source, target = _ends(kind, place.instruction, given)
         if (source.space == HOST) != (target.space == HOST):
-            # Of an update in place moves what is written, of a slice what is read.
+            # An update in place moves what is written, a slice what is read.
             size = (source if kind == "dynamic-update-slice" else target).bytes
             done = ends.get((place.scope, place.instruction.name), place.index)
             yield HostCopy(place.index, done, size, target.space == HOST, place.times)
 
 
 def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shape, Shape]:
-    """The shapes that are copied from and to. The shape of an asynchronous copy is a tuple of
-    result, operand and context; that of a slice or an update has operands, result and context."""
+    """The shapes that are copied from and to. An asynchronous copy has the shape (result, operand,
+    context), an asynchronous slice (operands, result, context).
+    """
     if kind == "dynamic-update-slice":
         return given[1], given[0]
     found = leaves(instruction.shape)
@@ -277,14 +258,11 @@ def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shap
 def _buffers(
     line: Line, labels: Labels, assignment: Assignment, arguments: Sequence[str]
 ) -> tuple[Buffer, ...]:
-    """Everything in HBM except the program itself, largest first.
-
-    ``arguments``: names of the arguments by number; "" or missing if unknown.
-    """
+    """Everything in HBM except the program itself, largest first."""
     places = {place.instruction.name: place for place in reversed(line.places)}
     last = len(line.places) - 1
-    # The place for every entry of the compiler's sequence. That also has the instructions inside
-    # fusions and asynchronous operations; these get the place of the last one before them.
+    # The compiler's sequence also has instructions inside fusions and asynchronous operations. They
+    # get the place of the last one before them.
     in_line = (places[name].index if name in places else 0 for name in assignment.sequence)
     place_of = list(accumulate(in_line, max, initial=0))[1:]
 
@@ -292,7 +270,7 @@ def _buffers(
         place = places.get(value.name)
         phase, module = labels.of(place.instruction) if place else ("", "")
         if category == "argument":
-            # "exp_avg of blocks.3.mlp.weight" belongs to blocks.3.mlp.weight.
+            # "exp_avg of NAME" belongs to NAME.
             module = name.rpartition(" of ")[2] if name != value.name else ""
         return Buffer(
             name=name,

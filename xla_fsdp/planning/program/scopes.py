@@ -1,8 +1,5 @@
-"""Find the phase and the module of operations by their names.
-
-While a step is traced, scopes are pushed; they appear in the ``op_name`` of the metadata::
-
-    backward[blocks.3].2/all_gather[blocks.3.f1.weight].1/xla__all_gather
+"""Finds the phase and module of operations by their names, such as
+``backward[blocks.3].2/all_gather[blocks.3.f1.weight].1/xla__all_gather``.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from .places import Line
 _PHASES = {
     "forward": "forward",
     "backward": "backward",
-    "recompute": "backward",  # the forward of a checkpointed module, run again in the backward
+    "recompute": "backward",
     "optimizer": "optimizer",
 }
 _AGAIN = "recompute["
@@ -26,7 +23,7 @@ _MOVES = frozenset(
     "copy copy-start copy-done slice slice-start slice-done bitcast reshape transpose convert"
     " get-tuple-element".split()
 )
-# Names of operations in torch_xla and jax. The order matters: psum_scatter contains psum.
+# Names in torch_xla and jax. The order matters: psum_scatter contains psum.
 _ASKED = (
     ("all-gather", ("all_gather", "allgather")),
     ("reduce-scatter", ("reduce_scatter", "psum_scatter")),
@@ -39,8 +36,7 @@ _ASKED = (
 def scope(op_name: str) -> tuple[str, str]:
     """(phase, module) of an operation; ("", "") if it was traced outside of any scope.
 
-    A forward inside a backward belongs to the backward. The module is the innermost one; for a
-    collective it is the name of its parameter.
+    A forward inside a backward belongs to the backward; a collective has its parameter as module.
     """
     phases: list[str] = []
     module = parameter = ""
@@ -56,7 +52,7 @@ def scope(op_name: str) -> tuple[str, str]:
 
 
 def asked(op_name: str) -> str:
-    """The kind of collective that was traced, by the name of the operation; else ""."""
+    """The kind of collective that was traced, or ""."""
     for segment in reversed(op_name.replace("-", "_").split("/")):
         for kind, names in _ASKED:
             if any(name in segment for name in names):
@@ -67,9 +63,8 @@ def asked(op_name: str) -> str:
 class Labels:
     """The (phase, module) of every instruction of a schedule.
 
-    An instruction that only moves data, such as a copy that the compiler adds, has those of its
-    operand. A fusion without a name has those of the instructions inside. ``known``: those of
-    instructions that lost their name, by the name of the instruction.
+    An instruction that only moves data has those of its operand, a fusion those of its last named
+    instruction. ``known``: those of instructions that lost their name.
     """
 
     def __init__(self, line: Line, known: Mapping[str, tuple[str, str]]):
@@ -84,11 +79,9 @@ class Labels:
             by_name[place.scope, instruction.name] = self._known[id(instruction)] = found
 
     def of(self, instruction: Instruction) -> tuple[str, str]:
-        """(phase, module) of an instruction that has a place in the schedule."""
         return self._known[id(instruction)]
 
     def is_recomputed(self, instruction: Instruction) -> bool:
-        """Whether it was traced in the forward of a checkpointed module that runs again."""
         return _AGAIN in self._name(instruction)
 
     def _name(self, instruction: Instruction) -> str:

@@ -1,8 +1,7 @@
-"""Warnings on a plan (what costs memory, bytes or time and can be avoided), and what to change.
+"""Warnings on a plan, and suggestions what to change.
 
-Each rule for changes applies an option to the schedule as the option would, and times it again. A
-rule gives nothing where the option is set already, where it saves less than 1 % of the step, or
-where memory does not suffice.
+Each rule applies an option to the schedule and times it again. It suggests nothing that is set
+already, saves less than 1 % of the step, or needs too much memory.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from .tables import GIB, MIB, NO_MODULE, NUMBER, TINY, count, timed_ops, units, 
 _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
 _MOST = 5  # suggestions
-_MOST_TIMES = 16  # the batch of the step; small models have memory for far more
+_MOST_TIMES = 16  # the batch of the step
 _LEAST_SHARE = 0.01  # of the step
-# Of free HBM that a suggestion may use, since its need is an estimate.
+# Of free HBM: the need of a suggestion is an estimate.
 _USABLE = 0.9
-# One loop is suggested from this number of equal blocks and these seconds of compilation on.
+# One loop is suggested from this number of equal blocks and seconds of compilation on.
 _BLOCKS, _SLOW_COMPILATION = 8, 120.0
-# A unit is too large if it has at least this share of the parameters, and this number of bytes.
+# A unit is too large from this share of the parameters and this number of bytes on.
 _LARGE_SHARE, _LARGE_UNIT = 0.6, 64 << 20
 
 
@@ -38,7 +37,6 @@ def warnings(
     ranks: Sequence[int],
     headroom: float,
 ) -> Iterator[str]:
-    """Yield one sentence for each avoidable cost in memory, bytes or time."""
     if 0 <= headroom < _LITTLE_HEADROOM:
         yield (
             f"only {100 * headroom:.1f} % of HBM is free; other programs (evaluation) and "
@@ -122,7 +120,6 @@ def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterat
 
 
 def _largest(sent: Counter[str]) -> str:
-    """The four units that send most, and the number of the others."""
     names = [name for name, _ in sent.most_common()]
     return join_some([*sorted(names[:4]), *names[4:]], 4)
 
@@ -131,15 +128,9 @@ def _largest(sent: Counter[str]) -> str:
 class Situation:
     """What is known of a planned step.
 
-    Attributes:
-        capacity: bytes of HBM that a step may take on one device.
-        refused: whether the compiler refused the step, because it does not fit.
-        retime: the time of a step with another schedule.
-        options: names of compiler options that are set.
-        scoped_vmem_kib: the limit for large matmuls on this chip; ``None`` if there is none.
-        overlaps_gathers: whether gathers can overlap with compute on this chip.
-        no_kernel: why attention cannot use a kernel; "" if it can, or if nothing is known.
-        compile_seconds: how long the compiler took.
+    ``capacity``: bytes of HBM that a step may take. ``retime``: the time of another schedule.
+    ``scoped_vmem_kib``: the limit on this chip, if there is one. ``no_kernel``: why attention
+    cannot use a kernel; "" if it can, or if unknown.
     """
 
     schedule: Schedule
@@ -157,15 +148,12 @@ class Situation:
 
     @property
     def free(self) -> float:
-        """Bytes of HBM that a suggestion may use."""
         return _USABLE * (self.capacity - self.memory.required)
 
     def saved(self, **changed: Any) -> float:
-        """Seconds of a step that a schedule with other ops, collectives or copies saves."""
         return self.timing.step - self.retime(replace(self.schedule, **changed))
 
     def saved_without(self, left_out: Sequence[Collective]) -> float:
-        """Seconds of a step that it saves to leave out these collectives."""
         ids = set(map(id, left_out))
         some = tuple(c for c in self.schedule.collectives if id(c) not in ids)
         return self.saved(collectives=some)
@@ -173,15 +161,13 @@ class Situation:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """An option to set. ``seconds`` of a step that it saves; if that is not ``modelled``, those
-    that it concerns."""
+    """An option to set. ``seconds``: saved in a step; if not ``modelled``, those it concerns."""
 
     seconds: float
     text: str
     modelled: bool = True
 
     def line(self, step: float) -> str:
-        """The suggestion for a step of that many seconds."""
         if not self.modelled:
             return f"{self.text}; the gain is not modelled, plan it"
         saved = f"{1e3 * self.seconds:,.2f} ms less of a step, {100 * self.seconds / step:.0f} %"
@@ -189,16 +175,14 @@ class Suggestion:
 
 
 def suggestions(found: Situation) -> list[str]:
-    """At most five things to change, those that save most first.
-
-    Those without a modelled gain are after them, by the time that they concern; the first of these
-    is always among the five. What only shortens the compilation is last.
+    """At most five things to change, those that save most first; then at least one without a
+    modelled gain, then what only shortens compilation.
     """
     if found.refused or found.memory.required > found.capacity:
         return _to_fit(found)[:_MOST]
     step = found.timing.step
     if not step:
-        return []  # nothing is known of its time
+        return []
     several = [one for rule in _RULES for one in rule(found)]
     several.sort(key=lambda one: one.seconds, reverse=True)
     known = [one for one in several if one.modelled and one.seconds >= _LEAST_SHARE * step]
@@ -207,11 +191,7 @@ def suggestions(found: Situation) -> list[str]:
     return [*(one.line(step) for one in listed), *_one_loop(found)][:_MOST]
 
 
-# Rules for steps that fit.
-
-
 def _without_recomputation(found: Situation) -> Iterator[Suggestion]:
-    """Recomputation off, or for fewer modules if memory does not suffice for all."""
     again = {op.index: op for op in found.schedule.ops if op.recomputed}
     if not again:
         return
@@ -233,7 +213,6 @@ def _without_recomputation(found: Situation) -> Iterator[Suggestion]:
 
 
 def _zero_2(found: Situation) -> Iterator[Suggestion]:
-    """No second gather, if full parameters of all units fit."""
     gathers = [one for one in _gathers_of_backward(found.schedule) if one.times == 1]
     needed = _full_bytes(found)
     if gathers and any(unit.name for unit in found.units) and needed <= found.free:
@@ -246,12 +225,11 @@ def _gathers_of_backward(schedule: Schedule) -> list[Collective]:
 
 
 def _full_bytes(found: Situation) -> int:
-    """Bytes of the full parameters of all units but the outermost."""
+    """Full parameters of all units but the outermost."""
     return sum(one.bytes for unit in found.units if unit.name for one in unit.gathered)
 
 
 def _larger_batch(found: Situation) -> Iterator[Suggestion]:
-    """As many samples as fit, by what of the step does not grow with them."""
     each = found.memory.temporaries
     times = min(1 + int(found.free // each), _MOST_TIMES) if each else 1
     if not found.timing.model_flops or times < 2:
@@ -261,14 +239,13 @@ def _larger_batch(found: Situation) -> Iterator[Suggestion]:
         for op in found.schedule.ops
     )
     copies = tuple(replace(one, bytes=times * one.bytes) for one in found.schedule.host_copies)
-    # The step now, less the share of one in ``times`` of the larger step.
+    # The step now, less its share of the larger step.
     saved = ((times - 1) * found.timing.step + found.saved(ops=ops, host_copies=copies)) / times
     more = f"at most {(times - 1) * each / GIB:.1f} GiB more HBM; compared by the sample"
     yield Suggestion(saved, f"{times} times the batch of a device ({more})")
 
 
 def _bfloat16(found: Situation) -> Iterator[Suggestion]:
-    """Half the bytes on the links, for the units that gather in float32."""
     wide = [unit.name for unit in found.units if unit.itemsize >= 4]
     names = ["", *(unit.name for unit in found.units)]
     halved = tuple(
@@ -284,7 +261,6 @@ def _bfloat16(found: Situation) -> Iterator[Suggestion]:
 
 
 def _larger_units(found: Situation) -> Iterator[Suggestion]:
-    """Small synchronous collectives cost their latency."""
     small = [c for c in found.schedule.collectives if c.bytes < TINY and not c.asynchronous]
     if len(found.units) > 2 and small:
         how = "larger units, such as auto_wrap_policy with more parameters"
@@ -293,7 +269,6 @@ def _larger_units(found: Situation) -> Iterator[Suggestion]:
 
 
 def _without_offload(found: Situation) -> Iterator[Suggestion]:
-    """Inputs of modules in HBM, if they fit."""
     needed = found.memory.host_temporaries
     if found.schedule.host_copies and needed and needed <= found.free:
         how = f"offload=False ({needed / GIB:.1f} GiB more HBM)"
@@ -301,7 +276,6 @@ def _without_offload(found: Situation) -> Iterator[Suggestion]:
 
 
 def _scoped_vmem(found: Situation) -> Iterator[Suggestion]:
-    """More VMEM for one operation, where most of the step is compute."""
     limit = found.scoped_vmem_kib
     is_set = any("scoped_vmem_limit" in name for name in found.options)
     if limit and not is_set and found.timing.mfu and found.timing.compute > found.timing.step / 2:
@@ -312,10 +286,7 @@ def _scoped_vmem(found: Situation) -> Iterator[Suggestion]:
 
 
 def _one_loop(found: Situation) -> Iterator[str]:
-    """One loop in place of many equal blocks, where compiling takes long.
-
-    It makes the step no shorter: the backward recomputes the blocks' forward.
-    """
+    """It compiles faster, but makes the step longer."""
     kinds: dict[tuple[str, int], list[str]] = {}
     for unit in found.units:
         if NUMBER.search(unit.name):
@@ -325,7 +296,7 @@ def _one_loop(found: Situation) -> Iterator[str]:
     looped = any(op.times > 1 for op in ops)
     if len(blocks) < _BLOCKS or looped or found.compile_seconds < _SLOW_COMPILATION:
         return
-    again = {op.module for op in ops if op.recomputed}  # already
+    again = {op.module for op in ops if op.recomputed}
     inside = tuple(f"{name}." for name in blocks)
     twice = tuple(
         replace(op, cycles=2 * op.cycles)
@@ -341,7 +312,7 @@ def _one_loop(found: Situation) -> Iterator[str]:
 
 
 def _gathers_of_loops(found: Situation) -> Iterator[Suggestion]:
-    """Gathers inside of a loop overlap with compute only with ``prefetch``."""
+    """Gathers in a loop overlap with compute only with ``prefetch``."""
     waited = [
         one for one in found.schedule.collectives
         if one.kind == "all-gather" and one.times > 1 and not one.asynchronous
@@ -366,7 +337,6 @@ def _attention_kernel(found: Situation) -> Iterator[Suggestion]:
 
 
 def _padding(found: Situation) -> Iterator[Suggestion]:
-    """Dimensions that fill the tiles of the matrix unit."""
     ops = found.schedule.ops
     if not any(op.padding for op in ops):
         return
@@ -405,7 +375,7 @@ _RULES = (
 
 
 def _to_fit(found: Situation) -> list[str]:
-    """Rules for steps that do not fit, by the memory that they free."""
+    """Rules for steps that do not fit."""
     schedule = found.schedule
     again = any(op.recomputed for op in schedule.ops)
     inner = tuple(f"{unit.name}." for unit in found.units if unit.name)

@@ -1,6 +1,4 @@
-"""Compare a plan with a recorded trace of the same step: modelled and measured times, as text, as a
-self-contained page with both timelines, and as a trace for Perfetto.
-"""
+"""Compares a plan with a recorded trace of the same step."""
 
 from __future__ import annotations
 
@@ -38,17 +36,14 @@ _CPU_NOTE = (
 )
 _COLUMNS = ("modelled", "share", "measured", "share", "ratio")
 _MOST = 24  # collectives in the table
-Total = tuple[float | None, float | None]  # seconds modelled and measured; None if there are none
+Total = tuple[float | None, float | None]  # seconds modelled and measured
 
 
 @dataclass(frozen=True)
 class Beside:
     """A plan compared with a recorded step: ``print`` it, or ``plot`` it as a page.
 
-    Both are matched by the names of modules and parameters.
-
-    Raises:
-        ValueError: they have no name in common, so the trace is of another model.
+    Raises ValueError if they have no names of modules and parameters in common.
     """
 
     report: Report
@@ -66,7 +61,6 @@ class Beside:
 
     @property
     def verdict(self) -> str:
-        """The result in one line."""
         step, found = self.report.timing.step, self.recorded.seconds
         return (
             f"A step on {self.recorded.device} took {milliseconds(found)}; modelled for "
@@ -74,7 +68,6 @@ class Beside:
         )
 
     def notes(self) -> list[str]:
-        """Remarks on the figures."""
         recorded = self.recorded
         notes = [_CPU_NOTE] if recorded.on_cpu else []
         where = f"{recorded.source}: {recorded.steps} step{'s' * (recorded.steps > 1)}"
@@ -92,19 +85,14 @@ class Beside:
         return notes
 
     def sections(self) -> list[Section]:
-        """All tables that are not empty."""
         tables = [self._step(), self._by_kind(), self._by_unit(), self._collectives()]
         return [table for table in tables if table.rows]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write both timelines: ``.html`` is one self-contained page with the tables as well.
-
+        """Write both timelines: ``.html`` is one self-contained page with the tables as well;
         ``.trace.json`` has every operation, for https://ui.perfetto.dev.
 
-        Raises:
-            ValueError: the path has another suffix.
-            FileNotFoundError: there is no such folder.
-            MissingExtraError: (an ImportError) matplotlib is not installed.
+        Raises as :meth:`Report.plot`.
         """
         place = target_of_plot(path, (".html", ".trace.json"))
         write_whole(place, (self._page() if place.suffix == ".html" else self._trace()).encode())
@@ -152,7 +140,6 @@ class Beside:
         return self._compared("By unit", found)
 
     def _collectives(self) -> Section:
-        """Those that both have first, then by their share of the step."""
         found = self._totals(
             lambda s: f"{s.kind}, {s.phase or NO_PHASE}: {s.module or NO_MODULE}",
             lambda s: s.kind != "compute",
@@ -167,7 +154,6 @@ class Beside:
     def _totals(
         self, name: Callable[[Share], str], which: Callable[[Share], bool] = lambda one: True
     ) -> list[tuple[str, Total]]:
-        """Names and their seconds, in the order of the plan."""
         sides: list[dict[str, float]] = []
         for shares in (self.planned, self.recorded.shares):
             sums = defaultdict[str, float](float)
@@ -178,7 +164,6 @@ class Beside:
         return [(n, (ours.get(n), theirs.get(n))) for n in dict.fromkeys([*ours, *theirs])]
 
     def _parts(self, total: Total) -> tuple[float, float]:
-        """The shares of ``total`` in all modelled and in all measured seconds."""
         sides = [sum(s.seconds for s in side) for side in (self.planned, self.recorded.shares)]
         return share(total[0] or 0.0, sides[0]), share(total[1] or 0.0, sides[1])
 
@@ -191,7 +176,6 @@ class Beside:
         return Section(title, _COLUMNS, tuple(rows))
 
     def _page(self) -> str:
-        """The complete page. Every text is escaped."""
         from .pictures import canvas, draw_lanes, duration, embed  # imports matplotlib
 
         report, recorded = self.report, self.recorded
@@ -199,7 +183,7 @@ class Beside:
         parts = [f"<h1>{escape(self.verdict)}</h1>"]
         parts += [f"<p>{escape(note)}</p>" for note in self.notes()]
         for heading, slots in (("Modelled", report.timing.slots), (measured, recorded.slots)):
-            # Both timelines have the same scale, unless the trace is of CPU ranks.
+            # Timelines share a scale, unless the trace is of CPU ranks.
             same = slots if recorded.on_cpu else [*report.timing.slots, *recorded.slots]
             figure = canvas(11.2, 3.4)
             axes = figure.add_subplot()
@@ -217,7 +201,6 @@ class Beside:
 
 
 def _planned_shares(report: Report) -> list[Share]:
-    """The modelled time of each instruction of a plan in a step."""
     once: dict[tuple[int, str], float] = {}
     for slot in report.timing.slots:
         once.setdefault((slot.index, slot.label), slot.end - slot.begin)
@@ -242,5 +225,4 @@ def _ratio(modelled: float | None, measured: float | None) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first six names, and the number of the others."""
     return join_some([short(name, 40) for name in sorted(names)], 6)

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: without network, scripts or other files."""
+"""The report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ td, th { padding: .22em .9em .22em 0; text-align: left; border-bottom: 1px solid
 
 
 def page(report: Report) -> str:
-    """The complete page. Every text of the report is escaped."""
     from .pictures import draw, embed  # imports matplotlib
 
     parts = [f'<h1 class="{"fits" if report.fits else "not"}">{escape(report.verdict)}</h1>']
@@ -58,7 +57,7 @@ def page(report: Report) -> str:
 
 
 def document(title: str, parts: Sequence[str], style: str = "") -> str:
-    """A page with the elements ``parts``; ``style``: more CSS."""
+    """``style``: more CSS."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
     body = "\n".join(parts)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
@@ -69,7 +68,6 @@ def _list(texts: Sequence[str]) -> str:
 
 
 def tables(shown: Sequence[Section]) -> str:
-    """The sections as tables with headings."""
     return f'<div class="tables">{"".join(map(_table, shown))}</div>'
 
 
@@ -84,11 +82,7 @@ def _table(section: Section) -> str:
 
 
 def target(path: str | os.PathLike[str]) -> Path:
-    """The path to write to, after checking that its folder exists.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    """``path``; raises FileNotFoundError if its folder does not exist."""
     place = Path(path)
     if not place.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: make the folder {place.parent} first")
@@ -96,13 +90,7 @@ def target(path: str | os.PathLike[str]) -> Path:
 
 
 def target_of_plot(path: str | os.PathLike[str], suffixes: Sequence[str] = (".html",)) -> Path:
-    """The path of a picture or page to write, after checking it.
-
-    Raises:
-        ValueError: the path ends in none of ``suffixes``.
-        FileNotFoundError: there is no such folder.
-        MissingExtraError: (an ImportError) matplotlib is not installed.
-    """
+    """Raises ValueError, FileNotFoundError or MissingExtraError if the path cannot be written."""
     place = target(path)
     if not place.name.lower().endswith(tuple(suffixes)):
         allowed = f"{'is' if len(suffixes) == 1 else 'are'} {', '.join(suffixes)}"

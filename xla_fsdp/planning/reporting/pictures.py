@@ -1,7 +1,6 @@
 """The pictures of a report, drawn with matplotlib, and its timeline as a trace for Perfetto.
 
-Drawing does not use the global state of pyplot and rcParams, so several threads may draw
-concurrently.
+Thread-safe: nothing here uses the global state of pyplot and rcParams.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .tables import GIB, buffers_by_kind, milliseconds, missing, reason, short, 
 if TYPE_CHECKING:
     from .report import Report
 
-# Okabe and Ito's colours, which colour-blind people can distinguish.
+# Okabe and Ito's colours, for colour-blind people.
 COLORS: Mapping[str, str] = MappingProxyType(
     {
         "forward": "#0072B2",
@@ -50,50 +49,43 @@ COLORS: Mapping[str, str] = MappingProxyType(
     }
 )
 _KINDS = tuple(COLORS)[:7]
-# Of activations of modules, those that need most first.
 _ACTIVATIONS = ("#0072B2", "#3A93C6", "#74B3D8", "#A6CEE6")
 _SYNCHRONOUS, _ASYNCHRONOUS = _KINDS[5:]
 _UNIT, _RED, _GREEN = "#DDE3EA", "#B03A00", "#00694F"
-_OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not on the axis
-_BINS = 750  # of an axis; each shows the label that takes most of it
-_WIDTH = 11.2  # inches of a picture; a page of 900 pixels shows it at about three quarters
-_ROOM = 140  # characters in that width
+_OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not shown
+_BINS = 750  # of an axis
+_WIDTH = 11.2  # inches
+_ROOM = 140  # characters
 
 Interval = tuple[float, float, tuple[str, str]]  # begin, end, (name, phase)
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure with this size in inches; its subplots are laid out when it is drawn."""
+    """An empty figure; the size is in inches."""
     figure = Figure(figsize=(width, height), dpi=120, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as the content of a PNG file."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()
 
 
 def embed(figure: Figure) -> str:
-    """The figure as an HTML element that needs no other file."""
     data = base64.b64encode(png(figure)).decode()
     return f'<img alt="" src="data:image/png;base64,{data}">'
 
 
 def clean(axes: Axes) -> None:
-    """A grid of horizontal lines, and no frame at the top and right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def draw(report: Report) -> Figure:
-    """HBM over the schedule, and the timeline of the step with HBM below it.
-
-    What the compiler did not compute is left out, with a message.
-    """
+    """HBM over the schedule, and the timeline; or a message if one is missing."""
     lines = [report.verdict, _caption(report), reason(report), missing(report)]
     wrapped = (row for line in lines if line for row in textwrap.wrap(_known(line), _ROOM)[:3])
     heading = "\n".join(wrapped)
@@ -102,7 +94,7 @@ def draw(report: Report) -> Figure:
     color = _GREEN if report.fits else _RED
     figure.suptitle(heading, x=0.01, ha="left", fontsize=11, color=color, parse_math=False)
     if not has_memory:
-        figure.set_layout_engine("none")  # there is nothing to lay out
+        figure.set_layout_engine("none")
         return figure
     ratios = (5, 3, 2) if has_timeline else (5,)
     grid = figure.add_gridspec(len(ratios), height_ratios=ratios)
@@ -125,7 +117,7 @@ def draw(report: Report) -> Figure:
         loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8.5,
         columnspacing=1.2, borderaxespad=0.2,
     )  # fmt: skip
-    pad = 8 + 14 * math.ceil(len(kinds) / 4)  # above the legend's rows
+    pad = 8 + 14 * math.ceil(len(kinds) / 4)
     axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=10, weight="bold", pad=pad)
     if has_timeline:
         timing, end = report.timing, duration(report.timing.slots)
@@ -141,7 +133,6 @@ def draw(report: Report) -> Figure:
 
 
 def _caption(report: Report) -> str:
-    """The title, and why the required memory is more than the live peak."""
     what = ", ".join(x for x in (report.title, report.topology, report.chip) if x)
     peak = max(report.schedule.curve, default=0)
     more = (report.memory.required - peak) / GIB
@@ -154,7 +145,7 @@ def _caption(report: Report) -> str:
 
 
 def _known(text: str) -> str:
-    """``text`` in one line; characters that matplotlib's font lacks are escaped."""
+    """Escapes characters that matplotlib's font lacks."""
     return "".join(
         c if c in "…×–" or (c < "\u0250" and c.isprintable()) else ascii(c)[1:-1] for c in text
     )
@@ -163,17 +154,13 @@ def _known(text: str) -> str:
 def _draw_memory(
     report: Report, axes: Axes, x: numpy.ndarray, end: float, to_capacity: bool = False
 ) -> None:
-    """HBM in use by purpose.
-
-    ``x``: of each place in the schedule; ``end``: the end of the axis. ``to_capacity``: show the
-    line of the capacity, however far it is above the peak.
-    """
+    """``x``: of each place; ``end``: of the axis. ``to_capacity``: always show the capacity."""
     spots, stack = hbm(report)
     places, values = numpy.append(x[spots], end), list(stack.values())
     heights = [numpy.append(one, one[-1:]) / GIB for one in values]
     colors = colors_of(stack)
     axes.stackplot(places, heights, labels=list(stack), colors=colors, step="post", linewidth=0)
-    # A thin line: a peak of a few places would otherwise be all line.
+    # Thin: a peak of a few places would otherwise be all line.
     axes.plot(places, sum(heights), color="#555555", linewidth=0.35, drawstyle="steps-post")
     clean(axes)
     axes.set_ylabel("HBM in use,\nGiB a device")
@@ -190,16 +177,12 @@ def _draw_memory(
 
 
 def colors_of(kinds: Iterable[str]) -> list[str]:
-    """The colour of each kind of buffer."""
     shades = iter(_ACTIVATIONS)
     return [COLORS.get(kind) or next(shades, _ACTIVATIONS[-1]) for kind in kinds]
 
 
 def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
-    """HBM in use in bytes by purpose, at some places of the schedule: the places, and the values.
-
-    The places are the highest of each interval of the schedule, and so include the peak.
-    """
+    """Places of the schedule (the highest of each interval), and HBM in bytes there by purpose."""
     total = numpy.asarray(report.schedule.curve, dtype=float)
     edges = numpy.linspace(0, len(total), min(len(total), 2 * _BINS) + 1).astype(int)
     pairs = zip(edges, edges[1:], strict=False)
@@ -219,15 +202,11 @@ def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
 
 
 def duration(slots: Sequence[Slot]) -> float:
-    """The length of a timeline in seconds."""
     return max((slot.end for slot in slots), default=0.0)
 
 
 def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
-    """Draw a timeline up to ``end`` seconds: units of the compute, its phases, and collectives.
-
-    In a lane of collectives, a paler colour is a share of the time.
-    """
+    """Draw a timeline up to ``end`` seconds."""
     axes.set(xlim=(0, 1e3 * end), ylim=(-0.1, 4))
     axes.spines[["top", "right"]].set_visible(False)
     compute = [s for s in slots if s.lane == "compute"]
@@ -255,10 +234,7 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
 
 
 def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
-    """Draw units as named boxes, or their parents if boxes with half of the time are too narrow.
-
-    Returns the name of the lane, which says where the units are.
-    """
+    """Draws units, or their parents if most boxes are too narrow; returns the name of the lane."""
     unit = units(s.module for s in compute)
     named = [s for s in compute if unit[s.module]]
     if not named:
@@ -282,15 +258,11 @@ def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
 
 
 def _fitting(name: str, room: float) -> str:
-    """``name``, its last component, or "": what fits in ``room`` characters."""
     return next((text for text in (name, name.rpartition(".")[2]) if len(text) <= room), "")
 
 
 def _busiest(intervals: Iterable[Interval], end: float, bridge: bool) -> list[Interval]:
-    """The label that takes most time in each of 750 bins; bins with one label are joined.
-
-    So single operations of another unit do not show. ``bridge``: whether to join them over a gap.
-    """
+    """The label that takes most time in each bin, joined over bins; ``bridge``: also over gaps."""
     width = end / _BINS or 1.0
     busy = [defaultdict[tuple[str, str], float](float) for _ in range(_BINS)]
     for begin, stop, label in intervals:
@@ -309,7 +281,7 @@ def _busiest(intervals: Iterable[Interval], end: float, bridge: bool) -> list[In
 
 
 def _seconds(report: Report) -> numpy.ndarray:
-    """Modelled time at each place of the schedule; asynchronous collectives do not count."""
+    """Modelled time at each place of the schedule, without asynchronous collectives."""
     slots, length = report.timing.slots, len(report.schedule.curve)
     begins: dict[int, float] = {length: duration(slots)}
     for slot in slots:

@@ -1,4 +1,4 @@
-"""``Report``: the figures of one compiled step, to print, plot, save, load and compare."""
+"""``Report``: the figures of one compiled step."""
 
 from __future__ import annotations
 
@@ -31,13 +31,10 @@ _EXPECTED = f"expected a report of Report.save(), JSON with format {_FORMAT!r}"
 class Report:
     """What a compiled step needs on a slice: ``print`` it, plot, save and compare it.
 
-    All bytes are of one device and one step.
-
-    Raises:
-        ValueError: no devices, or no memory.
+    All bytes are of one device and one step. Raises ValueError without devices or memory.
     """
 
-    topology: str  # as the user named it
+    topology: str
     chip: str
     devices: int
     hbm_capacity: int  # usable bytes a device
@@ -45,27 +42,26 @@ class Report:
     memory: CompilerMemory
     schedule: Schedule
     timing: Timing
-    bound_wire_bytes: int | None  # the bytes of ZeRO; None if unknown
+    bound_wire_bytes: int | None  # of ZeRO; None if unknown
     bound_label: str
-    link_model: str  # one sentence: assumptions of the interconnect model, and their sources
+    link_model: str  # assumptions and sources
     compile_seconds: float
     program_bytes: int
     ranks_traced: tuple[int, ...]
-    executables: int  # distinct programs of the traced ranks
+    executables: int  # distinct programs
     from_cache: bool = False
     title: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    # The value of each option that was set, as reported by libtpu, and who set it, in brackets.
+    # The value of each option that was set, and who set it, in brackets.
     compiler_options: Mapping[str, str] = field(default_factory=dict)
-    chip_config: str = ""  # how the cores of a chip form devices; "" if there is only one way
+    chip_config: str = ""  # how cores form devices; "" if there is only one way
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    suggestions: tuple[str, ...] = ()  # what to change, those that save most time first
-    refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
+    suggestions: tuple[str, ...] = ()
+    refusal: str = ""  # the compiler's message if it does not fit
     host: HostNeeds | None = None  # if the optimizer steps on the host
     parts: tuple[Part, ...] = ()  # if the step consists of several programs
-    # Most bytes of host memory that planning took: of the planning process until then, and of the
-    # compiler's. 0 in reports and cached results of older versions.
+    # Peaks of planning and compiling; 0 in results of older versions.
     planner_host_memory: int = 0
     compiler_host_memory: int = 0
 
@@ -82,7 +78,6 @@ class Report:
 
     @property
     def fits_device(self) -> bool:
-        """Whether the step fits in HBM."""
         return not self.refusal and self.memory.required <= self.hbm_capacity
 
     @property
@@ -94,7 +89,7 @@ class Report:
 
     @property
     def fits_host(self) -> bool:
-        """Whether host memory is large enough; True if nothing is offloaded."""
+        """True if nothing is offloaded."""
         return self.host is None or self.host_required <= self.host.capacity
 
     @property
@@ -134,7 +129,6 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line: whether it fits, and how well."""
         of = f"of {self.hbm_capacity / GIB:.1f} GiB a device on {self.topology}"
         required = f"{self.memory.required / GIB:.1f}"
         if self.memory.required < GIB / 10:
@@ -161,15 +155,16 @@ class Report:
     def time_by_kind(self) -> dict[str, float]:
         """The modelled seconds of a step by what takes them: matmuls, attention and other Pallas
         kernels, elementwise operations, copies, recomputation, the optimizer, and waiting for
-        collectives and for copies to the host. Together they are ``timing.step``. Empty if the
-        compiler estimated no times, and for a step of several programs.
+        collectives and copies to the host.
+
+        Empty if the compiler estimated no times, and for a step of several programs.
         """
         return tables.time_by_kind(self)
 
     def to_json(self) -> str:
         """The complete report as JSON; ``from_json`` reads it."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "report": self}
-        # For readers of the file, in seconds and bytes; not read back.
+        # For readers of the file; not read back.
         for name in ("time_by_kind", "time_by_module", "hbm_by_kind"):
             data[name] = getattr(tables, name)(self)
         return json.dumps(data, default=_plain)
@@ -178,9 +173,7 @@ class Report:
     def from_json(cls, text: str, source: str = "this text") -> Report:
         """Read the report that ``to_json`` wrote; sequences become tuples.
 
-        Raises:
-            ValueError: the text is not such a report. The message names ``source``, where the text
-                comes from.
+        Raises ValueError, which names ``source``, if the text is not such a report.
         """
         try:
             data = json.loads(text)
@@ -200,11 +193,9 @@ class Report:
         return report
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report, including the schedule, as JSON. The file is written completely or not
-        at all.
+        """Write the report as JSON, atomically.
 
-        Raises:
-            FileNotFoundError: there is no such folder.
+        Raises FileNotFoundError if there is no such folder.
         """
         write_whole(target(path), self.to_json().encode())
 
@@ -212,9 +203,7 @@ class Report:
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Read what ``save`` wrote.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is not a report.
+        Raises FileNotFoundError, or ValueError if the file is not a report.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -225,8 +214,7 @@ class Report:
     def compare(self, other: Report) -> Comparison:
         """Compare this report with another one; ratios are this one over the other.
 
-        Raises:
-            TypeError: ``other`` is not a report.
+        Raises TypeError if ``other`` is not a report.
         """
         if not isinstance(other, Report):
             message = f"cannot compare {type(other).__name__}: give a Report (of plan or load)"
@@ -271,16 +259,14 @@ class Report:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot HBM over the schedule and the timeline of the step.
 
-        ``.png`` is a picture. ``.html`` is one self-contained page with the picture and the tables.
-        ``.trace.json`` has every operation and the memory in use, for https://ui.perfetto.dev.
+        ``.png`` is a picture, ``.html`` one self-contained page with picture and tables,
+        ``.trace.json`` every operation and the memory in use, for https://ui.perfetto.dev.
 
-        Raises:
-            ValueError: ``path`` has another suffix.
-            FileNotFoundError: there is no such folder.
-            MissingExtraError: (an ImportError) matplotlib is not installed.
+        Raises ValueError for another suffix, FileNotFoundError if there is no such folder, and
+        MissingExtraError (an ImportError) if matplotlib is not installed.
         """
         place = target_of_plot(path, (".png", ".html", ".trace.json"))
-        from . import pictures  # imports matplotlib, which printing and saving do not need
+        from . import pictures  # imports matplotlib
 
         kind = place.suffix.lower()
         if kind == ".png":
@@ -303,7 +289,6 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Left over right; None if it is not defined."""
         if self.left is None or not self.right or self.left / self.right < 0:
             return None
         return self.left / self.right
@@ -319,11 +304,7 @@ class Comparison:
     remark: str = ""  # why the two are not directly comparable
 
     def __getitem__(self, name: str) -> Figure:
-        """The figure with this name.
-
-        Raises:
-            KeyError: there is no such figure; the message lists all names.
-        """
+        """Raises KeyError, which lists all names."""
         for one in self.figures:
             if one.name == name:
                 return one
@@ -347,7 +328,6 @@ class Comparison:
 
 
 def _figures(report: Report) -> list[tuple[str, str, float | None]]:
-    """Name, unit and value of each figure; the value is None if it is unknown."""
     memory, timing, collectives = report.memory, report.timing, report.schedule.collectives
     sized, placed, timed = report.sized, report.placed, report.timed
     ready = [c for c in collectives if c.asynchronous]
@@ -381,7 +361,6 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a data class, a mapping or a numpy number to a type that JSON has."""
     if is_dataclass(value):
         return vars(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The report as text: its tables (a page has them too), notes and warnings."""
+"""The report as text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .report import Report
 
 GIB, MIB, GB, MB = 2**30, 2**20, 10**9, 10**6
-MB_MEANS = "10^6 bytes"  # the unit of bandwidths; MiB and GiB are binary
+MB_MEANS = "10^6 bytes"
 UNKNOWN = "unknown"
-TINY = 64 * 1024  # bytes: the time of a smaller collective is its latency
+TINY = 64 * 1024  # a smaller collective takes its latency
 _COUNTED = ("count", "sync", "async", "< 64 KiB", "MB sent")
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
 NO_MODULE, NO_PHASE = "outside of modules", "no phase"
@@ -30,23 +30,21 @@ _KIND_OF_WORK = {
     "attention": "attention without a kernel (batched matmuls, softmax)",
     "elementwise": "normalization and other elementwise",
     "copy": "copies and changes of layout",
-    "": "compute of unknown kind",  # reports of older versions
+    "": "compute of unknown kind",  # in reports of older versions
 }
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ACTIVATIONS, _MODULES = "activations of {}", 4
-_COLUMN = 66  # characters of the last column in a line
+_COLUMN = 66  # characters
 _PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
 
 
 def figure(value: float | None, digits: int = 0, unit: str = "") -> str:
-    """The figure with its unit; "unknown" for ``None``."""
     if value is None:
         return UNKNOWN
     return f"{value:,.{digits}f} {unit}".rstrip()
 
 
 def percent(part: float | None, digits: int = 0) -> str:
-    """A share as a percentage."""
     return figure(None if part is None else 100 * part, digits, "%")
 
 
@@ -55,7 +53,6 @@ def milliseconds(seconds: float | None, digits: int = 2) -> str:
 
 
 def share(part: float, whole: float) -> float:
-    """``part / whole``; 0 if ``whole`` is 0."""
     return part / whole if whole else 0.0
 
 
@@ -67,12 +64,10 @@ def short(text: str, most: int) -> str:
 
 
 def units(modules: Iterable[str]) -> dict[str, str]:
-    """The top-level unit of every module, by which reports group their figures.
+    """The top-level unit of every module: the shortest path that is no parent of numbered blocks.
 
-    A unit is the shortest beginning of the path that is not a parent of numbered blocks.
-
-    ``blocks.3.attn.qkv`` and ``blocks.3.norm`` belong to ``blocks.3``, ``embed.proj`` to ``embed``,
-    and next to ``model.layers.0.mlp``, ``model.norm`` is ``model.norm`` and not ``model``.
+    ``blocks.3.attn.qkv`` belongs to ``blocks.3``; ``model.norm`` is a unit if there is a
+    ``model.layers.0``.
     """
     paths = {m: [c for c in m.split(".") if c and not c.startswith("_")] for m in set(modules)}
     holders: set[tuple[str, ...]] = set()
@@ -89,29 +84,27 @@ def units(modules: Iterable[str]) -> dict[str, str]:
 
 
 def count(collectives: Sequence[Collective]) -> int:
-    """The number of collectives that run in a step."""
+    """Executions in a step."""
     return sum(c.times for c in collectives)
 
 
 def wire(collectives: Sequence[Collective]) -> int:
-    """Bytes that a device sends for the collectives in a step."""
+    """Bytes that a device sends for them in a step."""
     return sum(c.wire_bytes * c.times for c in collectives)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the report. ``columns``: the names of the columns after the first."""
+    """``columns``: the names after the first."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def numeric(self) -> list[bool]:
-        """Which columns have only figures; these are aligned to the right."""
         return [all(_is_number(cell) for cell in column) for column in zip(*self.rows, strict=True)]
 
     def lines(self) -> list[str]:
-        """The table as lines; the text of the last column is wrapped."""
         table = [(self.title, *self.columns)]
         for row in self.rows:
             first, *more = textwrap.wrap(row[-1], _COLUMN) or [""]
@@ -125,7 +118,6 @@ def _is_number(cell: str) -> bool:
 
 
 def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str]:
-    """Rows as lines; figures are aligned to the right, words to the left."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
@@ -136,7 +128,6 @@ def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str
 
 
 def text(report: Report) -> str:
-    """The complete report, in lines of about 100 characters."""
     lines = [report.verdict, *textwrap.wrap(reason(report), 100), subtitle(report)]
     for section in sections(report):
         lines += ["", *section.lines()]
@@ -152,19 +143,18 @@ def text(report: Report) -> str:
 
 
 def subtitle(report: Report) -> str:
-    """The title, and the slice of the plan."""
     what = f"{report.title}: " if report.title else ""
     return f"{what}{report.topology}, {report.devices} devices ({report.chip})"
 
 
 def reason(report: Report) -> str:
-    """The beginning of the compiler's message if the step does not fit; else ""."""
+    """The beginning of the compiler's message if the step does not fit."""
     first = report.refusal.strip().partition("\n\n")[0]
     return short(" ".join(_PREFIX.sub("", first).split()), 300)
 
 
 def missing(report: Report) -> str:
-    """Why there is no timeline or no picture at all; "" if there are both."""
+    """Why there is no timeline or no picture; "" if there are both."""
     if not report.schedule.curve:
         refused = "the compiler stopped before it assigned buffers" if report.refusal else ""
         return f"Nothing to draw: {refused or 'the schedule is empty'}."
@@ -176,7 +166,6 @@ def missing(report: Report) -> str:
 
 
 def remarks(report: Report) -> list[str]:
-    """All notes: assumptions, and remarks on the figures."""
     notes = [*report.notes, *report.schedule.notes]
     if report.schedule.collectives:
         notes.append(f"Interconnect model: {report.link_model.removeprefix('Model: ')}")
@@ -185,7 +174,6 @@ def remarks(report: Report) -> list[str]:
 
 
 def sections(report: Report) -> list[Section]:
-    """All tables that are not empty."""
     tables = [
         _memory(report),
         _host(report),
@@ -304,9 +292,7 @@ def _largest(report: Report) -> Section:
 
 
 def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
-    """All buffers by what they hold: parameters, optimizer state, gathered weights, activations of
-    the modules that need most of it, and so on. Numbered modules, such as equal blocks, count
-    together."""
+    """Numbered modules, such as equal blocks, count together."""
     gathers = {c.name for c in schedule.collectives if "all-gather" in (c.kind, c.asked)}
     trained = {b.name.partition(" of ")[2] for b in schedule.buffers if b.category == "argument"}
     needed = Counter[str]()
@@ -338,7 +324,6 @@ def buffers_by_kind(schedule: Schedule) -> dict[str, list[Buffer]]:
 
 
 def hbm_by_kind(report: Report) -> dict[str, int]:
-    """Bytes of HBM at the peak by what they hold."""
     at = report.schedule.peak_index
     sizes = {
         kind: sum(b.bytes for b in buffers if b.born <= at <= b.dies)
@@ -360,7 +345,7 @@ def _hbm_by_kind(report: Report) -> Section:
 
 
 def _collectives(report: Report) -> Section:
-    """By kind; those whose kind the compiler changed are listed separately."""
+    """Those whose kind the compiler changed are listed separately."""
     kinds: dict[str, list[Collective]] = {}
     for c in sorted(report.schedule.collectives, key=lambda c: KINDS.index(c.kind)):
         name = f"{c.kind} (traced as {c.asked})" if c.asked not in ("", c.kind) else c.kind
@@ -379,7 +364,6 @@ def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
 
 
 def _by_unit(report: Report) -> Section:
-    """Bytes by top-level unit. Empty if the program names no modules."""
     collectives = report.schedule.collectives
     found = _grouped(collectives, lambda c: c.wire_bytes * c.times, 5)
     rows = tuple((name, *_counts(some)) for name, some in found)
@@ -392,10 +376,7 @@ T = TypeVar("T", Op, Collective)
 def _grouped(
     items: Sequence[T], size: Callable[[T], float], most: int
 ) -> list[tuple[str, list[T]]]:
-    """Items by top-level unit, those with the largest size first and the smallest together.
-
-    Numbered units, such as equal blocks, are one. Nothing if no item has a module.
-    """
+    """Items by top-level unit, largest first, the smallest together; empty without modules."""
     unit = units(one.module for one in items)
     if not any(unit.values()):
         return []
@@ -465,8 +446,7 @@ def _time(report: Report) -> Section:
 
 
 def time_by_kind(report: Report) -> dict[str, float]:
-    """See :attr:`Report.time_by_kind`. Recomputation and the optimizer count separately, whatever
-    they consist of."""
+    """See :attr:`Report.time_by_kind`."""
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
         return {}
     found = dict.fromkeys(_KIND_OF_WORK.values(), 0.0) | {_RECOMPUTATION: 0.0, _OPTIMIZER: 0.0}
@@ -484,7 +464,7 @@ def time_by_kind(report: Report) -> dict[str, float]:
 
 
 def timed_ops(schedule: Schedule, timing: Timing) -> dict[Op, float]:
-    """The operations of a step that have a time, and their modelled seconds."""
+    """The modelled seconds of the operations that have a time."""
     second = share(timing.compute, sum(op.cycles * op.times for op in schedule.ops))
     return {op: second * op.cycles * op.times for op in schedule.ops if op.cycles}
 
@@ -498,7 +478,6 @@ def _time_by_kind(report: Report) -> Section:
 
 
 def time_by_module(report: Report) -> dict[str, dict[str, float]]:
-    """The modelled seconds of compute by top-level unit and phase, those that take most first."""
     if report.parts or not report.timed:  # the schedule has one program of a streamed step
         return {}
     seconds = timed_ops(report.schedule, report.timing)

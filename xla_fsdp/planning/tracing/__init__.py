@@ -1,1 +1,1 @@
-"""From a training step to a program, without running it."""
+"""Traces a training step without running it."""

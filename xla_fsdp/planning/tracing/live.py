@@ -24,40 +24,32 @@ _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """What torch_xla knows about one live tensor.
-
-    ``alias_id`` stays the same while a tensor is updated in place. The runtime uses it to find the
-    buffer that the new value may reuse.
-    """
+    """``alias_id`` stays the same while a tensor is updated in place."""
 
     tensor: torch.Tensor
     tensor_id: int
     alias_id: int
-    pending: bool  # its value is traced and not computed
+    pending: bool  # traced, not computed
 
 
 class LiveTensors:
-    """Finds every XLA tensor that Python references, with gradients, as often as necessary.
+    """Finds every XLA tensor that Python references, with gradients.
 
-    A search through all objects of a process is slow. So objects that exist at the start are
-    searched once and then frozen (``gc.freeze``) until :meth:`close`, which also collects garbage.
-
-    Attributes:
-        before: the tensors that existed at the start.
-        saved: their values. :meth:`all` does not return these tensors.
+    A search through all objects is slow, so those that exist at the start are frozen
+    (``gc.freeze``) until :meth:`close`. :meth:`all` includes ``before``, the tensors of the start,
+    not ``saved``.
     """
 
     def __init__(self) -> None:
         self.before = _with_gradients(self._found())
         self.saved = [SavedValue(tensor) for tensor in self.before]
         self._hidden = {id(one.data) for one in self.saved}
-        # Objects that someone else has frozen could not be distinguished from these.
+        # Objects that someone else froze would look alike.
         self._freezes = gc.get_freeze_count() == 0
         if self._freezes:
             gc.freeze()
 
     def all(self) -> list[torch.Tensor]:
-        """The tensors that exist now."""
         new = [tensor for tensor in self._found() if id(tensor) not in self._hidden]
         return _with_gradients([*self.before, *new])
 
@@ -69,35 +61,33 @@ class LiveTensors:
 
     @staticmethod
     def _found() -> list[torch.Tensor]:
-        # type() instead of isinstance(), which reads __class__: that is slow, and runs code of
-        # some objects.
+        # type(), because isinstance() reads __class__, which is slow and runs code of objects.
         kinds = _tensor_types()
         with _other_threads_paused():
             objects = gc.get_objects()
             tensors = list(compress(objects, map(kinds.__contains__, map(type, objects))))
             del objects
         found = [tensor for tensor in tensors if is_xla(tensor)]
-        for tensor in found:  # only autograd referenced some; now Python does
+        for tensor in found:  # some are referenced only by autograd
             tensor._fix_weakref()
         return found
 
 
 @contextlib.contextmanager
 def _other_threads_paused() -> Iterator[None]:
-    """Prevents other threads from running Python for up to 2 s (a busy machine may stop this thread
-    for some tenths of a second).
+    """Prevents other threads from running Python for up to 2 s.
 
-    A list of all objects also references tuples that another thread is constructing. Python raises
-    SystemError in that thread if it resizes a tuple that is referenced elsewhere.
+    A list of all objects references tuples under construction; a thread that resizes one gets a
+    SystemError.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(2.0)
     try:
-        time.sleep(0)  # a thread that has waited for less time runs first
+        time.sleep(0)  # a thread that waits already runs first
         yield
     finally:
         sys.setswitchinterval(before)
-        time.sleep(0)  # a thread that waits by now would wait for 2 s
+        time.sleep(0)  # else a thread that waits since then waits for 2 s
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -106,7 +96,6 @@ def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def may_have_grad(tensor: torch.Tensor) -> bool:
-    """Whether autograd may give ``tensor`` a gradient."""
     return tensor.is_leaf and not isinstance(tensor, UnshardedParameter)
 
 
@@ -122,7 +111,7 @@ def _tensor_types() -> set[type]:
 
 
 def inspect_tensor(tensor: torch.Tensor) -> LiveTensor:
-    """What torch_xla knows about ``tensor``, without reading its value."""
+    """Does not read the value of ``tensor``."""
     fields = dict(_FIELDS.findall(xlac.debug_info(tensor)))
     # A computation that only returns a device buffer needs no execution.
     pending = fields["IR"] != "None" and "xla::device_data" not in fields["IR"]
@@ -130,7 +119,6 @@ def inspect_tensor(tensor: torch.Tensor) -> LiveTensor:
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
-    """Whether the value of an XLA tensor is traced and not computed."""
     return inspect_tensor(tensor).pending
 
 
@@ -149,8 +137,7 @@ class SavedValue:
 def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Gives ``tensor`` the value of ``data``, of the same shape and dtype, without tracing.
 
-    On XLA a copy in place is no computation: the tensor and its views take the value over. Where
-    torch allows no copy in place (expanded tensors, inference mode), views keep their value.
+    Where torch allows no copy in place (expanded, inference mode), views keep their value.
     """
     with (
         torch.no_grad(),
@@ -164,7 +151,7 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def is_xla(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on the XLA device, and not of a class that only reports so."""
+    """False for a class that only reports the XLA device."""
     try:
         return not has_own_operators(type(tensor)) and tensor.device.type == "xla"
     except Exception:  # a subclass in the middle of its construction

@@ -1,9 +1,6 @@
-"""Names instructions by module and phase of the step.
+"""Names instructions by module and phase of the step, with scopes that XLA copies into the program.
 
-The names are scopes of torch_xla's graph, which XLA copies into the compiled program. An
-instruction that is traced in the forward of ``blocks.3.mlp`` is named ``forward[blocks.3.mlp]``. In
-the backward an instruction belongs to the module whose output got its gradient last.
-``program/scopes.py`` reads the names.
+In the backward an instruction belongs to the module whose output got its gradient last.
 """
 
 from __future__ import annotations
@@ -27,20 +24,15 @@ from ...inplace import FSDPModule
 from ...ranks.autograd_thread import run_there
 from ...tree import tensors_in
 
-# Marks a tensor whose gradient starts a name of the backward.
+# Marks a tensor whose gradient hook sets the name of the backward.
 _NAMED = "_xla_fsdp_named"
 _IN_TREE_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 
 
 class Naming:
-    """Names instructions while :meth:`active`.
+    """``on_root_call`` is called before each call of a root, a module that the step itself calls.
 
-    Args:
-        on_root_call: called before each call of a root.
-
-    Attributes:
-        roots: modules that the step called itself, not another module, in their order.
-        in_backward: whether a backward was traced since this was last set to False.
+    ``in_backward``: whether a backward was traced since this was set to False.
     """
 
     def __init__(self, on_root_call: Callable[[], object]) -> None:
@@ -57,7 +49,6 @@ class Naming:
             xlac.set_has_scopes(True)
             stack.callback(xlac.set_has_scopes, debug)
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
-            # Also after an exception, each scope that was entered ends.
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             # Modules that are sharded in place gather before torch calls hooks.
             stack.callback(setattr, FSDPModule, "__call__", FSDPModule.__call__)
@@ -66,7 +57,6 @@ class Naming:
             yield self
 
     def name_of(self, module: nn.Module) -> str:
-        """Dotted name in the first root that contains it, without the parts of wrappers."""
         if module not in self._names:
             self._know(module)
         return self._names[module]
@@ -76,7 +66,6 @@ class Naming:
         self._push(None, f"{phase}[]")
 
     def leave(self) -> None:
-        """Ends the last :meth:`enter` of this thread."""
         if self._threads.stack:
             self._threads.stack.pop()
 
@@ -84,16 +73,14 @@ class Naming:
         self._threads.stack.append((module, xlac.scope(name)))
 
     def is_in(self, module: nn.Module) -> bool:
-        """Whether this thread entered ``module`` last."""
         return bool(self._threads.stack) and self._threads.stack[-1][0] is module
 
     def close(self) -> None:
-        """Ends all names on this thread and on that of autograd, which exists after the step."""
+        """Ends all names on this thread and on that of autograd."""
         self._close_here()
         run_there(torch_xla.device(), self._close_here)
 
     def forget(self) -> None:
-        """Drops all references to modules."""
         self.roots.clear()
         self._names.clear()
 
@@ -119,20 +106,18 @@ class Naming:
         self._push(module, f"{phase}[{self.name_of(module)}]")
 
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not self.is_in(module):  # it was entered before this object was active
+        if not self.is_in(module):  # entered before
             return
         self.leave()
         self._threads.modules -= 1
         name = self.name_of(module)
         for tensor in tensors_in(outputs):
-            # A container returns what its last module returned, which is named already.
+            # A container returns what its last module returned.
             if tensor.grad_fn is not None and not hasattr(tensor, _NAMED):
                 setattr(tensor, _NAMED, True)
                 tensor.register_hook(lambda grad: self._gradient_reached(name))
 
     def _named(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Names all that ``call`` of a module sharded in place traces, with its gathers."""
-
         @functools.wraps(call)
         def named(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
             if module._unit.computing:
@@ -155,18 +140,15 @@ class Naming:
 
 
 class _Thread(threading.local):
-    """The open scopes of a thread. A scope ends when its object is dropped."""
+    """The open scopes of a thread; a scope ends when its object is dropped."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module | None, Any]] = []
-        self.modules = 0  # how many of them are modules
-        self.gradient: list[Any] = []  # at most one
+        self.modules = 0  # in the stack
+        self.gradient: list[Any] = []
 
 
 def plain(name: str) -> str:
-    """A dotted name without the parts that wrappers add, which begin with an underscore.
-
-    The in-tree wrapper joins the parts of a name with a separator instead of dots.
-    """
+    """A dotted name without the parts of wrappers, which begin with an underscore."""
     name = name.replace("_fsdp_shard" + _IN_TREE_SEPARATOR, "").replace(_IN_TREE_SEPARATOR, ".")
     return ".".join(part for part in name.split(".") if part and not part.startswith("_"))

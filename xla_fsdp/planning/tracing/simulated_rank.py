@@ -1,10 +1,7 @@
 """Traces as one rank of a slice, in a process without that slice.
 
-Inside :class:`SimulatedRank` torch_xla reports the simulated slice: ``xr.world_size()``,
-``xr.global_ordinal()`` and with them ``World`` (collectives/world.py), for this package's wrapper,
-the in-tree class and any other code. Nothing runs, because there are no other ranks for
-collectives. Where a step would compile and run a program, ``on_cut`` is called instead, and the
-tensors that the program would compute become placeholders.
+Nothing runs, because there are no other ranks for collectives: tensors that a program would compute
+become placeholders.
 """
 
 from __future__ import annotations
@@ -40,30 +37,26 @@ from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
 from .live import assign, is_pending
 
-# More reads than in any step. A loop that waits for a value soon reaches it.
+# More reads than in any step: a loop that waits for a value.
 _MANY_READS = 2000
 
 
 class StepTraced(BaseException):
-    """Ends the caller's step when it is fully traced. No Exception, so that no code catches it."""
+    """Ends the step when it is fully traced; a BaseException, so that no code catches it."""
 
 
 class SimulatedRank:
     """A context manager that makes this process rank ``rank`` of ``size``.
 
     Args:
-        slice: the slice that the runtime describes, or ``None``.
-        on_cut: called where the program traced so far would be compiled and run. May raise
-            :class:`StepTraced`.
-        on_read: called before a pending value is read. A real read runs what the value depends on,
-            and leaves everything else pending.
+        on_cut: called where the traced program would be run. May raise :class:`StepTraced`.
+        on_read: called before a pending value is read, which runs only what the value depends on.
         arguments: the value of ``LIBTPU_INIT_ARGS``, or ``None`` to leave it.
 
     Attributes:
-        reads: places (``file:line in function``) that read pending values. A value that is read is
-            zero; a check for finite values is true; a mask selects everything.
-        sized_by_data: places where values decide how many elements a tensor has. It has the most
-            that are possible.
+        reads: places (``file:line in function``) that read pending values. They read zero; a check
+            for finite values is true; a mask selects everything.
+        sized_by_data: places where values decide the size of a tensor; the largest is assumed.
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class SimulatedRank:
         patches.replace(xlac.sync_tensors, lambda *args, **kwargs: self.on_cut())
         # Autocast reads the kind of device.
         patches.set(xm, "xla_device_hw", lambda device: "TPU" if "xla" in str(device) else "CPU")
-        # The step must not depend on collectives that the process traced before, nor the reverse.
+        # The step must not depend on collectives that this process traced before, nor the reverse.
         device = str(torch_xla.device())
         xlac.set_collective_token(device, None)
         self._stack.callback(xlac.set_collective_token, device, None)
@@ -115,7 +108,7 @@ class SimulatedRank:
         self._stack.close()
 
     def read(self, tensors: list[torch.Tensor]) -> None:
-        """Gives pending ``tensors`` values before they are read: zeros, but for checks."""
+        """Fills pending ``tensors`` before they are read: with zeros, except for checks."""
         self.reads.append(call_site.here())
         if len(self.reads) >= _MANY_READS:
             place, times = Counter(self.reads).most_common(1)[0]
@@ -129,7 +122,6 @@ class SimulatedRank:
             fill_pending([tensor], float(getattr(tensor, _TRUTH, 0)))
 
     def select(self, masks: list[torch.Tensor]) -> None:
-        """Makes pending ``masks``, which decide on a shape, select everything."""
         self.sized_by_data.append(call_site.here())
         self.on_read()
         fill_pending(masks, 1.0)
@@ -144,7 +136,7 @@ def _set_back(arguments: str | None) -> None:
 
 
 def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
-    """Gives pending tensors buffers, filled with ``value``, without running a program."""
+    """Gives pending tensors buffers without running a program."""
     for tensor in tensors:
         if is_pending(tensor):
             shape = local(tensor).shape
@@ -159,15 +151,11 @@ def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
 
 
 def forget_pending() -> None:
-    """Drops the graph of values that are still pending and that only autograd references (gradients
-    between two nodes), so that :func:`fill_pending` cannot find them. They get no values.
-    """
+    """Drops pending values that only autograd references, which ``fill_pending`` cannot find."""
     xlac.forget_pending(str(torch_xla.device()))
 
 
 class _SimulatedReads(TorchFunctionMode):
-    """Replaces reads of values, and omits work on values that a plan does not need."""
-
     def __init__(self, simulated: SimulatedRank) -> None:
         super().__init__()
         self.simulated = simulated
@@ -193,7 +181,7 @@ class _SimulatedReads(TorchFunctionMode):
 
 
 def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Tensors whose values decide on the shape of the result."""
+    """Tensors whose values decide the shape of the result."""
     if func in (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select):
         return [t for t in xla_tensors((args[1:], kwargs)) if t.dtype is torch.bool]
     if func in _PLACES or (func in _CHOICES and len(args) + len(kwargs) == 1):
@@ -212,13 +200,12 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _is_known(args: tuple, kwargs: dict) -> bool:
-    """Whether all values are known, because they follow from masks that select everything."""
+    """Whether all values follow from masks that select everything."""
     tensors = xla_tensors((args, kwargs))
     return bool(tensors) and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors)
 
 
 def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Calls ``func`` on the host with known values, because nothing runs on the device."""
     if func is torch.Tensor.__iter__:
         func = torch.Tensor.unbind
         return iter(_computed(func, args, kwargs))
@@ -229,7 +216,7 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 _PLACES = frozenset({torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere})
-_CHOICES = frozenset({torch.where})  # without values to choose from: nonzero(as_tuple=True)
+_CHOICES = frozenset({torch.where})  # with one argument: nonzero(as_tuple=True)
 
 _VIEWS = frozenset(
     getattr(torch.Tensor, name)
@@ -240,9 +227,9 @@ _VALUES = frozenset(
     for name in "item tolist cpu numpy __bool__ __float__ __int__ __index__".split()
 )
 _FOLLOWED = _VIEWS | _VALUES | _PLACES | _CHOICES
-# On a tensor: the values that it has if masks select everything.
+# Attribute of a tensor: its values if masks select everything.
 _KNOWN = "_xla_fsdp_known"
-# On a tensor: the truth value that it has if all losses are finite.
+# Attribute of a tensor: its truth value if all losses are finite.
 _TRUTH = "_xla_fsdp_assumed_truth"
 _TELLS = {
     torch.isfinite: True, torch.Tensor.isfinite: True,
@@ -271,21 +258,15 @@ def _with_truth(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
     return result
 
 
-# Host tensors of a simulated rank: large ones are not written, so that they take up no memory. A
-# model that a step builds on the CPU has parameters whose pages nobody writes. They stay so while
-# they are initialized, converted, copied and moved to the XLA device.
-
-
 class HostTensors:
-    """Knows which memory of the host belongs to parameters, and which of it has no values."""
+    """Avoids writing large host tensors that need no values, so that they take up no memory."""
 
     def __init__(self) -> None:
-        # A weak reference also prevents that another storage gets the same address.
+        # Weak references also keep another storage from getting the same address.
         self._of_parameters: set[StorageWeakRef] = set()
         self._unwritten: set[StorageWeakRef] = set()
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """``func(*args, **kwargs)``, but large tensors are not written where no value is needed."""
         # Functions of nn.init pass it by this name.
         tensor: Any = args[0] if args else kwargs.get("tensor")
         made = None
@@ -310,13 +291,11 @@ class HostTensors:
         return func(*args, **kwargs) if made is None else made
 
     def _is_parameter(self, tensor: Any) -> bool:
-        """Whether ``tensor`` is a large parameter on the host, or shares memory with one."""
         if isinstance(tensor, nn.Parameter):
             return tensor.device.type == "cpu" and tensor.numel() >= LARGE
         return _is_plain(tensor) and _storage(tensor) in self._of_parameters
 
     def _moved(self, tensor: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor | None:
-        """``tensor.to(...)``; ``None`` if torch is to do it."""
         try:
             device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         except (TypeError, RuntimeError):  # copy=True, or wrong arguments
@@ -333,7 +312,7 @@ class HostTensors:
     def _copied(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
-        """A copy of a tensor without values; ``None`` if ``tensor`` may have some."""
+        """A copy without values, or ``None`` if ``tensor`` may have some."""
         if dtype is tensor.dtype or _storage(tensor) not in self._unwritten:
             return None
         made = fake_cpu_tensor(tensor.shape, dtype or tensor.dtype)
@@ -352,7 +331,6 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _may_be_replaced(tensor: Any) -> bool:
-    """Whether a large tensor on the host may be copied without autograd."""
     return _is_plain(tensor) and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
@@ -370,7 +348,7 @@ _FILLS = frozenset(
 )
 _DRAWS = frozenset({torch.randn, torch.rand})
 _ALIASES = frozenset({torch.Tensor.data.__get__, torch.Tensor.detach})  # type: ignore[attr-defined]
-# To the dtype of the result, where it has another.
+# By function, the dtype of the result if fixed.
 _COPIES: dict[Any, tuple[torch.dtype, ...]] = {
     torch.Tensor.clone: (),
     torch.Tensor.half: (torch.float16,),

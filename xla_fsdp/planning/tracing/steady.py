@@ -1,11 +1,7 @@
-"""Creates optimizer state before the step that is planned.
+"""Creates optimizer state before the planned step, so that it is an argument of the program.
 
-The first step of an optimizer creates its state; all later steps read and update it. A plan is for
-a later step, whose state is an argument of the program and occupies memory.
-
-With ``cpu_offload`` the optimizer has tensors on the CPU. A plan needs no values of them, and they
-may be larger than the memory of this machine. So each has two elements while an optimizer steps.
-The size of the state that the optimizer makes for two elements gives the size for all elements.
+Tensors of ``cpu_offload`` may be larger than this machine's memory, so each has two elements while
+an optimizer steps; the size of the full state follows.
 """
 
 from __future__ import annotations
@@ -28,25 +24,21 @@ from .live import SavedValue, is_xla
 from .naming import Naming
 from .simulated_rank import fill_pending
 
-_FEW = 2  # elements of a parameter on the host
+_FEW = 2  # elements
 
 
 class SteadyOptimizers:
     """Runs an extra step before the first step of each optimizer, and keeps only the state.
 
-    Attributes:
-        stepped: optimizers whose step was traced.
-        all: every optimizer that has stepped, or is stepping now.
-        with_closure: whether one was called with a closure.
-        untrained: trainable parameters of optimizers that had no gradient at the first step.
-        warming_up: whether the extra step is running.
+    ``all``: optimizers that stepped, or are stepping; ``stepped``: those whose step was traced.
+    ``untrained``: trainable parameters without a gradient at the first step.
     """
 
     def __init__(
         self, naming: Naming, on_state: Callable[[Optimizer], None], on_repeat: Callable[[], None]
     ) -> None:
-        self._on_state = on_state  # called with an optimizer that has new state
-        self._on_repeat = on_repeat  # called before an optimizer steps again
+        self._on_state = on_state
+        self._on_repeat = on_repeat
         self.all: list[Optimizer] = []
         self.stepped: list[Optimizer] = []
         self._naming = naming
@@ -73,7 +65,6 @@ class SteadyOptimizers:
             self._saved.pop().restore()
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        # The first argument is the optimizer itself.
         if self.warming_up:
             return
         if optimizer in self.stepped:
@@ -81,7 +72,7 @@ class SteadyOptimizers:
         if optimizer not in self.all:
             self.all.append(optimizer)
             self._saved.append(_Saved(optimizer))
-            # With a closure the step runs forward and backward, perhaps often: too much to revert.
+            # A closure runs forward and backward, perhaps often: too much to revert.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
                 self.untrained += [
@@ -118,7 +109,7 @@ class SteadyOptimizers:
 
 
 class _Saved:
-    """State and settings of an optimizer, to restore them; XLA tensors are restored elsewhere."""
+    """State and settings of an optimizer; XLA tensors are restored elsewhere."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -143,11 +134,7 @@ class _Saved:
 
 
 class HostSteps:
-    """Measures the optimizer state on the host.
-
-    Attributes:
-        state: its bytes.
-    """
+    """Measures the optimizer state on the host: ``state``, in bytes."""
 
     def __init__(self) -> None:
         self.state = 0
@@ -155,8 +142,7 @@ class HostSteps:
         self._kept: list[tuple[Optimizer, HostShard, torch.Tensor, Any, Any]] = []
 
     def shrink(self, optimizer: Optimizer) -> None:
-        """Gives each parameter of ``optimizer`` on the host two elements, and no state."""
-        if getattr(optimizer, "knows_shards", False):  # stores bfloat16 shards in another form
+        if getattr(optimizer, "knows_shards", False):  # stores bfloat16 shards differently
             return
         for group in optimizer.param_groups:
             for shard in group["params"]:
@@ -172,7 +158,6 @@ class HostSteps:
                     shard.grad = None if grad is None else torch.zeros_like(few)
 
     def restore(self) -> None:
-        """Reverts :meth:`shrink`, and counts the state that the optimizer made."""
         while self._kept:
             optimizer, shard, values, grad, state = self._kept.pop()
             made = optimizer.state.pop(shard, {})
@@ -193,7 +178,6 @@ class HostSteps:
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The XLA tensors in the state of ``optimizer``."""
     return [t for t in tensors_in(list(optimizer.state.values())) if is_xla(t)]
 
 

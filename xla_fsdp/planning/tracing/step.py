@@ -1,7 +1,4 @@
-"""Traces the caller's training step as one rank of a slice, and stops where it would run.
-
-A streamed step is several programs. Each is recorded with the other tensors on the device.
-"""
+"""Traces the caller's training step as one rank of a slice."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
 from .units import TracedUnit, traced_units, zero_bound
 
-# Calls of models and optimizers without a sync: more than in any step.
+# More calls of models and optimizers without a sync than in any step.
 _MANY_CALLS = 1000
 
 
@@ -41,21 +38,15 @@ class TracedStep:
     """The traced step of one rank.
 
     Attributes:
-        program: what the compiler gets.
         bound: the bytes that plain ZeRO-3 sends; ``None`` without a wrapper.
-        reads: places that read a value during the step.
-        programs_before: earlier programs without an optimizer step (micro-batches of gradient
-            accumulation, evaluation), which are not planned.
+        reads, sized_by_data: as in ``SimulatedRank``.
+        programs_before: earlier programs without an optimizer step, which are not planned.
         has_optimizer: whether parameters are updated.
-        with_closure: whether an optimizer was called with a closure. Then the program creates the
-            optimizer state, as in a first step.
-        sized_by_data: places where values decide on a shape.
-        untrained: names of parameters of optimizers that got no gradient.
+        with_closure: whether an optimizer got a closure; then the program creates its state.
+        untrained: parameters of optimizers that got no gradient.
         trained: how many parameters of optimizers require a gradient.
-        host: host memory, if the optimizer steps on the host. Then ``program`` is the one that
-            sends the last gradients to the host.
-        units: the FSDP units.
-        parts: all programs of the step, in their order, if units are streamed; else none.
+        host: if the optimizer steps on the host; then ``program`` sends it the last gradients.
+        parts: all programs of the step, in order, if units are streamed.
     """
 
     program: TracedProgram
@@ -73,7 +64,6 @@ class TracedStep:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for steps that can share all executables."""
         if not self.parts:
             return self.program.fingerprint
         together = "".join(part.program.fingerprint for part in self.parts)
@@ -89,16 +79,12 @@ def trace_step(
 ) -> TracedStep:
     """Calls ``step()`` as rank ``rank`` of ``size``, on ``slice``, and returns its program.
 
-    ``arguments``: ``LIBTPU_INIT_ARGS`` of a rank on that slice; default: that of this process.
+    It is the first program with an optimizer step; optimizer state is among its arguments. Tensors
+    and optimizers from outside of ``step`` get their values back; learning rate schedulers stay
+    advanced. ``arguments``: ``LIBTPU_INIT_ARGS`` of a rank there; default: that of this process.
 
-    The program is the first that contains an optimizer step, as in a later step of training, with
-    optimizer state as arguments. Tensors and optimizers from outside of ``step`` get their values
-    back afterwards; learning rate schedulers from outside stay advanced.
-
-    Raises:
-        RuntimeError: called inside a rank of a launch or in SPMD mode, or while this process
-            already launches ranks or plans.
-        ValueError: ``step`` traced nothing on the XLA device.
+    Raises RuntimeError inside a rank of a launch, in SPMD mode, or while this process launches
+    ranks or plans; ValueError if nothing is traced on the XLA device.
     """
     if current_rank() is not None:
         raise RuntimeError(
@@ -139,8 +125,6 @@ def _trace(
 
 
 class _Run:
-    """The state of one trace."""
-
     def __init__(self, live: LiveTensors) -> None:
         self.live = live
         self.naming = Naming(self.begin)
@@ -151,12 +135,12 @@ class _Run:
         self.units: tuple[TracedUnit, ...] = ()
         self.has_optimizer = False
         self.programs = 0
-        # Optimizer steps before a value was read after one.
+        # Optimizer steps before the first read that followed one.
         self.steps_read: int | None = None
         self.over = False
-        self.calls = 0  # of roots, and of optimizers, since the last cut
-        self.parts: list[TracedPart] = []  # of a model with streamed units
-        self.sent: list[int] = []  # bytes of each gradient that `found` sends to the host
+        self.calls = 0  # of roots and optimizers since the last cut
+        self.parts: list[TracedPart] = []
+        self.sent: list[int] = []  # bytes of each gradient
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
     def begin(self) -> StepBoundary:
@@ -165,13 +149,12 @@ class _Run:
         return self.boundary or self._begin_program()
 
     def state_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes the new state of ``optimizer``, whose parameters are restored."""
         boundary = self.begin()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if is_xla(p)]
         boundary.note([inspect_tensor(t) for t in [*parameters, *state_tensors(optimizer)]])
 
     def cut(self) -> None:
-        """Called where a real run would compile and execute the program."""
+        """Called where a real run would execute the program."""
         self.calls = 0
         if self.over:
             raise StepTraced  # the caller's code caught the first one
@@ -186,11 +169,11 @@ class _Run:
             forget_pending()
 
     def read(self) -> None:
-        """Called where a real run would execute what one value depends on, and nothing else."""
+        """Called where a real run would execute only what one value depends on."""
         if self.boundary is None or self.optimizers.warming_up or self.over:
             return
         if self.optimizers.stepped and self.steps_read is None:
-            # In a loop without sync the step ends here; more steps may follow.
+            # In a loop without sync more steps may follow.
             self._lower()
             self.programs -= 1
             self.steps_read = len(self.optimizers.stepped)
@@ -257,7 +240,6 @@ class _Run:
         return replace(needs, to_device=sum(part.to_device for part in parts))
 
     def forget(self) -> None:
-        """Drops all references to the model."""
         for shard, grad in self._grads:
             shard.grad = grad
         self._grads.clear()
@@ -280,11 +262,11 @@ class _Run:
         program = self.boundary.lower(tensors, self._names(self.boundary))
         backward, self.naming.in_backward = self.naming.in_backward, False
         sent = [t.numel() * t.dtype.itemsize for t in gradients_for_host(self.naming.roots)]
-        # The parameters of streamed units are on the device only while the unit computes.
+        # Parameters of streamed units are on the device only while the unit computes.
         streamed = any(unit.stream is not None for unit in units_of(self.naming.roots))
         if streamed and program is not None and not self.optimizers.stepped:
             self._add_part(program, tensors, sum(sent), backward)
-        elif self.sent and not sent:  # during the step on the host: norms, ignored parameters
+        elif self.sent and not sent:  # in the optimizer step on the host
             self.has_optimizer = self.has_optimizer or bool(self.optimizers.stepped)
             return
         if program is None:
@@ -302,7 +284,7 @@ class _Run:
         to_host: int,
         backward: bool,
     ) -> None:
-        """Adds ``program``, which was lowered last. Equal programs are the same object."""
+        """Equal programs become the same object."""
         assert self.boundary is not None
         same = (p.program for p in self.parts if p.program.fingerprint == program.fingerprint)
         beside = self.boundary.bytes_beside(
@@ -312,12 +294,11 @@ class _Run:
         self.parts.append(TracedPart(next(same, program), beside, sent, to_host, backward))
 
     def _updates_parameters(self, program: TracedProgram) -> bool:
-        """Whether it updates parameters, also with an optimizer that is not a torch class."""
+        """Works also for optimizers that are no torch class."""
         trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
         return any(program.arguments[number] in trained for number in program.donated)
 
     def _owners(self) -> dict[torch.Tensor, str]:
-        """Names of parameters and buffers."""
         owners: dict[torch.Tensor, str] = {}
         for root in self.naming.roots:
             for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
@@ -325,7 +306,6 @@ class _Run:
         return owners
 
     def _names(self, boundary: StepBoundary) -> dict[int, str]:
-        """Names of device buffers, by handle."""
         owners = self._owners()
         named = [(name, tensor) for tensor, name in owners.items()]
         for one in offloaded_tensors(self.naming.roots):
@@ -333,7 +313,7 @@ class _Run:
                 named.append((owners.get(one.shard, one.key), one.copy.held))
         for optimizer in self.optimizers.all:
             named += named_state(optimizer, owners)
-        # A tensor that is updated in place is pending; its buffer was noted when the step began.
+        # A tensor updated in place is pending; its buffer was noted when the step began.
         names: dict[int, str] = {}
         for name, tensor in named:
             handle = boundary.handle_of(tensor) if is_xla(tensor) else None
@@ -344,7 +324,6 @@ class _Run:
 
 @contextlib.contextmanager
 def _state_restored() -> Iterator[LiveTensors]:
-    """Restores tensors that exist before, and random states."""
     live = LiveTensors()
     grads = [(tensor, tensor.grad) for tensor in live.before if may_have_grad(tensor)]
     try:
@@ -360,13 +339,10 @@ def _state_restored() -> Iterator[LiveTensors]:
 
 @dataclass(frozen=True)
 class TracedPart:
-    """One program of a step.
+    """One program of a step, with bytes.
 
-    Attributes:
-        beside: bytes of tensors on the device that the program neither reads nor computes.
-        to_device: bytes of shards that the host sends for it.
-        to_host: bytes of gradients that it computes for the host.
-        backward: whether it computes gradients; otherwise it is a forward.
+    ``beside``: tensors on the device that it neither reads nor computes. ``to_device``: shards sent
+    for it. ``to_host``: its gradients for the host.
     """
 
     program: TracedProgram
@@ -377,8 +353,7 @@ class TracedPart:
 
 
 def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:
-    """While one runs, the device also has the copies for the next program and the gradients of the
-    previous two."""
+    """Adds the copies for the next program and the gradients of the previous two."""
     return tuple(
         replace(
             part,
@@ -391,7 +366,6 @@ def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:
 
 
 def _sent(roots: Iterable[nn.Module]) -> int:
-    """Bytes sent to the device so far."""
     uploads = {
         id(tensor.copy.uploads): tensor.copy.uploads
         for unit in units_of(roots)
@@ -401,16 +375,11 @@ def _sent(roots: Iterable[nn.Module]) -> int:
     return sum(one.sent for one in uploads.values())
 
 
-# What is on the host, with cpu_offload.
-
-
 def units_of(roots: Iterable[nn.Module]) -> list[FSDPState]:
-    """The units in ``roots``, each once."""
     return list(dict.fromkeys(unit for root in roots for unit in unique_units(root)))
 
 
 def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
-    """The tensors of ``roots`` that are on the host, each once."""
     found = {
         id(tensor): tensor
         for unit in units_of(roots)
@@ -421,7 +390,6 @@ def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
 
 
 def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Gradients that the next program computes on the device and sends to the host."""
     hosts = [unit.host_gradients for unit in units_of(roots)]
     return [grad for host in hosts if host is not None for _, grad in host.pending]
 
@@ -429,9 +397,7 @@ def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
 def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostNeeds | None:
     """The host memory of one rank; ``None`` if ``tensors`` is empty.
 
-    Args:
-        sent: bytes of every gradient that the device sends in a step.
-        state: bytes of the optimizer state.
+    ``sent``: bytes of each gradient that the device sends in a step. ``state``: bytes.
     """
     if not tensors:
         return None
@@ -443,7 +409,7 @@ def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostN
         shards=sum(count * size for count, size, _ in sizes),
         gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
         state=state,
-        # A shard in the communication dtype and its copy in the runtime, or pieces of gradients.
+        # A shard in its communication dtype and the runtime's copy, or pieces of gradients.
         buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
         to_host=sum(sent),
         to_device=sum(copies),

@@ -1,9 +1,4 @@
-"""The program of one step, as the compiler gets it, and the buffers that it may overwrite.
-
-Two ranks, or two runs, whose programs have the same fingerprint share one executable. It ignores
-the metadata of instructions (scopes, files, lines), so it does not depend on who traced a program,
-and an edit elsewhere in a source file does not change it.
-"""
+"""The program of one step, and the buffers that it may overwrite."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from ...sharding.sharded_parameter import local
 from ..protobuf import message_classes
 from .live import LiveTensor, inspect_tensor
 
-# The fields of xla/service/hlo.proto that a fingerprint ignores, and those around them.
+# Fields of xla/service/hlo.proto that a fingerprint ignores, and their parents.
 _MESSAGES = {
     "Module": ["computations Computation* 3", "stack_frame_index bytes 17"],
     "Computation": ["instructions Instruction* 2"],
@@ -33,7 +28,7 @@ _NAME = re.compile(
 
 
 def fingerprint(hlo: bytes) -> str:
-    """SHA-256 of a serialized ``HloModuleProto`` without its metadata, in hexadecimal."""
+    """SHA-256 of a serialized ``HloModuleProto`` without metadata (scopes, files, lines)."""
     module = _module_class().FromString(hlo)
     module.ClearField("stack_frame_index")
     for computation in module.computations:
@@ -48,10 +43,7 @@ def _module_class() -> Any:
 
 
 def names(hlo: bytes) -> list[str]:
-    """The names of modules and phases in a program's metadata, which :func:`fingerprint` ignores.
-
-    Without the numbers that distinguish uses of one name: they depend on what was traced before.
-    """
+    """The names of modules and phases in the metadata, without the numbers of their uses."""
     return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
 
 
@@ -59,10 +51,8 @@ def names(hlo: bytes) -> list[str]:
 class TracedProgram:
     """A program for the compiler.
 
-    Attributes:
-        hlo: the module, a serialized ``HloModuleProto``.
-        donated: argument number to the number of the output that reuses its buffer.
-        arguments: the name of each argument, e.g. ``blocks.3.mlp.weight``; "" if unknown.
+    ``hlo``: a serialized ``HloModuleProto``. ``donated``: argument number to the number of the
+    output in its buffer. ``arguments``: names such as ``blocks.3.mlp.weight``; "" if unknown.
     """
 
     hlo: bytes
@@ -80,15 +70,14 @@ class PartitionedProgram:
     """One training step of all devices, which another framework lowered.
 
     Attributes:
-        stablehlo: the module, as text or bytecode; its arguments carry shardings over ``devices``.
+        stablehlo: text or bytecode; its arguments carry shardings over ``devices``.
         fingerprint: equal for programs that differ only in files and lines.
         shardy: shardings are of the ``sdy`` dialect, not ``mhlo.sharding``.
-        devices: how many it is sharded over.
-        arguments: the name of each argument; optimizer state is called ``exp_avg of NAME``.
-        donated: argument number to the number of the output that may reuse its buffer.
+        arguments: names; optimizer state is called ``exp_avg of NAME``.
+        donated: as in ``TracedProgram``.
         elements: of all trained parameters.
-        itemsize: bytes of an element in the dtype that parameters are computed in.
-        model_flops: of a step on one device, by the convention of ``program/flops.py``.
+        itemsize: bytes of an element in the compute dtype.
+        model_flops: of a step on one device, as in ``program/flops.py``.
     """
 
     stablehlo: bytes
@@ -103,28 +92,26 @@ class PartitionedProgram:
 
     @property
     def bound(self) -> int:
-        """The bytes that ZeRO-3 training of these parameters sends, as in ``units.py``."""
+        """The ZeRO-3 bound, as in ``units.py``."""
         sent = 3 * self.elements * self.itemsize * (self.devices - 1) / self.devices
         return round(sent)
 
 
 class StepBoundary:
-    """The buffers on the device when the step began. Does not keep the tensors alive."""
+    """The device buffers when the step began. Does not keep tensors alive."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._by_alias: dict[int, int] = {}  # alias id to the handle of the buffer
-        self._read: frozenset[int] = frozenset()  # handles that the last program reads
+        self._by_alias: dict[int, int] = {}  # alias id to buffer handle
+        self._read: frozenset[int] = frozenset()
         self.note([inspect_tensor(tensor) for tensor in tensors])
 
     def note(self, tensors: Iterable[LiveTensor]) -> None:
-        """Adds tensors that have a buffer; the others are left out."""
         known = [one for one in tensors if not one.pending]
         handles = xlac.buffer_handles([one.tensor for one in known])
         for one, handle in zip(known, handles, strict=True):
             self._by_alias[one.alias_id] = handle
 
     def handle_of(self, tensor: torch.Tensor) -> int | None:
-        """The buffer that ``tensor`` had when the step began, or got later; ``None`` if none."""
         one = inspect_tensor(tensor)
         if one.alias_id not in self._by_alias and not one.pending:
             self.note([one])
@@ -135,9 +122,8 @@ class StepBoundary:
     ) -> TracedProgram | None:
         """The program that a sync would run now; ``None`` if nothing is pending.
 
-        Its outputs are all pending ``tensors``. An output that updates a tensor in place reuses the
-        buffer of that tensor if shape and dtype are equal, as in torch_xla. ``names`` gives names
-        by buffer handle.
+        Its outputs are all pending ``tensors``; an update in place reuses the buffer if shape and
+        dtype are equal. ``names``: by buffer handle.
         """
         live = [inspect_tensor(tensor) for tensor in tensors]
         # Several Python objects may have one value.
@@ -163,8 +149,7 @@ class StepBoundary:
         )
 
     def bytes_beside(self, tensors: Sequence[LiveTensor]) -> int:
-        """Bytes of those buffers of ``tensors`` that the last program does not read, without the
-        padding of layouts."""
+        """Unpadded bytes of ``tensors`` that the last program does not read."""
         handles = xlac.buffer_handles([one.tensor for one in tensors])
         buffers = {
             handle: local(one.tensor).numel() * one.tensor.dtype.itemsize

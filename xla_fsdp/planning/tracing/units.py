@@ -1,10 +1,8 @@
 """The FSDP units of a traced model, and the bytes that plain ZeRO-3 sends for them.
 
 ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 7.2) gathers every parameter for the forward and again for the backward, and
-reduce-scatters its gradient. A gather or a reduce-scatter of B bytes over n ranks has every rank
-send B(n-1)/n. A unit that keeps its parameters from forward to backward, such as the outermost one
-(``disable_reshard_on_root``), gathers once: a step can send a little less than the bound.
+Models", section 7.2) gathers every parameter twice and reduce-scatters its gradient. Each of these
+sends B(n-1)/n of B bytes over n ranks. Units that keep parameters send less.
 """
 
 from __future__ import annotations
@@ -29,28 +27,22 @@ from .naming import plain
 
 
 class OnWire(NamedTuple):
-    """What one collective sends: a full tensor with padding, or several small ones.
-
-    ``rows``: its length along dimension 0.
-    """
+    """One collective: ``rows`` rows of a full tensor with padding, or of several small ones."""
 
     bytes: int
     rows: int
 
     @classmethod
     def of(cls, planned: Collective) -> OnWire:
-        """What ``planned`` sends."""
         return cls(planned.bytes, planned.ranks * planned.shape[0])
 
 
 @dataclass(frozen=True)
 class TracedUnit:
-    """One wrapper of this package.
+    """One wrapper of this package; scanned blocks are one unit.
 
-    ``name``: dotted, "" for the root. ``elements``: of its parameters, each counted once, without
-    padding; ``trainable``: of those that are trained. ``itemsize``: bytes of an element in the
-    dtype in which it is gathered. ``gathered``, ``reduced``: the collectives of its parameters, and
-    of the gradients of those that are trained. Scanned blocks are one unit.
+    ``elements`` and ``trainable``: each parameter once, without padding. ``itemsize``: of an
+    element when gathered. ``gathered``, ``reduced``: collectives of parameters, and of gradients.
     """
 
     name: str
@@ -62,7 +54,6 @@ class TracedUnit:
 
 
 def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
-    """The units of ``roots`` whose parameters are sharded over ranks."""
     found: list[TracedUnit] = []
     seen: set[object] = set()
     for root in roots:
@@ -74,7 +65,7 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
             options, world = unit.options, unit.world
             elements = trainable = wire = 0
             specs = [tensor.spec for tensor in unit.tensors]
-            dtypes: dict[int, torch.dtype] = {}  # of gradients
+            dtypes: dict[int, torch.dtype] = {}
             for number, tensor in enumerate(unit.tensors):
                 dtype, layout = tensor.spec.compute_dtype(options.compute_dtype), tensor.layout
                 elements += layout.numel
@@ -100,13 +91,12 @@ def unit_of(module: str, units: Iterable[str]) -> str:
 
 
 def zero_bound(roots: Iterable[nn.Module]) -> int | None:
-    """The bound of one step for the sharded parameters in ``roots``, in bytes that a device sends;
-    ``None`` if nothing in them is sharded.
+    """The ZeRO-3 bound in bytes that a device sends in a step; ``None`` if nothing is sharded.
 
-    Supports this package's wrapper and that of torch_xla. Parameters count in the dtype that they
-    are computed in, without padding. Frozen parameters are not reduced.
+    For the wrappers of this package and of torch_xla. Parameters count in their compute dtype,
+    without padding. Frozen parameters are not reduced.
     """
-    seen: set[int] = set()  # identities of shards
+    seen: set[int] = set()
     sent = 0.0
 
     def add(shard: Any, numel: int, dtype: torch.dtype, ranks: int) -> None:

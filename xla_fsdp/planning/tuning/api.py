@@ -1,4 +1,4 @@
-"""``xla_fsdp.tune``: the fastest settings for a training step on a TPU slice, without a TPU."""
+"""``xla_fsdp.tune`` and ``training_step``."""
 
 from __future__ import annotations
 
@@ -62,34 +62,27 @@ def tune(
         print(found)
         found.settings.save("settings.json")
 
-    The step is traced a few times to measure what it computes, stores and sends. From this, time
-    and memory of all candidates are estimated. The most promising ones, at most ``budget``, are
-    compiled as ``plan`` does. Where a model has many blocks that are not in one loop, two programs
-    with few of them are compiled and their figures extrapolated; the fastest candidate is then
-    compiled with all blocks. The result is the fastest compiled candidate that fits: by modelled
-    time per sample if ``batch`` is given, else per step. Results are cached with those of plans,
-    by a digest of program, slice, options and versions, so an interrupted search continues from
-    where it stopped.
+    Time and memory of all candidates are estimated from a traced step, and at most ``budget`` of
+    them are compiled; figures of deep models are first extrapolated from a few blocks. The result
+    is the fastest compiled candidate that fits: by modelled time per sample if ``batch`` is given,
+    else per step. Results are cached, so an interrupted search continues.
 
     Args:
         step: see above. ``settings.batch`` is None unless ``batch`` is given.
         topology: a slice, as for ``plan``.
-        batch: samples per device: one number, which fixes the global batch, or several to choose
-            from.
-        baseline: your own step as it is, what :func:`xla_fsdp.plan` takes, of the first ``batch``.
-            It is compiled first, and the answer is settings only if they are faster. Default:
-            ``step`` with the settings that the wrapper has by default.
+        batch: samples per device: one number, or several to choose from.
+        baseline: your own step, as for :func:`xla_fsdp.plan`, with the first ``batch``. It is
+            compiled first, and the answer is settings only if they are faster. Default: ``step``
+            with the default settings.
         search: by the name of a setting (of :class:`ShardingSettings`), values to try instead of
             the usual ones; a single one fixes it: ``{"scan": [True], "recompute": ["all"]}``.
-        budget: the most compilations; results from an earlier time count.
-        compiler_options, launcher, cache, progress, title, calibration, compiler: those of
-            ``plan``.
+        budget: the most compilations; results from the cache count.
+        compiler_options, launcher, cache, progress, title, calibration, compiler: as in ``plan``.
 
     Raises:
         ValueError: ``batch``, ``search`` or ``budget`` has a value that is not allowed; the step
-            does not shard its model with this package, or it uses ``CPUOffload(stream=True)``; the
-            slice is unknown (UnknownTopologyError); ``calibration`` is for other chips, or damaged
-            (CalibrationError); ``compiler`` cannot be used (UnusableCompilerError).
+            does not shard its model with this package, or uses ``CPUOffload(stream=True)``.
+        UnknownTopologyError, CalibrationError, UnusableCompilerError: (ValueErrors) as ``plan``.
         TypeError: ``step`` is not callable.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         RuntimeError: called inside a rank of a launch.
@@ -170,23 +163,21 @@ def tune(
     )
 
 
-# What a step raises that does not work with some settings, or with fewer blocks.
+# Raised by a step that does not work with some settings or depths.
 _NOT_POSSIBLE = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
 
 class _Steps:
-    """Traces and compiles steps on one slice."""
-
     def __init__(self, step: Step, target: Target, progress: Progress) -> None:
         self._step, self._target, self._progress = step, target, progress
         self.from_cache = 0
-        # The number of blocks, if figures are extrapolated from programs with few of them.
+        # The number of blocks to which figures are extrapolated, or 0.
         self.blocks = 0
-        # What a program of all blocks took to compile without a loop, and two of few; 0: unknown.
+        # To compile all blocks without a loop, and two programs of few blocks; 0: unknown.
         self._full_seconds = self._few_seconds = 0.0
 
     def _possible(self, settings: ShardingSettings) -> Callable[[], Any]:
-        """The step with ``settings``. Raises ImpossibleError if it does not work with them."""
+        """A step that raises ImpossibleError if it does not work with ``settings``."""
 
         def step() -> Any:
             try:
@@ -197,12 +188,12 @@ class _Steps:
         return step
 
     def trace(self, settings: ShardingSettings) -> TracedStep:
-        """The traced step with ``settings``. Raises what the step raises."""
+        """Raises what the step raises."""
         host = self._target.host(settings.compiler_options)
         return self._traced(partial(self._step, settings), host)
 
     def try_trace(self, settings: ShardingSettings) -> TracedStep:
-        """As ``trace``, but raises ImpossibleError if the step does not work with ``settings``."""
+        """Raises ImpossibleError if the step does not work with ``settings``."""
         return self._traced(self._possible(settings), self._target.host(settings.compiler_options))
 
     def measure(self, settings: ShardingSettings, full: bool) -> Measured:
@@ -261,7 +252,7 @@ def _scans(
     facts: StepFacts,
     batch: int | None,
 ) -> tuple[bool, str]:
-    """Whether the blocks can run in one loop, and a note on it (empty if there is none)."""
+    """Whether the blocks can run in one loop, and a note on it or ""."""
     if True not in wanted.get("scan", (True,)) or len(facts.blocks) < 2:
         return False, ""
     try:
@@ -272,7 +263,7 @@ def _scans(
 
 
 def _available_memory() -> float:
-    """The bytes of memory that this machine has free; infinite if the system does not say."""
+    """Free bytes of this machine; infinite if unknown."""
     path = Path("/proc/meminfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""Find the repeated blocks of a model, and whether one ``nn.Sequential`` runs all of them."""
+"""Finds the repeated blocks of a model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Any
 
 from torch import nn
 
-# How a caller gives the blocks: the dotted name of their list, their classes, or None to find them.
 Blocks = str | Collection[type[nn.Module]] | None
 
 
 def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     """The blocks of ``model``, in its order; see ``ShardingSettings.wrap`` for ``blocks``.
 
-    Raises:
-        ValueError: ``blocks`` names modules that do not exist, or no list of modules.
-        TypeError: ``blocks`` is neither a name nor a collection of classes.
+    Raises ValueError if ``blocks`` names no modules or no list, and TypeError for another type.
     """
     if isinstance(blocks, str):
         return _in_list(model, blocks)
@@ -41,8 +38,7 @@ def list_of(
     blocks: Collection[nn.Module],
     kinds: Collection[type[nn.Module]] = (nn.Sequential,),
 ) -> str | None:
-    """The dotted name of the module of one of ``kinds`` that consists of exactly these ``blocks``;
-    ``None`` if there is none."""
+    """The dotted name of the module of ``kinds`` that consists of exactly ``blocks``."""
     wanted = list(blocks)
     for name, module in model.named_modules():
         if type(module) in kinds and name and list(module.children()) == wanted:
@@ -51,7 +47,6 @@ def list_of(
 
 
 def replace_modules(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace the modules of ``model`` that are keys of ``others`` by the values."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and child in others and parent is not others[child]:
@@ -111,7 +106,7 @@ def _outermost(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[n
 
 
 class BlockRow(nn.Sequential):
-    """Runs blocks one after the other and passes further arguments to each, as ``scan_blocks``."""
+    """Runs blocks one after the other and passes further arguments to each."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         for block in self:

@@ -1,23 +1,8 @@
-"""Estimate time and memory of a step with given settings, without tracing or compiling it.
+"""Estimates time and memory of a step with given settings, without tracing or compiling it.
 
-Time: the step is written as a schedule of units, and ``planning/timing.py`` times it, as it times a
-compiled program: the same links, the same overlap, the same bandwidth to the host.
-
-* Compute of a unit: its forward once, its backward twice that (``program/flops.py`` has the
-  source), and its forward again if it is recomputed. The optimizer reads and writes its state once
-  at the bandwidth of HBM.
-* Parameters are gathered for the forward, and again for the backward unless they are kept;
-  gradients are reduced. If the compiler overlaps gathers with compute, the gather of a unit
-  starts with the compute of the unit before it. All others are synchronous.
-* The collectives of a unit are those of its communication plan (``sharding/comm_plan.py``), along
-  the routes that they would take (``collectives/routes.py``).
-* An input that is stored on the host is copied there while the next block computes, and back
-  during the backward of the block before it.
-
-Memory is the sum of: sharded parameters, optimizer state and gradients; what the forward saves for
-the backward; full parameters and gradients of the units that have them at the same time; and the
-working memory of one unit. All figures are of one device. Estimates only rank candidates; the
-results of compiled candidates correct them.
+``planning/timing.py`` times the step as a schedule of units. A backward computes twice its forward,
+and the forward again if it is recomputed. Estimates only rank candidates, and results of compiled
+candidates correct them.
 """
 
 from __future__ import annotations
@@ -35,21 +20,20 @@ from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
 from .settings import ShardingSettings, keeps
 
-# Code size for every block that is compiled separately: 50 MiB for four blocks of workload S on
-# v3-8, 393 MiB for 32 (docs/how-to/scan-layers.md).
+# Code of a separate block: workload S on v3-8 has 50 MiB for four blocks, 393 MiB for 32
+# (docs/how-to/scan-layers.md).
 CODE_BYTES = 12 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCollective(Collective):
-    """All gathers or all reductions of a unit that happen at one place. ``parts``: each of them."""
+    """All gathers or all reductions of a unit at one place."""
 
     parts: tuple[OneCollective, ...] = ()
 
 
 class UnitLinks(Links):
-    """The links of a slice, for the collectives of units. Caches what it was asked, because blocks
-    are alike and every candidate needs these."""
+    """The links of a slice, for the collectives of units; caches results, as blocks are alike."""
 
     def __init__(self, where: Slice) -> None:
         super().__init__(where)
@@ -59,7 +43,6 @@ class UnitLinks(Links):
         self._total = cache(self._sum)
 
     def seconds(self, collective: OneCollective) -> float:
-        """Seconds of one execution, one part after the other."""
         if isinstance(collective, UnitCollective):
             return self._total(collective.parts)
         return super().seconds(collective)
@@ -70,10 +53,8 @@ class UnitLinks(Links):
     def _parts(
         self, kind: str, tensors: tuple[OnWire, ...], ranks: int, routes: str
     ) -> tuple[OneCollective, ...]:
-        """The collectives of ``tensors`` over groups of ``ranks`` consecutive ranks.
-
-        ``kind``: "all-gather", "reduce-scatter"; or "all-reduce", over the copies of parameters of
-        which each is sharded over ``ranks`` consecutive ranks.
+        """Over groups of ``ranks`` consecutive ranks; an all-reduce: over the copies of their
+        shards.
         """
         return tuple(part for one in tensors for part in self._of(kind, one, ranks, routes))
 
@@ -101,12 +82,10 @@ class UnitLinks(Links):
             yield OneCollective(kind, size, groups)
 
     def _over_network(self, kind: str, size: int, slices: int) -> OneCollective:
-        """Over the data-center network, where each device sends its part of the data
-        (docs/design/time-model.md)."""
+        """Each device sends its part of the data (docs/design/time-model.md)."""
         return OneCollective(kind, size, (tuple(range(slices)),), across_slices=True)
 
     def _on_rings(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> tuple[OnWire, ...]:
-        """Those of ``tensors`` whose gradients are reduced around rings."""
         if ranks != self.where.devices or self.where.count > 1 or routes == "default":
             return ()
         rings = (one for one in tensors if self._ways.reduction(one.bytes, one.rows).overlaps)
@@ -115,10 +94,9 @@ class UnitLinks(Links):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of one step on one device.
+    """One step on one device.
 
-    ``seconds`` = ``compute`` + ``exposed``; ``hbm``: bytes. ``state``: the part of ``hbm`` that
-    does not depend on how the model is computed.
+    ``hbm``: bytes, of which ``state`` does not depend on how the model is computed.
     """
 
     compute: float
@@ -132,40 +110,36 @@ class Estimate:
 
 
 class Estimates:
-    """Estimates of one model on one slice.
-
-    Args:
-        facts: by ``ShardingSettings.units``; those of ``"blocks"`` are also used for ``"model"``.
+    """``facts``: by ``ShardingSettings.units``; those of ``"blocks"`` are also used for
+    ``"model"``.
     """
 
     def __init__(self, facts: dict[str | int, StepFacts], where: Slice) -> None:
         self._facts = facts
         self._where = where
-        # By figure and kind of candidate: the compiler's results over the estimates so far.
+        # Results over estimates, by figure and kind of candidate.
         self._ratios: dict[str, dict[tuple[str, bool], list[float]]] = {}
         self.of, self._memory = cache(self._estimate), cache(self._hbm)
 
     def on(self, where: Slice) -> Estimates:
-        """Estimates of the model on another slice, with the same corrections."""
+        """Estimates on another slice, which share the corrections."""
         other = Estimates(self._facts, where)
         other._ratios = self._ratios
         return other
 
     @cached_property
     def links(self) -> UnitLinks:
-        """The slice's links."""
         return UnitLinks(self._where)
 
     def facts(self, settings: ShardingSettings) -> StepFacts:
-        """The facts of the model with the units and batch of ``settings``."""
         key = "blocks" if settings.units == "model" else settings.units
         found = self._facts[key]
         return found if settings.batch is None else found.scaled(settings.batch)
 
     def corrected(self, settings: ShardingSettings) -> Estimate:
-        """The estimate, multiplied by the mean ratio of results of candidates that compute blocks
-        in the same way (recomputed or not, in a loop or not); without any, of those that differ
-        only in ``keep`` and ``scan_prefetch``; without these, of all results."""
+        """The estimate, multiplied by the mean ratio of results over estimates of its kind
+        (``kind_of``); without any, of that kind without ``keep`` and ``scan_prefetch``, or of all.
+        """
         found = self.of(settings)
         return replace(
             found,
@@ -175,15 +149,13 @@ class Estimates:
         )
 
     def needed(self, settings: ShardingSettings) -> float:
-        """The bytes of HBM of :meth:`corrected`."""
         state, working = self._memory(settings)
         return state + working * self._ratio("hbm", settings)
 
     def learn(
         self, settings: ShardingSettings, hbm: float, compute: float = 0.0, exposed: float = 0.0
     ) -> None:
-        """Record the compiler's result for ``settings``; times are 0 if the step does not fit. The
-        ratio of memory is that of the part that is not ``Estimate.state``."""
+        """Record the compiler's result; times are 0 if the step does not fit."""
         found, kind = self.of(settings), kind_of(settings)
         for name, measured, guessed in (
             ("compute", compute, found.compute),
@@ -195,7 +167,6 @@ class Estimates:
                 ratios.setdefault(kind, []).append(measured / guessed)
 
     def knows(self, settings: ShardingSettings) -> bool:
-        """Whether a candidate that computes blocks in the same way was compiled."""
         return kind_of(settings) in self._ratios.get("hbm", {})
 
     def _ratio(self, name: str, settings: ShardingSettings) -> float:
@@ -205,7 +176,6 @@ class Estimates:
         return sum(ratios) / len(ratios) if ratios else 1.0
 
     def _estimate(self, settings: ShardingSettings) -> Estimate:
-        """The estimate for ``settings``, without corrections."""
         state, working = self._memory(settings)
         units = self._units(settings)
         timing = time_step(self._schedule(units, settings), self._where, 0.0, links=self.links)
@@ -213,7 +183,7 @@ class Estimates:
         return Estimate(timing.compute, exposed, state + working, state)
 
     def _schedule(self, units: Sequence[_Unit], settings: ShardingSettings) -> Schedule:
-        """The step as a schedule, in which a unit's forward is one operation, as its backward."""
+        """A unit's forward is one operation, as its backward."""
         facts, chip, count = self.facts(settings), self._where.chip, len(units)
         shared, hertz = settings.shard_group_size or self._where.devices, chip.clock_hz
         routes, one_loop = settings.collective_routes, settings.scan
@@ -237,14 +207,13 @@ class Estimates:
                     wire_bytes=size, asynchronous=done > at, parts=parts,
                 ))  # fmt: skip
 
-        # Unit i computes its forward at an odd place, 2 i + 1; so do the backwards, after all of
-        # these. Between two of them, at an even place, gradients are reduced.
+        # Units compute at odd places, first all forwards; gradients are reduced at even places.
         early, end = settings.forward_prefetch or one_loop, 2 * count + 1
         for at, unit in zip(range(1, end, 2), units, strict=True):
             start = at - 2 if beside and early and at > 1 else at
             send("all-gather", unit.gathered, start, at)
             compute(at, unit.forward, "forward")
-            if unit.on_host:  # on the device are the inputs of two blocks
+            if unit.on_host:  # the device has the inputs of two blocks
                 copies.append(HostCopy(at, min(at + 4, end), round(unit.on_host), to_host=True))
         early = settings.backward_prefetch == "pre" or one_loop
         for at, unit in zip(range(end, 2 * end - 1, 2), reversed(units), strict=True):
@@ -257,10 +226,10 @@ class Estimates:
             compute(at, unit.backward, "backward")
             rings = self.links.on_rings(unit.reduced, shared, routes)
             send("reduce-scatter", tuple(o for o in unit.reduced if o not in rings), at + 1, at + 1)
-            alone = one_loop and not settings.scan_prefetch  # the loop's iteration waits for it
+            alone = one_loop and not settings.scan_prefetch  # the iteration waits for it
             send("reduce-scatter", rings, at + alone, at + 1)
             send("all-reduce", unit.reduced, at + 1, at + 1)
-            # Of every byte that goes around a ring the chip itself reads two and writes one.
+            # Of every byte on a ring the chip reads two and writes one.
             added = 3 * sum(one.bytes for one in rings)
             compute(at, added / chip.device_hbm_bandwidth, "backward")
         compute(2 * end, 2 * facts.state / shared / chip.device_hbm_bandwidth, "optimizer")
@@ -269,7 +238,7 @@ class Estimates:
         )
 
     def _hbm(self, settings: ShardingSettings) -> tuple[float, float]:
-        """Bytes of HBM: those that do not depend on how the model is computed, and the others."""
+        """Bytes: those that do not depend on how the model is computed, and the others."""
         units = self._units(settings)
         facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
@@ -298,8 +267,7 @@ class Estimates:
 
 
 class _Unit:
-    """One unit with given settings, in bytes and seconds. ``number``: among the blocks, from 0; the
-    other units have negative ones."""
+    """One unit in bytes and seconds. ``number``: of the block; negative for other units."""
 
     def __init__(self, facts: UnitFacts, settings: ShardingSettings, number: int) -> None:
         self.facts = facts
@@ -325,10 +293,9 @@ class _Unit:
 
 
 def _activations(units: Sequence[_Unit]) -> float:
-    """The largest bytes of activations, at the end of the forward."""
     on_device = [unit.held for unit in units if not unit.on_host]
     on_device += [unit.spared for unit in units]
-    # On the device at the same time: the input of the running block and that of the next.
+    # On the device: the input of the running block and that of the next.
     on_host = sorted((unit.on_host for unit in units if unit.on_host), reverse=True)[:2]
     again = max((unit.facts.held for unit in units if unit.recomputed), default=0.0)
     working = 2 * max(unit.facts.largest for unit in units)
@@ -336,7 +303,7 @@ def _activations(units: Sequence[_Unit]) -> float:
 
 
 def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> float:
-    """The largest bytes of full parameters and full gradients at the same time."""
+    """The most bytes of full parameters and full gradients at the same time."""
     early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
     at_a_time = 2 if early else 1
     full = [(sum(unit.full for unit in one), one[0]) for one in gathered]
@@ -353,7 +320,7 @@ def _code(units: Sequence[object], settings: ShardingSettings) -> float:
 
 
 def kind_of(settings: ShardingSettings) -> tuple[str, bool]:
-    """How blocks are computed: what is learned of one candidate holds for others of its kind."""
+    """How blocks are computed; candidates of one kind share corrections."""
     how = "host" if settings.offload else str(settings.recompute)
     more = " kept" * bool(settings.keep) + " ahead" * settings.scan_prefetch
     return how + more, settings.scan

@@ -1,12 +1,9 @@
 """Sizes and times of a model, from two traced steps: the input of all estimates.
 
-What a forward saves for its backward, and the bytes it moves, are computed from the traced program,
-which is not compiled yet. The compiler fuses element-wise operations into the operations that use
-them and recomputes them there from their inputs. So the tensors that stay in memory between forward
-and backward are not those that autograd saved, but their *sources*: results of matmuls,
-convolutions, reductions and so on, found by following the operands through everything that can be
-fused. Bytes are those of the elements, without the padding of layouts. The result of a collective
-does not count, since full parameters are gathered again.
+The compiler recomputes fused element-wise operations where they are used. So the tensors in memory
+between forward and backward are *sources*: results of matmuls, convolutions, reductions and so on,
+found by following operands through everything that can be fused. Bytes are without padding.
+Results of collectives do not count: they are gathered again.
 """
 
 from __future__ import annotations
@@ -28,13 +25,11 @@ from ..tracing.step import TracedStep
 from ..tracing.units import TracedUnit, unit_of
 from .settings import ShardingSettings
 
-# The two settings with which a step is traced: nothing recomputed, and all blocks recomputed.
 KEPT = ShardingSettings()
 RECOMPUTED = KEPT.changed(recompute="all")
-# The scope of modules that a backward recomputes.
 _RECOMPUTED = re.compile(r"recompute\[([^\]]*)\]")
 
-# Operations that the compiler recomputes at each use, or that only move values.
+# The compiler recomputes these at each use, or they only move values.
 _FUSED = frozenset(
     "abs add and atan2 bitcast bitcast-convert broadcast cbrt ceil clamp compare complex"
     " concatenate convert copy cosine divide dynamic-slice erf exponential exponential-minus-one"
@@ -44,13 +39,12 @@ _FUSED = frozenset(
     " transpose xor".split()
 )
 _MOVED = frozenset("bitcast copy reshape transpose".split())
-# Values that do not count as saved: parameters, inputs, constants and results of collectives.
+# Values that do not count as saved.
 _GIVEN = frozenset(
     [*KINDS, *(f"{kind}-start" for kind in KINDS), "parameter", "constant", "after-all", "token"]
 )
-# Operations whose operands must exist in memory as they are.
+# Operations whose operands must exist in memory.
 _WHOLE = frozenset(["tuple", "opt-barrier", "optimization-barrier"])
-# The places of the instructions that these call are inlined.
 _INLINED = frozenset(["while", "call", "conditional"])
 
 _Key = tuple[int, str]  # scope and name of an instruction
@@ -60,15 +54,9 @@ _Key = tuple[int, str]  # scope and name of an instruction
 class UnitFacts(TracedUnit):
     """One unit of a model: a block, or the rest of the model, which is called "".
 
-    Bytes and seconds are those of one device with the traced batch.
-
-    Attributes:
-        forward: seconds of compute of a forward, by a roofline.
-        held: bytes that its forward saves for its backward.
-        held_recomputed: the same if it recomputes its activations.
-        largest: bytes of its largest activation.
-        is_block: whether it can be recomputed.
-        again: the values that a recomputing backward computes again and could save instead.
+    On one device, with the traced batch. ``forward``: seconds, by a roofline. ``held``: bytes that
+    the forward saves for the backward; ``held_recomputed``: with recomputation. ``largest``: bytes
+    of an activation. ``again``: recomputed values that the forward could save instead.
     """
 
     forward: float
@@ -83,11 +71,9 @@ class UnitFacts(TracedUnit):
 class StepFacts:
     """One training step of a model on one device of a slice.
 
-    Attributes:
-        units: the rest of the model and then the blocks, in the order of the model.
-        state: bytes of sharded parameters and optimizer state, summed over the sharding ranks.
-        inputs: bytes of other arguments, which grow with the batch.
-        batch: samples per device in the traced step; 1 if it was not given.
+    ``units``: the rest of the model, then the blocks in order. ``state``: bytes of sharded
+    parameters and optimizer state of all ranks. ``inputs``: bytes of other arguments. ``batch``:
+    traced samples per device; 1 if it was not given.
     """
 
     units: tuple[UnitFacts, ...]
@@ -100,7 +86,7 @@ class StepFacts:
         return tuple(unit for unit in self.units if unit.is_block)
 
     def scaled(self, batch: int) -> StepFacts:
-        """The facts for another batch per device: compute and activations grow in proportion."""
+        """For another batch per device: compute and activations grow in proportion."""
         factor = batch / self.batch
 
         def scaled(one: Any, *names: str, **changes: Any) -> Any:
@@ -123,14 +109,9 @@ def facts_of(
 ) -> StepFacts:
     """Trace a step twice and compute its facts.
 
-    Args:
-        trace: traces the step of a rank with given settings.
-        ranks: the number of ranks of the slice, which all share the parameters.
-        batch: samples per device to trace with.
-        units: as in ``ShardingSettings``, but not ``"model"``.
+    ``ranks``: all share the parameters. ``batch``: samples per device. ``units``: not ``"model"``.
 
-    Raises:
-        ValueError: nothing in the step is wrapped by this package; or as ``trace`` raises.
+    Raises ValueError if nothing in the step is wrapped by this package, and what ``trace`` raises.
     """
     kept = trace(KEPT.changed(batch=batch, units=units))
     if not kept.units:
@@ -159,8 +140,8 @@ def facts_of(
         )
         for unit in kept.units
     ]
-    facts.sort(key=lambda unit: unit.is_block)  # the rest first; stable
-    # An argument that the step updates, and whose buffer it therefore donates, counts as state.
+    facts.sort(key=lambda unit: unit.is_block)  # the rest first
+    # An argument that is donated counts as state.
     state = inputs = 0
     for number, one in enumerate(module.entry.parameters):
         if number in kept.program.donated:
@@ -171,7 +152,6 @@ def facts_of(
 
 
 def hlo_text(hlo: bytes) -> str:
-    """A serialized ``HloModuleProto`` as text."""
     import jaxlib._jax as jaxlib  # from the plan extra
 
     module: Any = jaxlib.HloModule.from_serialized_hlo_module_proto(hlo)
@@ -180,8 +160,7 @@ def hlo_text(hlo: bytes) -> str:
 
 @dataclass(frozen=True)
 class Again:
-    """A value that a backward recomputes and the forward could save: the result of one matmul or
-    kernel, by its name in ``scan_blocks(keep=...)``."""
+    """A recomputed matmul or kernel, by its name in ``scan_blocks(keep=...)``."""
 
     name: str
     seconds: float
@@ -191,16 +170,10 @@ class Again:
 class Activations:
     """Figures of the forward in ``module``, a traced step with module names, on one device.
 
-    Attributes:
-        held: by the name of the unit, bytes of all tensors that the backward needs.
-        largest: by unit, bytes of the largest tensor that it computes.
-        seconds: by unit, compute by the roofline of ``chip``: for each operation that is not fused,
-            the longer of its FLOPs at the peak rate and its bytes at the HBM bandwidth.
-        again: by the name of the module, the matmuls and kernels that the backward of this step
-            recomputes, matmuls without names.
-
-    Raises:
-        ValueError: ``module`` refers to something that it does not define.
+    ``held``, ``largest``: by unit, bytes of all tensors that the backward needs, and of the
+    largest. ``seconds``: by unit, by the roofline of ``chip``: for each operation that is not
+    fused, the longer of its FLOPs and its HBM bytes at peak rates. ``again``: by module, recomputed
+    matmuls (without names) and kernels.
     """
 
     def __init__(self, module: Module, chip: Chip, units: Sequence[str]) -> None:
@@ -210,7 +183,7 @@ class Activations:
         self._line, self._chip = line_up(module), chip
         places = self._line.places
         self._places: dict[_Key, Place] = {(p.scope, p.instruction.name): p for p in places}
-        # What JAX traced (kernels) has only JAX's names, after those of the calling instruction.
+        # Kernels have only JAX's names, after those of the calling instruction.
         self._phases = {key: scope(place.path) for key, place in self._places.items()}
         self._sources: dict[_Key, frozenset[_Key]] = {}
         callers = _callers(self._line)
@@ -227,8 +200,7 @@ class Activations:
             if phase == "forward":
                 self.seconds[unit(name)] += place.times * seconds
                 self.largest[unit(name)] = max(self.largest[unit(name)], size)
-            # Kernels of the forward count: their recomputed copies do not have the name of their
-            # module.
+            # Recomputed kernels lack the name of their module.
             if kernel and phase == "forward":
                 # A kernel writes each value of a row several times; its function returns it once.
                 size = _bytes(callers.get(place.scope, instruction))
@@ -239,7 +211,6 @@ class Activations:
                 self.again.setdefault(name, []).extend([Again("", seconds, size)] * place.times)
 
     def _time(self, place: Place, instruction: Instruction) -> tuple[float, float]:
-        """Seconds by the roofline, and operations."""
         flops = flops_of(place.computation, instruction)
         if is_kernel(instruction):
             return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
@@ -254,7 +225,6 @@ class Activations:
         return min(own, made_of) if made_of else own
 
     def _held(self) -> set[_Key]:
-        """Tensors of the forward that the backward or the optimizer uses."""
         held: set[_Key] = set()
         for key, place in self._places.items():
             if self._phases[key][0] not in ("backward", "optimizer"):
@@ -278,7 +248,7 @@ class Activations:
         return key
 
     def _sources_of(self, key: _Key) -> frozenset[_Key]:
-        """The sources of ``key`` through all fusible operations; ``key`` itself if not fusible."""
+        """The sources of ``key`` through all fusible operations."""
         waiting = [key]
         while waiting:
             now = waiting[-1]
@@ -300,8 +270,9 @@ class Activations:
         return self._sources[key]
 
     def _smaller(self, key: _Key, sources: frozenset[_Key]) -> frozenset[_Key]:
-        """``key`` itself if its sources are much larger, as in a long sum of tensors: the compiler
-        does not recompute such a chain from its beginning."""
+        """``key`` itself if its sources are much larger: the compiler does not recompute such a
+        chain.
+        """
         large = [s for s in sources if self._places[s].instruction.opcode not in _GIVEN]
         many = sum(_bytes(self._places[s].instruction) for s in large)
         return frozenset([key]) if many > 2 * _bytes(self._places[key].instruction) else sources
@@ -322,10 +293,8 @@ def _bytes(instruction: Instruction) -> int:
 
 
 def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:
-    """The recomputed values of the block ``unit`` that ``scan_blocks(keep=...)`` can save.
-
-    These are the matmul of a submodule that has only one, by the name of the submodule, and a
-    kernel, by the name of attention.
+    """What ``scan_blocks(keep=...)`` can save of the block ``unit``: the only matmul of a
+    submodule, by the submodule's name, and a kernel, by the name of attention.
     """
     several = []
     for module, every in found.items():

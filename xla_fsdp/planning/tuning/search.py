@@ -1,11 +1,7 @@
-"""Choose the candidates to compile, one after the other, and rank the results.
+"""Chooses the candidates to compile, one after the other, and ranks the results.
 
-The figures of a deep model are first extrapolated from programs of few of its blocks; the fastest
-candidate is then compiled with all of them. Inputs are offloaded to the host only where nothing
-fits without.
-
-Blocks in a loop save values for the backward (``keep``) while the estimate has room. The value that
-saves most time per byte comes first.
+Deep models are first extrapolated from programs of few blocks; the fastest candidate is then
+compiled with all of them. Inputs are offloaded only where nothing fits without.
 """
 
 from __future__ import annotations
@@ -23,17 +19,16 @@ from .space import Space, main_of, plainness
 
 GIB = 2**30
 
-# A candidate is not compiled if its estimate is slower than the best by more than this share. The
-# second value is for kinds of candidates that were not compiled yet; their estimates are less sure.
+# A candidate is not compiled if its estimate is slower than the best by more than this share; the
+# second is for kinds that were not compiled yet.
 _SLACK, _SLACK_OF_NEW = 0.05, 0.1
-# A candidate is not compiled if its estimate needs more than this multiple of HBM.
+# A candidate is not compiled if its estimate needs more than this multiple of HBM; same order.
 _OVER, _OVER_OF_NEW = 1.1, 1.5
 # Times that differ by less count as equal: the model is not more exact.
 _EQUAL = 1e-3
-# Of candidates whose estimates differ by less, the one closest to the defaults is compiled first.
+# If estimates differ by less, the candidate closest to the defaults is compiled first.
 _CLOSE = 1e-2
-# Compilations of an extrapolation.
-_EXTRAPOLATED = 2
+_EXTRAPOLATED = 2  # compilations
 
 
 class ImpossibleError(RuntimeError):
@@ -42,13 +37,11 @@ class ImpossibleError(RuntimeError):
 
 @dataclass(frozen=True)
 class Measured:
-    """Time and memory of a compiled step on one device.
+    """A compiled step on one device.
 
-    ``seconds`` = ``compute`` + ``exposed``, 0 if it does not fit; ``hbm``: bytes that must be free,
-    0 if the compiler stopped before it knew them; ``mfu``: model FLOPs utilisation.
-    ``extrapolated``: whether the programs that were compiled had few of the blocks;
-    ``compilations``: how many these were. ``warnings``: those of the plan. ``host_memory``: the
-    largest number of bytes of the compiler's process; 0 if unknown.
+    ``seconds``: 0 if it does not fit; ``hbm``: bytes that must be free, 0 if unknown.
+    ``extrapolated``: from ``compilations`` programs with few blocks. ``host_memory``: peak bytes of
+    the compiler's process; 0 if unknown.
     """
 
     seconds: float
@@ -66,7 +59,6 @@ class Measured:
 
 
 def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -> Measured:
-    """The figures of a step of ``blocks`` blocks, from two with the first ``depths`` of them."""
     first, second = found
     ahead = (blocks - depths[0]) / (depths[1] - depths[0])
 
@@ -93,9 +85,9 @@ def extrapolate(found: Sequence[Measured], depths: Sequence[int], blocks: int) -
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate. ``estimate``: corrected by all results of the search. ``measured``: None if it
-    was not compiled. ``rejected``: why it is not the result; "" for the result. ``tried``: whether
-    it was traced; a trace or the compiler may have failed."""
+    """``measured``: None if not compiled. ``rejected``: why it is not the result, or "". ``tried``:
+    whether it was traced, perhaps with an error.
+    """
 
     settings: ShardingSettings
     estimate: Estimate
@@ -115,16 +107,13 @@ class Search:
     """Compiles the most promising candidates, best first.
 
     Args:
-        measure: compiles a step with settings; with ``True``, the step with all of its blocks.
-            Raises ImpossibleError where these are not possible, CompileError where the compiler
-            fails. Anything else ends the search.
+        measure: compiles a step with settings; with ``True``, with all of its blocks. Raises
+            ImpossibleError or CompileError; anything else ends the search.
         capacity: bytes of HBM that a step may take.
-        budget: how many compilations, those of which the results were kept included.
-        say: is told of each.
-        own: the step as the caller has it, without settings; None if there is none.
-        own_batch: samples of a device in it.
-        host_memory: bytes that the compiler may take. An extrapolated candidate whose compilation
-            with all blocks would take more is not compiled with all of them.
+        budget: how many compilations, with those from the cache.
+        own: the caller's step without settings, or None; ``own_batch``: its samples per device.
+        host_memory: bytes that the compiler may take; a candidate that needs more with all blocks
+            stays extrapolated.
     """
 
     space: Space
@@ -141,8 +130,7 @@ class Search:
     _impossible: dict[ShardingSettings, str] = field(default_factory=dict)
 
     def run(self) -> list[Trial]:
-        """Return all candidates: first the result, if there is one, then those that fit, the
-        fastest first, then the others."""
+        """All candidates: first the result, then those that fit, fastest first, then the others."""
         candidates = self.space.main()
         while one := self._choose(candidates):
             self._try(*one)
@@ -166,13 +154,14 @@ class Search:
 
     @property
     def _own_per_sample(self) -> float:
-        """Seconds of the caller's own step; infinite if there is none, or it does not fit."""
+        """Seconds of the caller's step; infinite if there is none, or it does not fit."""
         fits = self.own is not None and self.own.fits
         return self.own.seconds / self.own_batch if self.own is not None and fits else math.inf
 
     def answer(self) -> ShardingSettings | None:
-        """The fastest candidate that was compiled with all blocks; ``None`` if that is not faster
-        than the caller's own step. Without an own step that fits it may be extrapolated."""
+        """The fastest candidate compiled with all blocks, or ``None`` if the caller's own step is
+        as fast. Without an own step that fits it may be extrapolated.
+        """
         best = self.best(checked=True)
         if best is None and math.isinf(self._own_per_sample):
             best = self.best() or self._fastest(self._found)
@@ -182,11 +171,9 @@ class Search:
         return best if faster else None
 
     def best(self, checked: bool = False) -> ShardingSettings | None:
-        """The compiled candidate that fits and has the least time per sample.
-
-        Of equal ones it is the one closest to the defaults, and of these the one compiled first.
-        Without extrapolated ones that this machine cannot compile with all blocks. ``checked``: of
-        those that were compiled with all blocks.
+        """The compiled candidate that fits and is fastest per sample, of equal ones the closest to
+        the defaults. ``checked``: only those compiled with all blocks. Others count only if this
+        machine can compile them with all.
         """
         return self._fastest(
             one for one, found in self._found.items()
@@ -199,7 +186,7 @@ class Search:
 
     @property
     def _lacks_memory(self) -> bool:
-        """Whether this machine cannot compile all blocks if they are not in one loop."""
+        """Whether this machine cannot compile all blocks without a loop."""
         return any(map(self._cannot_be_checked, self._found.values()))
 
     def _fastest(self, candidates: Iterable[ShardingSettings]) -> ShardingSettings | None:
@@ -227,7 +214,6 @@ class Search:
         return (best, True) if best is not None and unchecked and faster else None
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
-        """The next candidate to compile: one that may be better than the best so far."""
         known, best = self._tried, self.best()
         too_large = [one for one, found in self._found.items() if not found.fits]
         around = self.space.around(best, self.estimates) if best else []
@@ -246,8 +232,8 @@ class Search:
         if self._lacks_memory and (True in self.space.values["scan"] or not extrapolates):
             left = [one for one in left if one.scan]
         if best is None:
-            # First the defaults of a script, then the defaults with the one change with which they
-            # would fit. So the result is never slower than these.
+            # The defaults of a script, then with the one change with which they would fit, so the
+            # result is never slower than these.
             first = candidates[0]
             fits = with_remedy(first, self.estimates, self.capacity)
             at_hand = next((one for one in (first, fits) if one in left), None)
@@ -262,8 +248,7 @@ class Search:
         return min(close, key=lambda one: (plainness(one), times[one]), default=None)
 
     def _modelled(self, settings: ShardingSettings) -> float:
-        """Estimated seconds per sample. For a variant of the best, the time of the best is scaled
-        by the ratio of the two estimates."""
+        """Estimated seconds per sample; a variant of the best is scaled by its measured time."""
         found, best = self._trial(settings).per_sample, self.best()
         if best is None or main_of(settings) != main_of(best):
             return found
@@ -294,7 +279,7 @@ class Search:
         return found.fits if found else self.estimates.needed(settings) <= self.capacity
 
     def _try(self, settings: ShardingSettings, full: bool) -> None:
-        before = self._found.pop(settings, None)  # what was extrapolated
+        before = self._found.pop(settings, None)
         try:
             found = self.measure(settings, full)
             self._found[settings] = found
@@ -321,8 +306,7 @@ class Search:
         self.say(f"{self.compilations} of {self.budget} compilations: {settings}: {said}")
 
     def _correct(self, settings: ShardingSettings, ratio: float) -> None:
-        """Apply what a program of all blocks says of its extrapolation to others that compute
-        blocks in the same way."""
+        """Apply the result of all blocks over its extrapolation to others of the same kind."""
         for one, found in self._found.items():
             if ratio and found.extrapolated and kind_of(one) == kind_of(settings):
                 self._found[one] = replace(
@@ -377,7 +361,6 @@ class Search:
 
 
 def too_much(hbm: float, capacity: float) -> str:
-    """By how much a step that needs ``hbm`` bytes does not fit."""
     excess = max(hbm - capacity, 0.0) / GIB
     return f"by {excess:.1f} GiB: {hbm / GIB:.1f} of {capacity / GIB:.1f} GiB"
 
@@ -388,14 +371,12 @@ def with_worthwhile_keeps(
     capacity: float,
     too_large: Collection[ShardingSettings] = (),
 ) -> ShardingSettings:
-    """``settings`` with the values of ``keep`` that save time and fit.
+    """``settings`` with the values of ``keep`` that save time and fit, most time per byte first.
 
-    Returns ``settings`` if there are none, or if they already have some. ``capacity``: bytes of
-    HBM. ``too_large``: settings that were compiled and do not fit.
+    ``too_large``: settings that were compiled and do not fit.
     """
-    # With scan_prefetch a precaution without a known reason: both models that were planned with
-    # keep and scan_prefetch together were slower, but other settings differed as well (ViT-10B on
-    # v5litepod-256, LLaMA 8B on v6e-64: benchmarks/LOG.md).
+    # A precaution: both models planned with keep and scan_prefetch were slower, but other settings
+    # differed as well (benchmarks/LOG.md).
     blocks = estimates.facts(settings).blocks
     if settings.keep or settings.scan_prefetch or not settings.scan or not blocks:
         return settings
@@ -414,13 +395,9 @@ def with_worthwhile_keeps(
     return chosen
 
 
-# Changes with which a step that does not fit would fit.
-
-
 def with_remedy(
     settings: ShardingSettings, estimates: Estimates, capacity: float
 ) -> ShardingSettings | None:
-    """``settings`` with the one change with which they would fit; ``None`` if there is none."""
     changes = _changes(settings, bool(estimates.facts(settings).blocks))
     return next((one for one in changes if estimates.needed(one) <= capacity), None)
 
@@ -443,10 +420,7 @@ def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSetti
 def what_would_fit(
     settings: ShardingSettings, estimates: Estimates, where: Slice, capacity: float
 ) -> list[str]:
-    """Advice where no candidate fits: a smaller batch or a larger slice, if one is enough.
-
-    ``settings``: the batch, and the values that the caller fixed. ``capacity``: bytes of HBM.
-    """
+    """Advice where no candidate fits: a smaller batch or a larger slice, if one is enough."""
     facts = estimates.facts(settings)
     lean = settings.changed(
         reshard_after_forward=True, kept_blocks=0, keep=(), shard_group_size=None
@@ -467,7 +441,7 @@ def what_would_fit(
     slices = map(resolve, names())  # the smallest first
     for slice_ in (one for one in slices if one.chip == where.chip and one.devices > where.devices):
         hbm = estimates.on(slice_).needed(lean)
-        if hbm <= capacity:  # of the same chips
+        if hbm <= capacity:
             advice.append(
                 f"{slice_.name}, with the same batch a device, would need {hbm / GIB:.1f} GiB: the "
                 f"smallest {slice_.chip.family} slice that is large enough."

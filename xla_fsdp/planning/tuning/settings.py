@@ -1,4 +1,4 @@
-"""``ShardingSettings``: how a model is sharded and trained, as one value to search and store."""
+"""``ShardingSettings``."""
 
 from __future__ import annotations
 
@@ -43,25 +43,22 @@ _PREFETCH = {
     "post": BackwardPrefetch.BACKWARD_POST,
     "none": None,
 }
-# Options of the wrapper and of scan_blocks that ShardingSettings determines.
+# Options that ShardingSettings determines.
 _DECIDED = frozenset(
     "reshard_after_forward forward_prefetch backward_prefetch limit_all_gathers collective_routes"
     " device_mesh sharding_strategy sharding_groups sharding_rank sharding_world_size"
     " replication_groups auto_wrap_policy auto_wrapper_callable offload prefetch keep".split()
 )
 
-# The setting kept_blocks. A number N: the first N blocks. A tuple: numbers of blocks, from 0; or
-# names of units by size.
+# A number N: the first N blocks. A tuple: numbers of blocks, from 0; or names of units by size.
 Kept = int | tuple[int | str, ...]
 
 
 def by_name(kept: Kept) -> bool:
-    """Whether ``kept`` has names of units, not numbers of blocks."""
     return isinstance(kept, tuple) and any(isinstance(one, str) for one in kept)
 
 
 def keeps(kept: Kept, number: int, name: str = "") -> bool:
-    """Whether block ``number``, or the unit called ``name``, keeps its parameters."""
     return 0 <= number < kept if isinstance(kept, int) else number in kept or name in kept
 
 
@@ -117,35 +114,28 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
 class ShardingSettings:
     """The settings that :func:`xla_fsdp.tune` finds and a script applies.
 
-    The defaults are those of the wrapper.
+    The defaults are those of the wrapper. Raises ValueError if a value is not allowed, or if two
+    values exclude each other.
 
     Attributes:
         batch: samples per device; ``None`` if the batch was not searched.
-        units: how parameters are divided into FSDP units. ``"blocks"``: each repeated block is a
-            unit, and the rest of the model is one. ``"model"``: one unit. A number: a size-based
-            policy wraps modules that have at least this number of parameters.
-        scan: run the blocks in one loop of the program (:func:`xla_fsdp.scan_blocks`), which
-            recomputes each block.
+        units: ``"blocks"``: each repeated block is an FSDP unit, and the rest of the model is one.
+            ``"model"``: one unit. A number: modules with at least this number of parameters.
+        scan: run the blocks in one loop, which recomputes each (:func:`xla_fsdp.scan_blocks`).
         scan_prefetch: the loop gathers the next block's parameters while a block computes.
-        reshard_after_forward: as in the wrapper, for all units.
         kept_blocks: which units keep their full parameters until the backward (ZeRO-2), whatever
             ``reshard_after_forward`` is. A number N: the first N blocks. A tuple: block numbers,
             from 0; with units by size, dotted names of units.
         recompute: which blocks recompute their activations in the backward: ``"none"``, ``"all"``,
             or a number N: the first N blocks. With units by size it means units, not blocks.
-        keep: with ``scan``, values that are not recomputed, by the names of
-            ``scan_blocks(keep=...)``.
+        keep: values that are not recomputed, as in ``scan_blocks(keep=...)``.
         offload: store the inputs of recomputed blocks in host memory until the backward.
         shard_group_size: number of consecutive ranks that share one copy of the parameters (hybrid
             sharding); the copies average their gradients. ``None``: all ranks.
-        forward_prefetch, limit_all_gathers: as in the wrapper.
         backward_prefetch: as in the wrapper: ``"pre"``, ``"post"`` or ``"none"``.
-        collective_routes: as in the wrapper.
-        scoped_vmem_kib: KiB of VMEM that the compiler may use for one operation; ``None``: the
-            compiler's default.
-
-    Raises:
-        ValueError: a value is not allowed, or two values exclude each other.
+        reshard_after_forward, forward_prefetch, limit_all_gathers, collective_routes: as in the
+            wrapper.
+        scoped_vmem_kib: KiB of VMEM for one operation; ``None``: the compiler's default.
     """
 
     batch: int | None = None
@@ -197,8 +187,6 @@ class ShardingSettings:
                 given = " and ".join(f"{name}={getattr(self, name)!r}" for name in (one, other))
                 raise ValueError(f"{given} exclude each other: {why}")
 
-    # Applying them.
-
     def wrap(
         self,
         model: nn.Module,
@@ -210,16 +198,14 @@ class ShardingSettings:
         """Shard ``model`` with these settings and return it.
 
         Args:
-            blocks: which submodules are its blocks: the dotted name of the ``nn.Sequential`` or
-                ``nn.ModuleList`` that holds them, or their classes. Default: among lists whose
-                modules are all of one class, the class with the most parameters.
-            ignore: with ``scan``, the attributes in which blocks may differ, as in
-                ``scan_blocks``. No effect without ``scan``.
+            blocks: the dotted name of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
+                blocks, or their classes. Default: among lists whose modules are all of one class,
+                the class with the most parameters.
+            ignore: with ``scan``, the attributes in which blocks may differ.
             options: other options of the wrapper, such as ``compute_dtype``, for all units.
 
-        Raises:
-            ValueError: an option that these settings determine; no such blocks; with ``scan``:
-                blocks that are not all of one ``nn.Sequential``, or not equal.
+        Raises ValueError for an option that these settings determine; no such blocks; with
+        ``scan``, blocks that are not all of one ``nn.Sequential``, or not equal.
         """
         _require_undecided(options)
         if isinstance(self.units, int):
@@ -244,9 +230,9 @@ class ShardingSettings:
     def join(
         self, blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
     ) -> nn.Module:
-        """Shard ``blocks`` and return one module that runs them one after the other.
+        """Shard ``blocks``, one at a time, and return one module that runs them one after the
+        other.
 
-        It takes and shards one block at a time, for models that do not fit on the host.
         ``ignore``: as in :meth:`wrap`. Call :meth:`wrap_root` on the model afterwards.
         """
         _require_undecided(options)
@@ -289,7 +275,6 @@ class ShardingSettings:
     def _units(
         self, blocks: Iterable[nn.Module], options: Mapping[str, Any]
     ) -> Iterator[nn.Module]:
-        """Yield the blocks, recomputed and sharded as the settings say."""
         for number, block in enumerate(blocks):
             some = isinstance(self.recompute, int) and number < self.recompute
             if some or self.recompute == "all":
@@ -300,8 +285,6 @@ class ShardingSettings:
             yield block
 
     def _options(self, kept: bool = False) -> dict[str, Any]:
-        """The wrapper options of a unit; ``kept``: it keeps its full parameters until the
-        backward."""
         return {
             "reshard_after_forward": False if kept else self.reshard_after_forward,
             "forward_prefetch": self.forward_prefetch,
@@ -312,7 +295,6 @@ class ShardingSettings:
         }
 
     def _require_at_most(self, blocks: int) -> None:
-        """Raise ValueError if the settings name more than ``blocks`` blocks."""
         kept, recompute = self.kept_blocks, self.recompute
         if isinstance(kept, tuple):
             kept = max((one + 1 for one in kept if isinstance(one, int)), default=0)
@@ -326,12 +308,10 @@ class ShardingSettings:
 
     @property
     def compiler_options(self) -> Mapping[str, str]:
-        """The compiler options of these settings: pass them to
-        ``compiler_options.add_to_environment(...)`` before ``launch``, or to
-        ``plan(compiler_options=...)``."""
+        """For ``compiler_options.add_to_environment(...)`` before ``launch``, or for
+        ``plan(compiler_options=...)``.
+        """
         return limit_scoped_vmem(self.scoped_vmem_kib) if self.scoped_vmem_kib else {}
-
-    # As text.
 
     def __str__(self) -> str:
         """The settings that differ from the defaults, as ``name=value``."""
@@ -344,9 +324,7 @@ class ShardingSettings:
     def from_json(cls, text: str, source: str = "this text") -> ShardingSettings:
         """Read the settings that :meth:`to_json` wrote.
 
-        Raises:
-            ValueError: ``text`` is not such JSON, has an unknown key, or a value that is not
-                allowed. The message names ``source``, where the text comes from.
+        Raises ValueError, which names ``source``, for other JSON, an unknown key, or a wrong value.
         """
         try:
             record = json.loads(text)
@@ -372,7 +350,6 @@ class ShardingSettings:
                 f"{source} has {', '.join(map(repr, unknown))}, which are no settings; allowed "
                 f"are {', '.join(known)}"
             )
-        # JSON stores tuples as lists.
         given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
         try:
             return cls(**given)
@@ -380,21 +357,12 @@ class ShardingSettings:
             raise ValueError(f"{source}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings as JSON. The file is written completely or not at all.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-        """
+        """Write the settings as JSON, atomically; FileNotFoundError if there is no such folder."""
         write_whole(Path(path), f"{self.to_json()}\n".encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingSettings:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: as :meth:`from_json`.
-        """
+        """Read what :meth:`save` wrote; FileNotFoundError, or ValueError as :meth:`from_json`."""
         text = Path(path).read_text(encoding="utf-8", errors="replace")
         return cls.from_json(text, str(path))
 
@@ -405,17 +373,12 @@ class ShardingSettings:
 
 @dataclass(frozen=True)
 class ShallowSettings(ShardingSettings):
-    """Settings that leave out all blocks of the model but the first ``depth``.
-
-    ``tune`` compiles a deep model with two depths and extrapolates to all blocks. A model whose
-    forward does not work with fewer blocks raises.
-    """
+    """Settings that leave out all blocks but the first ``depth``, to extrapolate from."""
 
     depth: int = 2
 
     @classmethod
     def of(cls, settings: ShardingSettings, depth: int) -> ShallowSettings:
-        """``settings`` for the first ``depth`` blocks."""
         return cls(**asdict(settings), depth=depth)
 
     def wrap(
@@ -441,7 +404,6 @@ class ShallowSettings(ShardingSettings):
 
 
 def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
-    """The settings whose values differ from those of ``other``, as ``name=value``."""
     pairs = ((one.name, getattr(settings, one.name)) for one in fields(settings))
     return ", ".join(
         f"{name}={described(value)}" for name, value in pairs if value != getattr(other, name)
@@ -449,14 +411,13 @@ def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
 
 
 def described(value: Any) -> str:
-    """The value of a setting, as a caller writes it."""
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _mesh(shared: int | None) -> list[int] | list[list[int]] | None:
     ranks = xr.world_size()
     if shared is None or shared == ranks:
-        # On several slices None would mean that each slice has its own copy.
+        # On several slices None would mean a copy for each slice.
         return list(range(ranks)) if slices_of_ranks() else None
     if ranks % shared:
         allowed = [number for number in range(1, ranks + 1) if ranks % number == 0]
@@ -477,7 +438,7 @@ def _require_undecided(options: Mapping[str, Any]) -> None:
 
 
 def _require_no_hooks(name: str, blocks: nn.Module) -> None:
-    """Raise ValueError if a list of blocks that will be replaced has hooks."""
+    """Hooks of a list of blocks that will be replaced would be lost."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     if any(getattr(blocks, kind) for kind in kinds):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The candidates of a search: the values of each setting, and all valid combinations."""
+"""The candidates of a search."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .estimate import Estimates
 from .facts import StepFacts
 from .settings import PREFETCHES, ShardingSettings, by_name
 
-# Settings whose effect an estimate models well; all their combinations are candidates. Those in
-# FINE are tried one by one on the best candidate.
+# Estimates model MAIN well: all combinations are candidates. FINE are tried one by one on the best.
 MAIN = (
     "batch", "units", "scan", "reshard_after_forward", "kept_blocks", "recompute", "keep",
     "offload", "shard_group_size", "scan_prefetch",
@@ -26,21 +25,15 @@ FINE = (
     "limit_all_gathers",
 )  # fmt: skip
 
-# A step with more blocks than this is first compiled with each of these numbers of blocks, and its
-# figures are extrapolated: the compiler's time and memory grow with the blocks that are not in one
-# loop. With fewer, the two take as long as one program of all: 2 blocks of ViT-L/16 546 s, 24 889.
+# More blocks are extrapolated from programs with DEPTHS of them. With fewer these take as long as
+# one program of all: 2 blocks of ViT-L/16 546 s, 24 889.
 MANY_BLOCKS, DEPTHS = 24, (2, 4)
 
 Values = Mapping[str, Sequence[Any]]
 
 
 def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tuple[Any, ...]]:
-    """Check the ``search`` argument of ``tune``: values to try by the name of a setting.
-
-    Raises:
-        ValueError: no such setting, no value, or a value that is not allowed.
-        TypeError: it is no mapping, or the values are not a collection.
-    """
+    """Check the ``search`` argument of ``tune``; raises ValueError or TypeError."""
     if search is not None and not isinstance(search, Mapping):
         raise TypeError(
             "search must have lists of values by the name of a setting, such as "
@@ -75,8 +68,9 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Space:
-    """``values``: the values to try of each setting, the default first. ``chooses_keep``: whether
-    ``search.py`` also tries values of ``keep`` that it chooses by the time they save."""
+    """``values``: those to try of each setting, the default first. ``chooses_keep``: whether
+    ``search.py`` chooses values of ``keep``.
+    """
 
     values: Values
     chooses_keep: bool = True
@@ -90,10 +84,8 @@ class Space:
         scans: bool,
         search: Values,
     ) -> Space:
-        """All values that may be useful for a model on ``where``.
-
-        ``scans``: whether its blocks can run in one loop. ``search``: values that the caller gives
-        instead.
+        """``scans``: whether blocks can run in one loop. ``search``: values that replace the usual
+        ones.
         """
         blocks, together = len(facts.blocks), neighbour_group_sizes(where)
         half = [blocks // 2] if blocks >= 4 else []
@@ -120,8 +112,7 @@ class Space:
     def main(self) -> list[ShardingSettings]:
         """All possible combinations of the main settings, those closest to the defaults first.
 
-        Raises:
-            ValueError: there are none, because values that the caller gave exclude each other.
+        Raises ValueError if there are none.
         """
         fixed = {name: self.values[name][0] for name in FINE}
         found, why = [], "with the others, one of its settings has no effect"
@@ -137,10 +128,9 @@ class Space:
             raise ValueError(
                 f"search leaves no candidate ({why}): give more values, or leave a setting out"
             )
-        return sorted(found, key=plainness)  # stable
+        return sorted(found, key=plainness)
 
     def is_main(self, settings: ShardingSettings) -> bool:
-        """Whether all FINE settings have the values of the main candidates."""
         return all(getattr(settings, name) == self.values[name][0] for name in FINE)
 
     def around(self, best: ShardingSettings, estimates: Estimates) -> list[ShardingSettings]:
@@ -156,8 +146,7 @@ class Space:
 
 
 def neighbour_group_sizes(where: Slice) -> tuple[int, ...]:
-    """Sizes of groups of consecutive ranks that are neighbours: on one host, in a row or a plane of
-    chips, on one of several slices."""
+    """Sizes of groups of neighbours: on one host, in a row or plane of chips, on one slice."""
     x, y, _, cores = where.device_shape
     one = where.devices // where.count
     sizes = {prod(where.chips_per_host) * cores, x * cores, x * y * cores, one}
@@ -165,7 +154,6 @@ def neighbour_group_sizes(where: Slice) -> tuple[int, ...]:
 
 
 def main_of(settings: ShardingSettings) -> ShardingSettings:
-    """``settings`` with the defaults for all FINE settings."""
     usual = ShardingSettings()
     return settings.changed(**{name: getattr(usual, name) for name in FINE})
 

@@ -1,4 +1,4 @@
-"""The result of ``xla_fsdp.tune``: the best settings and the table of all candidates."""
+"""The result of ``xla_fsdp.tune``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..reporting.tables import aligned
 from .search import GIB, Measured, Trial, too_much
 from .settings import ShardingSettings, described
 
-_SHOWN = 6  # rows of the table for candidates that were not compiled
+_SHOWN = 6  # candidates that were not compiled
 _HEAD = ("step, ms", "compute", "exposed", "GiB", "estimate, ms", "GiB", "")
-# What a setting does where a script shards its model itself, for the code to paste.
+# The effect of each setting in a script that shards its model itself.
 _EFFECT = {
     "batch": "samples of a device",
     "units": '"model": only the outermost module is wrapped',
@@ -37,15 +37,12 @@ class Tuning:
     """The result of :func:`xla_fsdp.tune`; ``print`` it.
 
     Attributes:
-        settings: the best that was found, or None if nothing that was compiled fits, or nothing is
-            faster than your own step.
-        own: your own step, which was given as ``baseline``, with ``own_batch`` samples of a device.
+        settings: the best, or None if nothing that was compiled fits, or nothing is faster than
+            your own step.
+        own: your own step (``baseline``), with ``own_batch`` samples of a device.
         trials: every candidate, the best first.
-        topology, devices: the slice.
         capacity: bytes of HBM that a step may use on one device.
-        budget: how many compilations were allowed.
-        compilations: how many there were, cached results included.
-        from_cache: how many of them were cached results.
+        compilations: how many there were, of which ``from_cache`` were cached results.
         samples: whether the batch is known, so that times per sample are compared.
         advice: if nothing fits, what would fit.
         notes: remarks on the search, and warnings of the plan of your own step.
@@ -68,7 +65,6 @@ class Tuning:
 
     @property
     def best(self) -> Trial | None:
-        """The trial of :attr:`settings`."""
         return self.trials[0] if self.settings is not None else None
 
     def __str__(self) -> str:
@@ -84,7 +80,7 @@ class Tuning:
 
     @property
     def code(self) -> str:
-        """Python code that sets :attr:`settings`, to paste into a script; "" without settings."""
+        """Python code that sets :attr:`settings`; "" without settings."""
         if self.settings is None:
             return ""
         usual = ShardingSettings()
@@ -185,11 +181,7 @@ class Tuning:
         return json.dumps(record, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_json` to a file. The file is written completely or not at all.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-        """
+        """Write :meth:`to_json` to a file, atomically; FileNotFoundError if there is no folder."""
         write_whole(Path(path), f"{self.to_json()}\n".encode())
 
 
@@ -203,7 +195,6 @@ def _row(trial: Trial, best: ShardingSettings | None) -> Sequence[str]:
 
 
 def _told(found: Measured | None) -> Sequence[str]:
-    """What the compiler and the time model say, in cells of the table."""
     if found is None:
         return ["", "", "", ""]
     times = (found.seconds, found.compute, found.exposed)
