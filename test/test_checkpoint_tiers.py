@@ -326,7 +326,7 @@ def _train_and_lose_a_host(rank, size, folder):
     assert sorted(os.listdir(f"{folder}/durable")) == ["step-00000001"]
     xm.rendezvous("saved")
     if rank == 0:
-        (damaged,) = Path(folder, "host0").glob("save-00000002-*/rank-00001-of-*.safetensors")
+        (damaged,) = Path(folder, "host0").glob("run-*/save-00000002-*/rank-00001-of-*.safetensors")
         files.flip(damaged, damaged.stat().st_size - 5)
     healed = Run("nested", rank, size, seed=4)
     with tiers() as checkpointer, warnings_of_ranks(rank) as said:
@@ -373,7 +373,7 @@ def _damaged_wherever_it_is(rank, size, folder):
         """The same byte of what rank 1 saved, its own and the copy."""
         xm.rendezvous(f"before the damage of {step}")
         if rank == 0:
-            pattern = f"host*/save-{step:08d}-*/rank-00001-of-*.safetensors"
+            pattern = f"host*/run-*/save-{step:08d}-*/rank-00001-of-*.safetensors"
             copies = list(Path(folder).glob(pattern))
             assert len(copies) == 2
             for copy in copies:
@@ -450,6 +450,30 @@ def _saves_again(rank, folder):
 
 def test_the_later_save_of_a_step_is_loaded_also_if_the_clock_went_back(run_ranks, tmp_path):
     assert run_ranks(_saves_again, 1, str(tmp_path)) == [2.0]
+
+
+def _two_paths_in_one_folder(rank, folder):
+    """The second run begins again at step 1, and keeps only its newest save in memory."""
+    model = torch.nn.Linear(1, 1)
+
+    def tiers(name):
+        return xla_fsdp.TieredCheckpointer(f"{folder}/{name}", fast=folder, drain_every=0)
+
+    for name, steps in (("first", (1, 9)), ("second", (1, 2))):
+        with tiers(name) as checkpointer:
+            for step in steps:
+                torch.nn.init.constant_(model.weight, float(step))
+                checkpointer.save(model, step=step)
+    loaded = []
+    for name in ("first", "second"):
+        with tiers(name) as checkpointer:
+            loaded.append((checkpointer.load(model).step, model.weight.item()))
+    return loaded
+
+
+def test_runs_in_one_folder_do_not_remove_saves_of_each_other(run_ranks, tmp_path):
+    (loaded,) = run_ranks(_two_paths_in_one_folder, 1, str(tmp_path))
+    assert loaded == [(9, 9.0), (2, 2.0)]
 
 
 def _one_rank_cannot_write(rank, size, folder):

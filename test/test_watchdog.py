@@ -430,6 +430,9 @@ def test_who_is_named(odd, words):
     assert "silent: ranks 4-6, no sign of" in report(lost[:7], 1.0, 1.0, two)[0]
     many = [place(rank, stack=f"{rank}" * 6_000) for rank in range(100)]
     assert len(report(many, 1.0, 1.0)[1]) < 201_000
+    # The stacks of the ranks that hang come first: the rest of a long text is omitted.
+    behind = place(100, steps=6, stack="behind\n")
+    assert "stack of rank 100, process 100:\nbehind\n" in report([*many, behind], 1.0, 1.0)[1]
 
 
 def test_what_may_be_asked_for(monkeypatch):

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...collectives.random_state import synced_device
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError
+from ...consolidate.format.digests import digest
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
 from ..contents import Contents, list_contents
@@ -54,8 +55,8 @@ class TieredCheckpointer:
 
     Args:
         path, keep_last: the durable store, see :func:`save_checkpoint`.
-        fast: a folder on a RAM disk of this host (or a local disk, which is slower). No other job
-            may use it, and hosts must not share one folder.
+        fast: a folder on a RAM disk of this host (or a local disk, which is slower). Hosts must
+            not share one folder. In it each ``path`` has a folder ``run-*``.
         keep_fast: number of complete saves to keep in memory, at least 1.
         drain_every: one of this many saves is also written to ``path``, unless the previous one is
             still being written. 0: only saves with ``durable=True``.
@@ -88,8 +89,10 @@ class TieredCheckpointer:
             raise ValueError(
                 f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
             )
-        root = os.path.abspath(root)  # threads use it after a chdir
-        self._tier = HostTier(store, root, os.fsdecode(path).rstrip("/"))
+        run = os.fsdecode(path).rstrip("/")
+        # Absolute, because threads use it after a chdir.
+        root = os.path.join(os.path.abspath(root), f"run-{digest(run.encode())}")
+        self._tier = HostTier(store, root, run)
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
         with synced_device():

@@ -1,7 +1,7 @@
 """The fast tier of one host: a folder with the files of its ranks, and copies of another host's::
 
-    /dev/shm/run/save-00000120-0186f3a1c2d4e5f6/rank-00003-of-00008.safetensors
-                                               /rank-00003-of-00008.json
+    save-00000120-0186f3a1c2d4e5f6/rank-00003-of-00008.safetensors
+                                  /rank-00003-of-00008.json
 
 The second file, the card, is renamed into place last; a file without a card is ignored. The card of
 rank 0 also has the manifest, without the list of files.

@@ -92,7 +92,7 @@ def report(
         by_line.setdefault(place.line(), []).append(place)
     text = "".join(f"  {_ranks(group)}: {line}\n" for line, group in by_line.items())
     stacks: dict[str, list[RankPlace]] = {}
-    for place in sorted(places, key=lambda place: place.rank not in chosen):  # chosen ranks first
+    for place in sorted(places, key=lambda place: place not in chosen):  # chosen ranks first
         if place.stack:
             stacks.setdefault(place.stack, []).append(place)
     for stack, group in stacks.items():
