@@ -4,7 +4,6 @@ import sys
 
 from .deprecated import new_name
 from .tpu.compiler_options import (
-    FOR_LOOPS,
     ON_SPARSE_CORES,
     OPTIONS,
     RefusedOptionError,
@@ -15,10 +14,8 @@ from .tpu.compiler_options import (
     main,
     require_loops_compile,
 )
-from .tpu.libtpu_flags import read as read_libtpu_init_args
 
 __all__ = [
-    "FOR_LOOPS",
     "ON_SPARSE_CORES",
     "OPTIONS",
     "RefusedOptionError",
@@ -26,7 +23,6 @@ __all__ = [
     "for_large_matmuls",
     "libtpu_init_args",
     "limit_scoped_vmem",
-    "read_libtpu_init_args",
     "require_loops_compile",
 ]
 

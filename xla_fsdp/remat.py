@@ -481,7 +481,7 @@ class _Reentrant(_Applied, _TorchFunction):
 
 
 if not hasattr(torch, "xla"):
-    torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
+    torch._register_device_module("xla", types.ModuleType("torch.xla"))
 # Some modules, such as torch's composable checkpoint, imported the functions by name.
 for _module in list(sys.modules.values()):
     for _name, _theirs, _own in (

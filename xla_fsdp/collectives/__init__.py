@@ -1,1 +1,1 @@
-"""Communication between ranks; the only package that imports XLA collectives."""
+"""Communication between ranks; the engine calls XLA collectives only here."""

@@ -1,7 +1,7 @@
 """Frees and refills gathered parameters.
 
 An XLA tensor has no storage to release: it is freed by replacing its data with one element. Only
-this module and ``ranks/cpu/session.py`` exchange the data behind an XLA tensor.
+this module and ``ranks/cpu/session.py`` call ``xlac.replace_data``.
 """
 
 from __future__ import annotations

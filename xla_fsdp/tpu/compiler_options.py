@@ -38,7 +38,6 @@ ON_SPARSE_CORES: Mapping[str, str] = MappingProxyType({
     "xla_sc_disjoint_spmem": "false",
 })  # fmt: skip
 
-FOR_LOOPS: Mapping[str, str] = MappingProxyType({})
 # Overlaps gathers with element loops; steps are rarely shorter (benchmarks/LOG.md).
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 
