@@ -1,8 +1,7 @@
 """``python -m xla_fsdp.integrations.launch --config_file fsdp.yaml script.py ...``
 
-Does what ``accelerate launch`` does for GPUs: runs the ``main`` function of a script on every rank
-of the CPU or a TPU. The configuration is a file that ``accelerate config`` wrote. An
-``Accelerator`` reads it from environment variables, which this command sets.
+Does what ``accelerate launch`` does for GPUs. An ``Accelerator`` reads the configuration from
+environment variables, which this command sets.
 """
 
 from __future__ import annotations
@@ -104,8 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) -> None:
     """Calls ``function`` of the file ``path``, with the rank if it has a parameter.
 
-    Before that, it activates the integrations of Accelerate and, if installed, transformers.
-
     Raises:
         AttributeError: the file has no such function.
     """
@@ -125,8 +122,7 @@ def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) ->
 
 
 def import_integrations() -> None:
-    """Imports the integrations of the installed libraries. Call it before ranks start if ranks are
-    threads, because several threads cannot import transformers safely."""
+    """Call it before ranks start: as threads, they cannot import transformers safely."""
     importlib.import_module("xla_fsdp.integrations.accelerate")
     if importlib.util.find_spec("transformers") is not None:
         importlib.import_module("xla_fsdp.integrations.transformers")
@@ -155,7 +151,7 @@ def read_config(path: str | None) -> ClusterConfig:
 
 
 def environment_of(config: ClusterConfig) -> dict[str, str]:
-    """Returns the environment variables from which an ``Accelerator`` reads the configuration.
+    """The environment variables from which an ``Accelerator`` reads the configuration.
 
     Raises:
         ValueError: an option is unknown, has an invalid value, or is not supported on XLA.

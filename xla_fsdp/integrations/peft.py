@@ -1,8 +1,6 @@
 """Adapters of peft on sharded models: full adapters are saved, loaded and merged.
 
-The first wrapper in a process that uses peft imports this module. Call ``get_peft_model`` before
-wrapping. Then training needs nothing else, and ``save_pretrained`` of the wrapper writes adapters
-that ``PeftModel.from_pretrained`` loads.
+The first wrapper in a process that uses peft imports this module.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ changes.require(AuxiliaryTrainingWrapper, "active_adapters")
 
 
 def adapt(module: nn.Module) -> None:
-    """Called with a module that is being wrapped. The import has made all changes already."""
+    """Called with a module that is being wrapped; the import has made all changes."""
 
 
 @changes.around(PeftModel, "save_pretrained", is_sharded)
@@ -69,7 +67,6 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 
 
 def _require_tensors(folder: str, adapter: str) -> None:
-    """Raises RuntimeError if the file of an adapter in ``folder`` has no tensors."""
     path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
     if not os.path.exists(path):  # the adapter is in a torch file
         return
@@ -127,8 +124,7 @@ def _merge(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) 
 
 
 def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) -> None:
-    """Loads a folder of ``save_pretrained`` into ``adapter`` of a sharded ``PeftModel``. Every rank
-    must call it and have access to the folder.
+    """Loads a folder of ``save_pretrained`` into ``adapter``. Every rank must call it.
 
     Raises:
         ValueError: the folder has other tensors than the adapter.
@@ -149,10 +145,9 @@ def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) ->
 
 
 def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> None:
-    """Saves the base model with the active adapters merged into it, like ``merge_and_unload()`` and
-    ``save_pretrained(folder, **kwargs)``. Every rank must call it. The model does not change.
-
-    During the call rank 0 has the full model on the host.
+    """Saves the base model with the active adapters merged into it, with ``save_pretrained(folder,
+    **kwargs)``. The model does not change. Every rank must call it. Rank 0 has the full model on
+    the host meanwhile.
 
     Raises:
         TypeError: ``model`` is not a wrapped ``PeftModel``.
@@ -186,7 +181,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
 
 
 def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
-    """Returns the state dict of ``base`` with the names from before adapters were added."""
+    """The state dict of ``base`` with the names from before adapters were added."""
     tuned, trained = [], []
     for name, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -210,8 +205,8 @@ def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
 
 
 def _adapter_names(model: Any) -> Callable[[str], bool]:
-    """Returns a function that selects the parameters which may be saved with the adapters: those of
-    adapters, other trainable ones, and embeddings, which peft saves if they were changed."""
+    """Selects the parameters that may be saved with adapters: their own, other trainable ones, and
+    embeddings, which peft saves if they were changed."""
     names, bases, others = [], [], set()
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
@@ -231,7 +226,7 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
 
 
 def _without(adapter: str, name: str) -> str:
-    """Returns the name of the parameter ``name`` in a file, which lacks the adapter's name."""
+    """The name of the parameter ``name`` in a file, which lacks the adapter's name."""
     name = name.replace(f".modules_to_save.{adapter}.", ".")
     parts = name.split(".")  # the adapter's name is the last part, or the last but one
     return ".".join(parts[:-2] + [part for part in parts[-2:] if part != adapter])

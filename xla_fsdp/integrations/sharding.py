@@ -1,4 +1,4 @@
-"""How to wrap a model, from the configurations of Accelerate and the Trainer."""
+"""How to wrap a model, for Accelerate and the Trainer."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ class Sharding:
         options: arguments of :class:`~xla_fsdp.FSDPOptions`.
         layers: names of the classes that are wrapped separately; ``None``: those that the model
             lists in ``_no_split_modules``; empty: none.
-        min_parameters: wrap modules with at least this number of parameters instead of ``layers``;
-            0: use ``layers``.
+        min_parameters: if not 0, wrap modules with at least this number of parameters instead.
         policy: ``policy(module, recurse, unwrapped)``, which replaces both.
         checkpointing: whether separately wrapped modules recompute their activations.
-        full_precision: whether trainable parameters become float32, with a smaller compute dtype.
+        full_precision: whether trainable parameters become float32.
         full_state: whether saves also contain the full parameters.
-        ignored: modules that are replicated on every rank, perhaps of other models; or a regular
-            expression that matches their full names.
+        ignored: replicated modules, perhaps of other models; or a regular expression that matches
+            their full names.
         output_dtype: the dtype to which floating-point outputs are cast.
     """
 
@@ -141,7 +140,7 @@ def _cast(dtype: torch.dtype, module: nn.Module, inputs: Any, outputs: Any) -> A
 
 
 def any_policy(policy: Callable[..., bool]) -> Callable[..., bool]:
-    """Returns ``policy`` with the last argument by position: other libraries name it otherwise."""
+    """Passes the last argument by position: other libraries name it otherwise."""
 
     def ask(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
         return bool(policy(module, recurse, unwrapped_params))
@@ -159,8 +158,7 @@ def wrap_recomputed(
 
 
 def strategy_by_name(strategy: str) -> ShardingStrategy:
-    """Converts torch's name of a strategy, or our name, in upper or lower case. Raises ValueError
-    for other names."""
+    """Converts torch's name of a strategy, or ours, in upper or lower case; raises ValueError."""
     name = strategy.upper().removeprefix("SHARDINGSTRATEGY.")
     name = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}.get(name, name)
     if name not in ShardingStrategy.__members__:
@@ -170,11 +168,10 @@ def strategy_by_name(strategy: str) -> ShardingStrategy:
 
 
 def meant_by_name(strategy: str) -> dict[str, Any]:
-    """Returns the options for a sharding strategy with torch's name.
+    """The options for a sharding strategy with torch's name.
 
-    With a hybrid strategy the environment variable ``XLA_FSDP_HYBRID_SHARD_SIZE`` sets the number
-    of neighbouring ranks that share a copy. Without it, the ranks of a host share a copy, as on
-    GPUs; on several TPU slices, the ranks of a slice.
+    With a hybrid strategy ``XLA_FSDP_HYBRID_SHARD_SIZE`` neighbouring ranks share a copy; without
+    this variable the ranks of a host, as on GPUs, or on several TPU slices the ranks of a slice.
 
     Raises:
         ValueError: no strategy has this name, or the ranks cannot be divided.
@@ -202,19 +199,17 @@ def _ranks_of_a_host() -> int:
 
 
 def sharding_of(state: Any) -> Sharding | None:
-    """Returns how the accelerators that share ``state`` wrap models; ``None``: they do not."""
+    """How the accelerators that share ``state`` wrap models; ``None``: they do not."""
     return vars(state).get(_SHARDING)
 
 
 def use_sharding(state: Any, sharding: Sharding) -> None:
-    """Makes all accelerators that share ``state`` wrap models with ``sharding``."""
     setattr(state, _SHARDING, sharding)
 
 
 def downcasting() -> dict[str, str | None]:
-    """Returns the environment variables that Accelerate sets on a TPU for ``bf16``. They would
-    convert every float32 tensor to bfloat16, including parameters, and Pallas kernels do not
-    support them."""
+    """The environment variables that Accelerate sets on a TPU for ``bf16``. They would convert
+    every float32 tensor, and Pallas kernels do not support them."""
     return {name: os.environ.get(name) for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")}
 
 

@@ -1,10 +1,7 @@
 """The Trainer on XLA with our sharding: ``import xla_fsdp.integrations.transformers``.
 
-After the import, ``Trainer`` wraps models in this package's class if FSDP is configured: with
-``fsdp=True`` and ``fsdp_config={"xla": True, ...}``, or in Accelerate. Gradients,
-norms and groups for weight decay are those of unsharded training. ``save_model`` writes the full
-weights. A checkpoint resumes with optimizer, scheduler and random state on any number of ranks.
-``XLA_FSDP_DROP_IN=1`` in the environment does the import.
+It shards models if FSDP is configured: ``fsdp=True`` and ``fsdp_config={"xla": True, ...}``, or in
+Accelerate.
 """
 
 from __future__ import annotations
@@ -68,12 +65,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes the changes in transformers. Accelerate's have a separate ``uninstall``."""
+    """Undoes the changes in transformers; Accelerate's have their own ``uninstall``."""
     changes.undo()
 
 
-# The names that are used here and in sharding.py. What a release before 5 lacks or has in addition
-# (``save_safetensors``) is read with a default.
 changes.require(
     Trainer, "push_to_hub", *("_get_output_dir", "_inner_training_loop(resume_from_checkpoint)")
 )
@@ -90,9 +85,6 @@ changes.require(FSDPOption, "OFFLOAD", "AUTO_WRAP")
 changes.require(PreTrainedModel, "_no_split_modules")
 
 
-# -- reading the arguments ----------------------------------------------------------------------
-
-
 _STRATEGIES = frozenset(FSDPOption) - {FSDPOption.OFFLOAD, FSDPOption.AUTO_WRAP}
 # Allowed in fsdp_config. The first ones have no effect, see accelerate.py.
 _WITHOUT_EFFECT = frozenset(
@@ -107,13 +99,6 @@ _KNOWN = _WITHOUT_EFFECT | frozenset(
 
 def sharding_of_arguments(args: TrainingArguments) -> Sharding:
     """Translates ``fsdp``, ``fsdp_config`` and ``bf16``.
-
-    These entries of ``fsdp_config`` have an effect: ``xla_fsdp_settings`` (options of the wrapper
-    by name; dtypes, strategies and prefetch as strings), ``xla_fsdp_grad_ckpt`` or
-    ``activation_checkpointing``, ``transformer_layer_cls_to_wrap``, ``min_num_params``,
-    ``sync_module_states``, ``limit_all_gathers``, ``backward_prefetch``, ``cpu_offload`` and
-    ``reshard_after_forward``. The last is true, false or the name of a sharding strategy.
-    Transformers 5 moves the values of ``fsdp`` to the last two.
 
     Raises:
         ValueError: an entry is unknown, has an invalid value, or is not supported on XLA.
@@ -172,7 +157,7 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """Converts a flag, which may be a string in configuration files."""
+    """Converts a flag, which is a string in some configuration files."""
     if str(value).lower() not in ("true", "false"):
         raise ValueError(f"fsdp_config[{name!r}] must be true or false, got {value!r}")
     return str(value).lower() == "true"
@@ -188,9 +173,6 @@ def _prefetch(value: Any) -> BackwardPrefetch | None:
         allowed = ", ".join([*BackwardPrefetch.__members__, "NO_PREFETCH"]).lower()
         raise ValueError(f"backward_prefetch must be one of {allowed}, got {value!r}")
     return BackwardPrefetch[name]
-
-
-# -- wrapping and the optimizer ----------------------------------------------------------------
 
 
 @changes.around(Trainer, "create_accelerator_and_postprocess")
@@ -224,7 +206,7 @@ def _wrap_model(
 
 @changes.around(Trainer, "get_decay_parameter_names")
 def _decay_names(original: Any, self: Trainer, model: nn.Module) -> list[str]:
-    """Removes the names of wrappers, which the original finds in the tree of modules."""
+    """Removes the names of wrappers, which the original finds."""
     return [name.replace(f"{WRAPPED}.", "") for name in original(self, model)]
 
 
@@ -235,9 +217,6 @@ def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str,
     if options.get("fused"):
         options = {name: value for name, value in options.items() if name != "fused"}
     return cls, options
-
-
-# -- the loss ----------------------------------------------------------------------------------
 
 
 # On a Trainer during a training step: the number of micro-batches that it accumulates, and whether
@@ -262,19 +241,12 @@ def _accumulating(trainer: Trainer) -> Iterator[None]:
 def _global_loss(trainer: Trainer, compute: Callable[[Any], Any], num_items: Any) -> Any:
     """``Trainer.compute_loss``, right for losses that use ``num_items`` and for those that do not.
 
-    ``num_items`` is the number of labels in all micro-batches of all ranks. The Trainer assumes
-    that a loss which receives it is a sum divided by it. So it multiplies the loss by the number of
-    ranks, because gradients are averaged over them, and it adds up the micro-batches. A mean (label
-    smoothing, a router's loss, a model that ignores ``num_items``) becomes too large by both
-    numbers. Whether a loss uses ``num_items`` cannot be known, and a loss can be the sum of both
-    kinds. Therefore the loss receives the mean number of labels in a micro-batch of one rank. Then
-    both kinds are means, and so is their sum: the mean over ranks and micro-batches is the loss
-    on the global batch.
-
-    Args:
-        compute: ``Trainer.compute_loss`` as a function of ``num_items``. Returns the loss, or the
-            loss and the outputs.
-        num_items: what the Trainer counted; ``None`` if it did not count.
+    ``num_items`` is the number of labels in all micro-batches of all ranks; ``None``: not counted.
+    The Trainer assumes that a loss is a sum divided by it, so it multiplies by the number of ranks,
+    and adds up the micro-batches. That makes a mean (label smoothing, a router's loss, a model that
+    ignores ``num_items``) too large by both numbers. Which kind a loss is cannot be known, and it
+    can be the sum of both. So it receives the mean number of labels in a micro-batch of one rank.
+    Then both kinds are means, and their mean is the loss on the global batch.
     """
     is_mean = not trainer.model_accepts_loss_kwargs or num_items is None
     if is_mean and trainer.compute_loss_func is None:
@@ -313,7 +285,6 @@ def _compute_loss(
     return _global_loss(self, compute, num_items_in_batch)
 
 
-# -- saving and loading ------------------------------------------------------------------------
 # A folder ``checkpoint-N`` contains the files that ``from_pretrained`` reads (full weights or
 # adapters, and the configuration). ``FOLDER`` in it is a checkpoint of this package with model,
 # optimizer and scheduler. ``RANKS`` has the number of ranks that saved it.
@@ -330,12 +301,7 @@ def _trains_shards(trainer: Trainer) -> bool:
 def _save_model(
     original: Any, self: Trainer, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """Writes the files that a single process writes, on rank 0.
-
-    These are the full weights and the configuration; for a model with adapters of peft, the
-    adapters and their configuration; for another module, its ``state_dict()``. The tokenizer and
-    the training arguments follow.
-    """
+    """Writes the files that a single process writes, on rank 0."""
     folder = output_dir or self.args.output_dir
     model: Any = self.accelerator.unwrap_model(self.model)
     safe = getattr(self.args, "save_safetensors", True)  # always, since 5
@@ -398,8 +364,8 @@ def _save_checkpoint(original: Any, self: Trainer, model: nn.Module, trial: Any)
 
 
 def _remove_training(folder: str) -> None:
-    """Removes everything but the model that an earlier run saved in the folder of a checkpoint.
-    Otherwise resuming would load the model and the optimizer of that run."""
+    """Removes what an earlier run saved in the folder of a checkpoint, except for the model.
+    Otherwise resuming would load the optimizer of that run."""
     shutil.rmtree(os.path.join(folder, FOLDER), ignore_errors=True)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state*.pth"):
         for path in glob.glob(os.path.join(glob.escape(folder), name)):
@@ -462,9 +428,8 @@ def _load_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> Non
 def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> None:
     """Restores the random states of Python, numpy, torch and XLA that this rank saved.
 
-    On another number of ranks, Python and numpy get the state of rank 0. torch and XLA get seeds
-    computed from this state and the number of the rank, so two resumed runs get the same random
-    numbers. Warns if the checkpoint lacks a state.
+    On another number of ranks, Python and numpy get the state of rank 0; torch and XLA get seeds
+    computed from that state and the rank. Warns if the checkpoint lacks a state.
     """
     if checkpoint is None:
         return
@@ -503,11 +468,10 @@ def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> Non
 
 
 def _ranks_that_saved(folder: str) -> int | None:
-    """Returns the number of ranks that saved a checkpoint; ``None``: several, not recorded.
+    """The number of ranks that saved a checkpoint; ``None``: several, not recorded.
 
-    :func:`_save_checkpoint` records it, except in older versions and on machines without this
-    package. Then the number is in the manifest of this package. A Trainer without sharding writes
-    ``rng_state.pth`` if it is the only process.
+    Older versions of this package recorded it only in the manifest. Without this package, a Trainer
+    writes ``rng_state.pth`` if it is the only process.
     """
     recorded = os.path.join(folder, RANKS)
     if os.path.exists(recorded):
@@ -532,10 +496,8 @@ def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _training_loop(
     original: Any, self: Trainer, batch_size: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Uses the batch size of the arguments, unless ``auto_find_batch_size`` found it.
-
-    Before release 5 the original takes ``per_device_train_batch_size`` from the checkpoint. On
-    another number of ranks this would change the global batch and the number of steps.
+    """Uses the batch size of the arguments, unless ``auto_find_batch_size`` found it. Releases
+    before 5 take it from the checkpoint, which on another number of ranks changes the global batch.
     """
     resuming = kwargs.get("resume_from_checkpoint") is not None
     if resuming and self.is_fsdp_xla_v1_enabled and not self.args.auto_find_batch_size:
@@ -549,8 +511,7 @@ _reading = threading.Lock()
 @changes.around(transformers.trainer, "safe_globals")
 @contextlib.contextmanager
 def _safe_globals(original: Any) -> Iterator[None]:
-    """Admits one rank at a time, because the classes that ``torch.load`` trusts are a list of the
-    process."""
+    """Admits one rank at a time: it edits a list of the process, which ``torch.load`` trusts."""
     with _reading, original():
         yield
 

@@ -1,7 +1,4 @@
-"""Translates the arguments of a strategy into options of this package's wrapper, and its precision.
-
-With bf16-mixed, shards and optimizer state stay float32.
-"""
+"""Translates arguments and precision of a strategy into options of this package's wrapper."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class Settings:
-    """How modules are wrapped; see the strategies for the arguments.
-
-    Raises:
-        ValueError, TypeError: an argument has a value that is not allowed.
-    """
+    """How modules are wrapped; see the strategies for arguments and errors."""
 
     def __init__(
         self,
@@ -80,7 +73,6 @@ class Settings:
         FSDPOptions.of(WRAPPER, **given)
 
     def wrap(self, module: nn.Module, precision: str) -> nn.Module:
-        """Wraps ``module``, unless it is a wrapper already."""
         if is_wrapper(module):
             return module
         options = self.options_of_wrapper(precision)
@@ -99,8 +91,6 @@ class Settings:
         return XlaFullyShardedDataParallel(module, **options)
 
     def options_of_wrapper(self, precision: str) -> dict[str, Any]:
-        """Returns the options of the wrapper, with the policy and the wrapper of submodules if
-        there are any."""
         options = dict(self.options)
         if isinstance(options.get("sharding_strategy"), str):
             options |= meant_by_name(options.pop("sharding_strategy"))
@@ -119,12 +109,8 @@ class Settings:
         return options | {name: value for name, value in chosen.items() if value is not None}
 
     def wrap_children(self, module: nn.Module, precision: str) -> None:
-        """Wraps the submodules of ``module``, which itself computes without a forward.
-
-        Raises:
-            ValueError: ``module`` has parameters outside of its submodules, which no wrapper would
-                gather.
-        """
+        """Wraps the submodules of ``module``, which itself computes without a forward. Raises
+        ValueError if it has parameters of its own, which no wrapper would gather."""
         own = [name for name, value in module._parameters.items() if value is not None]
         if own:
             raise ValueError(
@@ -169,14 +155,8 @@ def _classes(name: str, given: Any) -> set[type[nn.Module]] | None:
     return set(given)
 
 
-# -- precision ---------------------------------------------------------------------------------
-
-
 class _Computed:
-    """The behavior of both plugins.
-
-    Args:
-        plugin: what Lightning creates from ``precision=...``, or ``None`` for "32-true".
+    """``plugin``: what Lightning creates from ``precision=...``, or ``None`` for "32-true".
 
     Raises:
         ValueError: the precision is not supported on XLA.
@@ -200,7 +180,7 @@ class _Computed:
         if self.precision != "bf16-mixed":
             yield
             return
-        # Losses and norms are float32, as on other devices; parameters are gathered in bfloat16.
+        # Losses and norms are float32; parameters are gathered in bfloat16.
         with torch.autocast("xla", dtype=torch.bfloat16):
             yield
 
@@ -223,7 +203,7 @@ class ShardedTrainerPrecision(_Computed, TrainerPrecision):
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        # Before the step and not in it, because hooks of the step read gradients.
+        # Backward before the step and not in it, because hooks of the step read gradients.
         result = self._wrap_closure(model, optimizer, closure)
         optimizer.step(**kwargs)
         torch_xla.sync()  # computes the logged values, so that the first rank alone can read them
