@@ -97,13 +97,8 @@ FOLDER = "xla_fsdp"
 
 
 def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> Sharding:
-    """Translates the plugin, and the ``mixed_precision`` of Accelerate.
-
-    ``forward_prefetch``, ``use_orig_params`` and the state dict configurations have no effect.
-
-    Raises:
-        ValueError, TypeError: an option is not supported on XLA.
-    """
+    """Translates the plugin, and the ``mixed_precision`` of Accelerate. Raises ValueError or
+    TypeError for an option that is not supported on XLA."""
     if mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision={mixed_precision!r} is not supported with sharding on XLA, because "
@@ -236,11 +231,8 @@ def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> 
 
 @changes.around(FullyShardedDataParallelPlugin, "__post_init__")
 def _plugin(original: Any, self: FullyShardedDataParallelPlugin) -> None:
-    """Skips the search for a GPU, which the original needs for ``sync_module_states``.
-
-    The original writes the loading option into the environment, where the next rank, which may be a
-    thread of this process, would read it. So the environment is restored.
-    """
+    """Skips the search for a GPU, and restores the environment, in which the original writes the
+    loading option: the next rank may be a thread of this process, and would read it."""
     version = self.fsdp_version or int(os.environ.get("FSDP_VERSION", "1"))
     named = _named_strategy(self) if version == 1 else None
     if named is not None:
@@ -335,19 +327,14 @@ def _unwrap_model(
 
 
 class _LoaderPosition:
-    """The attributes of the current loader that ``GradientState`` reads."""
-
     end_of_dataloader = False
     remainder = -1
 
 
 @changes.around(MpDeviceLoaderWrapper, "__iter__")
 def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
-    """Marks the last batch when the loop receives it.
-
-    The original marks it in the thread that reads batches ahead, several batches too early. Then
-    ``gather_for_metrics`` cuts, and ``accumulate`` steps at, the wrong batch.
-    """
+    """Marks the last batch when the loop receives it. The original marks it in the thread that
+    reads ahead: ``gather_for_metrics`` would cut, and ``accumulate`` step, at an earlier batch."""
     self.dataloader.gradient_state = SimpleNamespace(
         _add_dataloader=lambda loader: None, _remove_dataloader=lambda loader: None
     )
@@ -415,7 +402,7 @@ def _clip_value(original: Any, self: Accelerator, parameters: Any, clip_value: f
 
 
 def _average_before_clipping(accelerator: Accelerator) -> bool:
-    """Averages the gradients of replicated parameters; returns whether a model is sharded."""
+    """Returns whether a model is sharded."""
     if sharding_of(accelerator.state) is None and not _shards_models(accelerator):
         return False
     for optimizer in accelerator._optimizers:
@@ -440,11 +427,8 @@ def _get_state_dict(
 
 @changes.around(Accelerator, "save_state", _shards_models)
 def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    """Saves models, optimizers and schedulers to ``xla_fsdp/`` in the folder, for any number of
-    ranks; with FULL_STATE_DICT also full parameters. Every rank must call it.
-
-    Accelerate names folders, removes old ones, and writes random states and registered objects.
-    """
+    """Saves models, optimizers and schedulers to ``xla_fsdp/``, for any number of ranks. Accelerate
+    names folders, removes old ones, and writes random states and registered objects."""
     with _hidden(self) as (models, optimizers):
         folder = original(self, *args, **kwargs)
     exchange = RankExchange()
@@ -473,7 +457,6 @@ def _write_weights(state: dict[str, Any], path: str) -> None:
 
 @changes.around(Accelerator, "load_state", _shards_models)
 def _load_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> None:
-    """Loads what any number of ranks have saved. Every rank must call it."""
     found: list[str] = []
     handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
     try:
@@ -497,8 +480,7 @@ def _load_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> 
 def _hidden(
     accelerator: Accelerator,
 ) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
-    """Inside, the accelerator has no models, optimizers, schedulers and loaders; only hooks
-    receive the models."""
+    """Inside, the accelerator has nothing to save or load; only hooks receive the models."""
     names = ("_models", "_optimizers", "_schedulers", "_dataloaders")
     hooks = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
     before = {name: getattr(accelerator, name) for name in (*names, *hooks)}

@@ -30,7 +30,11 @@ def install() -> None:
         _check_transformers()
     changes.apply()
     if with_transformers:
-        _register()
+        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.modeling_utils import AttentionInterface
+
+        AttentionInterface.register(NAME, _transformers_attention)
+        AttentionMaskInterface.register(NAME, _transformers_mask)
 
 
 def uninstall() -> None:
@@ -75,14 +79,6 @@ def _check_transformers() -> None:
     # _refuse_more reads it. The other names there belong to some models and cannot be checked.
     used.require(flash_attention, "flash_attention_forward(softcap)")
     used.check()
-
-
-def _register() -> None:
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(NAME, _transformers_attention)
-    AttentionMaskInterface.register(NAME, _transformers_mask)
 
 
 def _transformers_attention(
@@ -174,11 +170,8 @@ def _transformers_mask(
 
 
 def _packed_of(mask_function: Callable[..., Any] | None) -> torch.Tensor | None:
-    """The sequence numbers if ``mask_function`` is causal attention within each packed sequence.
-
-    transformers stores them in the closures of ``and_masks`` and ``packed_sequence_mask_function``.
-    In release 5 the causal mask compares positions within a sequence, which gives the same mask.
-    """
+    """The sequence numbers, from closures, if ``mask_function`` is causal attention within each
+    packed sequence. Release 5 compares positions within a sequence, which gives the same mask."""
     from transformers.masking_utils import causal_mask_function
 
     parts = _closure(mask_function, "and_masks").get("mask_functions", ())

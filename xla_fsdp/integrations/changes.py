@@ -41,7 +41,7 @@ class Changes:
         self, owner: Any, name: str, when: Callable[[Any], bool] | None = None
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator: ``owner.name(...)``, a function, static method or method, becomes
-        ``decorated(original, ...)`` in calls for whose first argument ``when`` is true."""
+        ``decorated(original, ...)`` in calls for whose first argument ``when`` is true, or all."""
 
         def note(replacement: Callable[..., Any]) -> Callable[..., Any]:
             make = functools.partial(_call_with_original, replacement, when)
@@ -85,11 +85,7 @@ class Changes:
             raise missing_names(self._library, ", ".join(missing), self._extra)
 
     def apply(self) -> None:
-        """Makes all changes, or none if one fails. Has no effect if they are already made.
-
-        Raises:
-            MissingNamesError: the installed release lacks names that are changed or used.
-        """
+        """Makes all changes, or none: raises what :meth:`check` raises. May be called again."""
         with self._lock:
             if self._made:
                 return

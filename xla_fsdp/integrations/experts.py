@@ -56,23 +56,7 @@ def use_static_experts(model: nn.Module) -> list[str]:
 
 def register() -> None:
     """Registers ``experts_implementation="xla_fsdp"``, which the default implementation then uses
-    for XLA tensors. Has no effect before Transformers 5.
-
-    Raises:
-        MissingNamesError: the installed release lacks names that are used. Nothing is registered.
-    """
-    if not _has_functions():
-        return
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
-
-    if NAME not in ALL_EXPERTS_FUNCTIONS:
-        default = ALL_EXPERTS_FUNCTIONS[_DEFAULT]
-        ExpertsInterface.register(NAME, _by_function)
-        ExpertsInterface.register(_DEFAULT, functools.partial(_on_xla, default))
-
-
-def _has_functions() -> bool:
-    """Whether experts call functions, as since Transformers 5. Raises MissingNamesError."""
+    for XLA tensors; nothing before Transformers 5. Raises MissingNamesError."""
     from transformers import configuration_utils
 
     if find_spec("transformers.integrations.moe") is None:
@@ -80,22 +64,24 @@ def _has_functions() -> bool:
         config = getattr(configuration_utils, "PretrainedConfig", object)
         if hasattr(config, "_experts_implementation"):
             raise missing_names("transformers", "transformers.integrations.moe")
-        return False
+        return
     from transformers.integrations import moe
 
     used = Changes("transformers")
     used.require(moe, "ExpertsInterface", "ALL_EXPERTS_FUNCTIONS", "use_experts_implementation")
-    used.require(configuration_utils.PretrainedConfig, "_experts_implementation")
-    used.check()
-    used = Changes("transformers")
-    used.require(moe.ExpertsInterface, "register")
-    # The decorator of experts classes: _has_interface reads what it sets.
+    # _has_interface reads what this decorator of experts classes sets.
     names = "has_gate", "has_bias", "is_transposed"
     used.require(moe, *(f"use_experts_implementation({name})" for name in names))
+    used.require(configuration_utils.PretrainedConfig, "_experts_implementation")
+    used.check()
+    used.require(moe.ExpertsInterface, "register")
     used.check()
     if _DEFAULT not in moe.ALL_EXPERTS_FUNCTIONS:
         raise missing_names("transformers", f"experts implementation {_DEFAULT!r}")
-    return True
+    if NAME not in moe.ALL_EXPERTS_FUNCTIONS:
+        default = moe.ALL_EXPERTS_FUNCTIONS[_DEFAULT]
+        moe.ExpertsInterface.register(NAME, _by_function)
+        moe.ExpertsInterface.register(_DEFAULT, functools.partial(_on_xla, default))
 
 
 def warn_of_dynamic_experts(model: nn.Module) -> None:

@@ -86,12 +86,8 @@ def generate_sharded(original: Callable[..., Any], model: Any, *args: Any, **kwa
 
 
 def set_length_buckets(model: nn.Module, lengths: Sequence[int]) -> None:
-    """Sets the lengths in tokens to which ``model.generate`` pads prompts and caches.
-
-    Longer ones are padded to the next power of two, as are all by default.
-
-    Args:
-        model: a model of transformers, or a wrapper around one.
+    """Sets the lengths in tokens to which ``generate`` of ``model``, or of the model in a wrapper,
+    pads prompts and caches. Longer ones, and by default all, use the next power of two.
 
     Raises:
         ValueError, TypeError: ``lengths`` are not ascending positive numbers.
@@ -106,8 +102,6 @@ def set_length_buckets(model: nn.Module, lengths: Sequence[int]) -> None:
 
 
 class _HostView:
-    """The methods in which the view for the search differs from the model."""
-
     decoding: _Decoding
     device = _CPU
 
@@ -263,7 +257,6 @@ class _Decoding:
 
     @property
     def slots(self) -> _FixedCache:
-        """The cache of the tokens that the search has found."""
         return getattr(self.cache, "self_attention_cache", self.cache)
 
     def _anybody(self, unfinished: bool) -> bool:
@@ -321,7 +314,6 @@ class _Decoding:
         return _filled(mask, 2, len(positions))
 
     def _of_prompts(self, mask: torch.Tensor, width: int) -> torch.Tensor:
-        """Pads the mask [B, q] of encoded prompts to w columns."""
         if mask.dim() == 2:
             mask = _filled(mask, 1, width, repeat=False)
             if not _TAKES_POSITIONS:
@@ -385,8 +377,6 @@ def _more_rows(inputs: dict[str, Any], own: int, rows: int) -> dict[str, Any]:
 
 
 def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
-    """The inputs of the last of ``length`` unpadded tokens."""
-
     def at(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.narrow(dim, length - 1, 1)
 
@@ -455,7 +445,7 @@ class _FixedCache(Cache):
 
 
 class _CrossCache(_FixedCache):
-    """A cache of encoder outputs, which are the same for all beams of a sequence."""
+    """The outputs of an encoder are the same for all beams of a sequence."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         pass

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerationMixin
 
@@ -51,10 +50,7 @@ changes.require(
 changes.require_one((Cache, "get_max_length"), (Cache, "get_max_cache_shape"))
 
 
-def adapt(module: nn.Module) -> None:
-    """Called with a module that is being wrapped."""
-    warn_of_dynamic_experts(module)
-
+adapt = warn_of_dynamic_experts  # called with each module that is wrapped
 
 changes.around(PreTrainedModel, "save_pretrained", is_sharded)(save_whole)
 changes.around(GenerationMixin, "generate", is_sharded)(generate_sharded)

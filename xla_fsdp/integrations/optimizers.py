@@ -20,12 +20,8 @@ from ..sharding.sharded_tensor import sharded_tensor_of
 
 
 def switch_to_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the parameters of ``optimizer`` by their shards, in the same groups.
-
-    Raises:
-        ValueError: the optimizer has made steps; or parameters of several groups are in one
-            flattened vector.
-    """
+    """Replaces the parameters of ``optimizer`` by their shards, in the same groups. Raises
+    ValueError if it has made steps, or parameters of several groups are in one flat vector."""
     groups_of: dict[nn.Parameter, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         shards: dict[nn.Parameter, None] = {}
@@ -59,8 +55,6 @@ def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """Several optimizers as one for a checkpoint."""
-
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         shared = set.intersection(*(set(each.defaults) for each in optimizers))
         self.defaults: dict[str, Any] = dict.fromkeys(shared)

@@ -59,26 +59,23 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 
     def check() -> None:
         for name in kwargs.get("selected_adapters") or list(model.peft_config):
-            _require_tensors(os.path.join(folder, "" if name == "default" else name), name)
+            part = "" if name == "default" else name
+            path = os.path.join(folder, part, SAFETENSORS_WEIGHTS_NAME)
+            if not os.path.exists(path):  # the adapter is in a torch file
+                continue
+            with safe_open(path, framework="pt") as file:
+                empty = not file.keys()
+            if empty:
+                os.remove(path)
+                raise RuntimeError(
+                    f"peft found no tensors of adapter {name!r} in the wrapped model, so {path} "
+                    "was empty and has been removed. Please report the model and how it was "
+                    "wrapped. xla_fsdp.full_state_dict(model) returns the weights"
+                )
 
     if kwargs.get("state_dict") is None:
         RankExchange().run_on_first_rank("check the adapters that it wrote", check)
     return result
-
-
-def _require_tensors(folder: str, adapter: str) -> None:
-    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
-    if not os.path.exists(path):  # the adapter is in a torch file
-        return
-    with safe_open(path, framework="pt") as file:
-        if file.keys():
-            return
-    os.remove(path)
-    raise RuntimeError(
-        f"peft found no tensors of adapter {adapter!r} in the wrapped model, so {path} was empty "
-        "and has been removed. Please report the model and how it was wrapped. "
-        "xla_fsdp.full_state_dict(model) returns the weights"
-    )
 
 
 @changes.around(PeftModel, "load_adapter", is_sharded)
@@ -99,7 +96,21 @@ def _load(
         holder, _ = outermost(model.prompt_encoder)
         with summon_full_params(holder, recurse=False):
             return original(model, model_id, adapter_name, is_trainable=is_trainable, **kwargs)
-    return load_adapter_weights(model, model_id, adapter_name)
+    found = load_peft_weights(os.fspath(model_id), device="cpu")
+    root, path = outermost(model)
+    wanted = _adapter_names(model)
+    names = {_without(adapter_name, name): name for name, _ in owned(model) if wanted(name)}
+    unknown = [name for name in found if name not in names]
+    missing = [name for name in names if name not in found and f".{adapter_name}" in names[name]]
+    if unknown or missing or not found:
+        raise ValueError(
+            f"{model_id} does not fit adapter {adapter_name!r}: the adapter has no {unknown[:3]}, "
+            f"and the folder has no {missing[:3]}. Load a folder that was saved with the same "
+            "configuration"
+        )
+    state = {dotted(path, names[name]): value for name, value in found.items()}
+    load_full_state_dict(root, state, strict=False)
+    return None
 
 
 @changes.around(BaseTuner, "inject_adapter")
@@ -121,27 +132,6 @@ def _merge(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) 
         "xla_fsdp.integrations.peft.save_merged(model, folder), which writes the merged model "
         "and does not change this one"
     )
-
-
-def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) -> None:
-    """Loads a folder of ``save_pretrained`` into ``adapter``. Every rank must call it.
-
-    Raises:
-        ValueError: the folder has other tensors than the adapter.
-    """
-    found = load_peft_weights(os.fspath(folder), device="cpu")
-    root, path = outermost(model)
-    wanted = _adapter_names(model)
-    names = {_without(adapter, name): name for name, _ in owned(model) if wanted(name)}
-    unknown = [name for name in found if name not in names]
-    missing = [name for name in names if name not in found and f".{adapter}" in names[name]]
-    if unknown or missing or not found:
-        raise ValueError(
-            f"{folder} does not fit adapter {adapter!r}: the adapter has no {unknown[:3]}, and the "
-            f"folder has no {missing[:3]}. Load a folder that was saved with the same configuration"
-        )
-    state = {dotted(path, names[name]): value for name, value in found.items()}
-    load_full_state_dict(root, state, strict=False)
 
 
 def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> None:
@@ -182,25 +172,19 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
 
 def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
     """The state dict of ``base`` with the names from before adapters were added."""
-    tuned, trained = [], []
+    # Of the names below a key, only those below its value exist without adapters.
+    tuned, trained = {}, {}
     for name, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
-            tuned.append(f"{name}.")
+            tuned[f"{name}."] = f"{name}.base_layer."
         elif isinstance(module, AuxiliaryTrainingWrapper):
-            trained.append((f"{name}.", f"{name}.modules_to_save.{module.active_adapters[0]}."))
-    found = {}
+            trained[f"{name}."] = f"{name}.modules_to_save.{module.active_adapters[0]}."
+    kept, found = {**tuned, **trained}, {}
     for name, value in base.state_dict().items():
-        layer = next((one for one in tuned if name.startswith(one)), None)
-        around = next((both for both in trained if name.startswith(both[0])), None)
-        if layer is not None:
-            inner = name[len(layer) :]
-            if inner.startswith("base_layer."):
-                found[layer + inner.removeprefix("base_layer.")] = value
-        elif around is not None:
-            if name.startswith(around[1]):
-                found[around[0] + name[len(around[1]) :]] = value
-        else:
-            found[name] = value
+        outside = next((one for one in kept if name.startswith(one)), "")
+        inside = kept.get(outside, "")
+        if name.startswith(inside):
+            found[outside + name[len(inside) :]] = value
     return found
 
 

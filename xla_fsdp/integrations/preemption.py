@@ -10,10 +10,8 @@ from ..pods.preemption import Preemption
 
 
 class PreemptionCallback(TrainerCallback):
-    """Pass it as ``Trainer(..., callbacks=[PreemptionCallback()])`` on each rank.
-
-    After the step at which all ranks know of the preemption, the Trainer saves a checkpoint, and
-    ``train()`` exits the process with code 75.
+    """Pass it as ``Trainer(..., callbacks=[PreemptionCallback()])`` on each rank. After the step at
+    which all ranks know of the preemption, the Trainer saves a checkpoint, and exits with code 75.
 
     Args:
         grace: see :class:`xla_fsdp.Preemption`, also for the errors.

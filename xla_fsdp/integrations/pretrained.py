@@ -20,17 +20,13 @@ def load_pretrained(
     model_class: Any, folder: str | os.PathLike, wrap: Callable[[Any], nn.Module], **config: Any
 ) -> Any:
     """``model_class.from_pretrained(folder)``, sharded: each rank reads only its own part of each
-    parameter. Every rank must call it. Use it with :func:`xla_fsdp.defer_init`::
-
-        model = load_pretrained(
-            LlamaForCausalLM, "llama-3-8b",
-            lambda model: FSDP(model, auto_wrap_policy=policy, param_init_fn=defer_init),
-        )
+    parameter. Every rank must call it.
 
     Args:
         model_class: a class of transformers such as ``LlamaForCausalLM``, no ``Auto`` class.
         folder: a local folder with ``config.json`` and safetensors.
-        wrap: receives the model on the meta device, and returns it wrapped.
+        wrap: receives the model on the meta device, and returns it wrapped, with
+            ``param_init_fn=xla_fsdp.defer_init``.
         config: entries of the configuration to set, e.g. ``attn_implementation="eager"``.
 
     Returns:

@@ -29,11 +29,8 @@ def save_whole(
     """Calls ``original``, a ``save_pretrained``, on rank 0 with all full weights that are
     ``wanted``. Every rank must call it. The files are complete when it returns.
 
-    With a ``state_dict`` nothing is gathered, and a single rank may call it.
-
-    Raises:
-        ValueError: ``state_dict`` has shards; or ``is_main_process`` is false on rank 0.
-        OtherRankError: rank 0 could not write.
+    With a ``state_dict`` nothing is gathered, and a single rank may call it. Raises ValueError if
+    that has shards, or ``is_main_process`` is false on rank 0.
     """
     given = inspect.signature(original).bind(model, *args, **kwargs)
     named = {**given.arguments, **given.arguments.get("kwargs", {})}
@@ -85,7 +82,6 @@ def owned(model: nn.Module) -> list[tuple[str, ParameterShard]]:
 def count_full_parameters(
     model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """``model.num_parameters(...)`` of the unsharded model."""
     embeddings = {
         dotted(name, "weight")
         for name, module in model.named_modules()

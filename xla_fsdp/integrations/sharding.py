@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,12 +61,8 @@ class Sharding:
         FSDPOptions.of(WRAPPER, **self.options)
 
     def shard(self, model: nn.Module) -> XlaFullyShardedDataParallel:
-        """Wraps ``model``, whose parameters may be on the CPU, the device or the meta device.
-
-        Raises:
-            ValueError: no module has a class in ``layers``, or ``checkpointing`` is set and no
-                module is wrapped separately.
-        """
+        """Wraps ``model``, whose parameters may be on any device, also on meta. Raises ValueError
+        if ``layers`` are not in it, or ``checkpointing`` is set and no layer is wrapped."""
         policy = self._policy_for(model)
         if self.checkpointing and policy is None:
             raise ValueError(
@@ -149,10 +145,10 @@ def any_policy(policy: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def wrap_recomputed(
-    classes: tuple[type[nn.Module], ...], module: nn.Module, **options: Any
+    classes: Collection[type[nn.Module]], module: nn.Module, **options: Any
 ) -> nn.Module:
     """Wraps ``module``, which recomputes its activations if it is of one of ``classes``."""
-    if isinstance(module, classes):
+    if isinstance(module, tuple(classes)):
         module = checkpoint_module(module)
     return XlaFullyShardedDataParallel(module, **options)
 
@@ -168,14 +164,9 @@ def strategy_by_name(strategy: str) -> ShardingStrategy:
 
 
 def meant_by_name(strategy: str) -> dict[str, Any]:
-    """The options for a sharding strategy with torch's name.
-
-    With a hybrid strategy ``XLA_FSDP_HYBRID_SHARD_SIZE`` neighbouring ranks share a copy; without
-    this variable the ranks of a host, as on GPUs, or on several TPU slices the ranks of a slice.
-
-    Raises:
-        ValueError: no strategy has this name, or the ranks cannot be divided.
-    """
+    """The options for a sharding strategy with torch's name; ValueError for another, or if ranks
+    cannot be divided. With a hybrid strategy ``XLA_FSDP_HYBRID_SHARD_SIZE`` neighbouring ranks
+    share a copy; without it the ranks of a host, or on several TPU slices those of a slice."""
     found = strategy_by_name(strategy)
     if "HYBRID" not in found.name or (SHARD_SIZE not in os.environ and slices_of_ranks()):
         return {"sharding_strategy": found}

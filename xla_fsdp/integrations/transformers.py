@@ -7,17 +7,17 @@ Accelerate.
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import importlib
 import json
+import operator
 import os
 import random
 import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -53,11 +53,8 @@ changes = Changes("transformers")
 
 
 def install() -> None:
-    """Makes the changes in transformers and Accelerate, unless they are already made.
-
-    Raises:
-        MissingNamesError: a release lacks names that are changed or used. Nothing is changed.
-    """
+    """Makes the changes in transformers and Accelerate, or none: raises MissingNamesError if a
+    release lacks names that are changed or used."""
     changes.check()
     # Every Trainer uses an Accelerator. The import makes its changes, so it comes after the check.
     importlib.import_module(f"{__package__}.accelerate").install()
@@ -85,24 +82,18 @@ changes.require(FSDPOption, "OFFLOAD", "AUTO_WRAP")
 changes.require(PreTrainedModel, "_no_split_modules")
 
 
-_STRATEGIES = frozenset(FSDPOption) - {FSDPOption.OFFLOAD, FSDPOption.AUTO_WRAP}
-# Allowed in fsdp_config. The first ones have no effect, see accelerate.py.
-_WITHOUT_EFFECT = frozenset(
-    "forward_prefetch use_orig_params cpu_ram_efficient_loading version state_dict_type".split()
-)
-_KNOWN = _WITHOUT_EFFECT | frozenset(
+# Allowed in fsdp_config. Those in the last line have no effect.
+_KNOWN = frozenset(
     "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt activation_checkpointing min_num_params "
     "transformer_layer_cls_to_wrap sync_module_states limit_all_gathers backward_prefetch "
-    "reshard_after_forward cpu_offload".split()
+    "reshard_after_forward cpu_offload "
+    "forward_prefetch use_orig_params cpu_ram_efficient_loading version state_dict_type".split()
 )
 
 
 def sharding_of_arguments(args: TrainingArguments) -> Sharding:
-    """Translates ``fsdp``, ``fsdp_config`` and ``bf16``.
-
-    Raises:
-        ValueError: an entry is unknown, has an invalid value, or is not supported on XLA.
-    """
+    """Translates ``fsdp``, ``fsdp_config`` and ``bf16``. Raises ValueError if an entry is unknown,
+    has an invalid value, or is not supported on XLA."""
     config = args.fsdp_config
     unknown = sorted(set(config) - _KNOWN)
     if unknown:
@@ -125,7 +116,8 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
     named = args.fsdp if isinstance(args.fsdp, list) else []  # in Transformers 5 it is true
     if FSDPOption.OFFLOAD in named or _flag("cpu_offload", config.get("cpu_offload", False)):
         options["cpu_offload"] = CPUOffload()
-    reshard = next((each.value for each in named if each in _STRATEGIES), None)
+    others = FSDPOption.OFFLOAD, FSDPOption.AUTO_WRAP
+    reshard = next((each.value for each in named if each not in others), None)
     reshard = config.get("reshard_after_forward", reshard)
     settings = dict(args.xla_fsdp_config)
     if reshard is not None and not {"reshard_after_forward", "sharding_strategy"} & set(settings):
@@ -190,8 +182,7 @@ def _create_accelerator(original: Any, self: Trainer) -> None:
         args.fsdp_config = asked | {"xla": True}
 
 
-def _is_configured(trainer: Trainer) -> bool:
-    return bool(trainer.is_fsdp_xla_v1_enabled)
+_is_configured = operator.attrgetter("is_fsdp_xla_v1_enabled")
 
 
 @changes.around(Trainer, "_wrap_model", _is_configured)
@@ -219,57 +210,17 @@ def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str,
     return cls, options
 
 
-# On a Trainer during a training step: the number of micro-batches that it accumulates, and whether
-# it divides every loss by that number itself.
+# On a Trainer during a training step: the number of micro-batches that it accumulates.
 _MICRO_BATCHES = "_xla_fsdp_micro_batches"
-
-
-@contextlib.contextmanager
-def _accumulating(trainer: Trainer) -> Iterator[None]:
-    """Inside, ``compute_loss`` is part of a training step; outside, of an evaluation."""
-    number = trainer.current_gradient_accumulation_steps  # set by train()
-    # Earlier releases of Transformers do not have this attribute, and ignore a subclass's.
-    known = hasattr(Trainer, "loss_is_scaled_for_ga")
-    divides = known and trainer.loss_is_scaled_for_ga is False
-    setattr(trainer, _MICRO_BATCHES, (number, divides))
-    try:
-        yield
-    finally:
-        delattr(trainer, _MICRO_BATCHES)
-
-
-def _global_loss(trainer: Trainer, compute: Callable[[Any], Any], num_items: Any) -> Any:
-    """``Trainer.compute_loss``, right for losses that use ``num_items`` and for those that do not.
-
-    ``num_items`` is the number of labels in all micro-batches of all ranks; ``None``: not counted.
-    The Trainer assumes that a loss is a sum divided by it, so it multiplies by the number of ranks,
-    and adds up the micro-batches. That makes a mean (label smoothing, a router's loss, a model that
-    ignores ``num_items``) too large by both numbers. Which kind a loss is cannot be known, and it
-    can be the sum of both. So it receives the mean number of labels in a micro-batch of one rank.
-    Then both kinds are means, and their mean is the loss on the global batch.
-    """
-    is_mean = not trainer.model_accepts_loss_kwargs or num_items is None
-    if is_mean and trainer.compute_loss_func is None:
-        return compute(num_items)  # training_step divides it by the micro-batches
-    micro, divides = getattr(trainer, _MICRO_BATCHES, (1, False))
-    parts = 1 if divides else micro
-    if num_items is not None:
-        if trainer.args.average_tokens_across_devices:
-            ranks = trainer.accelerator.num_processes  # by which compute multiplies
-            parts, micro = parts * ranks, micro * ranks
-        num_items = num_items / micro
-        if isinstance(num_items, torch.Tensor):
-            keep_dtype(num_items)  # bfloat16 would round it
-    found = compute(num_items)
-    if isinstance(found, tuple):
-        return found[0] / parts, *found[1:]
-    return found / parts
 
 
 @changes.around(Trainer, "training_step")
 def _training_step(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-    with _accumulating(self):
+    setattr(self, _MICRO_BATCHES, self.current_gradient_accumulation_steps)
+    try:
         return original(self, *args, **kwargs)
+    finally:
+        delattr(self, _MICRO_BATCHES)
 
 
 @changes.around(Trainer, "compute_loss", _is_configured)
@@ -281,13 +232,38 @@ def _compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:
-    compute = functools.partial(original, self, model, inputs, return_outputs)
-    return _global_loss(self, compute, num_items_in_batch)
+    """Right for losses that use ``num_items_in_batch`` and for those that do not.
+
+    This is the number of labels in all micro-batches of all ranks; ``None``: not counted. The
+    Trainer assumes that a loss is a sum divided by it, so it multiplies by the number of ranks, and
+    adds up the micro-batches. That makes a mean (label smoothing, a router's loss, a model that
+    ignores the number) too large by both. Which kind a loss is cannot be known, and it can be the
+    sum of both. So it receives the mean number of labels in a micro-batch of one rank. Then both
+    kinds are means, and their mean is the loss on the global batch.
+    """
+    num_items = num_items_in_batch
+    is_mean = not self.model_accepts_loss_kwargs or num_items is None
+    if is_mean and self.compute_loss_func is None:  # training_step divides by the micro-batches
+        return original(self, model, inputs, return_outputs, num_items)
+    micro = getattr(self, _MICRO_BATCHES, 1)
+    # Earlier releases of Transformers do not have this attribute, and ignore a subclass's.
+    known = hasattr(Trainer, "loss_is_scaled_for_ga")
+    parts = 1 if known and self.loss_is_scaled_for_ga is False else micro
+    if num_items is not None:
+        if self.args.average_tokens_across_devices:
+            ranks = self.accelerator.num_processes  # by which the original multiplies
+            parts, micro = parts * ranks, micro * ranks
+        num_items = num_items / micro
+        if isinstance(num_items, torch.Tensor):
+            keep_dtype(num_items)  # bfloat16 would round it
+    found = original(self, model, inputs, return_outputs, num_items)
+    if isinstance(found, tuple):
+        return found[0] / parts, *found[1:]
+    return found / parts
 
 
-# A folder ``checkpoint-N`` contains the files that ``from_pretrained`` reads (full weights or
-# adapters, and the configuration). ``FOLDER`` in it is a checkpoint of this package with model,
-# optimizer and scheduler. ``RANKS`` has the number of ranks that saved it.
+# In ``checkpoint-N``, beside the files that ``from_pretrained`` reads: a checkpoint of this package
+# with model, optimizer and scheduler, and the number of ranks that saved it.
 
 FOLDER = "xla_fsdp"
 RANKS = "xla_fsdp_ranks.json"
@@ -301,7 +277,6 @@ def _trains_shards(trainer: Trainer) -> bool:
 def _save_model(
     original: Any, self: Trainer, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """Writes the files that a single process writes, on rank 0."""
     folder = output_dir or self.args.output_dir
     model: Any = self.accelerator.unwrap_model(self.model)
     safe = getattr(self.args, "save_safetensors", True)  # always, since 5
@@ -364,8 +339,7 @@ def _save_checkpoint(original: Any, self: Trainer, model: nn.Module, trial: Any)
 
 
 def _remove_training(folder: str) -> None:
-    """Removes what an earlier run saved in the folder of a checkpoint, except for the model.
-    Otherwise resuming would load the optimizer of that run."""
+    """Removes what an earlier run saved for resuming, which would load that run's optimizer."""
     shutil.rmtree(os.path.join(folder, FOLDER), ignore_errors=True)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state*.pth"):
         for path in glob.glob(os.path.join(glob.escape(folder), name)):
@@ -377,7 +351,7 @@ def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
     save_checkpoint(
         os.path.join(output_dir, FOLDER),
         self.model,
-        _plain(self.optimizer),
+        getattr(self.optimizer, "optimizer", self.optimizer),
         self.lr_scheduler,
         step=self.state.global_step,
     )
@@ -385,15 +359,11 @@ def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
 
 @changes.around(Trainer, "_load_optimizer_and_scheduler", _trains_shards)
 def _load_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> None:
-    """Loads what :func:`_save_optimizer` saved, or a Trainer without sharding.
-
-    Raises:
-        ValueError: torch_xla's FSDP saved the folder.
-        CheckpointError: the checkpoint is damaged, or does not fit.
-    """
+    """Loads what :func:`_save_optimizer` saved, or a Trainer without sharding."""
     if checkpoint is None:
         return
-    folder, optimizer, scheduler = checkpoint, _plain(self.optimizer), self.lr_scheduler
+    folder, scheduler = checkpoint, self.lr_scheduler
+    optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
     exchange = RankExchange()
     there = exchange.run_on_first_rank("look at the checkpoint", lambda: sorted(os.listdir(folder)))
     if FOLDER in there:
@@ -426,11 +396,8 @@ def _load_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> Non
 
 @changes.around(Trainer, "_load_rng_state", _trains_shards)
 def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> None:
-    """Restores the random states of Python, numpy, torch and XLA that this rank saved.
-
-    On another number of ranks, Python and numpy get the state of rank 0; torch and XLA get seeds
-    computed from that state and the rank. Warns if the checkpoint lacks a state.
-    """
+    """Restores the random states that this rank saved. On another number of ranks, Python and numpy
+    get those of rank 0, and torch and XLA get seeds computed from these and the rank."""
     if checkpoint is None:
         return
     folder, rank = checkpoint, self.args.process_index
@@ -468,11 +435,8 @@ def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> Non
 
 
 def _ranks_that_saved(folder: str) -> int | None:
-    """The number of ranks that saved a checkpoint; ``None``: several, not recorded.
-
-    Older versions of this package recorded it only in the manifest. Without this package, a Trainer
-    writes ``rng_state.pth`` if it is the only process.
-    """
+    """The number of ranks that saved a checkpoint; ``None``: several, not recorded. Older versions
+    of this package recorded it only in the manifest; a single process writes ``rng_state.pth``."""
     recorded = os.path.join(folder, RANKS)
     if os.path.exists(recorded):
         with open(recorded) as file:
@@ -487,18 +451,12 @@ def _seed(state: bytes, rank: int) -> int:
     return zlib.crc32(state) + rank
 
 
-def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer without Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 @changes.around(Trainer, "_inner_training_loop")
 def _training_loop(
     original: Any, self: Trainer, batch_size: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Uses the batch size of the arguments, unless ``auto_find_batch_size`` found it. Releases
-    before 5 take it from the checkpoint, which on another number of ranks changes the global batch.
-    """
+    """Uses the batch size of the arguments, not of the checkpoint as releases before 5: on another
+    number of ranks that changes the global batch."""
     resuming = kwargs.get("resume_from_checkpoint") is not None
     if resuming and self.is_fsdp_xla_v1_enabled and not self.args.auto_find_batch_size:
         batch_size = self.args.train_batch_size

@@ -8,13 +8,6 @@ from __future__ import annotations
 from .installing import NAME, install, install_drop_in, uninstall
 from .strategies import FabricStrategy, TrainerStrategy
 
-__all__ = [
-    "NAME",
-    "FabricStrategy",
-    "TrainerStrategy",
-    "install",
-    "install_drop_in",
-    "uninstall",
-]
+__all__ = ["NAME", "FabricStrategy", "TrainerStrategy", "install", "install_drop_in", "uninstall"]
 
 install()

@@ -27,7 +27,7 @@ from ...checkpoint.full_state import (
 from ...checkpoint.loading import load_checkpoint
 from ...checkpoint.rank_exchange import RankExchange
 from ...collectives.random_state import synced_device
-from ...consolidate.format import folders, values
+from ...consolidate.format import values
 from ...consolidate.format.manifest import NAME
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import join
@@ -43,8 +43,6 @@ Filters = dict[str, Callable[[str, Any], bool]]
 
 
 class TrainerCheckpoints:
-    """The methods of a strategy with which the Trainer saves and loads."""
-
     settings: Settings
     checkpoint_io: Any
     model: Any
@@ -68,11 +66,7 @@ class TrainerCheckpoints:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Saves ``checkpoint``, which the Trainer has collected; every rank calls it.
-
-        Raises:
-            ValueError: at ``filepath`` there is a file instead of a folder, or the reverse.
-        """
+        """Saves ``checkpoint``, which the Trainer has collected; every rank calls it."""
         _require_kind(self, os.fspath(filepath))
         if not self.settings.saves_shards:
             _write_file(self, checkpoint, filepath, storage_options)
@@ -134,8 +128,6 @@ class TrainerCheckpoints:
 
 
 class FabricCheckpoints:
-    """The methods of a strategy with which Fabric saves and loads."""
-
     settings: Settings
     checkpoint_io: Any
     broadcast: Any
@@ -165,12 +157,8 @@ class FabricCheckpoints:
         storage_options: Any = None,
         filter: Filters | None = None,
     ) -> None:
-        """Saves a checkpoint; every rank calls it.
-
-        Raises:
-            ValueError: filters or storage options were given for a sharded checkpoint, or there is
-                a file instead of a folder, or the reverse.
-        """
+        """Saves a checkpoint; every rank calls it. Raises ValueError for filters or storage options
+        with a sharded checkpoint, or if there is a file instead of a folder, or the reverse."""
         filters, wanted = filter or {}, self.broadcast(os.fspath(path))
         _require_kind(self, wanted)
         models, optimizers, rest = _sorted(state)
@@ -194,18 +182,11 @@ class FabricCheckpoints:
         )
 
     def load_checkpoint(
-        self,
-        path: Any,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads a checkpoint; every rank calls it. Returns the entries that are not in ``state``.
-
-        Raises:
-            KeyError: ``state`` has keys that are not in the checkpoint, and ``strict`` is true.
-            ValueError: the checkpoint is sharded, but ``state`` has no model.
-        """
+        Raises KeyError for keys that it lacks, if ``strict``; ValueError for a sharded checkpoint
+        without a model to load into."""
         wanted = self.broadcast(os.fspath(path))
         if get_filesystem(wanted).isdir(wanted):
             return self._load_folder(wanted, state, strict, weights_only)
@@ -304,11 +285,9 @@ def _write_file(strategy: Any, content: dict[str, Any], path: Any, storage_optio
 
 def _extra_of(path: str) -> tuple[str, Any]:
     """The folder of the checkpoint at ``path``, and its ``extra``. Not a collective."""
-    _, name = folders.resolve_checkpoint(path)
-    whole = path.rstrip("/") or "/"
-    last = name.rpartition("/")[2]
+    found = ShardedCheckpoint(path)
+    whole, last = path.rstrip("/") or "/", found.folder.rpartition("/")[2]
     folder = whole if whole.rpartition("/")[2] == last else f"{whole}/{last}"
-    found = ShardedCheckpoint(folder)
     return folder, values.decode(found.manifest.extra, join(folder, NAME))
 
 

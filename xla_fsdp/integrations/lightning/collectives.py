@@ -72,10 +72,8 @@ class CollectivesMixin:
         return found.to(root_device()) if on_device else found
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gathers ``tensor`` along a new first dimension; with one rank returns it unchanged.
-
-        With ``sync_grads`` a rank's gradient is the sum of all ranks' gradients for its part.
-        """
+        """Gathers along a new first dimension, or returns ``tensor`` with one rank. A gradient with
+        ``sync_grads`` is the sum of all ranks' gradients for this rank's part."""
         _require_no_group(group)
         if not several_ranks():
             return tensor

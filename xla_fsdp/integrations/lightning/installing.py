@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.fabric.fabric
 import lightning.fabric.strategies
-import lightning.fabric.strategies.xla_fsdp
 import lightning.fabric.utilities.throughput
 import lightning.pytorch.callbacks.throughput_monitor
 import lightning.pytorch.trainer.connectors.data_connector
@@ -18,6 +17,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
 from lightning.fabric.connector import _Connector
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import xla_fsdp as theirs
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
@@ -67,8 +67,7 @@ def uninstall() -> None:
     for registry in (STRATEGY_REGISTRY, StrategyRegistry):
         registry.pop(NAME, None)
         registry.pop(DROP_IN_NAME, None)
-    theirs = lightning.fabric.strategies.xla_fsdp.XLAFSDPStrategy
-    theirs.register_strategies(STRATEGY_REGISTRY)
+    theirs.XLAFSDPStrategy.register_strategies(STRATEGY_REGISTRY)
 
 
 def _register(name: str) -> None:
@@ -108,11 +107,8 @@ for _connector in (_Connector, _AcceleratorConnector):
 
 
 class _Shared:
-    """A context that the first rank enters, the last rank leaves, and all ranks share.
-
-    ``_replace_dunder_methods`` changes methods of a class until it is left. Without sharing, the
-    second rank would save those that the first one has changed, and restore these at its end.
-    """
+    """A context that the first rank enters, the last one leaves, and all share. It changes methods
+    of a class; a second entry would save changed ones, and restore these at its end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -190,7 +186,7 @@ _forbid_callback(
 @changes.around(lightning.fabric.utilities.throughput, "get_available_flops")
 @changes.around(lightning.pytorch.callbacks.throughput_monitor, "get_available_flops")
 def _available_flops(original: Any, device: Any, dtype: Any) -> int | None:
-    """Returns None on CPU ranks, for which Lightning would query the metadata server."""
+    """None on CPU ranks, for which Lightning would query the metadata server."""
     return None if device.type == "xla" and on_cpu() else original(device, dtype)
 
 
@@ -205,7 +201,6 @@ def _number_of_tpus(original: Any) -> int:
 def _record_mean_loss(
     original: Any, self: Any, trainer: Trainer, pl_module: Any, outputs: Any, *batch: Any
 ) -> None:
-    """Records the mean loss of all ranks, not only that of the first."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if loss is not None and _is_ours(trainer.strategy):
         outputs = trainer.strategy.reduce(loss)
@@ -213,8 +208,6 @@ def _record_mean_loss(
 
 
 class _FullSummary(model_summary.ModelSummary):
-    """The table of layers, with the sizes of full parameters."""
-
     def _forward_example_input(self) -> None:
         """Does nothing: sizes of inputs need a forward with full parameters."""
 
@@ -239,12 +232,6 @@ def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
     return _FullSummary(pl_module, max_depth=self._max_depth)
 
 
-for _place in (lightning.fabric.strategies, lightning.fabric.strategies.xla_fsdp):
+for _place in (lightning.fabric.strategies, theirs):
     drop_in.set(_place, "XLAFSDPStrategy", FabricStrategy)
-
-
-def _wrap(recomputed: Collection[type], module: Any, **options: Any) -> Any:
-    return wrap_recomputed(tuple(recomputed), module, **options)
-
-
-drop_in.set(lightning.fabric.strategies.xla_fsdp, "_activation_checkpointing_auto_wrapper", _wrap)
+drop_in.set(theirs, "_activation_checkpointing_auto_wrapper", wrap_recomputed)

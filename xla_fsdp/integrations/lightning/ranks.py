@@ -37,7 +37,7 @@ _CPU_RANKS = 4  # the default of ``launch``
 
 
 def in_rank() -> bool:
-    """Whether this is a rank. Does not start the runtime, which processes of ranks need."""
+    """Whether this is a rank. Does not start the runtime: that would prevent starting ranks."""
     if current_rank() is not None or xenv.PJRT_LOCAL_PROCESS_RANK in os.environ:
         return True
     return dist.is_torchelastic_launched() and dist.is_initialized()
@@ -78,8 +78,6 @@ class RanksEnvironment(XLAEnvironment):
 
 
 class RanksAccelerator(Accelerator):
-    """The XLA devices of the ranks, also before the ranks have started."""
-
     def setup_device(self, device: torch.device) -> None:
         pass
 
@@ -174,8 +172,6 @@ for _name in (
 
 
 class FabricLauncher(_XLALauncher):
-    """Runs a function on all ranks. Its result is that of the first rank."""
-
     @property
     def is_interactive_compatible(self) -> bool:
         return on_cpu()
@@ -185,8 +181,6 @@ class FabricLauncher(_XLALauncher):
 
 
 class TrainerLauncher(_MultiProcessingLauncher):
-    """Runs ``fit``, ``test`` and the like on all ranks."""
-
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, start_method="spawn")
 

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import torch_xla
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from ...names import is_wrapper
 from ...remat import checkpoint_module
 from ...sharding.mixed_precision import MixedPrecision
 from ...sharding.options import WRAPPER, FSDPOptions
+from ...tree import cast_floats
 from ...wrap import has_forward, transformer_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..optimizers import average_unsharded
@@ -102,9 +101,14 @@ class Settings:
                 )
             elif precision == "bf16-true":
                 options["compute_dtype"] = torch.bfloat16
-        policy, wrapper = self._policy(), self.wrapper
+        wrapper = self.wrapper
+        policy = any_policy(self.policy) if callable(self.policy) else None
+        if self.layers is not None:
+            policy = functools.partial(
+                transformer_auto_wrap_policy, transformer_layer_cls=self.layers
+            )
         if self.recomputed:
-            wrapper = functools.partial(wrap_recomputed, tuple(self.recomputed))
+            wrapper = functools.partial(wrap_recomputed, self.recomputed)
         chosen = {"auto_wrap_policy": policy, "auto_wrapper_callable": wrapper}
         return options | {name: value for name, value in chosen.items() if value is not None}
 
@@ -140,11 +144,6 @@ class Settings:
                     f"{there}. Pass one of these, or a function if models differ"
                 )
 
-    def _policy(self) -> Callable[..., bool] | None:
-        if self.layers is None:
-            return any_policy(self.policy) if callable(self.policy) else None
-        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=self.layers)
-
 
 def _classes(name: str, given: Any) -> set[type[nn.Module]] | None:
     if not isinstance(given, (set, frozenset, list, tuple)):
@@ -156,11 +155,8 @@ def _classes(name: str, given: Any) -> set[type[nn.Module]] | None:
 
 
 class _Computed:
-    """``plugin``: what Lightning creates from ``precision=...``, or ``None`` for "32-true".
-
-    Raises:
-        ValueError: the precision is not supported on XLA.
-    """
+    """``plugin``: what Lightning creates from ``precision=...``, or ``None`` for "32-true". Raises
+    ValueError for a precision that is not supported on XLA."""
 
     precision: Any
 
@@ -187,8 +183,7 @@ class _Computed:
     def convert_output(self, data: Any) -> Any:
         if self.precision == "32-true":
             return data
-        convert = functools.partial(_convert_fp_tensor, dst_type=torch.float32)
-        return apply_to_collection(data, torch.Tensor, convert)
+        return cast_floats(data, torch.float32)
 
 
 class ShardedFabricPrecision(_Computed, FabricPrecision):

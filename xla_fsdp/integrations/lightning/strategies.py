@@ -50,11 +50,9 @@ class _CommonStrategy(CollectivesMixin):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Raises ValueError if workers would be forked from ranks that are threads."""
         context = getattr(dataloader, "multiprocessing_context", None)
-        method = context
-        if context is not None and not isinstance(context, str):
-            method = context.get_start_method()
+        forks = context is None or context.get_start_method() == "fork"
         workers = getattr(dataloader, "num_workers", 0)
-        if workers and current_rank() is not None and method in (None, "fork"):
+        if workers and current_rank() is not None and forks:
             raise ValueError(
                 f"num_workers={workers} would fork this process, which has CPU ranks as threads. "
                 "Pass multiprocessing_context='forkserver' to the DataLoader, or num_workers=0"
@@ -202,8 +200,7 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients of a micro-batch without a step are still reduced: sharded, they need less
-        memory."""
+        """Gradients are still reduced: sharded ones need less memory."""
         yield
         torch_xla.sync()
 
@@ -312,8 +309,7 @@ class _NoSync(_BackwardSyncControl):
 
 
 class _BatchByBatch:
-    """Runs the pending step before each batch: all iterations of a loop without an optimizer would
-    be one program otherwise."""
+    """Runs the pending step before each batch, so that each iteration is a program."""
 
     def __init__(self, loader: Any) -> None:
         self.__dict__.update(vars(loader))
