@@ -521,15 +521,24 @@ def test_the_number_of_ranks_that_saved(tmp_path):
 
 def test_an_attribute_that_the_installed_transformers_ignores(monkeypatch):
     """Transformers 4 does not divide the loss of a class with ``loss_is_scaled_for_ga = False``."""
-    from xla_fsdp.integrations.transformers import _MICRO_BATCHES, _accumulating
+    from xla_fsdp.integrations.transformers import _compute_loss, _training_step
 
-    trainer = SimpleNamespace(loss_is_scaled_for_ga=False, current_gradient_accumulation_steps=2)
+    trainer = SimpleNamespace(
+        loss_is_scaled_for_ga=False,
+        current_gradient_accumulation_steps=2,
+        model_accepts_loss_kwargs=True,
+        compute_loss_func=None,
+        args=SimpleNamespace(average_tokens_across_devices=False),
+    )
+
+    def step(trainer):
+        return _compute_loss(lambda *_: 8.0, trainer, None, {}, False, 4)
+
     monkeypatch.setattr(Trainer, "loss_is_scaled_for_ga", None, raising=False)
-    with _accumulating(trainer):
-        assert getattr(trainer, _MICRO_BATCHES) == (2, True)
+    assert _training_step(step, trainer) == 8.0
     monkeypatch.delattr(Trainer, "loss_is_scaled_for_ga")
-    with _accumulating(trainer):
-        assert getattr(trainer, _MICRO_BATCHES) == (2, False)
+    assert _training_step(step, trainer) == 4.0
+    assert step(trainer) == 8.0  # in an evaluation
 
 
 class NotesDtype(IgnoresItems):

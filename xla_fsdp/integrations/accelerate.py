@@ -1,12 +1,6 @@
 """Accelerate on XLA with this package's sharding: ``import xla_fsdp.integrations.accelerate``.
 
-After the import, ``accelerate.Accelerator`` applies its FSDP configuration on XLA as it does on
-GPUs. The configuration is a plugin, a config file, or the environment variables that ``accelerate
-launch`` sets. ``prepare`` shards models. Optimizers that were created earlier keep their parameter
-groups. Gradient norms, saves and loads are those of the unsharded model.
-
-For an Accelerator without such a configuration, and for models that are not sharded, only one
-thing changes: every Accelerator on XLA detects the last batch correctly.
+Without an FSDP configuration the import changes only how an Accelerator detects the last batch.
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate.checkpointing
@@ -32,6 +27,7 @@ from accelerate.utils import (
     DynamoBackend,
     FullyShardedDataParallelPlugin,
     clean_state_dict_for_safetensors,
+    parse_flag_from_env,
 )
 from accelerate.utils.dataclasses import KwargsHandler
 from safetensors.torch import save_file
@@ -68,8 +64,7 @@ changes = Changes("accelerate")
 install = changes.apply
 uninstall = changes.undo
 
-# The names that are used here and in sharding.py. Names of environment variables (``FSDP_...``)
-# cannot be checked, because Accelerate reads them inside of functions.
+# Environment variables (``FSDP_...``) cannot be checked: Accelerate reads them inside of functions.
 changes.require(
     Accelerator,
     *("save_iteration", "wait_for_everyone", "num_processes"),
@@ -101,23 +96,9 @@ _AVERAGED = "_xla_fsdp_averaged"
 FOLDER = "xla_fsdp"
 
 
-# -- reading the plugin --------------------------------------------------------------------------
-
-
 def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> Sharding:
-    """Translates the options of the plugin.
-
-    ``forward_prefetch`` and ``use_orig_params`` have no effect: the forward always gathers layers
-    ahead, and parameters are always the original ones. The state dict configurations have no effect
-    either: full state dicts exist on rank 0 only, on the host.
-
-    Args:
-        plugin: created by Accelerate from arguments or from environment variables.
-        mixed_precision: the option of Accelerate: ``"no"``, ``"bf16"``, ...
-
-    Raises:
-        ValueError, TypeError: an option is not supported on XLA; the message says what to change.
-    """
+    """Translates the plugin, and the ``mixed_precision`` of Accelerate. Raises ValueError or
+    TypeError for an option that is not supported on XLA."""
     if mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision={mixed_precision!r} is not supported with sharding on XLA, because "
@@ -177,7 +158,6 @@ def _ignored(given: Any) -> Sequence[nn.Module] | str:
 
 
 def _units(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-    """Selects the submodules that are wrapped separately."""
     policy = plugin.auto_wrap_policy
     arguments: dict[str, Any] = {}
     # A script may have called set_auto_wrap_policy, which creates a functools.partial.
@@ -212,9 +192,6 @@ def _precision(
         *("cast_forward_inputs", "cast_root_forward_inputs"),
     ]
     return MixedPrecision(**{n: getattr(policy, n) for n in names if hasattr(policy, n)})
-
-
-# -- process state and configuration -----------------------------------------------------------
 
 
 @changes.around(PartialState, "__init__")
@@ -254,11 +231,8 @@ def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> 
 
 @changes.around(FullyShardedDataParallelPlugin, "__post_init__")
 def _plugin(original: Any, self: FullyShardedDataParallelPlugin) -> None:
-    """Skips the search for a GPU, which the original needs for ``sync_module_states``.
-
-    The original also writes the loading option into the environment. There the next rank, which
-    may be a thread of this process, would read it. So the environment is restored.
-    """
+    """Skips the search for a GPU, and restores the environment, in which the original writes the
+    loading option: the next rank may be a thread of this process, and would read it."""
     version = self.fsdp_version or int(os.environ.get("FSDP_VERSION", "1"))
     named = _named_strategy(self) if version == 1 else None
     if named is not None:
@@ -267,10 +241,10 @@ def _plugin(original: Any, self: FullyShardedDataParallelPlugin) -> None:
         before = {_LEAN: os.environ.get(_LEAN)}
         wanted = self.sync_module_states
         if wanted is None:
-            wanted = _flag("FSDP_SYNC_MODULE_STATES")
+            wanted = parse_flag_from_env("FSDP_SYNC_MODULE_STATES")
         lean = self.cpu_ram_efficient_loading
         if lean is None:
-            lean = _flag(_LEAN)
+            lean = parse_flag_from_env(_LEAN)
         if version == 1:
             self.sync_module_states = False
         self.cpu_ram_efficient_loading = False
@@ -290,33 +264,20 @@ _LEAN = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def _named_strategy(plugin: FullyShardedDataParallelPlugin) -> Any:
-    """Finds the sharding strategy of version 1 under its name ``reshard_after_forward``.
-
-    ``accelerate config`` writes it as ``fsdp_reshard_after_forward``. Plugins accept the name, but
-    ignore the value.
-    """
+    """Finds the sharding strategy of version 1 under the name ``reshard_after_forward``, as
+    ``accelerate config`` writes it. Plugins accept that name, but ignore the value."""
     if plugin.sharding_strategy is not None or "FSDP_SHARDING_STRATEGY" in os.environ:
         return None
     given = plugin.reshard_after_forward or os.environ.get("FSDP_RESHARD_AFTER_FORWARD")
     return None if str(given).lower() in ("none", "true", "false") else given
 
 
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("true", "1", "yes", "on", "y", "t")
-
-
 @changes.around(KwargsHandler, "to_kwargs")
 def _given(original: Any, self: KwargsHandler) -> dict[str, Any]:
-    """Finds the values that differ from the defaults, without clearing the environment.
-
-    The original clears it for a moment. Other ranks, which may be threads, would find no
-    configuration in it, and not shard.
-    """
+    """Finds the values that differ from the defaults without clearing the environment, in which
+    other ranks, which may be threads, would find no configuration, and not shard."""
     default = type(self)().to_dict()
     return {name: value for name, value in self.to_dict().items() if value != default[name]}
-
-
-# -- prepare -----------------------------------------------------------------------------------
 
 
 @changes.around(Accelerator, "__init__")
@@ -358,8 +319,7 @@ def _prepare_optimizer(
 def _unwrap_model(
     original: Any, self: Accelerator, model: Any, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """Returns the model without its outer wrapper. Layers inside stay wrapped, and parameters
-    are still shards."""
+    """Removes only the outer wrapper: parameters are still shards."""
     inner: Any = model
     while isinstance(inner, XlaFullyShardedDataParallel):
         inner = inner.module
@@ -367,31 +327,17 @@ def _unwrap_model(
 
 
 class _LoaderPosition:
-    """The attributes of the current loader that ``GradientState`` reads."""
-
     end_of_dataloader = False
     remainder = -1
 
 
-class _Ignoring:
-    """A ``GradientState`` for the thread that reads ahead; it ignores all calls."""
-
-    def _add_dataloader(self, loader: object) -> None:
-        pass
-
-    def _remove_dataloader(self, loader: object) -> None:
-        pass
-
-
 @changes.around(MpDeviceLoaderWrapper, "__iter__")
 def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
-    """Yields the batches, and marks the last one when the loop receives it.
-
-    On XLA a thread reads batches ahead of the loop. In the original, this thread marks the last
-    batch when it reads it, several batches too early. ``gather_for_metrics`` would then cut the
-    wrong batch, and ``accumulate`` would step at the wrong batch.
-    """
-    self.dataloader.gradient_state = _Ignoring()
+    """Marks the last batch when the loop receives it. The original marks it in the thread that
+    reads ahead: ``gather_for_metrics`` would cut, and ``accumulate`` step, at an earlier batch."""
+    self.dataloader.gradient_state = SimpleNamespace(
+        _add_dataloader=lambda loader: None, _remove_dataloader=lambda loader: None
+    )
     batches = iter(original(self))
     state, place, none = GradientState(), _LoaderPosition(), object()
     state._add_dataloader(place)
@@ -409,9 +355,6 @@ def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
 
 # Accelerate reads it to count examples, and to save the position of a loader.
 changes.set(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloader.dataset))
-
-
-# -- a step ------------------------------------------------------------------------------------
 
 
 @changes.around(AcceleratedOptimizer, "step")
@@ -444,7 +387,7 @@ def _clip(
     max_norm: float,
     norm_type: float = 2,
 ) -> torch.Tensor:
-    """Calls torch's function, because the type of the shards makes their norm a global one."""
+    """Calls torch's function: the type of the shards makes their norm a global one."""
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not _average_before_clipping(self):
         return original(self, given, max_norm, norm_type)
@@ -459,15 +402,12 @@ def _clip_value(original: Any, self: Accelerator, parameters: Any, clip_value: f
 
 
 def _average_before_clipping(accelerator: Accelerator) -> bool:
-    """Averages the gradients of replicated parameters. Returns whether a model is sharded."""
+    """Returns whether a model is sharded."""
     if sharding_of(accelerator.state) is None and not _shards_models(accelerator):
         return False
     for optimizer in accelerator._optimizers:
         _average(optimizer)
     return True
-
-
-# -- saving and loading ------------------------------------------------------------------------
 
 
 def _shards_models(accelerator: Accelerator) -> bool:
@@ -478,7 +418,7 @@ def _shards_models(accelerator: Accelerator) -> bool:
 def _get_state_dict(
     original: Any, self: Accelerator, model: nn.Module, unwrap: bool = True
 ) -> dict[str, Any]:
-    """Returns the full state dict on rank 0, and ``{}`` on the others. Every rank must call it."""
+    """The full state dict on rank 0, and ``{}`` on the others. Every rank must call it."""
     if not is_sharded(model):
         return original(self, model, unwrap)
     root, path = outermost(model)  # the model may be unwrapped
@@ -487,13 +427,8 @@ def _get_state_dict(
 
 @changes.around(Accelerator, "save_state", _shards_models)
 def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    """Saves models, optimizers and schedulers to ``xla_fsdp/`` in the folder, for any number of
-    ranks. Every rank must call it.
-
-    With the state dict type FULL_STATE_DICT the folder also contains the full parameters in
-    ``model.safetensors`` (of a second model in ``model_1.safetensors``). Accelerate still names
-    folders, removes old ones, and writes random states and registered objects.
-    """
+    """Saves models, optimizers and schedulers to ``xla_fsdp/``, for any number of ranks. Accelerate
+    names folders, removes old ones, and writes random states and registered objects."""
     with _hidden(self) as (models, optimizers):
         folder = original(self, *args, **kwargs)
     exchange = RankExchange()
@@ -522,7 +457,6 @@ def _write_weights(state: dict[str, Any], path: str) -> None:
 
 @changes.around(Accelerator, "load_state", _shards_models)
 def _load_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> None:
-    """Loads what any number of ranks have saved. Every rank must call it."""
     found: list[str] = []
     handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
     try:
@@ -546,8 +480,7 @@ def _load_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> 
 def _hidden(
     accelerator: Accelerator,
 ) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
-    """Inside, the accelerator has no models, optimizers, schedulers and loaders. Only hooks
-    receive the models."""
+    """Inside, the accelerator has nothing to save or load; only hooks receive the models."""
     names = ("_models", "_optimizers", "_schedulers", "_dataloaders")
     hooks = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
     before = {name: getattr(accelerator, name) for name in (*names, *hooks)}
@@ -582,8 +515,8 @@ _reading = threading.Lock()
 
 @changes.around(accelerate.checkpointing, "load")
 def _load(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Lets one rank at a time load: the original edits a list of the process for a moment, that
-    of the classes which ``torch.load`` trusts."""
+    """Lets one rank at a time load: the classes that ``torch.load`` trusts are a list of the
+    process, which the original edits for a moment."""
     with _reading:
         return original(*args, **kwargs)
 

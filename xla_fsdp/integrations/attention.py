@@ -1,11 +1,4 @@
-"""The attention kernel in models of other libraries: call ``install()`` before models are built.
-
-Then ``torch.nn.functional.scaled_dot_product_attention`` uses the kernel
-(``xla_fsdp/layers/attention.py``) where the kernel supports the inputs, and works as before
-otherwise. ``nn.MultiheadAttention`` calls this function, and so do models of transformers with
-``attn_implementation="sdpa"``. transformers also gets ``attn_implementation="xla_fsdp"``, which
-uses the kernel for padded and packed sequences as well: it converts their masks to segment ids.
-"""
+"""The attention kernel in models of other libraries: call ``install()`` before models are built."""
 
 from __future__ import annotations
 
@@ -24,27 +17,28 @@ changes = Changes("torch")
 
 
 def install() -> None:
-    """Computes attention of XLA tensors with the kernel, where the kernel supports the inputs.
+    """Makes ``F.scaled_dot_product_attention`` use the kernel where it supports the inputs.
 
-    ``attn_implementation="xla_fsdp"`` exists only if transformers was imported before. Import it in
-    the main thread: ranks may be threads, and several threads cannot import it safely. You may call
-    this function more than once.
+    If transformers was imported before, in the main thread, it gets
+    ``attn_implementation="xla_fsdp"``, which also uses the kernel for padded and packed sequences.
 
     Raises:
-        ImportError: the installed torch or transformers lacks a name that is used. The message has
-            the name, and nothing is changed.
+        ImportError: the installed torch or transformers lacks a name. Nothing is changed.
     """
     with_transformers = "transformers" in sys.modules
     if with_transformers:
         _check_transformers()
     changes.apply()
     if with_transformers:
-        _register()
+        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.modeling_utils import AttentionInterface
+
+        AttentionInterface.register(NAME, _transformers_attention)
+        AttentionMaskInterface.register(NAME, _transformers_mask)
 
 
 def uninstall() -> None:
-    """Restores torch's ``scaled_dot_product_attention``. Models with
-    ``attn_implementation="xla_fsdp"`` keep it."""
+    """Restores torch's function. Models with ``attn_implementation="xla_fsdp"`` keep it."""
     changes.undo()
 
 
@@ -71,7 +65,6 @@ def _attend(
 
 
 def _check_transformers() -> None:
-    """Raises MissingNamesError if the installed transformers lacks a name that is used below."""
     from transformers import masking_utils, modeling_utils
     from transformers.integrations import flash_attention, sdpa_attention
 
@@ -83,18 +76,9 @@ def _check_transformers() -> None:
         *("and_masks(mask_functions)", "packed_sequence_mask_function(packed_sequence_mask)"),
     )
     used.require(sdpa_attention, "sdpa_attention_forward")
-    # A variant of attention that _refuse_more knows by this name. The others ("s_aux", "head_mask")
-    # are parameters of some models only, so they cannot be checked.
+    # _refuse_more reads it. The other names there belong to some models and cannot be checked.
     used.require(flash_attention, "flash_attention_forward(softcap)")
     used.check()
-
-
-def _register() -> None:
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(NAME, _transformers_attention)
-    AttentionMaskInterface.register(NAME, _transformers_mask)
 
 
 def _transformers_attention(
@@ -108,15 +92,8 @@ def _transformers_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: query, key and value (batch, heads, length, head
-    dimension) to (batch, length, heads, head dimension).
-
-    A mask of two dimensions contains segment ids of causal attention, from
-    :func:`_transformers_mask`.
-
-    Raises:
-        ValueError: the model uses a variant of attention that only ``"eager"`` supports.
-    """
+    """Query, key and value (batch, heads, length, head dimension) to (batch, length, heads, head
+    dimension). A mask of two dimensions is segment ids, from :func:`_transformers_mask`."""
     _refuse_more(module, kwargs)
     segments = None
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -168,12 +145,8 @@ def _transformers_mask(
     attention_mask: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor | None:
-    """Makes the mask that the layers of a model receive.
-
-    It is ``None`` for causal attention, and segment ids (batch, length) for causal attention within
-    each sequence of a packed or padded row. Everything else (caches, sliding windows, the model's
-    own masks) gets the mask of ``"sdpa"``.
-    """
+    """``None`` for causal attention, segment ids (batch, length) for causal attention within each
+    sequence of a packed or padded row, otherwise the mask of ``"sdpa"``."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     # Releases before 5 pass the positions of the queries; later ones pass their number and offset.
@@ -185,7 +158,7 @@ def _transformers_mask(
     if whole and mask_function is causal_mask_function:
         if attention_mask is None:
             return None
-        # Padding becomes a separate segment. Its outputs are unused, as before.
+        # Padding becomes a separate segment, whose outputs are unused.
         if attention_mask.shape[-1] == kv_length:
             return attention_mask.to(torch.int32)
     if whole and packed is not None and attention_mask is None:
@@ -197,12 +170,8 @@ def _transformers_mask(
 
 
 def _packed_of(mask_function: Callable[..., Any] | None) -> torch.Tensor | None:
-    """Returns the sequence numbers if ``mask_function`` is causal attention within each packed
-    sequence, and otherwise ``None``.
-
-    transformers stores them in the closures of ``and_masks`` and ``packed_sequence_mask_function``.
-    In release 5 the causal mask compares positions within a sequence, which gives the same mask.
-    """
+    """The sequence numbers, from closures, if ``mask_function`` is causal attention within each
+    packed sequence. Release 5 compares positions within a sequence, which gives the same mask."""
     from transformers.masking_utils import causal_mask_function
 
     parts = _closure(mask_function, "and_masks").get("mask_functions", ())
@@ -215,7 +184,7 @@ def _packed_of(mask_function: Callable[..., Any] | None) -> torch.Tensor | None:
 
 
 def _closure(function: Callable[..., Any] | None, maker: str) -> dict[str, Any]:
-    """Returns the closure variables of a function that ``maker`` returned, or else ``{}``."""
+    """The closure variables of a function that ``maker`` returned, or else ``{}``."""
     if not getattr(function, "__qualname__", "").startswith(f"{maker}.<locals>"):
         return {}
     names = function.__code__.co_freevars  # type: ignore[union-attr]

@@ -1,7 +1,4 @@
-"""Changes of functions in another library, and the names of it that are used.
-
-All names are checked before anything is changed. Changes can be undone.
-"""
+"""Changes of functions in another library. All names are checked first. Changes can be undone."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ class MissingNamesError(ImportError):
 
 
 def missing_names(library: str, names: str, extra: str = "hf") -> MissingNamesError:
-    """The error of an installed release of ``library`` that lacks ``names``."""
     return MissingNamesError(
         f"{library} {version(library)} has no {names}, which xla_fsdp.integrations uses: "
         f"pip install 'xla_fsdp[{extra}]' installs a release that has these names"
@@ -28,12 +24,8 @@ def missing_names(library: str, names: str, extra: str = "hf") -> MissingNamesEr
 
 
 class Changes:
-    """Replacements for functions of ``library``, and the other names of it that are used.
-
-    Args:
-        library: the name of the distribution.
-        extra: the extra of this package that installs a tested release.
-    """
+    """Replacements for functions of the distribution ``library``, and the other names of it that
+    are used. ``extra`` of this package installs a tested release."""
 
     def __init__(self, library: str, extra: str = "hf") -> None:
         self._library = library
@@ -48,13 +40,8 @@ class Changes:
     def around(
         self, owner: Any, name: str, when: Callable[[Any], bool] | None = None
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A decorator: ``owner.name(...)`` becomes ``decorated(original, ...)``.
-
-        Args:
-            owner: a class or a module.
-            name: one of its functions, static methods or methods.
-            when: of calls for whose first argument this returns False, nothing is changed.
-        """
+        """A decorator: ``owner.name(...)``, a function, static method or method, becomes
+        ``decorated(original, ...)`` in calls for whose first argument ``when`` is true, or all."""
 
         def note(replacement: Callable[..., Any]) -> Callable[..., Any]:
             make = functools.partial(_call_with_original, replacement, when)
@@ -64,35 +51,26 @@ class Changes:
         return note
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets ``owner.name``, which need not exist, to ``value``."""
+        """Sets ``owner.name``, which need not exist."""
         self._set.append((owner, name, value))
 
     def require(self, owner: Any, *names: str) -> None:
-        """Notes ``names`` of ``owner`` that are used and not changed.
-
-        A name is that of a function, a field or another attribute of the class, not of instances:
-        those raise AttributeError where they are used. ``function(parameter)`` is a parameter.
-        """
+        """Notes ``names`` of ``owner`` that are used and not changed: attributes of the class or
+        module, or ``function(parameter)``."""
         for name in names:
             self.require_one((owner, name))
 
     def require_one(self, *alternatives: tuple[Any, str]) -> None:
-        """Notes an owner and a name, of which the installed release must have at least one: names
-        of which each exists in only some of the allowed releases."""
+        """Notes owners and names of which the installed release must have at least one."""
         self._used.append(alternatives)
 
     @property
     def applied(self) -> bool:
-        """Whether the changes are made."""
         with self._lock:
             return bool(self._made)
 
     def check(self) -> None:
-        """Checks all names that are changed or used. Changes nothing.
-
-        Raises:
-            MissingNamesError: the installed release lacks some. The message lists them.
-        """
+        """Raises MissingNamesError, with all names that the installed release lacks."""
         if self._made:
             return
         missing = [
@@ -107,12 +85,7 @@ class Changes:
             raise missing_names(self._library, ", ".join(missing), self._extra)
 
     def apply(self) -> None:
-        """Makes all changes, unless they are already made. If one of them fails, none is made.
-
-        Raises:
-            MissingNamesError: the installed release lacks names that the integration changes or
-                uses. The message lists them, and nothing is changed.
-        """
+        """Makes all changes, or none: raises what :meth:`check` raises. May be called again."""
         with self._lock:
             if self._made:
                 return
@@ -127,7 +100,6 @@ class Changes:
                 raise
 
     def undo(self) -> None:
-        """Restores everything that :meth:`apply` changed."""
         with self._lock:
             self._made.undo()
 
@@ -137,7 +109,6 @@ def _full_name(owner: Any, name: str) -> str:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether ``owner`` has ``name``, as :meth:`Changes.require` describes it."""
     function, _, parameter = name.removesuffix(")").partition("(")
     if parameter:
         found = getattr(owner, function, None)
@@ -151,7 +122,6 @@ def _has(owner: Any, name: str) -> bool:
 def _call_with_original(
     replacement: Callable[..., Any], when: Callable[[Any], bool] | None, original: Any
 ) -> Any:
-    """Makes a function or static method that calls ``replacement`` with the original function."""
     static = isinstance(original, staticmethod)
     function = original.__func__ if static else original
 

@@ -1,12 +1,7 @@
-"""Mixtures of experts with shapes that do not depend on the data.
+"""Mixtures of experts with shapes that do not depend on the data, so that a step is one program.
 
-transformers selects the tokens of each expert (``nonzero``, ``where``). Their number is known only
-after the router was computed. So on XLA the step is split there, and every step and every rank
-compiles another program. A plan, which has no values, loses the experts.
-
-Since Transformers 5, experts call the function that their configuration names. The default,
-``"grouped_mm"``, has no XLA operation, so :func:`register` replaces it for XLA tensors. For earlier
-releases this module recognizes blocks by their class names, so that it need not import them.
+Since Transformers 5, experts call the function that their configuration names. In earlier releases
+this module recognizes blocks by their class names, so that it need not import them.
 """
 
 from __future__ import annotations
@@ -27,14 +22,11 @@ NAME = "xla_fsdp"
 
 
 def use_static_experts(model: nn.Module) -> list[str]:
-    """Makes every expert in ``model`` compute every token. Tokens that the router did not send to
-    an expert get the weight 0. Call it on every rank, before or after wrapping.
+    """Makes every expert in ``model`` compute every token, with the weight 0 for tokens that the
+    router did not send to it. Call it on every rank, before or after wrapping.
 
-    With Transformers 5 sharded models do this by default. With earlier releases it supports
-    Mixtral, OLMoE, Qwen 2 and 3, DeepSeek V3, GLM 4 and Switch Transformers. Outputs and gradients
-    equal those of the library up to rounding. No token is dropped unless the library drops it, too
-    (Switch's experts have a capacity). The cost: experts compute ``experts / chosen`` times the
-    operations (4 times in Mixtral 8x7B), in one program. An expert without tokens gets a zero
+    Outputs and gradients equal those of the library up to rounding. Experts compute ``experts /
+    chosen`` times the operations (4 times in Mixtral 8x7B). An expert without tokens gets a zero
     gradient instead of none, so weight decay and momentum change it.
 
     Returns:
@@ -63,28 +55,8 @@ def use_static_experts(model: nn.Module) -> list[str]:
 
 
 def register() -> None:
-    """Registers ``experts_implementation="xla_fsdp"`` in transformers. The default implementation
-    uses it for XLA tensors. Has no effect before Transformers 5.
-
-    Raises:
-        MissingNamesError: the installed release lacks names that are used. Nothing is registered.
-    """
-    if not _has_functions():
-        return
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
-
-    if NAME not in ALL_EXPERTS_FUNCTIONS:
-        default = ALL_EXPERTS_FUNCTIONS[_DEFAULT]
-        ExpertsInterface.register(NAME, _by_function)
-        ExpertsInterface.register(_DEFAULT, functools.partial(_on_xla, default))
-
-
-def _has_functions() -> bool:
-    """Whether experts call functions, as since Transformers 5.
-
-    Raises:
-        MissingNamesError: the installed release lacks names of these functions.
-    """
+    """Registers ``experts_implementation="xla_fsdp"``, which the default implementation then uses
+    for XLA tensors; nothing before Transformers 5. Raises MissingNamesError."""
     from transformers import configuration_utils
 
     if find_spec("transformers.integrations.moe") is None:
@@ -92,26 +64,28 @@ def _has_functions() -> bool:
         config = getattr(configuration_utils, "PretrainedConfig", object)
         if hasattr(config, "_experts_implementation"):
             raise missing_names("transformers", "transformers.integrations.moe")
-        return False
+        return
     from transformers.integrations import moe
 
     used = Changes("transformers")
     used.require(moe, "ExpertsInterface", "ALL_EXPERTS_FUNCTIONS", "use_experts_implementation")
-    used.require(configuration_utils.PretrainedConfig, "_experts_implementation")
-    used.check()
-    used = Changes("transformers")
-    used.require(moe.ExpertsInterface, "register")
-    # The decorator of experts classes: _has_interface reads what it sets.
+    # _has_interface reads what this decorator of experts classes sets.
     names = "has_gate", "has_bias", "is_transposed"
     used.require(moe, *(f"use_experts_implementation({name})" for name in names))
+    used.require(configuration_utils.PretrainedConfig, "_experts_implementation")
+    used.check()
+    used.require(moe.ExpertsInterface, "register")
     used.check()
     if _DEFAULT not in moe.ALL_EXPERTS_FUNCTIONS:
         raise missing_names("transformers", f"experts implementation {_DEFAULT!r}")
-    return True
+    if NAME not in moe.ALL_EXPERTS_FUNCTIONS:
+        default = moe.ALL_EXPERTS_FUNCTIONS[_DEFAULT]
+        moe.ExpertsInterface.register(NAME, _by_function)
+        moe.ExpertsInterface.register(_DEFAULT, functools.partial(_on_xla, default))
 
 
 def warn_of_dynamic_experts(model: nn.Module) -> None:
-    """Makes blocks in ``model`` warn in their first forward if they still select tokens then."""
+    """Makes blocks in ``model`` warn in their first forward if they select tokens then."""
     for module in model.modules():
         if not _is_block(module) or hasattr(module, _WATCHED):
             continue
@@ -154,13 +128,13 @@ def _is_block(module: Any) -> bool:
 
 
 def _has_interface(experts: Any) -> bool:
-    """Returns whether ``experts`` call the function that their configuration names."""
+    """Whether ``experts`` call the function that their configuration names."""
     names = ("num_experts", "has_gate", "has_bias", "is_transposed", "config")
     return all(hasattr(experts, name) for name in names)
 
 
 def _target(block: Any) -> Any:
-    """Returns the module whose method selects tokens: the experts, or the block around them."""
+    """The module whose method selects tokens: the experts, or the block around them."""
     return block.experts if _kind(block.experts) in _KNOWN else block
 
 
@@ -191,7 +165,7 @@ def _by_function(
         found = linear(activate(linear(hidden_states, first, number)), "down_proj", number)
         if getattr(experts, "has_post_expert_norm", False):
             found = experts.post_expert_norm(found)
-        # A token chooses an expert once at most, so the sum has no rounding.
+        # A token chooses an expert at most once, so the sum is exact.
         weight = (top_k_weights * (top_k_index == number)).sum(dim=-1, keepdim=True)
         total = total + found * weight
     return total.to(hidden_states.dtype)
@@ -222,7 +196,6 @@ def _by_index(
     """Tokens [t, h], the indices and weights of their experts [t, k], to [t, h]."""
     total = torch.zeros_like(tokens, dtype=weights.dtype)
     for number, expert in enumerate(block.experts):
-        # A token chooses an expert once at most, so the sum has no rounding.
         weight = (weights * (which == number)).sum(dim=-1, keepdim=True)
         total = total + expert(tokens) * weight
     return total.to(tokens.dtype)

@@ -1,8 +1,5 @@
-"""``generate()`` of sharded models: the search on the host, the model in programs of fixed shapes.
-
-The library's code does the search (choice of tokens, beams, stopping), on CPU tensors. So random
-numbers and ties are those of the unsharded model. The search calls a view of the model, which
-computes on the device. Every rank runs the same few programs until all ranks have finished.
+"""``generate()`` of sharded models: the library's search on CPU tensors calls a view of the model,
+which computes on the device in programs of fixed shapes.
 
 B: sequences of this rank (prompts times beams); R: the maximum of B over the ranks; q: positions of
 the input; w: the maximum of q over the ranks, padded to its bucket, or 1; s: slots of the cache;
@@ -45,8 +42,7 @@ _BUCKETS = "_xla_fsdp_length_buckets"
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 # The argument of a model for its cache. Transformers 5 renamed it.
 _CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
-# Whether models take masks of two dimensions, and positions as a separate argument. Otherwise they
-# would read the values of such masks from the device.
+# Whether models take positions as an argument. Others would read 2-D masks from the device.
 _TAKES_POSITIONS = "cache_position" in _PREPARED
 # Arguments that the search sets at each step, and that _Decoding sets itself.
 _DECIDED = (
@@ -63,15 +59,11 @@ _SMALLEST_BUCKET = 16
 @torch.no_grad()
 @synced_device()
 def generate_sharded(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements ``model.generate(*args, **kwargs)``. Every rank must call it with its own inputs.
+    """Implements ``model.generate(*args, **kwargs)``. Every rank must call it with its own inputs,
+    which may differ in everything. A rank that has finished takes part until all have.
 
-    Prompts, batch sizes and numbers of tokens may differ between ranks. Every wrapper gathers its
-    parameters once per token (wrappers of an encoder once). A rank that has finished takes part
-    until all ranks have finished. Results are on the device of the inputs. Random numbers are those
-    of the CPU.
-
-    It compiles one program for prompts and one for further tokens, for each bucket of lengths (the
-    next power of two, see :func:`set_length_buckets`), number of sequences and cache size.
+    It compiles one program for prompts and one for further tokens, for each bucket of lengths,
+    number of sequences and cache size.
 
     Raises:
         ValueError: an option is not supported; greedy search, sampling and beams are.
@@ -94,13 +86,8 @@ def generate_sharded(original: Callable[..., Any], model: Any, *args: Any, **kwa
 
 
 def set_length_buckets(model: nn.Module, lengths: Sequence[int]) -> None:
-    """Sets the lengths to which ``model.generate`` pads prompts and caches.
-
-    Longer ones are padded to the next power of two. Each bucket in use compiles two programs.
-
-    Args:
-        model: a model of transformers, or a wrapper around one.
-        lengths: in tokens, ascending; empty for powers of two only, which is the default.
+    """Sets the lengths in tokens to which ``generate`` of ``model``, or of the model in a wrapper,
+    pads prompts and caches. Longer ones, and by default all, use the next power of two.
 
     Raises:
         ValueError, TypeError: ``lengths`` are not ascending positive numbers.
@@ -115,8 +102,6 @@ def set_length_buckets(model: nn.Module, lengths: Sequence[int]) -> None:
 
 
 class _HostView:
-    """The methods in which the view for the search differs from the model."""
-
     decoding: _Decoding
     device = _CPU
 
@@ -179,8 +164,7 @@ class _HostView:
 
 
 def _host_view(model: Any, decoding: _Decoding) -> Any:
-    """Returns an object with the attributes of ``model``, of a class derived from its class and
-    :class:`_HostView`."""
+    """An object with the attributes of ``model``, of a class derived from its class."""
     cls = type(model)
     own = {"decoding": decoding, "__module__": cls.__module__, "forward": cls.forward}
     view: Any = object.__new__(type(cls.__name__, (_HostView, cls), own))
@@ -206,12 +190,11 @@ class _Decoding:
         self._units = [unit for unit in units if unit is not None]
 
     def bucket(self, length: int) -> int:
-        """Returns the length to which ``length`` is padded."""
         power = max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
         return next((one for one in self.buckets if one >= length), power)
 
     def agree_on_cache(self, rows: int, length: int) -> int:
-        """Returns s for ``rows`` sequences of at most ``length`` tokens on this rank."""
+        """s, for ``rows`` sequences of at most ``length`` tokens on this rank."""
         self.rows, most = self._most("the size of its cache", rows, length)
         return self.bucket(most)
 
@@ -220,7 +203,6 @@ class _Decoding:
         return [max(column) for column in zip(*every, strict=True)]
 
     def encoder(self) -> Callable[..., Any]:
-        """Returns a function that calls the encoder with inputs of this rank."""
         encoder = self.model.get_encoder()
         forward = getattr(encoder, "module", encoder).forward
 
@@ -267,8 +249,7 @@ class _Decoding:
         return CausalLMOutputWithPast(**{"logits": scores[:own], _CACHE: self.cache})
 
     def go_on(self, unfinished: bool) -> bool:
-        """Whether this rank has tokens to find; if not, only after all other ranks have found
-        theirs, with forwards that go with theirs."""
+        """Returns ``unfinished``; if false, first takes part in the forwards of all others."""
         while self.exchange.size > 1 and self._anybody(unfinished) and not unfinished:
             assert self._again is not None, "a rank with nothing to do has computed its prompt"
             self._compute(*self._again, 1)
@@ -276,7 +257,6 @@ class _Decoding:
 
     @property
     def slots(self) -> _FixedCache:
-        """The cache of the tokens that the search has found."""
         return getattr(self.cache, "self_attention_cache", self.cache)
 
     def _anybody(self, unfinished: bool) -> bool:
@@ -286,7 +266,7 @@ class _Decoding:
         return bool(flag.item())
 
     def _padded(self, inputs: dict[str, Any], own: int, positions: torch.Tensor) -> dict[str, Any]:
-        """Pads inputs of B sequences to R rows and w columns, at ``positions`` [w]."""
+        """Pads inputs of B = ``own`` sequences to R rows and w columns, at ``positions`` [w]."""
         given = {name: value for name, value in inputs.items() if name not in _DECIDED}
         width = len(positions)
         for name in _BY_POSITION:
@@ -310,10 +290,8 @@ class _Decoding:
         return _more_rows(given, own, self.rows)
 
     def _mask(self, mask: torch.Tensor | None, own: int, positions: torch.Tensor) -> torch.Tensor:
-        """Pads a mask [B, 1, q, s] to w rows, and opens rows in which all positions are masked.
-
-        Such a row is padding, whose output is unused but must be finite.
-        """
+        """Pads a mask [B, 1, q, s] to w rows, and opens rows in which all positions are masked:
+        their output is unused, but must be finite."""
         if mask is None:  # causal
             if _TAKES_POSITIONS:
                 return torch.ones(own, self.slots.length, dtype=torch.long)
@@ -336,7 +314,6 @@ class _Decoding:
         return _filled(mask, 2, len(positions))
 
     def _of_prompts(self, mask: torch.Tensor, width: int) -> torch.Tensor:
-        """Pads the mask [B, q] of encoded prompts to w columns, in the form that layers take."""
         if mask.dim() == 2:
             mask = _filled(mask, 1, width, repeat=False)
             if not _TAKES_POSITIONS:
@@ -347,8 +324,7 @@ class _Decoding:
         return mask
 
     def _compute(self, padded: dict[str, Any], first: int, length: int) -> torch.Tensor:
-        """Computes the scores [R, 1, V] after column ``length - 1`` of the input, whose first
-        column is at position ``first``."""
+        """The scores [R, 1, V] after column ``length - 1`` of an input at position ``first``."""
         inputs = self._on_device(padded)
         last = torch.tensor([length - 1]).to(self.world.device)
         if self.model._supports_logits_to_keep():
@@ -365,7 +341,7 @@ class _Decoding:
         return scores.cpu()
 
     def _call(self, function: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Calls ``function``, while the parameters of wrappers around the model are gathered."""
+        """Calls ``function`` while wrappers around the model are unsharded."""
         for unit in reversed(self._units):
             function = functools.partial(_enter, unit, function)
         return function(**inputs)
@@ -401,8 +377,6 @@ def _more_rows(inputs: dict[str, Any], own: int, rows: int) -> dict[str, Any]:
 
 
 def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
-    """Returns the inputs of the last of ``length`` unpadded tokens."""
-
     def at(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.narrow(dim, length - 1, 1)
 
@@ -420,11 +394,10 @@ def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 class _FixedCache(Cache):
-    """A cache of ``length`` positions in every layer. Layers with a sliding window have it, too:
-    their masks exclude positions outside of the window."""
+    """A cache of ``length`` positions in every layer. With a sliding window, masks exclude some."""
 
     is_compileable = True  # the search then makes masks for all positions
-    # transformers reads which layers need masks of another length, or have no keys: none.
+    # Layers that need masks of another length, or have no keys: none.
     is_sliding: list[bool] = []
     is_linear: list[bool] = [False]
     is_dummy: list[bool] = []
@@ -439,7 +412,6 @@ class _FixedCache(Cache):
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         while len(self.layers) <= layer_idx:
-            # The keys and values of a layer, created when the layer is first computed.
             self.layers.append(SimpleNamespace(keys=None, values=None))
         slots: Any = self.layers[layer_idx]
         if slots.keys is None:
@@ -463,7 +435,7 @@ class _FixedCache(Cache):
     get_max_cache_shape = get_max_length  # its name before 5
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders the rows. Rows beyond the length of ``beam_idx`` keep their place."""
+        """Rows beyond the length of ``beam_idx`` keep their place."""
         for slots in self.layers:
             assert slots.keys is not None and slots.values is not None  # there was a forward
             rest = torch.arange(len(beam_idx), slots.keys.shape[0])
@@ -473,7 +445,7 @@ class _FixedCache(Cache):
 
 
 class _CrossCache(_FixedCache):
-    """A cache of encoder outputs, which are the same for all beams of a sequence."""
+    """The outputs of an encoder are the same for all beams of a sequence."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         pass

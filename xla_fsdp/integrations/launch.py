@@ -1,8 +1,6 @@
 """``python -m xla_fsdp.integrations.launch --config_file fsdp.yaml script.py ...``
 
-Does what ``accelerate launch`` does for GPUs: runs the ``main`` function of a script on every rank
-of the CPU or a TPU. The configuration is a file that ``accelerate config`` wrote. An
-``Accelerator`` reads it from environment variables, which this command sets.
+Does what ``accelerate launch`` does for GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) -> None:
-    """Calls ``function`` of the file ``path``, with the rank if it has a parameter.
-
-    Before that, it activates the integrations of Accelerate and, if installed, transformers.
-
-    Raises:
-        AttributeError: the file has no such function.
-    """
+    """Calls ``function`` of the file ``path``, with the rank if it has a parameter."""
     import_integrations()
     script = Path(path)
     sys.argv = [path, *arguments]
@@ -125,20 +117,15 @@ def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) ->
 
 
 def import_integrations() -> None:
-    """Imports the integrations of the installed libraries. Call it before ranks start if ranks are
-    threads, because several threads cannot import transformers safely."""
+    """Call it before ranks start: as threads, they cannot import transformers safely."""
     importlib.import_module("xla_fsdp.integrations.accelerate")
     if importlib.util.find_spec("transformers") is not None:
         importlib.import_module("xla_fsdp.integrations.transformers")
 
 
 def read_config(path: str | None) -> ClusterConfig:
-    """Reads the file ``path``, or the default file of ``accelerate config``.
-
-    Raises:
-        ValueError: it is not a config file of Accelerate.
-        OSError: it cannot be read.
-    """
+    """Reads the file ``path``, or the default file of ``accelerate config``. Raises ValueError if
+    it is not a config file of Accelerate, OSError if it cannot be read."""
     try:
         config = load_config_from_file(path)
     except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # anything but a mapping
@@ -155,11 +142,8 @@ def read_config(path: str | None) -> ClusterConfig:
 
 
 def environment_of(config: ClusterConfig) -> dict[str, str]:
-    """Returns the environment variables from which an ``Accelerator`` reads the configuration.
-
-    Raises:
-        ValueError: an option is unknown, has an invalid value, or is not supported on XLA.
-    """
+    """The environment variables from which an ``Accelerator`` reads the configuration. Raises
+    ValueError if an option is unknown, has an invalid value, or is not supported on XLA."""
     foreign = [name for name in _FOREIGN if getattr(config, name)]
     backend = (config.dynamo_config or {}).get("dynamo_backend", "NO")
     if str(backend).upper() != "NO":
@@ -187,25 +171,19 @@ def environment_of(config: ClusterConfig) -> dict[str, str]:
             "'no'"
         )
     found = {"ACCELERATE_MIXED_PRECISION": precision}
-    if sharded:
-        found["ACCELERATE_USE_FSDP"] = "true"
-        found |= _variables(given)
-    return found
-
-
-def _variables(given: Mapping[str, Any]) -> dict[str, str]:
+    if not sharded:
+        return found
+    for name in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
+        if name in given and "fsdp_auto_wrap_policy" not in given:
+            raise ValueError(
+                f"{name} has no effect without fsdp_auto_wrap_policy: set that to "
+                "TRANSFORMER_BASED_WRAP (layers by class) or SIZE_BASED_WRAP (by parameters)"
+            )
+    found["ACCELERATE_USE_FSDP"] = "true"
     version = str(given.get("fsdp_version", 1))
-    if "fsdp_auto_wrap_policy" not in given:
-        for name in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
-            if name in given:
-                raise ValueError(
-                    f"{name} has no effect without fsdp_auto_wrap_policy: set that to "
-                    "TRANSFORMER_BASED_WRAP (layers by class) or SIZE_BASED_WRAP (by parameters)"
-                )
-    return {
-        _VARIABLES.get(name, name.upper()): _text(name, value, version)
-        for name, value in given.items()
-    }
+    for name, value in given.items():
+        found[_VARIABLES.get(name, name.upper())] = _text(name, value, version)
+    return found
 
 
 def _text(name: str, value: Any, version: str) -> str:

@@ -1,7 +1,6 @@
 """Methods of transformers models that work differently while the model is sharded.
 
-The first wrapper in a process that uses transformers imports this module. Models that are not
-sharded use the original methods.
+The first wrapper in a process that uses transformers imports this module.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerationMixin
 
@@ -24,8 +22,7 @@ from .saving import count_full_parameters, save_whole
 
 changes = Changes("transformers")
 
-# The names that are used here, in saving.py and in generation.py, which overrides some of them:
-# an override under an old name would have no effect.
+# The names that saving.py and generation.py use or override.
 changes.require(
     PreTrainedModel,
     *("device", "dtype", "base_model_prefix", "_no_split_modules"),
@@ -53,10 +50,7 @@ changes.require(
 changes.require_one((Cache, "get_max_length"), (Cache, "get_max_cache_shape"))
 
 
-def adapt(module: nn.Module) -> None:
-    """Prepares ``module``, which is being wrapped."""
-    warn_of_dynamic_experts(module)
-
+adapt = warn_of_dynamic_experts  # called with each module that is wrapped
 
 changes.around(PreTrainedModel, "save_pretrained", is_sharded)(save_whole)
 changes.around(GenerationMixin, "generate", is_sharded)(generate_sharded)

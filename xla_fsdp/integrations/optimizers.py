@@ -20,14 +20,8 @@ from ..sharding.sharded_tensor import sharded_tensor_of
 
 
 def switch_to_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the parameters of ``optimizer`` by their shards.
-
-    Groups keep their options, and each shard is in the group of its parameter.
-
-    Raises:
-        ValueError: the optimizer has made steps, so its state belongs to unsharded parameters; or
-            parameters of several groups are in one flattened vector.
-    """
+    """Replaces the parameters of ``optimizer`` by their shards, in the same groups. Raises
+    ValueError if it has made steps, or parameters of several groups are in one flat vector."""
     groups_of: dict[nn.Parameter, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         shards: dict[nn.Parameter, None] = {}
@@ -51,7 +45,7 @@ def switch_to_shards(optimizer: torch.optim.Optimizer) -> None:
 
 
 def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
-    """Averages the gradients of replicated parameters over all ranks."""
+    """Averages the gradients of replicated parameters over all ranks, which must all call it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for note in filter(None, map(ignored_mark_of, parameters)):
         note.averaged = True
@@ -61,8 +55,6 @@ def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """Several optimizers as one for a checkpoint, with the groups and the state of all."""
-
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         shared = set.intersection(*(set(each.defaults) for each in optimizers))
         self.defaults: dict[str, Any] = dict.fromkeys(shared)
@@ -71,7 +63,6 @@ class JoinedOptimizers(torch.optim.Optimizer):
 
 
 def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """Returns the only optimizer, :class:`JoinedOptimizers` of several, or ``None``."""
     if len(optimizers) > 1:
         return JoinedOptimizers(optimizers)
     return optimizers[0] if optimizers else None
@@ -85,8 +76,8 @@ def save_alone(
     step: int,
     extra: Any,
 ) -> None:
-    """Saves the only checkpoint in ``folder``. It replaces those of all steps, also of later ones,
-    which an earlier run has saved; otherwise these would be loaded."""
+    """Saves the only checkpoint in ``folder``: it replaces those of an earlier run, also of later
+    steps, which would be loaded otherwise."""
 
     def last_step() -> int:
         return max((place.step for place in list_folders(*open_store(folder))), default=0)
@@ -100,8 +91,7 @@ def save_alone(
 def load_joined(
     folder: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **options: Any
 ) -> Any:
-    """Loads what :func:`save_alone` saved; see :func:`~xla_fsdp.load_checkpoint`
-    for the options, the result and the errors."""
+    """Loads what :func:`save_alone` saved, as :func:`~xla_fsdp.load_checkpoint` does."""
     both = joined(optimizers)
     loaded = load_checkpoint(folder, model, both, **options)
     if isinstance(both, JoinedOptimizers):

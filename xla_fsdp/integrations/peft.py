@@ -1,8 +1,6 @@
 """Adapters of peft on sharded models: full adapters are saved, loaded and merged.
 
-The first wrapper in a process that uses peft imports this module. Call ``get_peft_model`` before
-wrapping. Then training needs nothing else, and ``save_pretrained`` of the wrapper writes adapters
-that ``PeftModel.from_pretrained`` loads.
+The first wrapper in a process that uses peft imports this module.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ changes.require(AuxiliaryTrainingWrapper, "active_adapters")
 
 
 def adapt(module: nn.Module) -> None:
-    """Called with a module that is being wrapped. The import has made all changes already."""
+    """Called with a module that is being wrapped; the import has made all changes."""
 
 
 @changes.around(PeftModel, "save_pretrained", is_sharded)
@@ -61,27 +59,23 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 
     def check() -> None:
         for name in kwargs.get("selected_adapters") or list(model.peft_config):
-            _require_tensors(os.path.join(folder, "" if name == "default" else name), name)
+            part = "" if name == "default" else name
+            path = os.path.join(folder, part, SAFETENSORS_WEIGHTS_NAME)
+            if not os.path.exists(path):  # the adapter is in a torch file
+                continue
+            with safe_open(path, framework="pt") as file:
+                empty = not file.keys()
+            if empty:
+                os.remove(path)
+                raise RuntimeError(
+                    f"peft found no tensors of adapter {name!r} in the wrapped model, so {path} "
+                    "was empty and has been removed. Please report the model and how it was "
+                    "wrapped. xla_fsdp.full_state_dict(model) returns the weights"
+                )
 
     if kwargs.get("state_dict") is None:
         RankExchange().run_on_first_rank("check the adapters that it wrote", check)
     return result
-
-
-def _require_tensors(folder: str, adapter: str) -> None:
-    """Raises RuntimeError if the file of an adapter in ``folder`` has no tensors."""
-    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
-    if not os.path.exists(path):  # the adapter is in a torch file
-        return
-    with safe_open(path, framework="pt") as file:
-        if file.keys():
-            return
-    os.remove(path)
-    raise RuntimeError(
-        f"peft found no tensors of adapter {adapter!r} in the wrapped model, so {path} was empty "
-        "and has been removed. Please report the model and how it was wrapped. "
-        "xla_fsdp.full_state_dict(model) returns the weights"
-    )
 
 
 @changes.around(PeftModel, "load_adapter", is_sharded)
@@ -102,7 +96,21 @@ def _load(
         holder, _ = outermost(model.prompt_encoder)
         with summon_full_params(holder, recurse=False):
             return original(model, model_id, adapter_name, is_trainable=is_trainable, **kwargs)
-    return load_adapter_weights(model, model_id, adapter_name)
+    found = load_peft_weights(os.fspath(model_id), device="cpu")
+    root, path = outermost(model)
+    wanted = _adapter_names(model)
+    names = {_without(adapter_name, name): name for name, _ in owned(model) if wanted(name)}
+    unknown = [name for name in found if name not in names]
+    missing = [name for name in names if name not in found and f".{adapter_name}" in names[name]]
+    if unknown or missing or not found:
+        raise ValueError(
+            f"{model_id} does not fit adapter {adapter_name!r}: the adapter has no {unknown[:3]}, "
+            f"and the folder has no {missing[:3]}. Load a folder that was saved with the same "
+            "configuration"
+        )
+    state = {dotted(path, names[name]): value for name, value in found.items()}
+    load_full_state_dict(root, state, strict=False)
+    return None
 
 
 @changes.around(BaseTuner, "inject_adapter")
@@ -126,33 +134,10 @@ def _merge(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) 
     )
 
 
-def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) -> None:
-    """Loads a folder of ``save_pretrained`` into ``adapter`` of a sharded ``PeftModel``. Every rank
-    must call it and have access to the folder.
-
-    Raises:
-        ValueError: the folder has other tensors than the adapter.
-    """
-    found = load_peft_weights(os.fspath(folder), device="cpu")
-    root, path = outermost(model)
-    wanted = _adapter_names(model)
-    names = {_without(adapter, name): name for name, _ in owned(model) if wanted(name)}
-    unknown = [name for name in found if name not in names]
-    missing = [name for name in names if name not in found and f".{adapter}" in names[name]]
-    if unknown or missing or not found:
-        raise ValueError(
-            f"{folder} does not fit adapter {adapter!r}: the adapter has no {unknown[:3]}, and the "
-            f"folder has no {missing[:3]}. Load a folder that was saved with the same configuration"
-        )
-    state = {dotted(path, names[name]): value for name, value in found.items()}
-    load_full_state_dict(root, state, strict=False)
-
-
 def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> None:
-    """Saves the base model with the active adapters merged into it, like ``merge_and_unload()`` and
-    ``save_pretrained(folder, **kwargs)``. Every rank must call it. The model does not change.
-
-    During the call rank 0 has the full model on the host.
+    """Saves the base model with the active adapters merged into it, with ``save_pretrained(folder,
+    **kwargs)``. The model does not change. Every rank must call it. Rank 0 has the full model on
+    the host meanwhile.
 
     Raises:
         TypeError: ``model`` is not a wrapped ``PeftModel``.
@@ -186,32 +171,26 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
 
 
 def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
-    """Returns the state dict of ``base`` with the names from before adapters were added."""
-    tuned, trained = [], []
+    """The state dict of ``base`` with the names from before adapters were added."""
+    # Of the names below a key, only those below its value exist without adapters.
+    tuned, trained = {}, {}
     for name, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
-            tuned.append(f"{name}.")
+            tuned[f"{name}."] = f"{name}.base_layer."
         elif isinstance(module, AuxiliaryTrainingWrapper):
-            trained.append((f"{name}.", f"{name}.modules_to_save.{module.active_adapters[0]}."))
-    found = {}
+            trained[f"{name}."] = f"{name}.modules_to_save.{module.active_adapters[0]}."
+    kept, found = {**tuned, **trained}, {}
     for name, value in base.state_dict().items():
-        layer = next((one for one in tuned if name.startswith(one)), None)
-        around = next((both for both in trained if name.startswith(both[0])), None)
-        if layer is not None:
-            inner = name[len(layer) :]
-            if inner.startswith("base_layer."):
-                found[layer + inner.removeprefix("base_layer.")] = value
-        elif around is not None:
-            if name.startswith(around[1]):
-                found[around[0] + name[len(around[1]) :]] = value
-        else:
-            found[name] = value
+        outside = next((one for one in kept if name.startswith(one)), "")
+        inside = kept.get(outside, "")
+        if name.startswith(inside):
+            found[outside + name[len(inside) :]] = value
     return found
 
 
 def _adapter_names(model: Any) -> Callable[[str], bool]:
-    """Returns a function that selects the parameters which may be saved with the adapters: those of
-    adapters, other trainable ones, and embeddings, which peft saves if they were changed."""
+    """Selects the parameters that may be saved with adapters: their own, other trainable ones, and
+    embeddings, which peft saves if they were changed."""
     names, bases, others = [], [], set()
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
@@ -231,7 +210,7 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
 
 
 def _without(adapter: str, name: str) -> str:
-    """Returns the name of the parameter ``name`` in a file, which lacks the adapter's name."""
+    """The name of the parameter ``name`` in a file, which lacks the adapter's name."""
     name = name.replace(f".modules_to_save.{adapter}.", ".")
     parts = name.split(".")  # the adapter's name is the last part, or the last but one
     return ".".join(parts[:-2] + [part for part in parts[-2:] if part != adapter])

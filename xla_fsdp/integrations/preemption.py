@@ -1,7 +1,4 @@
-"""``PreemptionCallback``: the Trainer saves a checkpoint and exits when its machine is preempted.
-
-With Accelerate, call :class:`xla_fsdp.Preemption` in your training loop.
-"""
+"""``PreemptionCallback``: the Trainer saves a checkpoint and exits when it is preempted."""
 
 from __future__ import annotations
 
@@ -13,11 +10,8 @@ from ..pods.preemption import Preemption
 
 
 class PreemptionCallback(TrainerCallback):
-    """Pass it as ``Trainer(..., callbacks=[PreemptionCallback()])`` on each rank.
-
-    After the step at which all ranks know of the preemption, the Trainer saves a checkpoint, and
-    ``train()`` exits the process with code 75. ``train(resume_from_checkpoint=True)`` resumes from
-    there, within the epoch.
+    """Pass it as ``Trainer(..., callbacks=[PreemptionCallback()])`` on each rank. After the step at
+    which all ranks know of the preemption, the Trainer saves a checkpoint, and exits with code 75.
 
     Args:
         grace: see :class:`xla_fsdp.Preemption`, also for the errors.

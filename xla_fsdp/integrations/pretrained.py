@@ -1,4 +1,4 @@
-"""Loads weights from a folder of the hub into a sharded model, without the full model in memory."""
+"""Loads a folder of the hub into a sharded model, without the full model in memory."""
 
 from __future__ import annotations
 
@@ -19,27 +19,18 @@ __all__ = ["load_pretrained"]
 def load_pretrained(
     model_class: Any, folder: str | os.PathLike, wrap: Callable[[Any], nn.Module], **config: Any
 ) -> Any:
-    """Does what ``model_class.from_pretrained(folder)`` does, sharded. Every rank must call it.
-
-    The model is built without values and wrapped. Then each rank reads its own part of each
-    parameter. Memory contains the shards and one more shard at a time. Use it with
-    :func:`xla_fsdp.defer_init`::
-
-        model = load_pretrained(
-            LlamaForCausalLM, "llama-3-8b",
-            lambda model: FSDP(model, auto_wrap_policy=policy, param_init_fn=defer_init),
-        )
+    """``model_class.from_pretrained(folder)``, sharded: each rank reads only its own part of each
+    parameter. Every rank must call it.
 
     Args:
         model_class: a class of transformers such as ``LlamaForCausalLM``, no ``Auto`` class.
-        folder: a local folder with ``config.json`` and safetensors, from ``save_pretrained`` or
-            downloaded.
-        wrap: receives the model on the meta device, and returns it wrapped.
+        folder: a local folder with ``config.json`` and safetensors.
+        wrap: receives the model on the meta device, and returns it wrapped, with
+            ``param_init_fn=xla_fsdp.defer_init``.
         config: entries of the configuration to set, e.g. ``attn_implementation="eager"``.
 
     Returns:
-        The model that ``wrap`` returned, in evaluation mode, as from ``from_pretrained``. Its
-        ``dtype`` is that of the configuration.
+        The model that ``wrap`` returned, in evaluation mode, with the dtype of the configuration.
 
     Raises:
         ModelMismatchError: names or shapes do not fit, or some are missing.
@@ -71,10 +62,8 @@ def load_pretrained(
 
 
 def _compute_buffers(model: Any) -> None:
-    """Gives values to the buffers of ``model``, which are computed from its configuration.
-
-    Only a constructor computes them, so modules with buffers are built again on the CPU.
-    """
+    """Gives values to buffers, which only a constructor computes: modules with buffers are built
+    again on the CPU."""
     built: dict[tuple, nn.Module] = {}
     for name, module in model.named_modules():
         lacking = [key for key, b in module._buffers.items() if b is not None and b.is_meta]

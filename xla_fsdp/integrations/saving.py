@@ -26,16 +26,11 @@ def save_whole(
     wanted: Callable[[str], bool] = lambda name: True,
     **kwargs: Any,
 ) -> Any:
-    """Calls ``original(model, *args, **kwargs)``, a ``save_pretrained``, with the full weights.
-    Every rank must call it. The files are complete when it returns.
+    """Calls ``original``, a ``save_pretrained``, on rank 0 with all full weights that are
+    ``wanted``. Every rank must call it. The files are complete when it returns.
 
-    Rank 0 gathers all weights that are ``wanted`` on the host, and writes them. On other ranks the
-    value of ``is_main_process`` has no effect. With a ``state_dict`` nothing is gathered and ranks
-    do not synchronize, so a single rank may call it, as on an unsharded model.
-
-    Raises:
-        ValueError: ``state_dict`` has shards; or ``is_main_process`` is false on rank 0.
-        OtherRankError: rank 0 could not write.
+    With a ``state_dict`` nothing is gathered, and a single rank may call it. Raises ValueError if
+    that has shards, or ``is_main_process`` is false on rank 0.
     """
     given = inspect.signature(original).bind(model, *args, **kwargs)
     named = {**given.arguments, **given.arguments.get("kwargs", {})}
@@ -63,8 +58,8 @@ def save_whole(
 
 
 def outermost(model: nn.Module) -> tuple[nn.Module, str]:
-    """Returns the outermost wrapper with parameters of ``model`` (or ``model`` itself), and the
-    name of ``model`` in it."""
+    """The outermost wrapper with parameters of ``model`` (or ``model`` itself), and the name of
+    ``model`` in it."""
     outside = find_outer_wrappers(model)
     if not outside:
         return model, ""
@@ -73,7 +68,7 @@ def outermost(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def owned(model: nn.Module) -> list[tuple[str, ParameterShard]]:
-    """The parameters of ``model`` with their names in it, whoever holds them."""
+    """The parameters of ``model`` with their names in it."""
     root, path = outermost(model)
     prefix = dotted(path, "x")[:-1]
     return [
@@ -87,7 +82,6 @@ def owned(model: nn.Module) -> list[tuple[str, ParameterShard]]:
 def count_full_parameters(
     model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Returns ``model.num_parameters(...)`` of the unsharded model."""
     embeddings = {
         dotted(name, "weight")
         for name, module in model.named_modules()
@@ -105,7 +99,6 @@ def count_full_parameters(
 
 
 def _require_whole(model: nn.Module, state: Any) -> None:
-    """Raises ValueError if a parameter in ``state`` has another shape than the full parameter."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a dict, got {type(state).__name__}")
     for name, shard in owned(model):

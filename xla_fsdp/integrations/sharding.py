@@ -1,4 +1,4 @@
-"""How to wrap a model, from the configurations of Accelerate and the Trainer."""
+"""How to wrap a model, for Accelerate and the Trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,14 +37,13 @@ class Sharding:
         options: arguments of :class:`~xla_fsdp.FSDPOptions`.
         layers: names of the classes that are wrapped separately; ``None``: those that the model
             lists in ``_no_split_modules``; empty: none.
-        min_parameters: wrap modules with at least this number of parameters instead of ``layers``;
-            0: use ``layers``.
+        min_parameters: if not 0, wrap modules with at least this number of parameters instead.
         policy: ``policy(module, recurse, unwrapped)``, which replaces both.
         checkpointing: whether separately wrapped modules recompute their activations.
-        full_precision: whether trainable parameters become float32, with a smaller compute dtype.
+        full_precision: whether trainable parameters become float32.
         full_state: whether saves also contain the full parameters.
-        ignored: modules that are replicated on every rank, perhaps of other models; or a regular
-            expression that matches their full names.
+        ignored: replicated modules, perhaps of other models; or a regular expression that matches
+            their full names.
         output_dtype: the dtype to which floating-point outputs are cast.
     """
 
@@ -62,12 +61,8 @@ class Sharding:
         FSDPOptions.of(WRAPPER, **self.options)
 
     def shard(self, model: nn.Module) -> XlaFullyShardedDataParallel:
-        """Wraps ``model``, whose parameters may be on the CPU, the device or the meta device.
-
-        Raises:
-            ValueError: no module has a class in ``layers``, or ``checkpointing`` is set and no
-                module is wrapped separately.
-        """
+        """Wraps ``model``, whose parameters may be on any device, also on meta. Raises ValueError
+        if ``layers`` are not in it, or ``checkpointing`` is set and no layer is wrapped."""
         policy = self._policy_for(model)
         if self.checkpointing and policy is None:
             raise ValueError(
@@ -141,7 +136,7 @@ def _cast(dtype: torch.dtype, module: nn.Module, inputs: Any, outputs: Any) -> A
 
 
 def any_policy(policy: Callable[..., bool]) -> Callable[..., bool]:
-    """Returns ``policy`` with the last argument by position: other libraries name it otherwise."""
+    """Passes the last argument by position: other libraries name it otherwise."""
 
     def ask(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
         return bool(policy(module, recurse, unwrapped_params))
@@ -150,17 +145,16 @@ def any_policy(policy: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def wrap_recomputed(
-    classes: tuple[type[nn.Module], ...], module: nn.Module, **options: Any
+    classes: Collection[type[nn.Module]], module: nn.Module, **options: Any
 ) -> nn.Module:
     """Wraps ``module``, which recomputes its activations if it is of one of ``classes``."""
-    if isinstance(module, classes):
+    if isinstance(module, tuple(classes)):
         module = checkpoint_module(module)
     return XlaFullyShardedDataParallel(module, **options)
 
 
 def strategy_by_name(strategy: str) -> ShardingStrategy:
-    """Converts torch's name of a strategy, or our name, in upper or lower case. Raises ValueError
-    for other names."""
+    """Converts torch's name of a strategy, or ours, in upper or lower case; raises ValueError."""
     name = strategy.upper().removeprefix("SHARDINGSTRATEGY.")
     name = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}.get(name, name)
     if name not in ShardingStrategy.__members__:
@@ -170,15 +164,9 @@ def strategy_by_name(strategy: str) -> ShardingStrategy:
 
 
 def meant_by_name(strategy: str) -> dict[str, Any]:
-    """Returns the options for a sharding strategy with torch's name.
-
-    With a hybrid strategy the environment variable ``XLA_FSDP_HYBRID_SHARD_SIZE`` sets the number
-    of neighbouring ranks that share a copy. Without it, the ranks of a host share a copy, as on
-    GPUs; on several TPU slices, the ranks of a slice.
-
-    Raises:
-        ValueError: no strategy has this name, or the ranks cannot be divided.
-    """
+    """The options for a sharding strategy with torch's name; ValueError for another, or if ranks
+    cannot be divided. With a hybrid strategy ``XLA_FSDP_HYBRID_SHARD_SIZE`` neighbouring ranks
+    share a copy; without it the ranks of a host, or on several TPU slices those of a slice."""
     found = strategy_by_name(strategy)
     if "HYBRID" not in found.name or (SHARD_SIZE not in os.environ and slices_of_ranks()):
         return {"sharding_strategy": found}
@@ -202,19 +190,17 @@ def _ranks_of_a_host() -> int:
 
 
 def sharding_of(state: Any) -> Sharding | None:
-    """Returns how the accelerators that share ``state`` wrap models; ``None``: they do not."""
+    """How the accelerators that share ``state`` wrap models; ``None``: they do not."""
     return vars(state).get(_SHARDING)
 
 
 def use_sharding(state: Any, sharding: Sharding) -> None:
-    """Makes all accelerators that share ``state`` wrap models with ``sharding``."""
     setattr(state, _SHARDING, sharding)
 
 
 def downcasting() -> dict[str, str | None]:
-    """Returns the environment variables that Accelerate sets on a TPU for ``bf16``. They would
-    convert every float32 tensor to bfloat16, including parameters, and Pallas kernels do not
-    support them."""
+    """The environment variables that Accelerate sets on a TPU for ``bf16``. They would convert
+    every float32 tensor, and Pallas kernels do not support them."""
     return {name: os.environ.get(name) for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")}
 
 

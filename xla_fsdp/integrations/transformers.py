@@ -1,26 +1,23 @@
 """The Trainer on XLA with our sharding: ``import xla_fsdp.integrations.transformers``.
 
-After the import, ``Trainer`` wraps models in this package's class if FSDP is configured: with
-``fsdp=True`` and ``fsdp_config={"xla": True, ...}``, or in Accelerate. Gradients,
-norms and groups for weight decay are those of unsharded training. ``save_model`` writes the full
-weights. A checkpoint resumes with optimizer, scheduler and random state on any number of ranks.
-``XLA_FSDP_DROP_IN=1`` in the environment does the import.
+It shards models if FSDP is configured: ``fsdp=True`` and ``fsdp_config={"xla": True, ...}``, or in
+Accelerate.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import importlib
 import json
+import operator
 import os
 import random
 import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -56,11 +53,8 @@ changes = Changes("transformers")
 
 
 def install() -> None:
-    """Makes the changes in transformers and Accelerate, unless they are already made.
-
-    Raises:
-        MissingNamesError: a release lacks names that are changed or used. Nothing is changed.
-    """
+    """Makes the changes in transformers and Accelerate, or none: raises MissingNamesError if a
+    release lacks names that are changed or used."""
     changes.check()
     # Every Trainer uses an Accelerator. The import makes its changes, so it comes after the check.
     importlib.import_module(f"{__package__}.accelerate").install()
@@ -68,12 +62,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes the changes in transformers. Accelerate's have a separate ``uninstall``."""
+    """Undoes the changes in transformers; Accelerate's have their own ``uninstall``."""
     changes.undo()
 
 
-# The names that are used here and in sharding.py. What a release before 5 lacks or has in addition
-# (``save_safetensors``) is read with a default.
 changes.require(
     Trainer, "push_to_hub", *("_get_output_dir", "_inner_training_loop(resume_from_checkpoint)")
 )
@@ -90,34 +82,18 @@ changes.require(FSDPOption, "OFFLOAD", "AUTO_WRAP")
 changes.require(PreTrainedModel, "_no_split_modules")
 
 
-# -- reading the arguments ----------------------------------------------------------------------
-
-
-_STRATEGIES = frozenset(FSDPOption) - {FSDPOption.OFFLOAD, FSDPOption.AUTO_WRAP}
-# Allowed in fsdp_config. The first ones have no effect, see accelerate.py.
-_WITHOUT_EFFECT = frozenset(
-    "forward_prefetch use_orig_params cpu_ram_efficient_loading version state_dict_type".split()
-)
-_KNOWN = _WITHOUT_EFFECT | frozenset(
+# Allowed in fsdp_config. Those in the last line have no effect.
+_KNOWN = frozenset(
     "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt activation_checkpointing min_num_params "
     "transformer_layer_cls_to_wrap sync_module_states limit_all_gathers backward_prefetch "
-    "reshard_after_forward cpu_offload".split()
+    "reshard_after_forward cpu_offload "
+    "forward_prefetch use_orig_params cpu_ram_efficient_loading version state_dict_type".split()
 )
 
 
 def sharding_of_arguments(args: TrainingArguments) -> Sharding:
-    """Translates ``fsdp``, ``fsdp_config`` and ``bf16``.
-
-    These entries of ``fsdp_config`` have an effect: ``xla_fsdp_settings`` (options of the wrapper
-    by name; dtypes, strategies and prefetch as strings), ``xla_fsdp_grad_ckpt`` or
-    ``activation_checkpointing``, ``transformer_layer_cls_to_wrap``, ``min_num_params``,
-    ``sync_module_states``, ``limit_all_gathers``, ``backward_prefetch``, ``cpu_offload`` and
-    ``reshard_after_forward``. The last is true, false or the name of a sharding strategy.
-    Transformers 5 moves the values of ``fsdp`` to the last two.
-
-    Raises:
-        ValueError: an entry is unknown, has an invalid value, or is not supported on XLA.
-    """
+    """Translates ``fsdp``, ``fsdp_config`` and ``bf16``. Raises ValueError if an entry is unknown,
+    has an invalid value, or is not supported on XLA."""
     config = args.fsdp_config
     unknown = sorted(set(config) - _KNOWN)
     if unknown:
@@ -140,7 +116,8 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
     named = args.fsdp if isinstance(args.fsdp, list) else []  # in Transformers 5 it is true
     if FSDPOption.OFFLOAD in named or _flag("cpu_offload", config.get("cpu_offload", False)):
         options["cpu_offload"] = CPUOffload()
-    reshard = next((each.value for each in named if each in _STRATEGIES), None)
+    others = FSDPOption.OFFLOAD, FSDPOption.AUTO_WRAP
+    reshard = next((each.value for each in named if each not in others), None)
     reshard = config.get("reshard_after_forward", reshard)
     settings = dict(args.xla_fsdp_config)
     if reshard is not None and not {"reshard_after_forward", "sharding_strategy"} & set(settings):
@@ -172,7 +149,7 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """Converts a flag, which may be a string in configuration files."""
+    """Converts a flag, which is a string in some configuration files."""
     if str(value).lower() not in ("true", "false"):
         raise ValueError(f"fsdp_config[{name!r}] must be true or false, got {value!r}")
     return str(value).lower() == "true"
@@ -190,9 +167,6 @@ def _prefetch(value: Any) -> BackwardPrefetch | None:
     return BackwardPrefetch[name]
 
 
-# -- wrapping and the optimizer ----------------------------------------------------------------
-
-
 @changes.around(Trainer, "create_accelerator_and_postprocess")
 def _create_accelerator(original: Any, self: Trainer) -> None:
     before = downcasting()
@@ -208,8 +182,7 @@ def _create_accelerator(original: Any, self: Trainer) -> None:
         args.fsdp_config = asked | {"xla": True}
 
 
-def _is_configured(trainer: Trainer) -> bool:
-    return bool(trainer.is_fsdp_xla_v1_enabled)
+_is_configured = operator.attrgetter("is_fsdp_xla_v1_enabled")
 
 
 @changes.around(Trainer, "_wrap_model", _is_configured)
@@ -224,7 +197,7 @@ def _wrap_model(
 
 @changes.around(Trainer, "get_decay_parameter_names")
 def _decay_names(original: Any, self: Trainer, model: nn.Module) -> list[str]:
-    """Removes the names of wrappers, which the original finds in the tree of modules."""
+    """Removes the names of wrappers, which the original finds."""
     return [name.replace(f"{WRAPPED}.", "") for name in original(self, model)]
 
 
@@ -237,67 +210,17 @@ def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str,
     return cls, options
 
 
-# -- the loss ----------------------------------------------------------------------------------
-
-
-# On a Trainer during a training step: the number of micro-batches that it accumulates, and whether
-# it divides every loss by that number itself.
+# On a Trainer during a training step: the number of micro-batches that it accumulates.
 _MICRO_BATCHES = "_xla_fsdp_micro_batches"
-
-
-@contextlib.contextmanager
-def _accumulating(trainer: Trainer) -> Iterator[None]:
-    """Inside, ``compute_loss`` is part of a training step; outside, of an evaluation."""
-    number = trainer.current_gradient_accumulation_steps  # set by train()
-    # Earlier releases of Transformers do not have this attribute, and ignore a subclass's.
-    known = hasattr(Trainer, "loss_is_scaled_for_ga")
-    divides = known and trainer.loss_is_scaled_for_ga is False
-    setattr(trainer, _MICRO_BATCHES, (number, divides))
-    try:
-        yield
-    finally:
-        delattr(trainer, _MICRO_BATCHES)
-
-
-def _global_loss(trainer: Trainer, compute: Callable[[Any], Any], num_items: Any) -> Any:
-    """``Trainer.compute_loss``, right for losses that use ``num_items`` and for those that do not.
-
-    ``num_items`` is the number of labels in all micro-batches of all ranks. The Trainer assumes
-    that a loss which receives it is a sum divided by it. So it multiplies the loss by the number of
-    ranks, because gradients are averaged over them, and it adds up the micro-batches. A mean (label
-    smoothing, a router's loss, a model that ignores ``num_items``) becomes too large by both
-    numbers. Whether a loss uses ``num_items`` cannot be known, and a loss can be the sum of both
-    kinds. Therefore the loss receives the mean number of labels in a micro-batch of one rank. Then
-    both kinds are means, and so is their sum: the mean over ranks and micro-batches is the loss
-    on the global batch.
-
-    Args:
-        compute: ``Trainer.compute_loss`` as a function of ``num_items``. Returns the loss, or the
-            loss and the outputs.
-        num_items: what the Trainer counted; ``None`` if it did not count.
-    """
-    is_mean = not trainer.model_accepts_loss_kwargs or num_items is None
-    if is_mean and trainer.compute_loss_func is None:
-        return compute(num_items)  # training_step divides it by the micro-batches
-    micro, divides = getattr(trainer, _MICRO_BATCHES, (1, False))
-    parts = 1 if divides else micro
-    if num_items is not None:
-        if trainer.args.average_tokens_across_devices:
-            ranks = trainer.accelerator.num_processes  # by which compute multiplies
-            parts, micro = parts * ranks, micro * ranks
-        num_items = num_items / micro
-        if isinstance(num_items, torch.Tensor):
-            keep_dtype(num_items)  # bfloat16 would round it
-    found = compute(num_items)
-    if isinstance(found, tuple):
-        return found[0] / parts, *found[1:]
-    return found / parts
 
 
 @changes.around(Trainer, "training_step")
 def _training_step(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-    with _accumulating(self):
+    setattr(self, _MICRO_BATCHES, self.current_gradient_accumulation_steps)
+    try:
         return original(self, *args, **kwargs)
+    finally:
+        delattr(self, _MICRO_BATCHES)
 
 
 @changes.around(Trainer, "compute_loss", _is_configured)
@@ -309,14 +232,38 @@ def _compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:
-    compute = functools.partial(original, self, model, inputs, return_outputs)
-    return _global_loss(self, compute, num_items_in_batch)
+    """Right for losses that use ``num_items_in_batch`` and for those that do not.
+
+    This is the number of labels in all micro-batches of all ranks; ``None``: not counted. The
+    Trainer assumes that a loss is a sum divided by it, so it multiplies by the number of ranks, and
+    adds up the micro-batches. That makes a mean (label smoothing, a router's loss, a model that
+    ignores the number) too large by both. Which kind a loss is cannot be known, and it can be the
+    sum of both. So it receives the mean number of labels in a micro-batch of one rank. Then both
+    kinds are means, and their mean is the loss on the global batch.
+    """
+    num_items = num_items_in_batch
+    is_mean = not self.model_accepts_loss_kwargs or num_items is None
+    if is_mean and self.compute_loss_func is None:  # training_step divides by the micro-batches
+        return original(self, model, inputs, return_outputs, num_items)
+    micro = getattr(self, _MICRO_BATCHES, 1)
+    # Earlier releases of Transformers do not have this attribute, and ignore a subclass's.
+    known = hasattr(Trainer, "loss_is_scaled_for_ga")
+    parts = 1 if known and self.loss_is_scaled_for_ga is False else micro
+    if num_items is not None:
+        if self.args.average_tokens_across_devices:
+            ranks = self.accelerator.num_processes  # by which the original multiplies
+            parts, micro = parts * ranks, micro * ranks
+        num_items = num_items / micro
+        if isinstance(num_items, torch.Tensor):
+            keep_dtype(num_items)  # bfloat16 would round it
+    found = original(self, model, inputs, return_outputs, num_items)
+    if isinstance(found, tuple):
+        return found[0] / parts, *found[1:]
+    return found / parts
 
 
-# -- saving and loading ------------------------------------------------------------------------
-# A folder ``checkpoint-N`` contains the files that ``from_pretrained`` reads (full weights or
-# adapters, and the configuration). ``FOLDER`` in it is a checkpoint of this package with model,
-# optimizer and scheduler. ``RANKS`` has the number of ranks that saved it.
+# In ``checkpoint-N``, beside the files that ``from_pretrained`` reads: a checkpoint of this package
+# with model, optimizer and scheduler, and the number of ranks that saved it.
 
 FOLDER = "xla_fsdp"
 RANKS = "xla_fsdp_ranks.json"
@@ -330,12 +277,6 @@ def _trains_shards(trainer: Trainer) -> bool:
 def _save_model(
     original: Any, self: Trainer, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """Writes the files that a single process writes, on rank 0.
-
-    These are the full weights and the configuration; for a model with adapters of peft, the
-    adapters and their configuration; for another module, its ``state_dict()``. The tokenizer and
-    the training arguments follow.
-    """
     folder = output_dir or self.args.output_dir
     model: Any = self.accelerator.unwrap_model(self.model)
     safe = getattr(self.args, "save_safetensors", True)  # always, since 5
@@ -398,8 +339,7 @@ def _save_checkpoint(original: Any, self: Trainer, model: nn.Module, trial: Any)
 
 
 def _remove_training(folder: str) -> None:
-    """Removes everything but the model that an earlier run saved in the folder of a checkpoint.
-    Otherwise resuming would load the model and the optimizer of that run."""
+    """Removes what an earlier run saved for resuming, which would load that run's optimizer."""
     shutil.rmtree(os.path.join(folder, FOLDER), ignore_errors=True)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state*.pth"):
         for path in glob.glob(os.path.join(glob.escape(folder), name)):
@@ -411,7 +351,7 @@ def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
     save_checkpoint(
         os.path.join(output_dir, FOLDER),
         self.model,
-        _plain(self.optimizer),
+        getattr(self.optimizer, "optimizer", self.optimizer),
         self.lr_scheduler,
         step=self.state.global_step,
     )
@@ -419,15 +359,11 @@ def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
 
 @changes.around(Trainer, "_load_optimizer_and_scheduler", _trains_shards)
 def _load_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> None:
-    """Loads what :func:`_save_optimizer` saved, or a Trainer without sharding.
-
-    Raises:
-        ValueError: torch_xla's FSDP saved the folder.
-        CheckpointError: the checkpoint is damaged, or does not fit.
-    """
+    """Loads what :func:`_save_optimizer` saved, or a Trainer without sharding."""
     if checkpoint is None:
         return
-    folder, optimizer, scheduler = checkpoint, _plain(self.optimizer), self.lr_scheduler
+    folder, scheduler = checkpoint, self.lr_scheduler
+    optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
     exchange = RankExchange()
     there = exchange.run_on_first_rank("look at the checkpoint", lambda: sorted(os.listdir(folder)))
     if FOLDER in there:
@@ -460,12 +396,8 @@ def _load_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> Non
 
 @changes.around(Trainer, "_load_rng_state", _trains_shards)
 def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> None:
-    """Restores the random states of Python, numpy, torch and XLA that this rank saved.
-
-    On another number of ranks, Python and numpy get the state of rank 0. torch and XLA get seeds
-    computed from this state and the number of the rank, so two resumed runs get the same random
-    numbers. Warns if the checkpoint lacks a state.
-    """
+    """Restores the random states that this rank saved. On another number of ranks, Python and numpy
+    get those of rank 0, and torch and XLA get seeds computed from these and the rank."""
     if checkpoint is None:
         return
     folder, rank = checkpoint, self.args.process_index
@@ -503,12 +435,8 @@ def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> Non
 
 
 def _ranks_that_saved(folder: str) -> int | None:
-    """Returns the number of ranks that saved a checkpoint; ``None``: several, not recorded.
-
-    :func:`_save_checkpoint` records it, except in older versions and on machines without this
-    package. Then the number is in the manifest of this package. A Trainer without sharding writes
-    ``rng_state.pth`` if it is the only process.
-    """
+    """The number of ranks that saved a checkpoint; ``None``: several, not recorded. Older versions
+    of this package recorded it only in the manifest; a single process writes ``rng_state.pth``."""
     recorded = os.path.join(folder, RANKS)
     if os.path.exists(recorded):
         with open(recorded) as file:
@@ -523,20 +451,12 @@ def _seed(state: bytes, rank: int) -> int:
     return zlib.crc32(state) + rank
 
 
-def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer without Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 @changes.around(Trainer, "_inner_training_loop")
 def _training_loop(
     original: Any, self: Trainer, batch_size: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Uses the batch size of the arguments, unless ``auto_find_batch_size`` found it.
-
-    Before release 5 the original takes ``per_device_train_batch_size`` from the checkpoint. On
-    another number of ranks this would change the global batch and the number of steps.
-    """
+    """Uses the batch size of the arguments, not of the checkpoint as releases before 5: on another
+    number of ranks that changes the global batch."""
     resuming = kwargs.get("resume_from_checkpoint") is not None
     if resuming and self.is_fsdp_xla_v1_enabled and not self.args.auto_find_batch_size:
         batch_size = self.args.train_batch_size
@@ -549,8 +469,7 @@ _reading = threading.Lock()
 @changes.around(transformers.trainer, "safe_globals")
 @contextlib.contextmanager
 def _safe_globals(original: Any) -> Iterator[None]:
-    """Admits one rank at a time, because the classes that ``torch.load`` trusts are a list of the
-    process."""
+    """Admits one rank at a time: it edits a list of the process, which ``torch.load`` trusts."""
     with _reading, original():
         yield
 

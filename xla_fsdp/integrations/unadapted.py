@@ -1,9 +1,5 @@
-"""Methods of models of a library that could not be adapted: they raise on sharded models.
-
-The integration of a library changes methods that read parameters outside of a forward. Where the
-installed release lacks a name that the integration uses, it changes nothing, and these methods
-would use the shards of one rank.
-"""
+"""Methods of sharded models raise where the installed release of their library lacks a name that
+the integration uses: the integration changes nothing then, so they would use one rank's shards."""
 
 from __future__ import annotations
 
@@ -31,12 +27,7 @@ _LIBRARIES = {
 
 
 def raise_in_methods(library: str, error: ImportError) -> None:
-    """Makes the methods of ``library`` raise RuntimeError for sharded models.
-
-    Args:
-        library: a key of ``_LIBRARIES``.
-        error: why the models could not be adapted.
-    """
+    """Makes the methods of ``library`` raise RuntimeError for sharded models, with ``error``."""
     changes, modules, names = _LIBRARIES[library]
     if changes.applied:
         return
@@ -50,7 +41,6 @@ def raise_in_methods(library: str, error: ImportError) -> None:
 
 
 def remedy_of(error: ImportError) -> str:
-    """Returns what is missing and what to do."""
     if isinstance(error, MissingNamesError):
         return str(error)
     return f"{error}: pip install 'xla_fsdp[hf]' installs a release that works"

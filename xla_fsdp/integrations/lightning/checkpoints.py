@@ -1,7 +1,7 @@
 """Checkpoints of both strategies: one file of full tensors, or a folder of all ranks' shards.
 
-A sharded checkpoint stores models and optimizers in this package's format. It stores all else that
-Lightning or the user saves (loops, callbacks, schedulers, hyperparameters) as bytes.
+A folder has models and optimizers in this package's format, and all else (loops, callbacks,
+schedulers, hyperparameters) as bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...checkpoint.full_state import (
 from ...checkpoint.loading import load_checkpoint
 from ...checkpoint.rank_exchange import RankExchange
 from ...collectives.random_state import synced_device
-from ...consolidate.format import folders, values
+from ...consolidate.format import values
 from ...consolidate.format.manifest import NAME
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import join
@@ -43,8 +43,6 @@ Filters = dict[str, Callable[[str, Any], bool]]
 
 
 class TrainerCheckpoints:
-    """The methods of a strategy with which the Trainer saves and loads."""
-
     settings: Settings
     checkpoint_io: Any
     model: Any
@@ -68,12 +66,7 @@ class TrainerCheckpoints:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Saves ``checkpoint``, which the Trainer has collected; every rank calls it.
-
-        Raises:
-            ValueError: at ``filepath`` there is a file instead of a folder, or the reverse.
-            OtherRankError: another rank could not save.
-        """
+        """Saves ``checkpoint``, which the Trainer has collected; every rank calls it."""
         _require_kind(self, os.fspath(filepath))
         if not self.settings.saves_shards:
             _write_file(self, checkpoint, filepath, storage_options)
@@ -94,10 +87,7 @@ class TrainerCheckpoints:
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads the Trainer's part of a checkpoint.
-
-        The caller holds a lock that only one rank can have, so there must be no collective here.
-        """
+        """No collective here: the caller holds a lock that only one rank can have."""
         wanted = os.fspath(checkpoint_path)
         if not get_filesystem(wanted).isdir(wanted):
             return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -112,7 +102,7 @@ class TrainerCheckpoints:
         return {**found, "state_dict": {}, _FOLDER: folder}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Stores the state until the setup, which loads it after the model is sharded."""
+        """Before the setup only stores the state; the setup loads it once the model is sharded."""
         if not self._is_set_up:
             self._restored = checkpoint, strict
         elif _FOLDER in checkpoint:
@@ -138,8 +128,6 @@ class TrainerCheckpoints:
 
 
 class FabricCheckpoints:
-    """The methods of a strategy with which Fabric saves and loads."""
-
     settings: Settings
     checkpoint_io: Any
     broadcast: Any
@@ -147,7 +135,7 @@ class FabricCheckpoints:
     modules: list[nn.Module]  # those that were set up
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The full state of ``module``, on the first rank if it is sharded."""
+        """The full state; of a sharded module on the first rank only."""
         return full_state_dict(module) if is_sharded(module) else module.state_dict()
 
     def load_module_state_dict(
@@ -159,7 +147,6 @@ class FabricCheckpoints:
             module.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state of ``optimizer``, on the first rank."""
         return full_optim_state_dict(self._model_with(optimizer), optimizer)
 
     @synced_device()
@@ -170,13 +157,8 @@ class FabricCheckpoints:
         storage_options: Any = None,
         filter: Filters | None = None,
     ) -> None:
-        """Saves a checkpoint; every rank calls it.
-
-        Raises:
-            ValueError: filters or storage options were given for a sharded checkpoint, or there is
-                a file instead of a folder, or the reverse.
-            OtherRankError: another rank could not save.
-        """
+        """Saves a checkpoint; every rank calls it. Raises ValueError for filters or storage options
+        with a sharded checkpoint, or if there is a file instead of a folder, or the reverse."""
         filters, wanted = filter or {}, self.broadcast(os.fspath(path))
         _require_kind(self, wanted)
         models, optimizers, rest = _sorted(state)
@@ -200,19 +182,11 @@ class FabricCheckpoints:
         )
 
     def load_checkpoint(
-        self,
-        path: Any,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads a checkpoint; every rank calls it. Returns the entries that are not in ``state``.
-
-        Raises:
-            KeyError: ``state`` has keys that are not in the checkpoint, and ``strict`` is true.
-            ValueError: the checkpoint is sharded, but ``state`` has no model.
-            CheckpointError: the checkpoint is damaged, or does not fit ``state``.
-        """
+        Raises KeyError for keys that it lacks, if ``strict``; ValueError for a sharded checkpoint
+        without a model to load into."""
         wanted = self.broadcast(os.fspath(path))
         if get_filesystem(wanted).isdir(wanted):
             return self._load_folder(wanted, state, strict, weights_only)
@@ -223,7 +197,7 @@ class FabricCheckpoints:
             self._load_into(state, found, strict)
             return {}
         _validate_keys_for_strict_loading(state.keys(), found.keys(), strict=strict)
-        # Load models first: an optimizer's state may refer to parameters that a model loads.
+        # Models first: an optimizer's state may refer to parameters that a model loads.
         models, optimizers, rest = _sorted(state)
         self._restore([*models, *optimizers, *rest], state, found, strict)
         return found
@@ -258,7 +232,6 @@ class FabricCheckpoints:
     def _restore(
         self, keys: list[str], state: dict[str, Any], saved: dict[str, Any], strict: bool
     ) -> None:
-        """Moves the values of ``keys`` from ``saved`` to ``state``."""
         for key in keys:
             if key in saved and isinstance(state[key], _Stateful):
                 self._load_into(state[key], saved.pop(key), strict)
@@ -311,12 +284,10 @@ def _write_file(strategy: Any, content: dict[str, Any], path: Any, storage_optio
 
 
 def _extra_of(path: str) -> tuple[str, Any]:
-    """The folder of the checkpoint at ``path``, and its ``extra``; a single rank may call it."""
-    _, name = folders.resolve_checkpoint(path)
-    whole = path.rstrip("/") or "/"
-    last = name.rpartition("/")[2]
+    """The folder of the checkpoint at ``path``, and its ``extra``. Not a collective."""
+    found = ShardedCheckpoint(path)
+    whole, last = path.rstrip("/") or "/", found.folder.rpartition("/")[2]
     folder = whole if whole.rpartition("/")[2] == last else f"{whole}/{last}"
-    found = ShardedCheckpoint(folder)
     return folder, values.decode(found.manifest.extra, join(folder, NAME))
 
 
@@ -340,7 +311,6 @@ def _sorted(
 
 
 def _model_of(models: dict[str, nn.Module], path: str) -> nn.Module:
-    """The model, or a module of all models by their keys."""
     if not models:
         raise ValueError(
             f"{path}: the state has no model, which a sharded checkpoint needs. Pass for example "

@@ -1,4 +1,4 @@
-"""Lightning's collectives, which both strategies inherit, and those of torchmetrics."""
+"""Collectives of both strategies and of torchmetrics."""
 
 from __future__ import annotations
 
@@ -33,18 +33,16 @@ _REDUCTIONS = {
 
 
 class CollectivesMixin:
-    """Collectives, each of which must be called on every rank.
+    """Collectives: every rank must call each. They do not change the random state of the device.
 
-    Their results are computed when they return, so that a single rank can read them (a progress
-    bar, a logger). Within :meth:`computing` they are part of the step's program instead. They do
-    not change the random state of the device.
+    Results are computed on return, so that a single rank (a progress bar, a logger) can read them.
+    Within :meth:`computing` they are part of the step's program instead.
     """
 
     _computing = False
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """A context for a step, in which collectives do not cut the program."""
         self._computing = True
         try:
             yield
@@ -66,7 +64,6 @@ class CollectivesMixin:
                 xm.rendezvous(name or "barrier")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Returns ``obj`` of rank ``src``, any object that can be pickled."""
         if not several_ranks():
             return obj
         own = pickle.dumps(on_host(obj)).hex() if xr.global_ordinal() == src else None
@@ -75,10 +72,8 @@ class CollectivesMixin:
         return found.to(root_device()) if on_device else found
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gathers ``tensor`` along a new first dimension; with one rank returns it unchanged.
-
-        With ``sync_grads`` a rank's gradient is the sum of all ranks' gradients for its part.
-        """
+        """Gathers along a new first dimension, or returns ``tensor`` with one rank. A gradient with
+        ``sync_grads`` is the sum of all ranks' gradients for this rank's part."""
         _require_no_group(group)
         if not several_ranks():
             return tensor
@@ -93,7 +88,6 @@ class CollectivesMixin:
         return gathered.to(tensor.device)
 
     def reduce(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
-        """Reduces ``value`` into a new tensor on its device."""
         _require_no_group(group)
         name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
         if name not in _REDUCTIONS:
@@ -117,7 +111,7 @@ class CollectivesMixin:
     all_reduce = reduce  # its name in Fabric
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns on all ranks whether ``decision`` is true on all of them, or on any."""
+        """Whether ``decision`` is true on all ranks, or on any."""
         if not in_rank():
             return decision
         said = self.reduce(torch.tensor(int(decision), device=root_device()), reduce_op="sum")
@@ -125,11 +119,8 @@ class CollectivesMixin:
 
 
 def sync_metrics(module: nn.Module, device: torch.device) -> None:
-    """Moves the metrics in ``module`` to ``device`` and makes them compute over all ranks;
-    torchmetrics itself only supports torch.distributed.
-
-    Metrics for which the user has set another synchronization are not changed.
-    """
+    """Moves the metrics in ``module`` to ``device`` and makes them compute over all ranks, unless
+    the user has set another synchronization."""
     for each in module.modules():
         if isinstance(each, Metric):
             each.to(device)
@@ -143,12 +134,11 @@ def several_ranks() -> bool:
 
 
 def gather_states(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Gathers a metric's state for torchmetrics: the tensors of all ranks, of any shapes."""
+    """The tensors of all ranks, whose lengths may differ, but not their numbers of dimensions."""
     _require_no_group(group)
     device = state.device
     own = state.to(root_device())
     whole = own.reshape(-1)
-    # Lengths may differ between ranks, but the number of dimensions is equal.
     shape = torch.tensor([*own.shape, whole.numel()]).to(own.device)
     shapes = xm.all_gather(shape[None], dim=0).tolist()
     longest = max(each[-1] for each in shapes)

@@ -1,4 +1,4 @@
-"""Registers the strategies with Lightning and changes it; both can be undone."""
+"""Registers the strategies with Lightning, and changes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.fabric.fabric
 import lightning.fabric.strategies
-import lightning.fabric.strategies.xla_fsdp
 import lightning.fabric.utilities.throughput
 import lightning.pytorch.callbacks.throughput_monitor
 import lightning.pytorch.trainer.connectors.data_connector
@@ -18,6 +17,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
 from lightning.fabric.connector import _Connector
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import xla_fsdp as theirs
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
@@ -62,14 +62,12 @@ def install_drop_in() -> None:
 
 
 def uninstall() -> None:
-    """Removes the strategies and changes from Lightning."""
     changes.undo()
     drop_in.undo()
     for registry in (STRATEGY_REGISTRY, StrategyRegistry):
         registry.pop(NAME, None)
         registry.pop(DROP_IN_NAME, None)
-    theirs = lightning.fabric.strategies.xla_fsdp.XLAFSDPStrategy
-    theirs.register_strategies(STRATEGY_REGISTRY)
+    theirs.XLAFSDPStrategy.register_strategies(STRATEGY_REGISTRY)
 
 
 def _register(name: str) -> None:
@@ -82,9 +80,6 @@ def _register(name: str) -> None:
 
 def _is_ours(strategy: Any) -> bool:
     return isinstance(strategy, (TrainerStrategy, FabricStrategy))
-
-
-# -- arguments of Trainer and Fabric -----------------------------------------------------------
 
 
 def _with_ranks(original: Any, self: Any, **kwargs: Any) -> None:
@@ -111,17 +106,9 @@ for _connector in (_Connector, _AcceleratorConnector):
     changes.around(_connector, "_check_config_and_set_final_flags")(_with_ranks)
 
 
-# -- global state that ranks as threads share --------------------------------------------------
-
-
 class _Shared:
-    """A context that the first rank enters, the last rank leaves, and all ranks share.
-
-    Lightning changes classes temporarily: in ``_replace_dunder_methods`` a class's methods record
-    their arguments, so that a loader can be created again with another sampler. Several ranks may
-    be in this context at the same time. Without sharing, the second rank would save the methods
-    that the first one has changed, and restore these at its end.
-    """
+    """A context that the first rank enters, the last one leaves, and all share. It changes methods
+    of a class; a second entry would save changed ones, and restore these at its end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -151,9 +138,6 @@ for _place in (lightning.fabric.fabric, lightning.pytorch.trainer.connectors.dat
     changes.around(_place, "_replace_dunder_methods")(_shared)
 
 changes.set(rank_zero_only, "rank", CurrentRankNumber(int(vars(rank_zero_only).get("rank") or 0)))
-
-
-# -- functions that use torch.distributed, or the sizes of shards ------------------------------
 
 
 @changes.around(Fabric, "rank_zero_first")
@@ -202,17 +186,14 @@ _forbid_callback(
 @changes.around(lightning.fabric.utilities.throughput, "get_available_flops")
 @changes.around(lightning.pytorch.callbacks.throughput_monitor, "get_available_flops")
 def _available_flops(original: Any, device: Any, dtype: Any) -> int | None:
-    """Returns None on CPU ranks, for which Lightning would query the metadata server."""
+    """None on CPU ranks, for which Lightning would query the metadata server."""
     return None if device.type == "xla" and on_cpu() else original(device, dtype)
 
 
 @changes.around(XLAAccelerator, "auto_device_count")
 def _number_of_tpus(original: Any) -> int:
-    """Returns 0 without a TPU, when Lightning would query the metadata server.
-
-    Lightning would raise TypeError after an import of jax, which disables such queries with
-    ``TPU_SKIP_MDS_QUERY``.
-    """
+    """Returns 0 without a TPU: Lightning would query the metadata server, and raise TypeError after
+    an import of jax, which disables such queries with ``TPU_SKIP_MDS_QUERY``."""
     return 0 if on_cpu() else original()
 
 
@@ -220,7 +201,6 @@ def _number_of_tpus(original: Any) -> int:
 def _record_mean_loss(
     original: Any, self: Any, trainer: Trainer, pl_module: Any, outputs: Any, *batch: Any
 ) -> None:
-    """Records the mean loss of all ranks; Lightning records only that of the first rank."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if loss is not None and _is_ours(trainer.strategy):
         outputs = trainer.strategy.reduce(loss)
@@ -228,10 +208,8 @@ def _record_mean_loss(
 
 
 class _FullSummary(model_summary.ModelSummary):
-    """The table of layers that the Trainer prints, with the sizes of full parameters."""
-
     def _forward_example_input(self) -> None:
-        """Leaves out the sizes of inputs, which need a forward with full parameters."""
+        """Does nothing: sizes of inputs need a forward with full parameters."""
 
     @property
     def param_nums(self) -> list[int]:
@@ -254,15 +232,6 @@ def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
     return _FullSummary(pl_module, max_depth=self._max_depth)
 
 
-# -- the drop-in -------------------------------------------------------------------------------
-
-
-for _place in (lightning.fabric.strategies, lightning.fabric.strategies.xla_fsdp):
+for _place in (lightning.fabric.strategies, theirs):
     drop_in.set(_place, "XLAFSDPStrategy", FabricStrategy)
-
-
-def _wrap(recomputed: Collection[type], module: Any, **options: Any) -> Any:
-    return wrap_recomputed(tuple(recomputed), module, **options)
-
-
-drop_in.set(lightning.fabric.strategies.xla_fsdp, "_activation_checkpointing_auto_wrapper", _wrap)
+drop_in.set(theirs, "_activation_checkpointing_auto_wrapper", wrap_recomputed)

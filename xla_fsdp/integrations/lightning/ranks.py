@@ -1,8 +1,7 @@
-"""The ranks for Lightning: its environment, its accelerator, ``rank_zero_only``, and the launchers.
+"""Ranks for Lightning: environment, accelerator, ``rank_zero_only``, and launchers.
 
-The launchers start ranks for a Trainer or a Fabric that was created outside of a launch. Each rank
-works on a copy, as on a TPU, whose ranks are processes. Afterwards the Trainer outside has the
-results of the first rank's Trainer, and its model has the trained weights.
+The launchers start ranks for a Trainer or a Fabric outside of a launch. Each rank works on a copy.
+Afterwards the Trainer outside has the results of the first rank's, and its model the weights.
 """
 
 from __future__ import annotations
@@ -34,15 +33,11 @@ from ...checkpoint.full_state import full_state_dict
 from ...ranks.launch import launch
 from ...ranks.rank import current_rank
 
-# The default number of CPU ranks of ``launch``.
-_CPU_RANKS = 4
+_CPU_RANKS = 4  # the default of ``launch``
 
 
 def in_rank() -> bool:
-    """Whether this thread or process is one of the ranks.
-
-    It does not use the runtime, which must not start in a process that will start ranks.
-    """
+    """Whether this is a rank. Does not start the runtime: that would prevent starting ranks."""
     if current_rank() is not None or xenv.PJRT_LOCAL_PROCESS_RANK in os.environ:
         return True
     return dist.is_torchelastic_launched() and dist.is_initialized()
@@ -54,7 +49,7 @@ def on_cpu() -> bool:
 
 
 def ranks_of_this_host() -> int:
-    """The number of ranks of this host, running or to be started."""
+    """Running ranks, or those to be started."""
     context = current_rank()
     if context is not None:
         return context.size
@@ -83,8 +78,6 @@ class RanksEnvironment(XLAEnvironment):
 
 
 class RanksAccelerator(Accelerator):
-    """The XLA devices of the ranks, also before the ranks have started."""
-
     def setup_device(self, device: torch.device) -> None:
         pass
 
@@ -96,11 +89,7 @@ class RanksAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """The number of devices of this host that ``devices`` selects.
-
-        Raises:
-            ValueError: this number of devices is not possible.
-        """
+        """The number of devices of this host; raises ValueError if it is not possible."""
         number = devices
         if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
             number = int(devices)
@@ -140,11 +129,7 @@ class RanksAccelerator(Accelerator):
 
 
 def root_device() -> torch.device:
-    """This rank's device.
-
-    Raises:
-        RuntimeError: this is outside of the ranks.
-    """
+    """This rank's device; raises RuntimeError outside of the ranks."""
     if not in_rank():
         raise RuntimeError(
             "there is no XLA device outside of the ranks, which Trainer.fit and Fabric.launch "
@@ -154,16 +139,12 @@ def root_device() -> torch.device:
 
 
 def on_host(obj: Any) -> Any:
-    """``obj`` with all its tensors on the CPU."""
     return move_data_to_device(obj, torch.device("cpu"))
 
 
 class CurrentRankNumber:
-    """The value of ``rank_zero_only.rank``: the number of the rank that reads it.
-
-    In Lightning it is one number for a process, but here ranks may be threads. It behaves like an
-    integer in comparisons, printing and arithmetic with integers.
-    """
+    """``rank_zero_only.rank``: an integer that depends on the rank that reads it, as ranks may be
+    threads. Lightning has one number for a process."""
 
     def __init__(self, outside: int) -> None:
         self._outside = outside
@@ -190,12 +171,7 @@ for _name in (
     setattr(CurrentRankNumber, f"__{_name}__", _method_of_integer(f"__{_name}__"))
 
 
-# -- starting ranks ----------------------------------------------------------------------------
-
-
 class FabricLauncher(_XLALauncher):
-    """Runs a function on all ranks; returns its result on the first rank."""
-
     @property
     def is_interactive_compatible(self) -> bool:
         return on_cpu()
@@ -205,8 +181,6 @@ class FabricLauncher(_XLALauncher):
 
 
 class TrainerLauncher(_MultiProcessingLauncher):
-    """Runs ``fit``, ``test`` and the like on all ranks."""
-
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, start_method="spawn")
 

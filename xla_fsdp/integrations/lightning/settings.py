@@ -1,7 +1,4 @@
-"""Translates the arguments of a strategy into options of this package's wrapper, and its precision.
-
-With bf16-mixed, shards and optimizer state stay float32.
-"""
+"""Translates arguments and precision of a strategy into options of this package's wrapper."""
 
 from __future__ import annotations
 
@@ -14,15 +11,14 @@ from typing import Any
 import torch
 import torch_xla
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from ...names import is_wrapper
 from ...remat import checkpoint_module
 from ...sharding.mixed_precision import MixedPrecision
 from ...sharding.options import WRAPPER, FSDPOptions
+from ...tree import cast_floats
 from ...wrap import has_forward, transformer_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..optimizers import average_unsharded
@@ -34,11 +30,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class Settings:
-    """How modules are wrapped; see the strategies for the arguments.
-
-    Raises:
-        ValueError, TypeError: an argument has a value that is not allowed.
-    """
+    """How modules are wrapped; see the strategies for arguments and errors."""
 
     def __init__(
         self,
@@ -80,7 +72,6 @@ class Settings:
         FSDPOptions.of(WRAPPER, **given)
 
     def wrap(self, module: nn.Module, precision: str) -> nn.Module:
-        """Wraps ``module``, unless it is a wrapper already."""
         if is_wrapper(module):
             return module
         options = self.options_of_wrapper(precision)
@@ -99,8 +90,6 @@ class Settings:
         return XlaFullyShardedDataParallel(module, **options)
 
     def options_of_wrapper(self, precision: str) -> dict[str, Any]:
-        """Returns the options of the wrapper, with the policy and the wrapper of submodules if
-        there are any."""
         options = dict(self.options)
         if isinstance(options.get("sharding_strategy"), str):
             options |= meant_by_name(options.pop("sharding_strategy"))
@@ -112,19 +101,20 @@ class Settings:
                 )
             elif precision == "bf16-true":
                 options["compute_dtype"] = torch.bfloat16
-        policy, wrapper = self._policy(), self.wrapper
+        wrapper = self.wrapper
+        policy = any_policy(self.policy) if callable(self.policy) else None
+        if self.layers is not None:
+            policy = functools.partial(
+                transformer_auto_wrap_policy, transformer_layer_cls=self.layers
+            )
         if self.recomputed:
-            wrapper = functools.partial(wrap_recomputed, tuple(self.recomputed))
+            wrapper = functools.partial(wrap_recomputed, self.recomputed)
         chosen = {"auto_wrap_policy": policy, "auto_wrapper_callable": wrapper}
         return options | {name: value for name, value in chosen.items() if value is not None}
 
     def wrap_children(self, module: nn.Module, precision: str) -> None:
-        """Wraps the submodules of ``module``, which itself computes without a forward.
-
-        Raises:
-            ValueError: ``module`` has parameters outside of its submodules, which no wrapper would
-                gather.
-        """
+        """Wraps the submodules of ``module``, which itself computes without a forward. Raises
+        ValueError if it has parameters of its own, which no wrapper would gather."""
         own = [name for name, value in module._parameters.items() if value is not None]
         if own:
             raise ValueError(
@@ -154,11 +144,6 @@ class Settings:
                     f"{there}. Pass one of these, or a function if models differ"
                 )
 
-    def _policy(self) -> Callable[..., bool] | None:
-        if self.layers is None:
-            return any_policy(self.policy) if callable(self.policy) else None
-        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=self.layers)
-
 
 def _classes(name: str, given: Any) -> set[type[nn.Module]] | None:
     if not isinstance(given, (set, frozenset, list, tuple)):
@@ -169,18 +154,9 @@ def _classes(name: str, given: Any) -> set[type[nn.Module]] | None:
     return set(given)
 
 
-# -- precision ---------------------------------------------------------------------------------
-
-
 class _Computed:
-    """The behavior of both plugins.
-
-    Args:
-        plugin: what Lightning creates from ``precision=...``, or ``None`` for "32-true".
-
-    Raises:
-        ValueError: the precision is not supported on XLA.
-    """
+    """``plugin``: what Lightning creates from ``precision=...``, or ``None`` for "32-true". Raises
+    ValueError for a precision that is not supported on XLA."""
 
     precision: Any
 
@@ -200,15 +176,14 @@ class _Computed:
         if self.precision != "bf16-mixed":
             yield
             return
-        # Losses and norms are float32, as on other devices; parameters are gathered in bfloat16.
+        # Losses and norms are float32; parameters are gathered in bfloat16.
         with torch.autocast("xla", dtype=torch.bfloat16):
             yield
 
     def convert_output(self, data: Any) -> Any:
         if self.precision == "32-true":
             return data
-        convert = functools.partial(_convert_fp_tensor, dst_type=torch.float32)
-        return apply_to_collection(data, torch.Tensor, convert)
+        return cast_floats(data, torch.float32)
 
 
 class ShardedFabricPrecision(_Computed, FabricPrecision):
@@ -223,7 +198,7 @@ class ShardedTrainerPrecision(_Computed, TrainerPrecision):
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        # Before the step and not in it, because hooks of the step read gradients.
+        # Backward before the step and not in it, because hooks of the step read gradients.
         result = self._wrap_closure(model, optimizer, closure)
         optimizer.step(**kwargs)
         torch_xla.sync()  # computes the logged values, so that the first rank alone can read them

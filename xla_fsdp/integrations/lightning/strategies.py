@@ -32,8 +32,6 @@ from .settings import Policy, Settings, ShardedFabricPrecision, ShardedTrainerPr
 
 
 class _CommonStrategy(CollectivesMixin):
-    """What both strategies share."""
-
     strategy_name = "xla_fully_sharded"
     parallel_devices: Any
     world_size: int
@@ -52,11 +50,9 @@ class _CommonStrategy(CollectivesMixin):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Raises ValueError if workers would be forked from ranks that are threads."""
         context = getattr(dataloader, "multiprocessing_context", None)
-        method = context
-        if context is not None and not isinstance(context, str):
-            method = context.get_start_method()
+        forks = context is None or context.get_start_method() == "fork"
         workers = getattr(dataloader, "num_workers", 0)
-        if workers and current_rank() is not None and method in (None, "fork"):
+        if workers and current_rank() is not None and forks:
             raise ValueError(
                 f"num_workers={workers} would fork this process, which has CPU ranks as threads. "
                 "Pass multiprocessing_context='forkserver' to the DataLoader, or num_workers=0"
@@ -67,11 +63,9 @@ class _CommonStrategy(CollectivesMixin):
 class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrategy):
     """Shards a ``LightningModule`` over the ranks; ``Trainer(strategy="xla_fully_sharded")``.
 
-    Inside a launch the Trainer uses its ranks. Outside of a launch, ``fit``, ``test`` and the like
-    start ranks: on the CPU ``devices`` of them, on a TPU one for each chip.
-
-    With manual optimization, each submodule of the ``LightningModule`` is wrapped instead of the
-    ``LightningModule``, so that submodules can be trained in turn.
+    Outside of a launch, ``fit``, ``test`` and the like start ranks: on the CPU ``devices`` of them,
+    on a TPU one for each chip. With manual optimization, each submodule is wrapped separately, so
+    that submodules can be trained in turn.
 
     Args:
         auto_wrap_policy: classes of layers to wrap separately, or a function
@@ -80,7 +74,7 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
             layers must be wrapped separately.
         state_dict_type: ``"full"``: checkpoints are one file, which every Trainer and
             ``load_from_checkpoint`` can read. ``"sharded"``: a folder, to which each rank writes
-            its shards. Both can be resumed with either setting, on any number of ranks.
+            its shards. Either setting resumes both, on any number of ranks.
         options: options of :class:`~xla_fsdp.XlaFullyShardedDataParallel`; ``sharding_strategy``
             can also be a string. The default of ``sync_module_states`` is True.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: set by the Trainer.
@@ -107,8 +101,6 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
             accelerator, parallel_devices, RanksEnvironment(), checkpoint_io, precision_plugin
         )
 
-    # -- ranks ---------------------------------------------------------------------------------
-
     @property
     def is_distributed(self) -> bool:
         return self.world_size > 1
@@ -124,10 +116,8 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
     def _configure_launcher(self) -> None:
         self._launcher = None if in_rank() else TrainerLauncher(self)
 
-    # -- setup ---------------------------------------------------------------------------------
-
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
-        """Creates models on the CPU or the meta device, as full models may not fit on a chip."""
+        """Models on the CPU or the meta device, as full models may not fit on a chip."""
         return _EmptyInit(enabled=bool(empty_init))
 
     def connect(self, model: Any) -> None:
@@ -189,8 +179,6 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
         self.precision_plugin.teardown()
         self.checkpoint_io.teardown()
 
-    # -- steps ---------------------------------------------------------------------------------
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.computing():
             return super().training_step(*args, **kwargs)
@@ -212,10 +200,7 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """A context for a micro-batch without a step. Its gradients are still reduced.
-
-        Reduced gradients are sharded, so they need 1 / ``world_size`` of the memory.
-        """
+        """Gradients are still reduced: sharded ones need less memory."""
         yield
         torch_xla.sync()
 
@@ -223,9 +208,8 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
 class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy, _Sharded):
     """Shards the modules of ``fabric.setup``; ``Fabric(strategy="xla_fully_sharded")``.
 
-    It has the arguments of Lightning's ``XLAFSDPStrategy``. Inside a launch Fabric uses its ranks;
-    outside of a launch, ``fabric.launch(function)`` starts ranks. Optimizers can be set up before
-    or after the model, or together with it.
+    It has the arguments of Lightning's ``XLAFSDPStrategy``. Outside of a launch,
+    ``fabric.launch(function)`` starts ranks.
 
     Args:
         state_dict_type: ``"sharded"``: ``fabric.save`` creates a folder, to which each rank writes
@@ -270,8 +254,6 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
     def _configure_launcher(self) -> None:
         self._launcher = None if in_rank() else FabricLauncher(self)
 
-    # -- setup ---------------------------------------------------------------------------------
-
     def module_to_device(self, module: nn.Module) -> None:
         """Does nothing: wrapping moves the shards, and the full module may not fit on a chip."""
 
@@ -293,8 +275,7 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
         return wrapped
 
     def _parse_fsdp_kwargs(self) -> dict[str, Any]:
-        """Returns options for wrapping submodules one by one. Scripts for Lightning's strategy
-        (litgpt) call it to load a model that does not fit in host memory."""
+        """Called by scripts for Lightning's strategy (litgpt), which wrap submodules one by one."""
         return self.settings.options_of_wrapper(self.precision.precision)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -304,8 +285,6 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
     def process_dataloader(self, dataloader: Any) -> Any:
         return _BatchByBatch(super().process_dataloader(dataloader))
 
-    # -- steps ---------------------------------------------------------------------------------
-
     def clip_gradients_norm(
         self,
         module: nn.Module,
@@ -314,11 +293,8 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clips gradients by their norm over all ranks.
-
-        A norm that is not finite raises RuntimeError after the step has run, because a check before
-        would cut the step's program.
-        """
+        """A norm that is not finite raises RuntimeError after the step has run, because a check
+        before would cut the step's program."""
         parameters = list(self.precision.main_params(optimizer))
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, float(norm_type))
         if error_if_nonfinite:
@@ -333,10 +309,7 @@ class _NoSync(_BackwardSyncControl):
 
 
 class _BatchByBatch:
-    """A loader that runs the pending step before each batch.
-
-    Otherwise all iterations of a loop without an optimizer would be one program.
-    """
+    """Runs the pending step before each batch, so that each iteration is a program."""
 
     def __init__(self, loader: Any) -> None:
         self.__dict__.update(vars(loader))
@@ -364,11 +337,8 @@ def _require_finite(norm: torch.Tensor) -> None:
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the parameters of ``optimizer`` by shards if it was created before the wrapping.
-
-    Raises:
-        ValueError: it has no parameter of a wrapped model, or has made steps already.
-    """
+    """Replaces the parameters of ``optimizer`` by shards. Raises ValueError if it has none of a
+    wrapped model, or has made steps already."""
     switch_to_shards(optimizer)
     if not has_shards(optimizer):
         raise ValueError(
