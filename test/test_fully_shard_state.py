@@ -107,7 +107,7 @@ def refusals(rank, size):
     refused("offload_policy must be an xla_fsdp.OffloadPolicy", offload_policy=True)
     refused("Pass offload_policy, or", cpu_offload=xla_fsdp.CPUOffload())
     refused("shard_placement_fn", shard_placement_fn=lambda parameter: None)
-    refused("device_mesh must contain", mesh=[0])
+    refused("^mesh must contain", mesh=[0])
     refused("reshard_after_forward must be", TypeError, reshard_after_forward="no")
     refused("Pass mp_policy, or", compute_dtype=torch.bfloat16)
     refused("Pass mesh, or", sharding_groups=[[0, 1]])

@@ -17,9 +17,10 @@ from .sharding.comm_plan import Divisors
 from .sharding.cpu_offload import CPUOffload
 from .sharding.deferred_values import UninitializedTensor, remaining_uninitialized
 from .sharding.gathering import computing_passes
+from .sharding.ignored import as_list
 from .sharding.metadata import export_local_tensors, require_copying
 from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
-from .sharding.options import FULLY_SHARD, FSDPOptions, takes_options
+from .sharding.options import FULLY_SHARD, FSDPOptions, checked_mesh, takes_options
 from .sharding.state import FSDPState, unique_units
 from .sharding.summon import require_no_scanned, summon_full_params
 
@@ -135,10 +136,10 @@ def fully_shard(
         options |= {"reshard_after_forward": reshard_after_forward}
     given = replace(
         FSDPOptions.of(FULLY_SHARD, **options),
-        device_mesh=mesh,
+        device_mesh=None if mesh is None else checked_mesh(mesh, "mesh"),
         mixed_precision=precision.as_option,
         cpu_offload=CPUOffload() if isinstance(offload_policy, CPUOffloadPolicy) else None,
-        ignored_parameters=ignored_params,
+        ignored_parameters=as_list("ignored_params", ignored_params, (nn.Parameter,)),
         disable_reshard_on_root=reshard_after_forward is None,
     )
     modules = module if isinstance(module, list) else [module]

@@ -237,7 +237,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
         The default is the mean over all ranks. ``recursive``: also in all wrappers inside.
         """
         for name, value in (("pre", pre), ("post", post)):
-            if not value > 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         for unit in unique_units(self) if recursive else [self._unit]:
             unit.comms.divisors = Divisors(float(pre), float(post))

@@ -98,6 +98,17 @@ def reduced_in(dtype: torch.dtype, options: FSDPOptions) -> torch.dtype:
     return torch.float32 if dtype in NARROW and options.fp32_reduce_scatter else dtype
 
 
+def gather_waits(options: FSDPOptions, world: World, backward: bool) -> tuple[Wait, ...]:
+    """The events that the gathers of a unit wait for."""
+    if not world.as_on_tpu:
+        return ()
+    if backward:
+        if not options.optimization_barrier_in_backward:
+            return ()
+        return waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
+    return waits_of_forward(options.forward_prefetch) * options.optimization_barrier_in_forward
+
+
 def plan_gathers(
     specs: Sequence[TensorSpec],
     options: FSDPOptions,
@@ -119,13 +130,8 @@ def plan_gathers(
     if backward:
         parts.sort(key=lambda part: (len(part[0]) < 2, -part[0][0]))
     among = stored_among or world
-    waits: tuple[Wait, ...] = ()
+    waits = gather_waits(options, world, backward)
     if world.as_on_tpu:
-        waits = (
-            waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
-            if backward
-            else waits_of_forward(options.forward_prefetch)
-        )
         waits += (Wait(Event.GATHER, 0),)  # the links carry one collective at a time anyway
     planned = []
     for numbers, dtype in parts:

@@ -50,7 +50,7 @@ _RESHARDS = {
 }
 
 
-def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
+def checked_mesh(device_mesh: Any, name: str = "device_mesh") -> list[int] | list[list[int]]:
     """The ordinals of ``device_mesh``: a tensor, nested lists, or an object with a ``.mesh``.
 
     Raises ValueError if it is something else, or does not contain every rank once.
@@ -64,7 +64,7 @@ def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
         fits = False
     if not fits:
         raise ValueError(
-            f"device_mesh must contain each of the {len(ranks)} ranks once, in a 1-D mesh (the "
+            f"{name} must contain each of the {len(ranks)} ranks once, in a 1-D mesh (the "
             "ranks that share the parameters) or a 2-D mesh (each row is such a group, ranks with "
             f"the same shard are in one column), got {device_mesh!r}. Pass a DeviceMesh, a tensor "
             "or lists of ordinals"
@@ -216,9 +216,11 @@ def _ignored(*kinds: type) -> Check:
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be names, such as ({str(value)!r},), got {value!r}")
-    return tuple(value)
+    if not isinstance(value, str) and isinstance(value, Iterable):
+        names = tuple(value)
+        if all(isinstance(one, str) for one in names):
+            return names
+    raise TypeError(f"{name} must be names, such as ({str(value)!r},), got {value!r}")
 
 
 flag = must_be("True or False", lambda value: isinstance(value, bool))
@@ -321,9 +323,9 @@ class FSDPOptions:
     sharding_rank: int | None = option(None, _number, instead="mesh")
     sharding_world_size: int | None = option(None, _number, instead="mesh")
     shard_param_on_dim_0: bool = option(False, flag)
-    pin_layout_in_collective_ops: bool = option(True, inherited=False)
-    reduce_scatter_bucket_size_mb: int | None = option(0, inherited=False)
-    coalesce_all_gather_ops: bool = option(False, inherited=False)
+    pin_layout_in_collective_ops: bool = option(True, flag, inherited=False)
+    reduce_scatter_bucket_size_mb: int | None = option(0, _number, inherited=False)
+    coalesce_all_gather_ops: bool = option(False, flag, inherited=False)
     auto_wrap_policy: Callable[..., bool] | None = option(None, _function, **_ALONE)
     auto_wrapper_callable: Callable[..., nn.Module] | None = option(None, _function, **_ALONE)
     param_init_fn: Callable[[nn.Module], None] | None = option(None, _function)

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from .. import xlac
-from ..collectives.order import Event, Order, waits_of_backward, waits_of_forward
+from ..collectives.order import Event, Order
 from ..collectives.world import World
 from ..layers import linear
 from ..names import is_wrapper
 from ..tree import cast_floats, map_tensors, tensors_in
+from .comm_plan import gather_waits
 from .comms import SecondaryShards
 from .freeing import Stamp, stamps
 from .gathering import Pass, computing, computing_passes, parameters_saved_as_recipes
@@ -157,12 +158,10 @@ class FSDPState(Unit):
         if self.is_root or not (computing_passes() or recomputes):
             one.on_backward_end = self._end_backward_of_model
         if self.tensors:
-            arguments = tensors_in(inputs)
             events: Sequence[torch.Tensor] = ()
-            if self.world.as_on_tpu and self.options.optimization_barrier_in_forward:
-                events = [tensor for tensor in arguments if tensor.device == self.world.device]
+            if waits := gather_waits(self.options, self.world, False):
+                events = [one for one in tensors_in(inputs) if one.device == self.world.device]
                 if not recomputes:
-                    waits = waits_of_forward(self.options.forward_prefetch)
                     events = self.order.start(Event.INPUTS, events, waits)
             one.gather(events)
         self.computing += 1
@@ -275,10 +274,9 @@ class FSDPState(Unit):
         if one in passes:
             return
         passes.append(one)
-        options = self.options
         events: Sequence[torch.Tensor] = ()
-        if grad is not None and self.world.as_on_tpu and options.optimization_barrier_in_backward:
-            waits = waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
+        waits = gather_waits(self.options, self.world, True)
+        if grad is not None and waits:
             events = self.order.start(Event.GRADIENT, [grad], waits)
         one.unshard(events)
         # Checkpointed layers inside the unit recompute, and read parameters from the modules.
