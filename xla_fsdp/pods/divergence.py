@@ -18,6 +18,7 @@ from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import plain
 from ..scan.blocks import ScannedBlocks
+from ..sharding.sharded_parameter import reduced_grad
 from ..tree import tensors_in
 from ..wording import join_some, runs
 
@@ -148,10 +149,11 @@ class detect_divergence:
             events.append(("the loss", None, _not_finite(loss)))
         events += [(*tell(), flag) for tell, flag in backward]
         for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
+            grad = reduced_grad(parameter)
+            if grad is not None:
                 name = plain(name)
                 what = f"the gradient of the parameter {name}"
-                events.append((what, name.rpartition(".")[0], _not_finite(parameter.grad)))
+                events.append((what, name.rpartition(".")[0], _not_finite(grad)))
         return events
 
     def _fetch(

@@ -81,6 +81,12 @@ class _Largest(torch.autograd.Function):
         return grad * mine / collective(ctx.world.all_reduce_sum, mine, ctx.world), None
 
 
+def mean_over_ranks(value: torch.Tensor, world: World) -> torch.Tensor:
+    """The mean over all ranks, replicas included."""
+    found: torch.Tensor = _Sum.apply(value, world, True)
+    return found
+
+
 def collective(
     reduce: Callable[[torch.Tensor, str], torch.Tensor], value: torch.Tensor, world: World
 ) -> torch.Tensor:
@@ -177,13 +183,15 @@ class PendingNorm(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA:
-                return func(args[0]._power, *args[1:], **kwargs)
             if func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
                 return args[0]._dtype
+            if func in TENSOR_METADATA:
+                return func(args[0]._power, *args[1:], **kwargs)
             if func is torch.Tensor.to and not kwargs and args[1:] == (args[0]._power.device,):
                 return args[0]
-            args, kwargs = cls.added_up((args, kwargs), func is torch.stack or func is torch.cat)
+            if func is torch.stack or func is torch.cat:
+                return NormsInAList.of(func, args, kwargs)
+            args, kwargs = cls.added_up((args, kwargs))
         return func(*args, **kwargs)  # other arguments may be sharded tensors
 
     @classmethod
@@ -215,6 +223,58 @@ class PendingNorm(torch.Tensor):
         return repr(+self)
 
 
+class NormsInAList(torch.Tensor):
+    """Stacked norms, some of tensors that contain several parameters.
+
+    Only their norm, of the same order, is the one of all parameters; all else raises
+    ShardedParameterError. On the meta device, as ``PendingNorm``.
+    """
+
+    answers_first = True
+
+    _norms: torch.Tensor
+    _orders: set[float]
+    _spec: ShardSpec
+
+    @staticmethod
+    def of(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """What ``func`` returns, if every norm is that of one parameter."""
+        pending = tensors_in((args, kwargs), PendingNorm)
+        args, kwargs = PendingNorm.added_up((args, kwargs), listed=True)
+        found: torch.Tensor = func(*args, **kwargs)
+        several = next((s for one in pending if (s := one._spec) is not None and s.several), None)
+        if several is None:
+            return found
+        made = torch.Tensor._make_subclass(NormsInAList, found.detach().to("meta"))
+        made._norms, made._spec = found, several
+        made._orders = {one._order for one in pending}
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, (own, *_) = getattr(func, "__name__", ""), tensors_in((args, kwargs), cls)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in TENSOR_METADATA:
+                return func(own._norms, *args[1:], **kwargs)
+            if func is torch.Tensor.to and not kwargs and args[1:] == (own._norms.device,):
+                return own
+            if args and args[0] is own and name in ("norm", "linalg_vector_norm", "linalg_norm"):
+                given = [*args[1:], kwargs.get("ord"), kwargs.get("p"), 2.0]
+                order = next(one for one in given if one is not None and one != "fro")
+                if own._orders == {order}:
+                    return func(own._norms, *args[1:], **kwargs)
+        raise unsupported(
+            f"{name} of a list of norms", own._spec, "the tensor contains several parameters, and "
+            "each has a separate norm. Only a norm of the list, of the same order, is right"
+        )  # fmt: skip
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"NormsInAList({self._spec.name!r}, ...)"
+
+
 def _root(total: torch.Tensor, order: float) -> torch.Tensor:
     if order == 0:
         return total
@@ -227,9 +287,10 @@ def _root(total: torch.Tensor, order: float) -> torch.Tensor:
     return torch.where(zero, torch.zeros_like(root), root)
 
 
-_METADATA = frozenset(
+# Functions that read no values.
+TENSOR_METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in ("device", "is_xla", "shape", "ndim", "requires_grad", "grad_fn", "layout",
+    for name in ("device", "dtype", "is_xla", "shape", "ndim", "requires_grad", "grad_fn", "layout",
                  "is_leaf", "is_sparse", "is_cuda", "is_cpu", "is_meta")
 ) | {torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.is_floating_point,
      torch.Tensor.is_complex}  # fmt: skip
@@ -295,12 +356,19 @@ def _own_largest(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 def _min(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     if value.dtype is torch.bool:
         return _all(value, spec)
+    if not value.is_floating_point():
+        return ~_max(~value, spec)  # in order also for unsigned ones and the least of all
     return -_max(-value, spec)
 
 
 def _require_elements(spec: ShardSpec, name: str) -> None:
     if not spec.numel:
         raise unsupported(name, spec, "it has no elements")
+
+
+def _require_fractions(value: torch.Tensor, spec: ShardSpec, name: str) -> None:
+    if not (value.is_floating_point() or value.is_complex()):
+        raise unsupported(f"{name} of {value.dtype}", spec)
 
 
 def _any(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -331,6 +399,7 @@ def _mean(
 ) -> torch.Tensor:
     _require_one(spec, "mean")
     value = value if dtype is None else value.to(dtype)
+    _require_fractions(value, spec, "mean")
     wide = _wide(value)
     return (_total(wide, spec) / spec.numel).to(value.dtype)
 
@@ -339,6 +408,7 @@ def _var(
     value: torch.Tensor, spec: ShardSpec, *, unbiased: bool = True, correction: int | None = None
 ) -> torch.Tensor:
     _require_one(spec, "var")
+    _require_fractions(value, spec, "var")
     correction = int(unbiased) if correction is None else correction
     wide = _wide(value)
     away = wide - _mean(wide.detach(), spec)  # gradients through the mean would add up to zero
@@ -348,6 +418,7 @@ def _var(
 def _std(
     value: torch.Tensor, spec: ShardSpec, *, unbiased: bool = True, correction: int | None = None
 ) -> torch.Tensor:
+    _require_fractions(value, spec, "std")
     variance = _var(_wide(value), spec, unbiased=unbiased, correction=correction)
     return variance.sqrt().to(value.dtype)
 

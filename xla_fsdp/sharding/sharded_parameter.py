@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ..tree import map_tensors
 from . import shard_reductions as reductions
 from .layout import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
+from .unreduced import UnreducedGradient, drop_unreduced, has_unreduced
 
 
 class _Sharded:
@@ -28,6 +30,9 @@ class _Sharded:
         with torch._C.DisableTorchFunctionSubclass():
             if reductions.PendingNorm in types:
                 args, kwargs = reductions.PendingNorm.added_up((args, kwargs or {}))
+            for kind in (UnreducedGradient, reductions.NormsInAList):
+                if kind in types:
+                    return kind.__torch_function__(func, types, args, kwargs)
             try:
                 return _answer_of(func)(func, args, kwargs or {})
             except ShardedParameterError:
@@ -43,16 +48,21 @@ class _Sharded:
         """This rank's part, a plain tensor without a graph that shares memory."""
         return local(self)  # type: ignore[arg-type]
 
-    @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
-        """The full tensor, without a graph, on the device. All ranks must call it."""
-        spec, own = self.__dict__[SPEC], local(self)  # type: ignore[arg-type]
-        own = own if own.device == spec.world.device else own.to(spec.world.device)
-        full: torch.Tensor = spec.gather(own)
+        """The full tensor on the device. All ranks must call it.
+
+        Its gradient goes to the shards, as the mean over all ranks.
+        """
+        spec = self.__dict__[SPEC]
+        with torch._C.DisableTorchFunctionSubclass():
+            full: torch.Tensor = _FullTensor.apply(self, spec)
         return full
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain CPU tensor, so that files need neither this package nor torch_xla."""
+        """A plain CPU tensor, so that files need neither this package nor torch_xla.
+
+        ``xm.save`` copies each value by ``copy.copy``, which gives it too.
+        """
         return local(self).cpu().__reduce_ex__(protocol)  # type: ignore[arg-type]
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:
@@ -63,6 +73,21 @@ class _Sharded:
 
     def __format__(self, spec: str) -> str:
         return repr(self)
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+        ctx.spec, ctx.device = spec, own.device
+        own = own.detach()
+        own = own if own.device == spec.world.device else own.to(spec.world.device)
+        full: torch.Tensor = spec.gather(own)
+        return full
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.spec.cut(reductions.mean_over_ranks(grad, ctx.spec.world)).to(ctx.device), None
 
 
 class ShardedValue(_Sharded, torch.Tensor):  # type: ignore[misc]  # __repr__ is typed
@@ -184,12 +209,16 @@ _ALIASES = {
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "absolute": "abs",
     "negative": "neg", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
     "not_equal": "ne", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arctan2": "atan2",
-    "arccosh": "acosh", "arcsinh": "asinh", "arctanh": "atanh", "truediv": "div", "rdiv": "div",
-    "rtruediv": "div", "floordiv": "floor_divide", "rfloordiv": "floor_divide", "mod": "remainder",
+    "arccosh": "acosh", "arcsinh": "asinh", "arctanh": "atanh",
+    "special_expit": "sigmoid",
+}  # fmt: skip
+_OPERATORS = {
+    "truediv": "div", "rdiv": "div", "rtruediv": "div", "floordiv": "floor_divide",
+    "rfloordiv": "floor_divide", "mod": "remainder",
     "rmod": "remainder", "rpow": "pow", "radd": "add", "rmul": "mul", "invert": "bitwise_not",
     "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "rand": "bitwise_and",
     "ror": "bitwise_or", "rxor": "bitwise_xor", "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift", "special_expit": "sigmoid",
+    "rshift": "bitwise_right_shift",
 }  # fmt: skip
 _OPERATORS_IN_PLACE = ("iadd", "isub", "imul", "idiv", "itruediv", "ifloordiv", "imod", "ipow",
                        "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
@@ -204,15 +233,17 @@ _METADATA: dict[str, Callable[..., Any]] = {
 # Attributes that return other elements, or the same ones.
 _VALUES = frozenset(["T", "mT", "H", "mH", "__cuda_array_interface__"])
 _PARTS = frozenset(["real", "imag"])
-_SHARDED_VALUES = frozenset(["data", "grad", "_grad"])
+_SHARDED_VALUES = frozenset(["data"])
 
 
 def is_pointwise(name: str) -> bool:
     """Whether torch's function ``name`` is elementwise and draws no random numbers."""
-    if name.startswith("__") and name.endswith("__"):
+    was_operator = name.startswith("__") and name.endswith("__")
+    if was_operator:
         name = name.strip("_")
         name = f"{name[1:]}_" if name in _OPERATORS_IN_PLACE else name
     base = name.rstrip("_")
+    base = _OPERATORS.get(base, base) if was_operator else base
     if name in _POINTWISE or base in _POINTWISE:
         return True
     packet = getattr(torch.ops.aten, _ALIASES.get(base, base), None)
@@ -233,6 +264,8 @@ def _answer_of(func: Any) -> Answer:
             return _unsupported
         if attribute in _METADATA:
             return functools.partial(_metadata, _METADATA[attribute])
+        if attribute in ("grad", "_grad"):
+            return _get_grad if name == "__get__" else _set_grad
         if attribute in _PARTS or (attribute in _SHARDED_VALUES and name == "__get__"):
             return _same_elements
         return _copy if attribute in _SHARDED_VALUES and name == "__set__" else _plain
@@ -300,6 +333,11 @@ def _metadata(answer: Callable[..., Any], func: Any, args: tuple, kwargs: dict[s
     spec = spec_of(args[0])
     if spec is None:  # another argument is sharded
         return func(*args, **kwargs)
+    if answer is len and spec.several and isinstance(args[0], nn.Parameter):
+        raise unsupported(
+            "the number of dimensions", spec, "the tensor contains several parameters, and theirs "
+            "may differ. Choose parameter groups by name, model.named_parameters()"
+        )  # fmt: skip
     return answer(spec.shape, *[one for one in args[1:] if not isinstance(one, type)], **kwargs)
 
 
@@ -318,6 +356,23 @@ def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if spec is not None and type(found) is torch.Tensor:
         return as_sharded(found, spec)
     return found
+
+
+def _get_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    spec = spec_of(args[0])
+    if spec is not None and has_unreduced(spec):
+        return UnreducedGradient.of(args[0], spec)
+    return _same_elements(func, args, kwargs)
+
+
+def _set_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    spec = spec_of(args[0])
+    if len(args) > 1:  # else the attribute is deleted
+        _copy(func, args, kwargs)
+    else:
+        func(*args)
+    if spec is not None:
+        drop_unreduced(spec)
 
 
 def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
@@ -524,6 +579,12 @@ _ANSWERS: dict[str, Answer] = {
 }
 
 
+def reduced_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``parameter.grad``, without what ``no_sync`` stores."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
 def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
     """Adds ``grad`` to the gradient of ``shard`` as autograd would, with hooks."""
     spec = spec_of(shard)
@@ -531,11 +592,12 @@ def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
     for hook in list((shard._backward_hooks or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
-    if shard.grad is None:
-        shard.grad = grad
-    elif grad.device.type == "cpu":  # host memory may be scarce
-        shard.grad.add_(grad)
+    before = reduced_grad(shard)
+    if before is not None and grad.device.type == "cpu":  # host memory may be scarce
+        before.add_(grad)
     else:
-        shard.grad = shard.grad + grad
+        total = grad if before is None else before + grad
+        with torch._C.DisableTorchFunctionSubclass():  # what `no_sync` stores stays
+            shard.grad = total
     for hook in list((getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(shard)

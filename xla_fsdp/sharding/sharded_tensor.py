@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from ..tree import tensors_in
 from .freeing import free_
 from .layout import Layout, ShardSpec, TensorSpec
 from .sharded_parameter import local, make_sharded
+from .unreduced import unreduced_error
 
 if TYPE_CHECKING:
     from ..offload import ShardCopy
@@ -126,7 +127,8 @@ class ShardedTensor:
     # The ranks with the other shards; None inside a trace.
     world: World | None = None
     summoned: object | None = None  # its full parameters, see summon.py
-    unreduced: int = 0  # units that store full gradients of it, inside no_sync
+    # Inside no_sync: where units store full gradients of it, and under which number.
+    unreduced: list[tuple[dict[int, torch.Tensor], int]] = field(default_factory=list)
     copy: ShardCopy | None = None  # on the device, of a shard on the host
     widens: bool = False  # a gradient keeps the dtype of the reduction
     reordered: bool = False  # its values came from files with another order of parameters
@@ -156,6 +158,12 @@ class ShardedTensor:
     def source(self) -> torch.Tensor:
         """What this rank sends in a gather, a plain tensor."""
         return local(self.shard) if self.copy is None else self.copy.send()
+
+    def drop_unreduced(self) -> None:
+        """Drops gradients that ``no_sync`` stored."""
+        for store, number in self.unreduced:
+            store.pop(number, None)
+        self.unreduced = []
 
     def shard_spec(self) -> ShardSpec | None:
         if self.world is None:
@@ -238,11 +246,7 @@ def require_reduced(parameters: Iterable[object], what: str) -> None:
     for parameter in parameters:
         sharded = sharded_tensor_of(parameter)
         if sharded is not None and sharded.unreduced:
-            raise RuntimeError(
-                f"{what} was called while gradients of {sharded.key!r} are stored by no_sync and "
-                "not reduced yet, so they would be ignored. Run the last backward before it "
-                "outside of no_sync(), or drop them with model.zero_grad()"
-            )
+            raise unreduced_error(what, sharded.key)
 
 
 # These need no values, or move modules.

@@ -319,6 +319,8 @@ class FSDPState(Unit):
         if policy is None or not policy.keep_low_precision_grads or policy.param_dtype is None:
             return
         for tensor, holder, _ in self.holders():
+            if tensor.unreduced:
+                continue
             if holder.grad is not None and holder.is_floating_point() and not tensor.wide:
                 if holder.grad.dtype is not policy.param_dtype:
                     # torch allows another dtype than the parameter's only through ``grad.data``.

@@ -245,9 +245,9 @@ class Unit:
         if self.require_sync and self._unsynced:
             give = accumulate if self.host_gradients is None else self.host_gradients.take
             shards, _ = self.comms.trace_reductions(self.tensors, self._unsynced)
+            self.forget_gradients()  # hooks read the gradients
             for number, grad in shards.items():
                 give(self.tensors[number].shard, grad)
-            self.forget_gradients()
 
     def _store_unsynced(self, fulls: dict[int, torch.Tensor]) -> None:
         for number, full in fulls.items():
@@ -257,9 +257,10 @@ class Unit:
             else:
                 # No view: torch_xla would keep the base of the view in memory.
                 self._unsynced[number] = torch.view_copy(full, full.shape)
-                self.tensors[number].unreduced += 1
+                self.tensors[number].unreduced.append((self._unsynced, number))
 
     def _drop_unsynced(self, numbers: dict[int, torch.Tensor]) -> None:
         for number in numbers:
             del self._unsynced[number]
-            self.tensors[number].unreduced -= 1
+            tensor = self.tensors[number]
+            tensor.unreduced = [one for one in tensor.unreduced if one[0] is not self._unsynced]

@@ -16,7 +16,7 @@ import torch
 from ... import xlac
 from ...sharding.freeing import fill_
 from ...sharding.gathering import UnshardedParameter
-from ...sharding.sharded_parameter import local, on_local_parts
+from ...sharding.sharded_parameter import local, on_local_parts, reduced_grad
 from ...tree import has_own_operators
 
 _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
@@ -91,8 +91,9 @@ def _other_threads_paused() -> Iterator[None]:
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    grads = [t.grad for t in tensors if may_have_grad(t) and t.grad is not None and is_xla(t.grad)]
-    return list({id(t): t for t in [*tensors, *grads]}.values())
+    grads = [reduced_grad(tensor) for tensor in tensors if may_have_grad(tensor)]
+    there = [grad for grad in grads if grad is not None and is_xla(grad)]
+    return list({id(t): t for t in [*tensors, *there]}.values())
 
 
 def may_have_grad(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from ...offload import FETCHED_BYTES, STAGED_BYTES, ShardCopy
 from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank
-from ...sharding.sharded_parameter import local
+from ...sharding.sharded_parameter import local, on_local_parts, reduced_grad
 from ...sharding.sharded_tensor import ShardedTensor
 from ...sharding.state import FSDPState, unique_units
 from ...tpu.topology import Slice
@@ -325,15 +325,16 @@ class _Run:
 @contextlib.contextmanager
 def _state_restored() -> Iterator[LiveTensors]:
     live = LiveTensors()
-    grads = [(tensor, tensor.grad) for tensor in live.before if may_have_grad(tensor)]
+    grads = [(tensor, reduced_grad(tensor)) for tensor in live.before if may_have_grad(tensor)]
     try:
         with torch.random.fork_rng(devices=[]), preserve_random_state():
             yield live
     finally:
         for one in live.saved:
             one.restore()
-        for tensor, grad in grads:
-            tensor.grad = grad
+        with on_local_parts():  # what `no_sync` stores stays
+            for tensor, grad in grads:
+                tensor.grad = grad
         live.close()
 
 
