@@ -14,7 +14,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..names import dotted, is_wrapper
-from .shard_reductions import norm_of_replicated
+from .shard_reductions import largest_of_replicated, norm_of_replicated
 from .sharded_tensor import sharded_tensor_of
 
 # On a module: its id, which differs for a copy. On a parameter: its IgnoredMark.
@@ -24,10 +24,12 @@ _MARK = "_xla_fsdp_ignored"
 class IgnoredGradient(torch.Tensor):
     """The gradient of an ignored parameter, computed from this rank's batch.
 
-    In a list of norms it counts as the mean of all ranks' powers, so that all scale it equally.
+    Its norm is that of the mean of all ranks' powers, and its maximum that of all ranks, so that
+    all ranks clip alike.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
+    replicated = True
 
     @classmethod
     def __torch_function__(
@@ -36,15 +38,23 @@ class IgnoredGradient(torch.Tensor):
         if any(kind is not cls and kind is not IgnoredParameter for kind in types):
             return NotImplemented  # sharded tensors handle lists that contain both
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.linalg.vector_norm or func is torch.norm:
-                return norm_of_replicated(func, *args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            if func in (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm):
+                return norm_of_replicated(func, args, kwargs or {})
+            if func in (torch.max, torch.Tensor.max) and len(args) == 1 and not kwargs:
+                return largest_of_replicated(args[0])
+            found = func(*args, **(kwargs or {}))
+            if type(found) is torch.Tensor and getattr(func, "__name__", "") in _SAME_ELEMENTS:
+                found.__class__ = cls  # torch_xla's clipping detaches gradients
+            return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return memo.setdefault(id(self), self.detach().clone())
+
+
+_SAME_ELEMENTS = frozenset("abs detach clone contiguous to float double half bfloat16 type".split())
 
 
 class IgnoredParameter(nn.Parameter):

@@ -199,9 +199,7 @@ class PendingNorm(torch.Tensor):
         """``arguments`` with norms for pending ones, in one collective; ``listed``: of a list."""
         by_world: dict[World, list[PendingNorm]] = {}
         for one in tensors_in(arguments, cls):
-            if one._spec is None and not listed:
-                one._norm = _root(one._power, one._order).to(one._dtype)
-            elif one._spec is not None and not listed:
+            if one._spec is not None and not listed:
                 _require_one(one._spec, "norm")
             if one._norm is None:
                 by_world.setdefault(one._world, []).append(one)
@@ -321,17 +319,28 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
     return PendingNorm.of(power, spec.world, spec, order, kept)
 
 
-def norm_of_replicated(
-    function: Callable[..., torch.Tensor], value: torch.Tensor, order: Any = 2.0, **kwargs: Any
-) -> torch.Tensor:
-    """A vector norm of a replicated tensor; a list of norms takes the mean of all ranks' powers."""
-    found = function(value, order, **kwargs)
-    if found.dim() or not isinstance(order, (int, float)) or order <= 0:
-        return found
+def norm_of_replicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A norm of a replicated tensor: of the mean of all ranks' powers. ``func``: torch's norm."""
+    value, *rest = args
+    given = {n: one for n, one in kwargs.items() if one is not None and one is not False}
+    order = rest.pop(0) if rest else given.pop("p", given.pop("ord", None))
+    order = 2.0 if order is None or order == "fro" else order
+    dtype = given.pop("dtype", None)
+    if rest or given or not isinstance(order, (int, float)) or order <= 0:
+        plain: torch.Tensor = func(*args, **kwargs)
+        return plain
+    found = torch.linalg.vector_norm(value if dtype is None else value.to(dtype), order)
     wide = _wide(found)
     power = wide if math.isinf(order) else wide ** float(order)
     world = World.to_reduce_over(None, value.device)
     return PendingNorm.of(power, world, None, float(order), found.dtype)
+
+
+def largest_of_replicated(value: torch.Tensor) -> torch.Tensor:
+    """The largest element on any rank."""
+    world = World.to_reduce_over(None, value.device)
+    largest: torch.Tensor = _Largest.apply(_wide(value).max(), world)
+    return largest.to(value.dtype)
 
 
 def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

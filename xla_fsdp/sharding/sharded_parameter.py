@@ -466,7 +466,17 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         of = torch.norm if name == "_foreach_norm" else torch.max
         order = args[1:] or ([kwargs["ord"]] if "ord" in kwargs else [])
         dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
-        return [_reduction(of, (each, *order), dtype) for each in args[0]]
+        of_replicated = (
+            reductions.norm_of_replicated
+            if name == "_foreach_norm"
+            else lambda func, given, _: reductions.largest_of_replicated(given[0])
+        )
+        return [
+            of_replicated(of, (each, *order), dtype)
+            if getattr(type(each), "replicated", False)
+            else _reduction(of, (each, *order), dtype)
+            for each in args[0]
+        ]
     given = (*args, *kwargs.values())
     lists = [one for one in given if isinstance(one, (list, tuple)) and one]
     lists = [one for one in lists if isinstance(one[0], torch.Tensor)]
