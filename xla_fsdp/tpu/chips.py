@@ -401,7 +401,7 @@ V6E = Chip(
     # operations a cycle.
     clock_hz=1750e6,
     matrix_cycles=0.7,
-    published=(1.07, 6),
+    published=(1.07, 7),
     matrix_unit=256,
     hbm_bytes=32 * GIB,  # Cloud: 32 GB (GiB by libtpu's limit)
     usable_hbm_bytes=int(31.25 * GIB),
