@@ -103,10 +103,7 @@ def test_a_calibration_is_kept_and_changes_the_chip(tmp_path):
         (lambda data: data["calibration"].update(link_bandwidth=-1), "link_bandwidth is -1"),
         (lambda data: data["calibration"].update(hbm_bandwidth=True), "hbm_bandwidth is True"),
         (lambda data: data["calibration"].update(matrix_flops="much"), "matrix_flops is 'much'"),
-        (
-            lambda data: data["calibration"].update(clock=1),
-            "unexpected keyword argument 'clock'",
-        ),
+        (lambda data: data["calibration"].update(clock=1), "unexpected keyword argument 'clock'"),
         (lambda data: data["calibration"].pop("family"), "required positional argument: 'family'"),
         (lambda data: data.update(version=2), "version 2, allowed is 1"),
         (lambda data: data.update(format="plan"), "some other JSON"),
@@ -259,7 +256,7 @@ def test_stages_of_two_cpu_ranks(run_script, tmp_path):
     assert "on CPU ranks, " in done.stdout and "in a plan for another device" in done.stdout
     kinds = {(time["kind"], time["bytes"]) for time in data["collectives"]}
     assert kinds == {(kind, size) for kind in KINDS for size in (1 << 13, 1 << 17)}
-    assert all(time["seconds"] > 0 for time in data["collectives"])
+    assert all(time["seconds"] > 0 and time["axis"] == "all" for time in data["collectives"])
     with pytest.raises(CalibrationError, match="says nothing of a TPU"):
         Calibration.load(tmp_path / "c.json").apply(V5E)
 
@@ -292,14 +289,6 @@ def run_stages(rank, job, on_tpu):
         xm.rendezvous("run")
         if rank == 0:  # parity computes matmuls in full precision
             torch_xla.backends.set_mat_mul_precision("default")
-
-
-def test_each_collective_is_measured(run_ranks, tmp_path):
-    job = Job(("collectives",), "", "", now() + 1e6, str(tmp_path / "00.notes"))
-    run_ranks(run_stages, 2, job, False)
-    times = read_notes(tmp_path, "collective")
-    assert [(time.kind, time.bytes) for time in times] == [(kind, 1 << 10) for kind in KINDS]
-    assert all(time.seconds > 0 and time.axis == "all" for time in times)
 
 
 @pytest.mark.slow
@@ -372,11 +361,6 @@ def test_a_stage_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
     assert (found.status, found.name) == (Status.FAILED, "rates") and "RuntimeError" in found.found
 
 
-@pytest.mark.parametrize("name", ["v3-8", "v4-32", "v5litepod-64", "v5p-8", "v6e-8", "v5e:2x4"])
-def test_a_slice_that_is_here_can_be_planned_for_by_its_name(name):
-    assert resolve(resolve(name).name) == resolve(name)
-
-
 @pytest.mark.parametrize(
     "flag, said",
     [
@@ -391,25 +375,17 @@ def test_wrong_arguments(capsys, flag, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flag, said",
-    [
-        ("--report={}/none/x.html", "make the folder .*/none first"),
-        ("--report={}/none/x.json", "make the folder .*/none first"),
-        ("--calibration={}/none/x.json", "make the folder .*/none first"),
-    ],
-)
+@pytest.mark.parametrize("flag", ["--report={}/x.html", "--report={}/x.json", "--calibration={}/x"])
 def test_files_that_cannot_be_written_fail_before_the_measurement(
-    capsys, monkeypatch, tmp_path, flag, said
+    capsys, monkeypatch, tmp_path, flag
 ):
     calls = []
     monkeypatch.setattr("xla_fsdp.pods.verify.verify", lambda **flags: calls.append(flags))
-    assert main(["--measure", flag.format(tmp_path)]) == 2
-    assert re.search(said, capsys.readouterr().err) and calls == []
+    assert main(["--measure", flag.format(tmp_path / "none")]) == 2
+    assert re.search("make the folder .*/none first", capsys.readouterr().err) and calls == []
 
 
 def test_stages_are_chosen(monkeypatch, tmp_path):
-    """By the flag of the command, and of ``verify``."""
     given, ran = {}, []
 
     def verify(**flags):
