@@ -51,22 +51,11 @@ def make(blocks=2, steps=3, **changes):
             for number in range(steps):
                 again = phase == "backward" and not number
                 work = WORK[number % len(WORK)]
-                ops.append(
-                    Op(place, f"fusion.{place}", "fusion", 1000, 1, module, phase, again, work)
-                )
-                slots.append(
-                    Slot(
-                        "compute",
-                        now,
-                        now + 3 * MS,
-                        place,
-                        f"fusion.{place}",
-                        module,
-                        phase,
-                        recomputed=again,
-                    )
-                )
-                now, place = now + 3 * MS, place + 1
+                name, end = f"fusion.{place}", now + 3 * MS
+                ops.append(Op(place, name, "fusion", 1000, 1, module, phase, again, work))
+                what = place, name, module, phase
+                slots.append(Slot("compute", now, end, *what, recomputed=again))
+                now, place = end, place + 1
     buffers.append(Buffer("p0", GIB, 0, place - 1, "argument", "f32[268435456]", "parameter", "w"))
     change = [0] * (place + steps + 1)
     for buffer in buffers:

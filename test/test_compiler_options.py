@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -39,15 +40,11 @@ UNSET = ("LIBTPU_INIT_ARGS", "TPU_MEGACORE", "PJRT_DEVICE")
 
 @contextmanager
 def environment(**changes):
-    kept = dict(os.environ)
-    for name in UNSET:
-        os.environ.pop(name, None)
-    os.environ.update(changes)
-    try:
+    with mock.patch.dict(os.environ, changes):
+        for name in UNSET:
+            if name not in changes:
+                os.environ.pop(name, None)
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
 
 
 def launched(version, user):
@@ -64,17 +61,17 @@ def launched(version, user):
         torch_xla._setup_default_env()  # what importing torch_xla does in each
         there.update({name: os.environ.get(name) for name in UNSET[:2]})
 
-    kept = tpu.version, tpu.num_available_chips, spawned.run
-    tpu.version, tpu.num_available_chips, spawned.run = lambda: version, lambda: 4, run
-    try:
-        with environment(PJRT_DEVICE="TPU", LIBTPU_INIT_ARGS=user):
-            torch_xla._setup_default_env()
-            launch.launch(json.dumps)
-            # A plan of that process does not take torch_xla's options for the user's.
-            of_v3 = host_options(CHIPS["v3"]).arguments
-            assert host_options(CHIPS["v3"], environ={"LIBTPU_INIT_ARGS": user}).arguments == of_v3
-    finally:
-        tpu.version, tpu.num_available_chips, spawned.run = kept
+    with (
+        mock.patch.object(tpu, "version", lambda: version),
+        mock.patch.object(tpu, "num_available_chips", lambda: 4),
+        mock.patch.object(spawned, "run", run),
+        environment(PJRT_DEVICE="TPU", LIBTPU_INIT_ARGS=user),
+    ):
+        torch_xla._setup_default_env()
+        launch.launch(json.dumps)
+        # A plan of that process does not take torch_xla's options for the user's.
+        of_v3 = host_options(CHIPS["v3"]).arguments
+        assert host_options(CHIPS["v3"], environ={"LIBTPU_INIT_ARGS": user}).arguments == of_v3
     return there
 
 
@@ -99,12 +96,12 @@ def planned(topology, user, launcher="xla_fsdp"):
     def run(self, folder, *_):
         raise Asked((folder / "request.json").read_text())
 
-    kept, Target._run = Target._run, run
-    try:
-        with environment(PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=user), pytest.raises(Asked) as asked:
-            plan(step, topology, cache=False, progress=False, ranks=[0], launcher=launcher)
-    finally:
-        Target._run = kept
+    with (
+        mock.patch.object(Target, "_run", run),
+        environment(PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=user),
+        pytest.raises(Asked) as asked,
+    ):
+        plan(step, topology, cache=False, progress=False, ranks=[0], launcher=launcher)
     return json.loads(str(asked.value))
 
 
@@ -192,15 +189,14 @@ def test_options_for_large_matmuls_are_those_of_the_chips(tmp_path, monkeypatch)
     for chip in CHIPS.values():
         if chip.pci_device is not None:
             assert _TPU_PCI_DEVICE_IDS[chip.pci_device].name == chip.family
-    for slot, vendor, device in (("0", "0x8086", "0x006f"), ("1", "0x1ae0", "0x0042")):
-        (tmp_path / slot).mkdir()
-        (tmp_path / slot / "vendor").write_text(f"{vendor}\n")
-        (tmp_path / slot / "device").write_text(f"{device}\n")
-    assert (
-        compiler_options.this_hosts_chip(tmp_path) is None
-    )  # neither another maker's nor a network card is a TPU
-    (tmp_path / "1" / "device").write_text("0x006f\n")
-    assert compiler_options.this_hosts_chip(tmp_path) is CHIPS["v6e"]
+    # Neither another maker's nor a network card is a TPU.
+    for vendor, device, family in (
+        ("0x8086", "0x006f", None), ("0x1ae0", "0x0042", None), ("0x1ae0", "0x006f", "v6e"),
+    ):  # fmt: skip
+        (tmp_path / "0").mkdir(exist_ok=True)
+        (tmp_path / "0" / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / "0" / "device").write_text(f"{device}\n")
+        assert compiler_options.this_hosts_chip(tmp_path) is CHIPS.get(family)
 
     assert for_large_matmuls("v3") == for_large_matmuls("v4") == {}
     monkeypatch.setattr(compiler_options, "this_hosts_chip", lambda: None)

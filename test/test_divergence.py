@@ -91,33 +91,28 @@ def train(rank, where, planted_on, at, every=1, checkpointed=False, tell=None, s
     return losses
 
 
-def test_a_nan_of_one_ranks_forward(run_ranks):
-    found = run_ranks(train, 2, "forward", 1, 2)
-    (message, *rest), other = found
-    assert (message, *rest) == other  # every rank knows
-    assert rest == [2, [1], "blocks.0"]
-    assert message == (
-        "step 2: the output of blocks.0 is not finite on rank 1; on further ranks (1) a later "
-        "value is not finite"
-    )
+LATER = "is not finite on rank 1; on further ranks (1) a later value is not finite"
 
 
-def test_a_nan_of_a_complex_value(run_ranks):
-    (_, *rest), _ = run_ranks(train, 2, "complex", 1, 2)
-    assert rest == [2, [1], "blocks.0.spectrum"]
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_nan_of_one_ranks_backward(run_ranks, checkpointed):
-    # A checkpointed module gets its graph in its second call, which is in the backward.
-    at = 2 if checkpointed else 1
-    (message, *rest), other = run_ranks(train, 2, "backward", 1, at, checkpointed=checkpointed)
-    assert (message, *rest) == other
-    assert rest == [1, [1], "blocks.0"]
-    assert message == (
-        "step 1: the gradient of the output of blocks.0.linear, from blocks.0 itself, is not "
-        "finite on rank 1; on further ranks (1) a later value is not finite"
-    )
+@pytest.mark.parametrize(
+    "where, at, checkpointed, module, message",
+    [
+        ("forward", 2, False, "blocks.0", "the output of blocks.0"),
+        ("complex", 2, False, "blocks.0.spectrum", "the output of blocks.0.spectrum"),
+        *(
+            ("backward", at, checkpointed, "blocks.0",
+             "the gradient of the output of blocks.0.linear, from blocks.0 itself,")
+            # A checkpointed module gets its graph in its second call, which is in the backward.
+            for at, checkpointed in ((1, False), (2, True))
+        ),
+    ],
+)  # fmt: skip
+def test_a_nan_of_one_rank(run_ranks, where, at, checkpointed, module, message):
+    (found, *rest), other = run_ranks(train, 2, where, 1, at, checkpointed=checkpointed)
+    assert (found, *rest) == other  # every rank knows
+    step = 1 if where == "backward" else 2
+    assert rest == [step, [1], module]
+    assert found == f"step {step}: {message} {LATER}"
 
 
 def test_a_rank_that_differs(run_ranks):

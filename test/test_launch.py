@@ -25,20 +25,6 @@ def expected(rank, size, step):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("size", [4, 8])
-def test_many_consecutive_steps(run_ranks, size):
-    def train(rank):
-        losses = []
-        for step in range(20):
-            loss = sharded_step(rank, size, step)
-            torch_xla.sync()
-            losses.append(loss.item())
-        return losses
-
-    for rank, losses in enumerate(run_ranks(train, size)):
-        assert losses == [expected(rank, size, step) for step in range(20)]
-
-
 def test_programs_do_not_depend_on_the_garbage_collector(run_ranks, tmp_path):
     """Rank 1's program alone would have the reductions of the model that nothing refers to,
     and wait for rank 0's."""
@@ -107,13 +93,14 @@ def test_consecutive_launches_on_4_ranks(run_script, launches):
     assert result.stdout == "all\n", result.stderr
 
 
-def test_ranks_of_uneven_speed(run_ranks):
+@pytest.mark.parametrize("size", [4, 8])
+def test_many_consecutive_steps_of_ranks_of_uneven_speed(run_ranks, size):
     def train(rank):
         uneven = random.Random(rank)
         losses = []
-        for step in range(15):
+        for step in range(20):
             time.sleep(uneven.random() * 0.02)
-            loss = sharded_step(rank, 4, step)
+            loss = sharded_step(rank, size, step)
             if step % 3 == 0:
                 losses.append(loss.item())
             time.sleep(uneven.random() * 0.02)
@@ -124,8 +111,8 @@ def test_ranks_of_uneven_speed(run_ranks):
                 xm.rendezvous(f"step {step}")
         return losses
 
-    for rank, losses in enumerate(run_ranks(train, 4)):
-        assert losses == [expected(rank, 4, step) for step in range(15)]
+    for rank, losses in enumerate(run_ranks(train, size)):
+        assert losses == [expected(rank, size, step) for step in range(20)]
 
 
 READS = [
@@ -148,11 +135,19 @@ READS = [
 
 def test_all_ranks_read_what_is_pending(run_ranks):
     def step(rank):
-        return [
+        found = [
             read(xm.all_gather(torch.full((3,), float(rank)).to("xla")).sum() * 2) for read in READS
         ]
+        # A value is read twice, with more collectives between.
+        gathered = xm.all_gather(torch.full((2,), float(rank)).to("xla"))
+        first = gathered.sum().item()
+        second = xm.all_reduce("sum", gathered * 1.0)
+        again = gathered.max().item()
+        torch_xla.sync()
+        return found, (first, again, second.tolist())
 
-    assert run_ranks(step, 3) == [[18.0] * len(READS)] * 3
+    twice = (6.0, 2.0, [0.0, 0.0, 3.0, 3.0, 6.0, 6.0])
+    assert run_ranks(step, 3) == [([18.0] * len(READS), twice)] * 3
 
 
 def test_one_rank_may_do_local_things_alone(run_ranks):
@@ -176,19 +171,6 @@ def test_one_rank_may_do_local_things_alone(run_ranks):
     results = run_ranks(train, 4)
     want = [x for step in range(4) for x in (3.0 * step, expected(0, 4, step))]
     assert results == [want, [], [], []]
-
-
-def test_a_value_read_twice_and_more_collectives_after_it(run_ranks):
-    def step(rank):
-        x = torch.full((2,), float(rank)).to("xla")
-        gathered = xm.all_gather(x)
-        first = gathered.sum().item()
-        second = xm.all_reduce("sum", gathered * 1.0)
-        again = gathered.max().item()
-        torch_xla.sync()
-        return first, again, second.tolist()
-
-    assert run_ranks(step, 3) == [(6.0, 2.0, [0.0, 0.0, 3.0, 3.0, 6.0, 6.0])] * 3
 
 
 def test_consecutive_programs_do_not_mix(run_ranks):
@@ -252,8 +234,6 @@ def test_reads_without_a_sync_do_not_add_up(run_ranks):
         assert len(set(programs[1:])) == 1, programs
         assert pending == [0] * 5
 
-
-# -- arguments, and what a process does around a launch ---------------------------------------
 
 # Each line runs in a process of its own.
 HEAD = """
@@ -441,7 +421,6 @@ assert launch(lambda rank: rank) == [0, 1, 2, 3]  # the default
     ids=["stuck-exit", "stuck", "stuck-raise", "clean-raise", "clean-exit", "clean"],
 )
 def test_exit_status(run_script, script, end, status):
-    """After a launch with a rank that is stuck, or a clean one."""
     result = run_script(f"{script}\nprint('launched', flush=True)\n{end}")
     assert result.stdout == "launched\n", result.stderr
     assert result.returncode == status, result.stderr

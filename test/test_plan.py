@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -17,17 +16,14 @@ from torch import nn
 V3, V5E = "v3-8", "v5e:2x4"
 
 
-def _classes(name):
-    if name == "in-tree":
-        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
-    else:
-        from xla_fsdp import XlaFullyShardedDataParallel
-    return XlaFullyShardedDataParallel
-
-
 def _step(name="ours", width=512, rows=64, blocks=2):
     def step():
-        fsdp = functools.partial(_classes(name), compute_dtype=torch.bfloat16)
+        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
+
+        from xla_fsdp import XlaFullyShardedDataParallel as Ours
+
+        kind = InTree if name == "in-tree" else Ours
+        fsdp = functools.partial(kind, compute_dtype=torch.bfloat16)
         parts = [
             nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
             for _ in range(blocks)
@@ -79,12 +75,15 @@ def a_report(cache):
     assert 0 <= memory.outputs - memory.aliased < 4096  # the loss, and the table of outputs
     assert max(schedule.curve) == pytest.approx(memory.peak, rel=0.005)
     assert sum(b.bytes for b in schedule.live_at_peak()) == max(schedule.curve)
-    names = {b.name for b in schedule.buffers if b.category == "argument"}
+    arguments = [b for b in schedule.buffers if b.category == "argument"]
+    assert {(b.born, b.dies) for b in arguments} == {(0, schedule.length - 1)}
+    names = {b.name for b in arguments}
     assert {"0.0.weight", "exp_avg of 1.2.bias", "exp_avg_sq of 0.2.weight"} <= names
 
     gathers = [c for c in schedule.collectives if c.kind == "all-gather"]
     assert {c.module for c in gathers} >= {"0.small_parameters", "1.small_parameters"}
     assert {c.phase for c in schedule.collectives} == {"forward", "backward"}
+    assert {op.phase for op in schedule.ops} >= {"forward", "backward", "optimizer"}
     assert report.timing.step == report.timing.compute + report.timing.exposed > 0
     # 6 N per row, both blocks being units of their own.
     assert report.timing.model_flops == pytest.approx(6 * 4 * 512 * 1024 * 64, rel=0.01)
@@ -98,28 +97,6 @@ def a_report(cache):
     assert text.startswith("FITS") and "two blocks" in text and "0.0.weight" not in report.warnings
     report.save(os.path.join(cache, "plan.json"))
     assert Report.load(os.path.join(cache, "plan.json")) == report
-
-
-def donated_bytes_are_the_difference(cache):
-    """Without donation the same program needs exactly the donated buffers more."""
-    from dataclasses import replace
-
-    from xla_fsdp.planning.compiling.compiler import Target
-    from xla_fsdp.planning.compiling.progress import Progress
-    from xla_fsdp.planning.tracing.step import trace_step
-
-    target = Target.of(V3, None, "xla_fsdp", None, cache, Progress(None))
-
-    def needed(program):
-        memory = target.compile(program, target.host()).memory
-        return memory, memory.arguments + memory.outputs - memory.aliased
-
-    program = trace_step(_step(), 0, 8).program
-    with_donation, less = needed(program)
-    without, more = needed(replace(program, donated={}))
-    assert without.aliased == 0 and with_donation.aliased > 0
-    assert more - less == with_donation.aliased
-    assert without.arguments == with_donation.arguments
 
 
 def wire_bytes_are_those_of_the_traced_program(cache):
@@ -176,47 +153,32 @@ def wrong_arguments(cache):
     from xla_fsdp import MissingExtraError, UnknownTopologyError, plan
     from xla_fsdp.planning.compiling import compiler
 
-    for topology, message in (("v3-9", "v3-8"), ("tpu", "v5litepod-1"), ("v5e:3x3", "v5e")):
-        with pytest.raises(UnknownTopologyError, match=message):
-            plan(_step(), topology)
-    with pytest.raises(TypeError, match="step must be a function"):
-        plan(None, V3)
-    for ranks in ([8], [-1], [], [True], ["0"], 3):
-        with pytest.raises(ValueError, match="from 0 to 7"):
-            plan(_step(), V3, ranks=ranks)
-    with pytest.raises(TypeError, match="compiler_options must have values by name.*got '--a=1'"):
-        plan(_step(), V3, compiler_options="--a=1")
-    with pytest.raises(TypeError, match="cache must be True, False or a folder, got 3"):
-        plan(_step(), V3, cache=3)
-    plain, compiler.importlib.util.find_spec = importlib.util.find_spec, lambda name: None
-    try:
+    ranks = [({"ranks": r}, ValueError, "from 0 to 7") for r in ([8], [-1], [], [True], ["0"], 3)]
+    for given, error, message in (
+        ({"topology": "v3-9"}, UnknownTopologyError, "v3-8"),
+        ({"topology": "tpu"}, UnknownTopologyError, "v5litepod-1"),
+        ({"topology": "v5e:3x3"}, UnknownTopologyError, "v5e"),
+        ({"step": None}, TypeError, "step must be a function"),
+        *ranks,
+        ({"compiler_options": "--a=1"}, TypeError,
+         "compiler_options must have values by name.*got '--a=1'"),
+        ({"cache": 3}, TypeError, "cache must be True, False or a folder, got 3"),
+        ({"compiler_options": {"xla_tpu_sliced_prefetch_max_slices": "perhaps"}}, ValueError,
+         "Illegal value 'perhaps' .*sliced_prefetch_max_slices"),
+        ({"launcher": "jax"}, ValueError, "launcher must be one of xla_fsdp, torch_xla, other"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            plan(**{"step": _step(), "topology": V3, **given})
+    with mock.patch.object(compiler.importlib.util, "find_spec", lambda name: None):
         with pytest.raises(MissingExtraError, match=r"pip install 'xla_fsdp\[plan\]'"):
             plan(_step(), V3)
-    finally:
-        compiler.importlib.util.find_spec = plain
-    with pytest.raises(ValueError, match="names xla_no_such_flag, which .* leave"):
-        with pytest.warns(UserWarning, match="does not know xla_no_such_flag: ignored"):
-            plan(_step(), V3, compiler_options={"xla_no_such_flag": "1"})
-    with pytest.raises(ValueError, match="write names without dashes"):
-        with pytest.warns(UserWarning, match="does not know --xla_tpu_sliced_prefetch_max_slices"):
-            plan(_step(), V3, compiler_options={"--xla_tpu_sliced_prefetch_max_slices": "0"})
-    with pytest.raises(ValueError, match="Illegal value 'perhaps' .*sliced_prefetch_max_slices"):
-        plan(_step(), V3, compiler_options={"xla_tpu_sliced_prefetch_max_slices": "perhaps"})
-    with pytest.raises(ValueError, match="launcher must be one of xla_fsdp, torch_xla, other"):
-        plan(_step(), V3, launcher="jax")
-
-
-def a_cache_that_is_damaged(cache):
-    from pathlib import Path
-
-    from xla_fsdp import plan
-
-    files = sorted(Path(cache).glob("*.json.gz"))
-    assert files
-    for file in files:
-        file.write_bytes(b"\x1f\x8b damaged")
-    report = plan(_step(), V3, cache=cache, progress=False)
-    assert not report.from_cache and report.fits
+    for name, message in (
+        ("xla_no_such_flag", "names xla_no_such_flag, which .* leave"),
+        ("--xla_tpu_sliced_prefetch_max_slices", "write names without dashes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with pytest.warns(UserWarning, match=f"does not know {name}"):
+                plan(_step(), V3, compiler_options={name: "1"})
 
 
 def the_in_tree_class(cache):
@@ -252,9 +214,7 @@ def nothing_in_pieces(cache):
 
 CHECKS = [
     a_report,
-    pytest.param(donated_bytes_are_the_difference, marks=pytest.mark.slow),
     pytest.param(wire_bytes_are_those_of_the_traced_program, marks=pytest.mark.slow),
-    pytest.param(a_cache_that_is_damaged, marks=pytest.mark.slow),
     pytest.param(a_step_that_does_not_fit, marks=pytest.mark.slow),
     wrong_arguments,
     pytest.param(the_in_tree_class, marks=pytest.mark.slow),
@@ -292,23 +252,12 @@ plan(_step(), "v3-8", cache=False, ranks=[0],
 @pytest.mark.parametrize(
     "signal, words",
     [
-        (
-            "SIGSEGV",
-            (
-                "exit status -11 (a crash): plan with compiler='0.0.51', or change its options one "
-                "by one with",
-                "--xla_tpu_enable_flash_attention=true')",
-            ),
-        ),
-        (
-            "SIGKILL",
-            (
-                "exit status -9 (killed, perhaps by a system out of memory): use scan_blocks, plan "
-                "fewer blocks, or use a machine with more memory. Its output: ",
-            ),
-        ),
+        ("SIGSEGV", ["exit status -11 (a crash): plan with compiler='0.0.51', or change its "
+                     "options one by one with", "--xla_tpu_enable_flash_attention=true')"]),
+        ("SIGKILL", ["exit status -9 (killed, perhaps by a system out of memory): use scan_blocks, "
+                     "plan fewer blocks, or use a machine with more memory. Its output: "]),
     ],
-)
+)  # fmt: skip
 def test_a_crash_of_the_compiler_names_a_remedy(run_script, tmp_path, signal, words):
     child = (
         "import os, signal\n"

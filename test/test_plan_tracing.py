@@ -52,20 +52,6 @@ def _elements(traced):
     return sum(unit.elements for unit in traced.units)
 
 
-def the_rank_and_size_are_those_of_the_slice():
-    seen, environment = [], dict(os.environ)
-    plain = _step()
-
-    def step():
-        seen.append((xr.global_ordinal(), xr.world_size()))
-        plain()
-
-    trace_step(step, 5, 64)
-    assert seen == [(5, 64)]
-    assert (xr.global_ordinal(), xr.world_size()) == (0, 1)
-    assert dict(os.environ) == environment
-
-
 def every_end_of_a_step_gives_the_same_program():
     programs = {
         (end, steps): trace_step(_step(end=end, steps=steps), 0, 8).fingerprint
@@ -128,20 +114,6 @@ def what_was_there_before_is_untouched():
     assert torch.equal(pending.cpu(), torch.full((2, 16), 3.0))
 
 
-def a_read_in_mid_step_is_noticed():
-    def step():
-        model = _model(xla_fsdp.XlaFullyShardedDataParallel)
-        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = model(torch.randn(4, 256).to("xla")).sum()
-        assert loss.item() == 0.0  # nothing runs: zeros
-        loss.backward()
-        stepper.step()
-
-    traced = trace_step(step, 0, 8)
-    assert len(traced.reads) == 1 and "test_plan_tracing.py" in traced.reads[0]
-    assert traced.has_optimizer
-
-
 def reads_leave_the_rest_of_the_step_alone():
     """Guards against NaN, losses that are logged, masks: the program stays the whole step."""
 
@@ -152,7 +124,7 @@ def reads_leave_the_rest_of_the_step_alone():
             for _ in range(2):
                 loss = model(torch.randn(4, 256).to("xla")).square().mean()
                 if read:
-                    loss.item()
+                    assert loss.item() == 0.0  # nothing runs: zeros
                     if not torch.isfinite(loss).all() or torch.isnan(loss):
                         raise RuntimeError("not finite")
                 loss.backward()
@@ -166,6 +138,7 @@ def reads_leave_the_rest_of_the_step_alone():
 
     plain, with_reads = step(False), step(True)
     assert len(with_reads.reads) == 4 and with_reads.has_optimizer
+    assert all("test_plan_tracing.py" in read for read in with_reads.reads)
     assert len(with_reads.program.donated) == len(plain.program.donated) == 8
 
     def masked():
@@ -315,20 +288,23 @@ def a_forward_alone_is_a_program_too():
 
 
 def errors_of_the_step_come_out_and_leave_nothing_behind():
-    def fail():
-        _step()()
-        raise KeyError("mine")
-
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     import xla_fsdp.sharded_module  # noqa: F401  # registers a hook, which stays
 
-    hooks = dict(_global_optimizer_pre_hooks)
+    hooks, environment, seen = dict(_global_optimizer_pre_hooks), dict(os.environ), []
+
+    def fail():
+        seen.append((xr.global_ordinal(), xr.world_size()))
+        _step()()
+        raise KeyError("mine")
+
     with pytest.raises(KeyError, match="mine"):
-        trace_step(fail, 0, 8)
+        trace_step(fail, 5, 64)
     with pytest.raises(ValueError, match="traced nothing"):
         trace_step(lambda: None, 0, 8)
-    assert xr.world_size() == 1
+    assert seen == [(5, 64)] and (xr.global_ordinal(), xr.world_size()) == (0, 1)
+    assert dict(os.environ) == environment
     assert not torch_xla._XLAC._get_ir_debug()
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert dict(_global_optimizer_pre_hooks) == hooks and len(hooks) == 1
@@ -393,7 +369,6 @@ def _peak_bytes():
 
 
 def _mapped_bytes():
-    """Of the address space of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -465,22 +440,11 @@ def other_threads_make_tuples_meanwhile():
     assert not failed
 
 
-def names_reach_the_program():
-    hlo = trace_step(_step(), 0, 8).program.hlo
-    names = set(re.findall(rb"(\w+)\[([\w.]*)\]", hlo))
-    assert {
-        (b"forward", b"1.0"), (b"backward", b"0.1"), (b"optimizer", b""),
-        (b"all_gather", b"1.0.weight"), (b"reduce_scatter", b"0.0.bias"),
-    } <= names, names  # fmt: skip
-
-
 CHECKS = [
-    the_rank_and_size_are_those_of_the_slice,
     every_end_of_a_step_gives_the_same_program,
     our_ranks_share_a_program_and_the_in_tree_ones_do_not,
     state_exists_and_is_donated,
     what_was_there_before_is_untouched,
-    a_read_in_mid_step_is_noticed,
     reads_leave_the_rest_of_the_step_alone,
     experts_that_values_choose_are_all_planned,
     steps_without_end_say_where,
@@ -493,7 +457,6 @@ CHECKS = [
     values_from_outside_survive,
     an_initialization_that_leaves_something_out_is_noticed,
     other_threads_make_tuples_meanwhile,
-    names_reach_the_program,
 ]
 
 

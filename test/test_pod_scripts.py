@@ -20,15 +20,17 @@ PLACE = ("--name=vit", "--zone=us-x1-a")
 RUN = ("start", "wait", "--", "bash", "-c")
 
 
-def run(script, *arguments, env=None, timeout=1500, **kwargs):
-    return subprocess.run(
+def run(script, *arguments, env=None, code=0, **kwargs):
+    done = subprocess.run(
         ["bash", str(POD / script), *map(str, arguments)],
         env={**os.environ, "PYTHON": sys.executable, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=1500,
         **kwargs,
     )
+    assert code is None or done.returncode == code, done.stderr
+    return done
 
 
 def test_shellcheck_has_nothing_to_say():
@@ -86,8 +88,8 @@ def test_shellcheck_has_nothing_to_say():
 )
 def test_wrong_usage_is_one_line_and_code_2(script, arguments, message, tmp_path):
     env = {"HOME": str(tmp_path), "TPU_WORKER_HOSTNAMES": "", "PYTHONPATH": str(ROOT)}
-    done = run(script, *arguments, env=env)
-    assert done.returncode == 2 and not done.stdout
+    done = run(script, *arguments, env=env, code=2)
+    assert not done.stdout
     assert len(done.stderr.splitlines()) == 1 and message in done.stderr
 
 
@@ -111,7 +113,7 @@ def slice_of_two(tmp_path):
         return run("tpu_vm.sh", *PLACE, "--poll=0", *arguments, env=env, **kwargs)
 
     yield run_here
-    run_here("stop")
+    run_here("stop", code=None)
 
 
 def calls(folder):
@@ -121,7 +123,6 @@ def calls(folder):
 def test_a_run_starts_everywhere_and_ends_well(slice_of_two, tmp_path):
     script = 'echo "$1 on $(hostname) $PJRT_DEVICE"; sleep 1'
     done = slice_of_two(*RUN, script, "sh", "a b'c")
-    assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()[:2]) == ["w0 started", "w1 started"]
     assert done.stdout.endswith("run 'train': all workers are done\n")
     assert slice_of_two("--worker=1", "logs").stdout == "a b'c on w1 TPU\n"
@@ -134,8 +135,7 @@ def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
     pid = tmp_path / "w0" / "xla_fsdp" / "pid"
     script = 'echo $$ > pid; [ "$(hostname)" = w0 ] && sleep 600; '
     script += f"until [ -s {pid} ]; do sleep 0.1; done; exit 3"
-    done = slice_of_two("--run=r1", *RUN, script)
-    assert done.returncode == 3
+    done = slice_of_two("--run=r1", *RUN, script, code=3)
     assert "run 'r1': w1 exited 3; stopping all workers" in done.stderr
     assert ended(pid.read_text())
     assert "w0 exited 143" in slice_of_two("--run=r1", "status").stdout
@@ -143,10 +143,9 @@ def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
 
 @pytest.mark.slow
 def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
-    assert slice_of_two("start", "--", "sleep", "600").returncode == 0
+    slice_of_two("start", "--", "sleep", "600")
     (tmp_path / "state").write_text("PREEMPTED")
-    done = slice_of_two("wait")
-    assert done.returncode == 75
+    done = slice_of_two("wait", code=75)
     assert "slice vit is PREEMPTED" in done.stderr
     (tmp_path / "state").unlink()
 
@@ -160,15 +159,14 @@ echo x >> starts; n=$(wc -l < starts)
 if [ $n = 1 ]; then exit 75; fi
 if [ $n = 2 ] && [ "$(hostname)" = w0 ]; then echo PREEMPTED > {tmp_path}/state; fi"""
     done = slice_of_two("--max_restarts=3", "--type=v3-32", *RUN, script)
-    assert done.returncode == 0, done.stderr
     again = [line for line in done.stderr.splitlines() if "starting again" in line]
     assert again == [
         f"tpu_vm.sh: run 'train' ended with 75; starting again in 0 s, {n} of 3" for n in (1, 2)
     ]
     verbs = [call[2:4] for call in calls(tmp_path) if call[3] in ("create", "delete")]
     assert verbs == [["tpu-vm", "delete"], ["tpu-vm", "create"]]
-    done = slice_of_two("--run=bad", "--max_restarts=2", *RUN, "exit 9")
-    assert done.returncode == 9 and done.stderr.count("starting again") == 2
+    done = slice_of_two("--run=bad", "--max_restarts=2", *RUN, "exit 9", code=9)
+    assert done.stderr.count("starting again") == 2
 
 
 def test_the_pause_before_a_restart_grows_up_to_a_bound():
@@ -177,17 +175,17 @@ def test_the_pause_before_a_restart_grows_up_to_a_bound():
 
     assert [seconds(n) for n in (0, 1, 2, 3, 6, 10**8)] == ["0", "10", "20", "40", "300", "300"]
     assert seconds(4, BACK_OFF="3") == "24"
-    done = run("back_off.sh", "bash", "-c", "exit 75", env={"TORCHELASTIC_RESTART_COUNT": "0"})
-    assert done.returncode == 75
+    first = {"TORCHELASTIC_RESTART_COUNT": "0"}
+    run("back_off.sh", "bash", "-c", "exit 75", env=first, code=75)
 
 
 @pytest.mark.slow
 def test_a_run_is_not_started_twice_and_can_be_stopped(slice_of_two):
-    assert slice_of_two("start", "--", "sleep", "600").returncode == 0
-    twice = slice_of_two("start", "--", "sleep", "600")
+    slice_of_two("start", "--", "sleep", "600")
+    twice = slice_of_two("start", "--", "sleep", "600", code=None)
     assert twice.returncode != 0 and "run 'train' is running on w0" in twice.stderr
     assert sorted(slice_of_two("status").stdout.split()) == ["running", "running", "w0", "w1"]
-    assert slice_of_two("stop").returncode == 0
+    slice_of_two("stop")
     assert "running" not in slice_of_two("status").stdout
 
 
@@ -201,8 +199,7 @@ def with_pip(folder, hosts=("w0", "w1")):
 
 def test_setup_copies_what_is_committed(slice_of_two, tmp_path):
     with_pip(tmp_path)
-    done = slice_of_two("--project=p1", "setup", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    slice_of_two("--project=p1", "setup", cwd=tmp_path)
     for host in ("w0", "w1"):
         copy = tmp_path / host / "xla_fsdp"
         assert (copy / "xla_fsdp/ranks/launch.py").is_file() and not (copy / ".git").exists()
@@ -230,7 +227,7 @@ def two_slices(slice_of_two, tmp_path):
         (tmp_path / node).mkdir()
         (tmp_path / host).rename(tmp_path / node / host)
     yield lambda *arguments, **kwargs: slice_of_two("--slices=2", *arguments, **kwargs)
-    slice_of_two("--slices=2", "stop")
+    slice_of_two("--slices=2", "stop", code=None)
 
 
 def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
@@ -240,8 +237,7 @@ def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
         path = next(tmp_path.glob(f"vit-*/{host}/xla_fsdp/told"))
         return dict(line.split("=") for line in path.read_text().split())
 
-    done = two_slices(*RUN, script)
-    assert done.returncode == 0, done.stderr
+    two_slices(*RUN, script)
     for number in ("0", "1"):
         assert told(f"w{number}") == {
             "MEGASCALE_NUM_SLICES": "2",
@@ -250,7 +246,7 @@ def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
             "MEGASCALE_PORT": "8080",
             "XLA_FSDP_SLICES": "2",
         }
-    assert two_slices("--only=1", "--run=rest", *RUN, script).returncode == 0
+    two_slices("--only=1", "--run=rest", *RUN, script)
     assert told("w1")["MEGASCALE_NUM_SLICES"] == told("w1")["XLA_FSDP_SLICES"] == "1"
     assert not list(tmp_path.glob("vit-0/w0/xla_fsdp_runs/rest"))
     assert two_slices("--only=1", "status").stdout == "w1 exited 0\n"
@@ -275,7 +271,6 @@ echo $$ > pid; exec sleep 600"""
     began = time.monotonic()
     options = ("--max_restarts=1", f"--min_slices={least}", "--type=v5litepod-16")
     done = two_slices(*options, *RUN, script)
-    assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 60
     assert "not every worker answers; stopping all workers" in done.stderr
     assert "slice vit-1 is PREEMPTED" in done.stderr
@@ -288,7 +283,6 @@ echo $$ > pid; exec sleep 600"""
 def test_a_dry_run_prints_and_does_nothing(slice_of_two, tmp_path):
     actions = ["create", "setup", "check", "start", "wait", "status", "logs", "stop", "delete"]
     done = slice_of_two("--type=v3-32", "--dry_run", *actions, "--", "python", "a b.py")
-    assert done.returncode == 0, done.stderr
     assert not (tmp_path / "calls").exists()
     lines = done.stdout.splitlines()
     assert len(lines) == 13 and lines[1].startswith("git -C ")
@@ -305,7 +299,6 @@ def test_a_dry_run_prints_and_does_nothing(slice_of_two, tmp_path):
 def test_torchrun_knows_slices(slice, nodes, processes, plain):
     env = {"TPU_WORKER_HOSTNAMES": "h0,h1", "PJRT_DEVICE": "", "PYTHONPATH": str(ROOT)}
     done = run("torchrun.sh", f"--slice={slice}", "--dry_run", "--", "x.py", "--a=b c", env=env)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("PJRT_DEVICE=TPU ") and done.stdout.endswith("'x.py' '--a=b c'\n")
     assert f"'--nnodes={nodes}' '--nproc-per-node={processes}'" in done.stdout
     assert "'--rdzv-endpoint=h0:29400'" in done.stdout
@@ -316,9 +309,7 @@ def test_torchrun_knows_several_slices():
     def said(*options, **env):
         env = {"PJRT_DEVICE": "", "PYTHONPATH": str(ROOT), **env}
         options = ("--slice=2xv5litepod-16", *options, "--dry_run", "--", "x.py")
-        done = run("torchrun.sh", *options, env=env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run("torchrun.sh", *options, env=env).stdout
 
     # Where GKE or the machines' metadata says the rest.
     text = said(MEGASCALE_COORDINATOR_ADDRESS="vit-slice-0-0.vit:8080", MEGASCALE_SLICE_ID="1")

@@ -324,11 +324,7 @@ def test_redirects_are_not_followed(preflight, api):
 
 
 def test_a_metadata_server_that_leads_elsewhere_or_never_ends(preflight):
-    with (
-        Server(COMPLETE) as other,
-        Server(redirect(other.url)) as door,
-        Server(DRIPPING) as slow,
-    ):
+    with Server(COMPLETE) as other, Server(redirect(other.url)) as door, Server(DRIPPING) as slow:
         for server in (door, slow):
             began = time.monotonic()
             done = preflight(where=(), env={"GCE_METADATA_HOST": server.host})

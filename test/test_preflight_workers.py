@@ -110,9 +110,6 @@ class Workers:
         ]
 
 
-# --- the command
-
-
 @pytest.fixture(scope="module")
 def api():
     with TpuApi() as api:
@@ -218,22 +215,17 @@ def test_other_versions_everywhere(preflight, workers):
     assert checks["torch"] == ("ok", "2.9.0+cpu everywhere")
 
 
-@pytest.mark.parametrize(
-    "libtpu, status, part",
-    [
-        ("0.0.21", "FAILED", "expected: 0.0.51, because 0.0.21 does not support tpu7x"),
-        ("0.0.51", "ok", "0.0.51 everywhere"),
-    ],
-)
-def test_tpu7x_needs_a_later_libtpu_than_torch_xla_requires(
-    api, preflight, workers, libtpu, status, part
-):
+def test_tpu7x_needs_a_later_libtpu_than_torch_xla_requires(api, preflight, workers):
     api.answers = [node(acceleratorType="tpu7x-32")]
-    for number in range(4):
-        workers.install(number, "libtpu", libtpu)
-    checks = lines(preflight(), 1 if status == "FAILED" else 0)
-    assert checks["libtpu"][0] == status and part in checks["libtpu"][1]
-    assert ("pip install 'libtpu==0.0.51'" in checks["libtpu"][1]) == (status == "FAILED")
+    reason = "0.0.51, because 0.0.21 does not support tpu7x"
+    for libtpu, status, part in (
+        ("0.0.21", "FAILED", f"expected: {reason} | remedy: pip install 'libtpu==0.0.51'"),
+        ("0.0.51", "ok", "0.0.51 everywhere"),
+    ):
+        for number in range(4):
+            workers.install(number, "libtpu", libtpu)
+        checks = lines(preflight(), 1 if status == "FAILED" else 0)
+        assert checks["libtpu"][0] == status and part in checks["libtpu"][1]
 
 
 def test_interrupted(api, key, workers, tmp_path):
@@ -383,13 +375,11 @@ def test_a_worker_unlike_the_first(name, changes, status, found):
     assert got is status and found in text
 
 
-def test_workers_that_are_all_wrong():
+def test_findings_of_several_workers():
     cpu = look(variables={"PJRT_DEVICE": "CPU"})
     assert check("environment", cpu, cpu) == (Status.WARNING, "workers 0-1: PJRT_DEVICE=CPU")
     assert check("chips", look(chips=0), look(chips=0))[0] is Status.FAILED
-
-
-def test_equal_findings_are_told_once_and_not_too_many():
+    # Equal ones are one, and there are not too many.
     assert by_worker({2: "b", 0: "a", 1: "a", 5: "a"}) == "workers 0-1, 5: a; worker 2: b"
     assert by_worker({n: str(n) for n in range(8)}).endswith("worker 5: 5; and 2 other findings")
 
@@ -420,19 +410,30 @@ def test_commands_run_beside_each_other_but_not_too_many(monkeypatch):
     assert max(sum(one.started <= at < one.ended for one in outcomes) for at in starts) == 2
 
 
-def test_neither_torch_nor_the_client_is_imported_to_say_no():
-    code = (
-        "import sys; from xla_fsdp.preflight import main; "
-        "main(['--tpu', 'a/b', '--zone', 'z', '--project', 'p', '--skip_workers']); "
-        "print([m for m in ('torch', 'torch_xla', 'cloud_tpu_client', 'absl') if m in sys.modules])"
-    )
+PREFLIGHT = """
+from xla_fsdp.preflight import main
+main(["--tpu", "a/b", "--zone", "z", "--project", "p", "--skip_workers"])
+"""
+
+
+@pytest.mark.parametrize(
+    "code, unneeded",
+    [
+        (PREFLIGHT, {"cloud_tpu_client", "absl"}),
+        ("from xla_fsdp.plan_compiler import find_compiler\nfind_compiler()", {"numpy"}),
+        ("from xla_fsdp.planning.reporting import report, page", {"matplotlib"}),
+    ],
+    ids=["a refusal of preflight", "finding a compiler", "reports"],
+)
+def test_nothing_large_is_imported(code, unneeded):
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)} | CLEAN,
     )
-    assert done.stdout.strip() == "[]"
+    loaded = set(done.stdout.split())
+    assert "xla_fsdp" in loaded and not loaded & {"torch", "torch_xla", "jax", *unneeded}
 
 
 def test_pins_are_those_of_the_package():

@@ -40,21 +40,6 @@ def test_utilization_of_2026_counts_half_of_causal_attention():
     assert checked == 12
 
 
-def test_halves_of_the_runs_of_2026():
-    """Fixed before the first of them was planned."""
-    runs = [name for name, run in RUNS.items() if " s, " in run.published]
-    fit, held = halves(runs)
-    assert fit == {
-        "Llama 3.1 70B, v6e-64", "Llama 3.1 70B, v6e-256", "Llama 3 8B, v6e-4, flash",
-        "Llama 3 8B, v6e-4, flash, scanned, on the host", "Llama 3.1 70B, tpu7x-128",
-        "Llama 3.1 405B, tpu7x-512",
-    }  # fmt: skip
-    assert held == {
-        "Llama 3.1 70B, v6e-32", "Llama 3.1 70B, v6e-128", "Llama 3.1 405B, 2 x v6e-256",
-        "Llama 3 8B, v6e-4, splash", "Llama 3 8B, 2 x v6e-4, flash", "Llama 3.1 70B, tpu7x-512",
-    }  # fmt: skip
-
-
 def test_decoder_with_copied_keys_is_the_same_model_and_weights_have_their_dtype():
     sizes = Decoder(2, 16, 4, 8, 32, vocabulary=11, length=8, batch=2, groups=2, kernel=False)
     tokens = torch.arange(16).view(2, 8) % 11

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 from types import MappingProxyType
 
 import numpy
@@ -71,7 +69,6 @@ def test_where_the_time_goes():
 
 @pytest.mark.parametrize("form", ["text", "page"])
 def test_text_page_and_json_agree(form):
-    """Times by kind and module, and HBM by kind: the same names and figures."""
     report = make()
     data = json.loads(report.to_json())
     written = str(report)
@@ -117,8 +114,38 @@ def test_host_memory_of_planning():
     assert "memory, " not in str(make())  # a report of an older version
 
 
-def test_where_one_rank_was_traced():
-    assert re.search(r"executables +1 of 1 +rank 0, no other", str(make(ranks_traced=(0,))))
+def test_text_of_changes():
+    schedule = make().schedule
+    # Loops count as often as they run.
+    change = {"kind": "all-reduce", "asked": "reduce-scatter", "times": 10, "bytes": 100}
+    looped = dataclasses.replace(schedule.collectives[0], **change)
+    name = "blocks.3.f1.weight"
+    named = tuple(
+        dataclasses.replace(one, name=f"exp_avg of {name}", module=name)
+        for one in schedule.buffers
+        if one.category == "argument"
+    )
+    for changes, pattern in (
+        ({"collectives": (looped, *schedule.collectives[1:])},
+         r"all-reduce \(traced as reduce-scatter\) +10 +10 +0 +10 +70\.0"),
+        ({"buffers": named}, r"parameter +exp_avg of blocks\.3\.f1\.weight +argument\n"),
+    ):  # fmt: skip
+        report = make(schedule=dataclasses.replace(schedule, **changes))
+        assert re.search(pattern, str(report)), pattern
+        assert report.wire_bytes == (13 if "collectives" in changes else 4) * 7_000_000
+    text = str(make(memory=CompilerMemory(2**20, 0, 0, 2**21, 2**20, 2**21), ranks_traced=(0,)))
+    assert text.startswith("FITS: 4.0 MiB of 4.0 GiB")
+    assert re.search(r"HBM of a device +MiB .*\n +arguments +1\.0 ", text)
+    assert re.search(r"executables +1 of 1 +rank 0, no other", text)
+
+
+def test_text_of_what_does_not_fit():
+    report = make(hbm_capacity=GIB, bound_wire_bytes=None)
+    assert not report.fits and report.headroom < 0 and report.wire_ratio is None
+    text = str(report)
+    assert text.startswith("DOES NOT FIT: 1.6 of 1.0 GiB a device on v3-128 (0.62 GiB too much)")
+    assert re.search(r"bound +unknown", text)
+    assert "DOES NOT FIT" in repr(report) and len(repr(report)) < 200
 
 
 def test_hbm_at_the_peak_by_kind():
@@ -154,33 +181,6 @@ def test_hbm_at_the_peak_by_kind():
     assert re.search(r"blocks\.N \(2\) +4 +2 +2 +0", text) and "others (" not in text
 
 
-def test_text_of_what_does_not_fit():
-    report = make(hbm_capacity=GIB, bound_wire_bytes=None)
-    assert not report.fits and report.headroom < 0 and report.wire_ratio is None
-    text = str(report)
-    assert text.startswith("DOES NOT FIT: 1.6 of 1.0 GiB a device on v3-128 (0.62 GiB too much)")
-    assert re.search(r"bound +unknown", text)
-    assert "DOES NOT FIT" in repr(report) and len(repr(report)) < 200
-
-
-def test_text_of_a_small_step_is_in_mib():
-    small = make(memory=CompilerMemory(2**20, 0, 0, 2**21, 2**20, 2**21))
-    assert str(small).startswith("FITS: 4.0 MiB of 4.0 GiB")
-    assert re.search(r"HBM of a device +MiB .*\n +arguments +1\.0 ", str(small))
-
-
-def test_loops_count_as_often_as_they_run_and_changed_kinds_are_named():
-    schedule = make().schedule
-    first = dataclasses.replace(
-        schedule.collectives[0], kind="all-reduce", asked="reduce-scatter", times=10, bytes=100
-    )
-    changed = dataclasses.replace(schedule, collectives=(first, *schedule.collectives[1:]))
-    report = make(schedule=changed)
-    assert report.wire_bytes == 13 * 7_000_000
-    line = r"all-reduce \(traced as reduce-scatter\) +10 +10 +0 +10 +70\.0"
-    assert re.search(line, str(report))
-
-
 def test_a_program_without_names():
     text = make().to_json().replace("blocks.0.mlp", "").replace("blocks.1.mlp", "")
     schedule = Report.from_json(text).schedule
@@ -196,16 +196,16 @@ def test_text_of_what_the_compiler_refused():
     # Kernels say themselves what they compute: that is not the step's time.
     kernels = dataclasses.replace(refused().timing, compute=0.003, step=0.007)
     assert not refused(timing=kernels).timed
-    report = refused()
-    lines = str(report).splitlines()
-    assert lines[0].startswith("DOES NOT FIT: 6.0 of 4.0 GiB a device")
-    assert lines[1].startswith("Ran out of memory in memory space hbm. Used 19.06G of 15.48G hbm.")
-    assert lines[1].endswith("by 3.57G.") and "reserved" not in str(report)
-    for name in ("donated", "code", "with compute inside", "hidden", "compute", "overlapped"):
-        assert any(re.match(rf"  {name} +unknown", line) for line in lines), name
-    for name in ("exposed", "step", "MFU"):
-        assert any(re.match(rf"  {name} +unknown", line) for line in lines), name
-    assert any(re.match(r"  collectives +4\.00 ms", line) for line in lines)
+    text = str(refused())
+    assert text.startswith("DOES NOT FIT: 6.0 of 4.0 GiB a device")
+    said = "\nRan out of memory in memory space hbm. Used 19.06G of 15.48G hbm. .* by 3.57G.\n"
+    assert re.search(said, text) and "reserved" not in text
+    for name in (
+        "donated", "code", "with compute inside", "hidden", "compute", "overlapped", "exposed",
+        "step", "MFU",
+    ):  # fmt: skip
+        assert re.search(rf"^  {name} +unknown", text, re.M), name
+    assert re.search(r"^  collectives +4\.00 ms", text, re.M)
 
 
 def test_text_of_what_was_never_laid_out():
@@ -219,22 +219,9 @@ def test_text_of_what_was_never_laid_out():
     assert not re.search(r"required|headroom|step|MB|\b0\.", str(report))
 
 
-def test_arguments_go_by_their_names():
-    schedule = make().schedule
-    named = [
-        dataclasses.replace(b, name="exp_avg of blocks.3.f1.weight", module="blocks.3.f1.weight")
-        for b in schedule.buffers
-        if b.category == "argument"
-    ]
-    report = make(schedule=dataclasses.replace(schedule, buffers=tuple(named)))
-    assert re.search(r"parameter +exp_avg of blocks\.3\.f1\.weight +argument\n", str(report))
-
-
 def test_save_and_load(tmp_path):
-    report, path = (
-        make(notes=("n",), versions=MappingProxyType({"torch": "2"})),
-        tmp_path / "plan.json",
-    )
+    path = tmp_path / "plan.json"
+    report = make(notes=("n",), versions=MappingProxyType({"torch": "2"}))
     report.save(path)
     assert Report.load(path) == report
     data = json.loads(report.to_json())
@@ -256,6 +243,7 @@ def test_save_and_load(tmp_path):
         ('{"format": "xla_fsdp plan", "version": 1}', "damaged"),
         ('{"format": "xla_fsdp plan", "version": 1, "report": {"chip": 3}}', "damaged"),
         (b"\xff\xfe\x00", "is not text"),
+        (re.sub(r'("peak": )\d+', r'\1"much"', make().to_json()), "'much' where int belongs"),
     ],
 )
 def test_other_files_are_refused(tmp_path, text, complaint):
@@ -265,13 +253,6 @@ def test_other_files_are_refused(tmp_path, text, complaint):
         Report.load(path)
     assert "expected a report" in str(caught.value) or "plan again" in str(caught.value)
     assert "other.json" in str(caught.value)
-
-
-def test_damaged_figures_are_refused():
-    data = json.loads(make().to_json())
-    data["report"]["memory"]["peak"] = "much"
-    with pytest.raises(ValueError, match="'much' where int belongs"):
-        Report.from_json(json.dumps(data))
 
 
 def test_compare():
@@ -287,9 +268,7 @@ def test_compare():
         comparison["speed"]
     with pytest.raises(TypeError, match="cannot compare dict"):
         make().compare({})
-
-
-def test_comparison_knows_what_is_unknown():
+    # What is unknown.
     comparison = refused().compare(make())
     assert comparison["step (model)"].left is None and comparison["code"].left is None
     assert comparison["sent"].ratio == 1 and comparison["required HBM"].left == 6
@@ -297,13 +276,6 @@ def test_comparison_knows_what_is_unknown():
     assert "sent, MB (10^6 bytes)" in str(comparison)
     comparison = make().compare(given_up())
     assert comparison["required HBM"].right is None and comparison["sent"].ratio is None
-
-
-def test_imports_neither_torch_nor_matplotlib():
-    code = "import sys; from xla_fsdp.planning.reporting import report, page"
-    code += "; print({'torch', 'torch_xla', 'jax', 'matplotlib'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("name, figure", [("devices", 0), ("hbm_capacity", -1)])

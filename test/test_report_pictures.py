@@ -12,15 +12,7 @@ from reports import GIB, HOSTILE, NOTHING, given_up, make, refused
 
 from xla_fsdp.planning.records import HostCopy, Op, Schedule
 from xla_fsdp.planning.reporting.page import page as report_html
-from xla_fsdp.planning.reporting.pictures import (
-    COLORS,
-    canvas,
-    draw,
-    draw_lanes,
-    hbm,
-    png,
-    trace,
-)
+from xla_fsdp.planning.reporting.pictures import COLORS, canvas, draw, draw_lanes, hbm, png, trace
 from xla_fsdp.planning.reporting.report import Report
 from xla_fsdp.planning.reporting.tables import units
 from xla_fsdp.planning.timing import time_step
@@ -69,7 +61,6 @@ def image(content):
 
 
 def near(pixels, name):
-    """How many pixels have about that colour."""
     color = next(value for key, value in COLORS.items() if key.startswith(name))
     wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     return int((abs(pixels[..., :3] - wanted).max(axis=-1) < 0.02).sum())

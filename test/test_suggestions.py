@@ -13,14 +13,7 @@ from xla_fsdp.planning.program.hlo import parse_module
 from xla_fsdp.planning.program.places import line_up
 from xla_fsdp.planning.program.schedule import read_schedule
 from xla_fsdp.planning.program.scopes import Labels
-from xla_fsdp.planning.records import (
-    Buffer,
-    Collective,
-    CompilerMemory,
-    HostCopy,
-    Op,
-    Schedule,
-)
+from xla_fsdp.planning.records import Buffer, Collective, CompilerMemory, HostCopy, Op, Schedule
 from xla_fsdp.planning.reporting.advice import Situation, suggestions, warnings
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.planning.tracing.step import TracedStep
@@ -55,7 +48,6 @@ UNITS = (unit(""), unit("blocks.0"), unit("blocks.1"))
 
 
 def advice(*what, required=2 * GIB, temporaries=0, capacity=16 * GIB, flops=0.0, **fields):
-    """What is suggested for a schedule of ``what``."""
     parts = {"ops": Op, "collectives": Collective, "buffers": Buffer, "host_copies": HostCopy}
     sorted_ = {name: tuple(w for w in what if isinstance(w, k)) for name, k in parts.items()}
     schedule = Schedule(100, curve=(1,) * 100, peak_index=50, **sorted_)
@@ -90,9 +82,6 @@ def test_recomputation_is_left_out_where_memory_suffices():
     assert all_of_them.startswith("no checkpoint_module, and no scan_blocks (at most 4.0 GiB")
     (some,) = advice(*looped, stored(10 * GIB))
     assert some.startswith("scan_blocks(keep=...) with more values")
-
-
-def test_recomputation_stays_where_memory_does_not_suffice_or_nothing_is_recomputed():
     assert not advice(*RECOMPUTED, stored(GIB), required=16 * GIB)
     assert not advice(op(1, 10), op(12, 15, "backward"), stored(GIB))
     short = [op(1, 1000), op(11, 5, "backward", recomputed=True)]  # half a percent
@@ -135,12 +124,23 @@ def test_bfloat16_for_units_that_send_in_float32():
     assert one.endswith(" 24 % (model)")
 
 
-def test_larger_units_where_small_collectives_add_up():
+def test_units_of_another_size():
     small = [gather(n, 1024) for n in range(2, 60)]
     (one,) = advice(op(1, 1), *small, units=UNITS)
     assert one.startswith("larger units, such as auto_wrap_policy with more parameters (58 small")
     assert not advice(op(1, 1), *small, units=UNITS[:1])  # one unit already
     assert not advice(op(1, 100), small[0], units=UNITS)
+
+    large = (unit("", 10**8), unit("blocks.0"))
+    step = [op(1, 10), gather(0, 10**8)]
+    (one,) = advice(*step, units=large, overlaps_gathers=True)
+    assert one.startswith("smaller units: the model has 99 % of the parameters, wrap its blocks")
+    assert "ms less of a step" in one
+    (one,) = advice(*step, units=large)  # where gathers do not overlap it saves memory only
+    assert one.endswith("the gain is not modelled, plan it")
+    assert not advice(*step, units=UNITS, overlaps_gathers=True)
+    early = dataclasses.replace(gather(0, 10**8), asynchronous=True, done=1)
+    assert not advice(step[0], early, units=large, overlaps_gathers=True)
 
 
 def test_no_offload_where_inputs_fit():
@@ -212,21 +212,8 @@ def test_dimensions_that_fill_tiles():
     (one,) = advice(op(1, 10), op(2, 10, work="matmul", padding=0.25, module="blocks.3.qkv"))
     assert one.startswith("dimensions that are multiples of 128, the tiles of matmuls")
     assert "mostly in blocks.N.qkv): 2.50 ms less of a step, 12 % (model)" in one
-    assert not advice(op(1, 10), op(2, 10, work="matmul"))
-    assert not advice(op(1, 10), op(2, 10, work="matmul", padding=0.01))
-
-
-def test_smaller_units_where_one_has_most_parameters():
-    large = (unit("", 10**8), unit("blocks.0"))
-    step = [op(1, 10), gather(0, 10**8)]
-    (one,) = advice(*step, units=large, overlaps_gathers=True)
-    assert one.startswith("smaller units: the model has 99 % of the parameters, wrap its blocks")
-    assert "ms less of a step" in one
-    (one,) = advice(*step, units=large)  # where gathers do not overlap it saves memory only
-    assert one.endswith("the gain is not modelled, plan it")
-    assert not advice(*step, units=UNITS, overlaps_gathers=True)
-    early = dataclasses.replace(gather(0, 10**8), asynchronous=True, done=1)
-    assert not advice(step[0], early, units=large, overlaps_gathers=True)
+    for padding in (0.0, 0.01):
+        assert not advice(op(1, 10), op(2, 10, work="matmul", padding=padding))
 
 
 TRACED = """
@@ -237,19 +224,19 @@ TRACED = """
 
 
 @pytest.mark.parametrize(
-    "s, d, between, slice_, why",
+    "s, d, between, why",
     [
-        (197, 64, "exponential", "v5litepod-8", "197 tokens are no multiple of 128; 256 would be"),
-        (256, 80, "exponential", "v5litepod-8", "the head dimension 80 is no multiple of 64 up to"),
-        (256, 64, "exponential", "v5litepod-8", ""),
-        (197, 64, "tanh", "v5litepod-8", ""),  # no attention, such as the matmuls of experts
+        (197, 64, "exponential", "197 tokens are no multiple of 128; 256 would be"),
+        (256, 80, "exponential", "the head dimension 80 is no multiple of 64 up to"),
+        (256, 64, "exponential", ""),
+        (197, 64, "tanh", ""),  # no attention, such as the matmuls of experts
     ],
 )
-def test_why_attention_has_no_kernel(s, d, between, slice_, why):
+def test_why_attention_has_no_kernel(s, d, between, why):
     text = TRACED.format(s=s, d=d, between=between)
-    assert why_no_kernel(text, resolve(slice_).chip).startswith(why)
-    assert bool(why_no_kernel(text, resolve(slice_).chip)) == bool(why)
-    old = dataclasses.replace(resolve(slice_).chip, attention_kernel=False)
+    found = why_no_kernel(text, V5E.chip)
+    assert found.startswith(why) and bool(found) == bool(why)
+    old = dataclasses.replace(V5E.chip, attention_kernel=False)
     assert bool(why_no_kernel(text, old)) == (between == "exponential")
 
 
@@ -321,15 +308,13 @@ def test_at_most_five_the_one_that_saves_most_first():
     assert every[-1].startswith("compiler_options=limit_scoped_vmem(98304)")
     saved = [float(one.rsplit(": ", 1)[1].split(" ms")[0].replace(",", "")) for one in every[:-1]]
     assert saved == sorted(saved, reverse=True)
-
-
-def test_without_modelled_gains_the_one_that_concerns_most_is_first():
-    given = {"flops": 1e12, "scoped_vmem_kib": 98304}
+    # Without modelled gains the one that concerns most is first.
     for matmul, attention in ((1, 30), (30, 1)):
         ops = op(1, matmul, work="matmul"), op(2, attention, work="attention")
-        first, second = advice(*ops, **given)
+        first, second = advice(*ops, flops=1e12, scoped_vmem_kib=98304)
         assert ("attention takes" in first) == (attention > matmul)
         assert ("limit_scoped_vmem" in second) == (attention > matmul)
+    assert not advice(scoped_vmem_kib=98304, units=UNITS)  # no time is known
 
 
 @pytest.mark.parametrize("phase, updated", [("backward", False), ("backward", True), ("", False)])
@@ -338,10 +323,6 @@ def test_a_backward_without_an_update_gives_a_warning(phase, updated):
     schedule = Schedule(1, (), (gather(0, 10**6, phase),), (), (1,), 0)
     found = [w for w in warnings(schedule, step, 1, (0,), 0.5) if "nothing updates" in w]
     assert len(found) == (phase == "backward" and not updated)
-
-
-def test_nothing_is_suggested_where_no_time_is_known():
-    assert not advice(scoped_vmem_kib=98304, units=UNITS)
 
 
 @pytest.mark.parametrize("again", [True, False])

@@ -21,28 +21,15 @@ class TestNames:
             ("v2-512", "v2:16x16", 512, 256, 64),
             ("v3-128", "v3:8x8", 128, 64, 16),
             ("v3-2048", "v3:32x32", 2048, 1024, 256),
-            ("v4-8", "v4:2x2x1", 4, 4, 1),
-            ("v4-128", "v4:4x4x4", 64, 64, 16),
             ("v4-512", "v4:4x8x8", 256, 256, 64),
             ("v4-4096", "v4:8x16x16", 2048, 2048, 512),
-            ("v5litepod-1", "v5e:1x1", 1, 1, 1),
-            ("v5litepod-8", "v5e:2x4", 8, 8, 1),
             ("v5litepod-16", "v5e:4x4", 16, 16, 4),
             ("v5litepod-256", "v5e:16x16", 256, 256, 64),
             ("v5p-640", "v5p:4x4x20", 320, 320, 80),
             ("v5p-12288", "v5p:16x16x24", 6144, 6144, 1536),
             ("v6e-4", "v6e:2x2", 4, 4, 1),
-            ("v6e-256", "v6e:16x16", 256, 256, 64),
             ("tpu7x-8", "tpu7x:2x2x1", 8, 4, 1),
-            ("tpu7x-16", "tpu7x:2x2x2", 16, 8, 2),
-            ("tpu7x-32", "tpu7x:2x2x4", 32, 16, 4),
-            ("tpu7x-64", "tpu7x:2x4x4", 64, 32, 8),
             ("tpu7x-128", "tpu7x:4x4x4", 128, 64, 16),
-            ("tpu7x-256", "tpu7x:4x4x8", 256, 128, 32),
-            ("tpu7x-512", "tpu7x:4x8x8", 512, 256, 64),
-            ("tpu7x-1024", "tpu7x:8x8x8", 1024, 512, 128),
-            ("tpu7x-2048", "tpu7x:8x8x16", 2048, 1024, 256),
-            ("tpu7x-4096", "tpu7x:8x16x16", 4096, 2048, 512),
             ("tpu7x-4224", "tpu7x:4x12x44", 4224, 2112, 528),
             ("tpu7x-18432", "tpu7x:16x24x24", 18432, 9216, 2304),
             ("v4:4x4x12", "v4:4x4x12", 192, 192, 48),
@@ -58,6 +45,7 @@ class TestNames:
     def test_counts_what_its_family_counts(self):
         for name in names():
             found = resolve(name)
+            assert found.name == name
             unit = 1 if found.chip.family in ("v5e", "v6e") else found.chip.tensor_cores
             assert found.chips * unit == int(name.partition("-")[2]), name
             assert dataclasses.replace(resolve(found.libtpu_name), name=name) == found
@@ -83,34 +71,22 @@ class TestWiring:
             ("v2-512", (True, True)),
             ("v4-64", (False, False, False)),
             ("v4-128", (True, True, True)),
-            ("v4-256", (True, True, True)),
             ("v5litepod-64", (False, False)),
             ("v5litepod-128", (False, True)),
             ("v6e-256", (True, True)),
-            ("tpu7x-64", (False, False, False)),
             ("tpu7x-128", (True, True, True)),
-            ("tpu7x-4096", (True, True, True)),
         ],
     )
     def test_which_axes_are_rings(self, name, wraps):
         assert resolve(name).wraps == wraps
 
-    def test_libtpu_is_told_the_rings(self):
+    def test_options_of_libtpu(self):
         found = resolve("v5litepod-128")
         assert found.options == {"chips_per_host_bounds": [2, 2, 1], "wrap": [0, 1, 0]}
         ringless = dataclasses.replace(found, wraps=(False, False))
         assert ringless.options["wrap"] == [0, 0, 0]
-
-    def test_v4_is_asked_for_one_device_a_chip(self):
+        # One device a chip.
         assert resolve("v4-8").options["chip_config_name"] == "megacore"
-
-    def test_coordinates_count_core_then_x_then_y(self):
-        places = resolve("v3-32").coordinates()
-        assert places[:3] == ((0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0))
-        assert places[8] == (0, 1, 0, 0) and places[-1] == (3, 3, 0, 1)
-        assert len(set(places)) == len(places) == 32
-        assert resolve("v4-64").coordinates()[8] == (0, 0, 1, 0)
-        assert resolve("tpu7x-8").coordinates()[3:5] == ((1, 0, 0, 1), (0, 1, 0, 0))
 
 
 class TestRefusals:
@@ -176,14 +152,9 @@ print(json.dumps(answers))
 
 
 def check_slices(names, python=sys.executable, environment=os.environ):
-    """Whether the libtpu of ``python`` describes the same slices."""
     slices = [resolve(name) for name in names]
     question = json.dumps([(found.libtpu_name, found.options) for found in slices])
-    quiet = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+    quiet = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run(
         [python, "-c", ASK, question],
         env={**environment, **quiet},
@@ -202,9 +173,3 @@ def check_slices(names, python=sys.executable, environment=os.environ):
 def test_libtpu_describes_the_same_slices():
     small = ("v2-8", "v3-128", "v4-8", "v4-128", "v5litepod-1", "v5litepod-8")
     check_slices((*small, "v5p-8", "v6e-256"))
-
-
-def test_needs_neither_jax_nor_torch():
-    code = "import sys, xla_fsdp.tpu.topology as t; t.resolve('v3-8'); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"jax", "torch", "torch_xla", "numpy"} & set(done.stdout.split())

@@ -194,6 +194,11 @@ def test_a_trace_of_a_tpu(tmp_path):
     }  # fmt: skip
     assert table(beside, "By kind")["forward compute"]["ratio"] == "0.24"  # 4.4 of 18
     assert "are not those of a TPU" not in str(beside)
+    # Names are escaped on the page.
+    report = dataclasses.replace(make(), title=HOSTILE, topology=HOSTILE)
+    report.compare_trace(path).plot(tmp_path / "both.html")
+    written = (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in written and "script" not in Page(written).tags
 
 
 def test_programs_without_names_and_steps_that_were_cut_off(tmp_path, monkeypatch):
@@ -215,12 +220,3 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path, monkeypatc
     monkeypatch.setattr(reading, "_TO_TEXT", "import os; os.abort()")
     with pytest.raises(ValueError, match="host.xplane.pb: XLA cannot read a program"):
         read_trace(path)
-
-
-def test_names_are_escaped_on_the_page(tmp_path):
-    path = tmp_path / "host.xplane.pb"
-    path.write_bytes(tpu_trace(hlo_proto()))
-    report = dataclasses.replace(make(), title=HOSTILE, topology=HOSTILE)
-    report.compare_trace(path).plot(tmp_path / "both.html")
-    written = (tmp_path / "both.html").read_text(encoding="utf-8")
-    assert "<script>alert" not in written and "script" not in Page(written).tags

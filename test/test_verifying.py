@@ -103,10 +103,7 @@ def test_a_calibration_is_kept_and_changes_the_chip(tmp_path):
         (lambda data: data["calibration"].update(link_bandwidth=-1), "link_bandwidth is -1"),
         (lambda data: data["calibration"].update(hbm_bandwidth=True), "hbm_bandwidth is True"),
         (lambda data: data["calibration"].update(matrix_flops="much"), "matrix_flops is 'much'"),
-        (
-            lambda data: data["calibration"].update(clock=1),
-            "unexpected keyword argument 'clock'",
-        ),
+        (lambda data: data["calibration"].update(clock=1), "unexpected keyword argument 'clock'"),
         (lambda data: data["calibration"].pop("family"), "required positional argument: 'family'"),
         (lambda data: data.update(version=2), "version 2, allowed is 1"),
         (lambda data: data.update(format="plan"), "some other JSON"),
@@ -372,11 +369,6 @@ def test_a_stage_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
     assert (found.status, found.name) == (Status.FAILED, "rates") and "RuntimeError" in found.found
 
 
-@pytest.mark.parametrize("name", ["v3-8", "v4-32", "v5litepod-64", "v5p-8", "v6e-8", "v5e:2x4"])
-def test_a_slice_that_is_here_can_be_planned_for_by_its_name(name):
-    assert resolve(resolve(name).name) == resolve(name)
-
-
 @pytest.mark.parametrize(
     "flag, said",
     [
@@ -391,25 +383,17 @@ def test_wrong_arguments(capsys, flag, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flag, said",
-    [
-        ("--report={}/none/x.html", "make the folder .*/none first"),
-        ("--report={}/none/x.json", "make the folder .*/none first"),
-        ("--calibration={}/none/x.json", "make the folder .*/none first"),
-    ],
-)
+@pytest.mark.parametrize("flag", ["--report={}/x.html", "--report={}/x.json", "--calibration={}/x"])
 def test_files_that_cannot_be_written_fail_before_the_measurement(
-    capsys, monkeypatch, tmp_path, flag, said
+    capsys, monkeypatch, tmp_path, flag
 ):
     calls = []
     monkeypatch.setattr("xla_fsdp.pods.verify.verify", lambda **flags: calls.append(flags))
-    assert main(["--measure", flag.format(tmp_path)]) == 2
-    assert re.search(said, capsys.readouterr().err) and calls == []
+    assert main(["--measure", flag.format(tmp_path / "none")]) == 2
+    assert re.search("make the folder .*/none first", capsys.readouterr().err) and calls == []
 
 
 def test_stages_are_chosen(monkeypatch, tmp_path):
-    """By the flag of the command, and of ``verify``."""
     given, ran = {}, []
 
     def verify(**flags):
