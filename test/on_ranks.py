@@ -1,4 +1,6 @@
-"""Tests that are a function of a rank."""
+"""Tests that are a function of a rank, or run in a process without ranks."""
+
+import inspect
 
 
 def on_ranks(size):
@@ -12,3 +14,46 @@ def on_ranks(size):
         return test
 
     return as_test
+
+
+def on_each_rank(size=None, timeout=600):
+    """Decorates ``test_...(rank, ...)``: ``size`` ranks run it with the test's other parameters.
+
+    Without ``size``, the test's parameter ``ranks`` says how many.
+    """
+
+    def as_test(function):
+        def test(run_ranks, **values):
+            count = size or values.pop("ranks")
+            run_ranks(_call_on_rank, count, test, values, timeout=timeout)
+
+        names = list(inspect.signature(function).parameters)[1:]
+        return _as_test(test, function, ["run_ranks", *names, *([] if size else ["ranks"])])
+
+    return as_test
+
+
+def without_ranks(function):
+    """Decorates a test that runs in a process without ranks."""
+
+    def test(elsewhere, **values):
+        elsewhere(_call, test, values)
+
+    return _as_test(test, function, ["elsewhere", *inspect.signature(function).parameters])
+
+
+def _as_test(test, function, fixtures):
+    kind = inspect.Parameter.KEYWORD_ONLY
+    test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in fixtures])
+    test.__module__, test.__doc__ = function.__module__, function.__doc__
+    test.__name__ = test.__qualname__ = function.__name__  # other processes find it by its name
+    test.function = function
+    return test
+
+
+def _call(test, values):
+    test.function(**values)
+
+
+def _call_on_rank(rank, test, values):
+    test.function(rank, **values)

@@ -6,12 +6,16 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
+from on_ranks import on_each_rank, without_ranks
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, plan, scan_blocks
 from xla_fsdp.layers import scaled_dot_product_attention
-from xla_fsdp.layers.attention import segment_mask
+from xla_fsdp.layers.attention import Forward, Splash, segment_mask
 
 # heads, heads of keys, lengths of queries and keys, head dimension, dtype, causal, segments
 FEW = [
@@ -46,31 +50,21 @@ def with_gradients(attend, q, k, v, weights):
     return [out.detach(), *(t.grad for t in tensors)]
 
 
-def kernel_on_ranks(rank, cases):
-    import torch_xla
-
-    device = torch_xla.device()
-    found = []
+@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
+@on_each_rank(1, timeout=1500)
+def test_values_and_gradients_are_those_of_torch(rank, cases):
     for *sizes, causal, segments in cases:
-        tensors = [t.to(device) for t in inputs(*sizes)]
+        tensors = [t.to("xla") for t in inputs(*sizes)]
         options = dict(is_causal=causal, enable_gqa=True, implementation="kernel")
         if segments:
-            options["segment_ids"] = ids(sizes[2]).to(device)
-        results = with_gradients(
+            options["segment_ids"] = ids(sizes[2]).to("xla")
+        found = with_gradients(
             lambda q, k, v, o=options: scaled_dot_product_attention(q, k, v, **o), *tensors
         )
         torch_xla.sync()
         with torch.no_grad():  # another kernel: it keeps nothing for a backward
             out = scaled_dot_product_attention(*tensors[:3], **options)
-        assert torch.equal(out.cpu(), results[0].cpu())
-        found.append([t.cpu() for t in results])
-    return found
-
-
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
-def test_values_and_gradients_are_those_of_torch(run_ranks, cases):
-    (results,) = run_ranks(kernel_on_ranks, 1, cases, timeout=1500)
-    for (*sizes, causal, segments), found in zip(cases, results, strict=True):
+        assert torch.equal(out.cpu(), found[0].cpu())
         mask = segment_mask(ids(sizes[2]), causal) if segments else None
 
         def attend(q, k, v, mask=mask, causal=causal):
@@ -79,7 +73,8 @@ def test_values_and_gradients_are_those_of_torch(run_ranks, cases):
 
         for one, expected in zip(found, with_gradients(attend, *inputs(*sizes)), strict=True):
             assert one.dtype == expected.dtype
-            error = (one.float() - expected.float()).abs().max() / expected.float().abs().max()
+            error = (one.cpu().float() - expected.float()).abs().max()
+            error /= expected.float().abs().max()
             assert error < CLOSE[expected.dtype], (sizes, causal, segments, error)
 
 
@@ -136,33 +131,21 @@ class Checkpointed(nn.Module):
         return x
 
 
-def train_on_ranks(rank):
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    device = torch_xla.device()
-    found = {}
-    for way in ("checkpointed", "scanned"):
-        model = FSDP(Checkpointed(blocks())) if way == "checkpointed" else scan_blocks(blocks())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        x, segments = batch()
-        mine = slice(2 * rank, 2 * rank + 2)
-        steps = losses(model, x[mine].to(device), segments.to(device), optimizer, torch_xla.sync)
-        found[way] = [xm.all_reduce("sum", loss, scale=0.5).item() for loss in steps]
-    return found
-
-
 @pytest.mark.slow
-def test_in_checkpointed_and_scanned_blocks(run_ranks):
-    results = run_ranks(train_on_ranks, 2, timeout=1500)
-    model = nn.ModuleList(blocks("math"))
+@pytest.mark.parametrize("way", ["checkpointed", "scanned"])
+@on_each_rank(2, timeout=1500)
+def test_in_checkpointed_and_scanned_blocks(rank, way):
     x, segments = batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    expected = [loss.item() for loss in losses(model, x, torch.cat([segments] * 2), optimizer)]
+    plain = nn.ModuleList(blocks("math"))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
+    expected = [loss.item() for loss in losses(plain, x, torch.cat([segments] * 2), optimizer)]
     assert expected[1] < expected[0]
-    for found in results:
-        assert found == {way: pytest.approx(expected, rel=1e-5) for way in found}
-        assert set(found) == {"checkpointed", "scanned"}
+    model = FSDP(Checkpointed(blocks())) if way == "checkpointed" else scan_blocks(blocks())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    mine = x[2 * rank : 2 * rank + 2].to("xla")
+    steps = losses(model, mine, segments.to("xla"), optimizer, torch_xla.sync)
+    found = [xm.all_reduce("sum", loss, scale=0.5).item() for loss in steps]
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def refused(expected, **given):
@@ -182,35 +165,30 @@ def test_refusals_say_what_to_do():
     refused("implementation must be", implementation="flash")
 
 
-def why_not_on_ranks(rank):
-    import torch_xla
-
-    def reason(shape, dtype=torch.bfloat16, **given):
-        x = torch.zeros(shape, dtype=dtype, device=torch_xla.device())
-        with pytest.raises(ValueError) as caught:
+@on_each_rank(1)
+def test_what_the_kernel_cannot_is_said_or_computed_by_torch(rank):
+    half, mask = torch.bfloat16, torch.ones(128, 128, dtype=torch.bool, device="xla")
+    for shape, dtype, given, said in (
+        ((1, 1, 128, 32), half, {}, "multiples of 64 up to 256"),
+        (
+            (1, 1, 100, 64),
+            half,
+            {},
+            "lengths are 100 and 100 (of keys), but the kernel supports",
+        ),
+        ((1, 1, 128, 64), torch.float16, {}, "torch.float16"),
+        ((1, 1, 128, 64), half, {"attn_mask": mask}, "attn_mask was passed"),
+    ):
+        x = torch.zeros(shape, dtype=dtype, device="xla")
+        with pytest.raises(ValueError, match=re.escape(said)):
             scaled_dot_product_attention(x, x, x, implementation="kernel", **given)
         # And "auto" computes it all the same.
         assert scaled_dot_product_attention(x, x, x, **given).shape == x.shape
-        return str(caught.value)
-
-    mask = torch.ones(128, 128, dtype=torch.bool, device=torch_xla.device())
-    return [
-        reason((1, 1, 128, 32)),
-        reason((1, 1, 100, 64)),
-        reason((1, 1, 128, 64), torch.float16),
-        reason((1, 1, 128, 64), attn_mask=mask),
-    ]
 
 
-def test_what_the_kernel_cannot_is_said_or_computed_by_torch(run_ranks):
-    ((dim, length, dtype, mask),) = run_ranks(why_not_on_ranks, 1)
-    assert "multiples of 64 up to 256" in dim
-    assert "lengths are 100 and 100 (of keys), but the kernel supports multiples of 128" in length
-    assert "torch.float16" in dtype
-    assert "attn_mask was passed" in mask
-
-
-def planned():
+@pytest.mark.slow
+@without_ranks
+def test_plan():
     def step():
         model = scan_blocks([Block("auto") for _ in range(3)], compute_dtype=torch.bfloat16)
         x = torch.zeros(2, 512, 128, device="xla", dtype=torch.bfloat16)
@@ -237,15 +215,9 @@ def planned():
     assert not any(re.search(r"512,512", str(buffer)) for buffer in report.schedule.buffers)
 
 
-@pytest.mark.slow
-def test_plan(elsewhere):
-    elsewhere(planned)
-
-
 def lowered_from(place, line, function):
     """The kernel, and its program as text, if who calls it stands in the file ``place``."""
     import jax
-    import torch_xla.core.xla_builder as xb
 
     from xla_fsdp.layers.jax_call import _exported
 
@@ -259,10 +231,9 @@ def lowered_from(place, line, function):
     return base64.b64decode(body), text
 
 
-def lowered_from_two_places():
+@without_ranks
+def test_who_calls_a_kernel_is_not_in_the_program():
     from torch_xla._internal.jax_workarounds import jax_import_guard
-
-    from xla_fsdp.layers.attention import Forward, Splash
 
     jax_import_guard()
     splash = Splash(True, 1.0, interpret=False, matrix_unit=128, itemsize=2)
@@ -273,7 +244,3 @@ def lowered_from_two_places():
     assert b"stable_mosaic" in body and b".py" not in body
     assert "splash_mha_fwd" in text and ".py" not in text
     assert first == second
-
-
-def test_who_calls_a_kernel_is_not_in_the_program(elsewhere):
-    elsewhere(lowered_from_two_places)

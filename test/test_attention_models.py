@@ -3,13 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_each_rank, without_ranks
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.integrations import attention as integration
 from xla_fsdp.layers import attention
+from xla_fsdp.planning.tracing.step import trace_step
+from xla_fsdp.tpu.topology import resolve
 
 
 @pytest.fixture
@@ -55,7 +59,6 @@ CALLS = {
 
 
 def test_masks_of_transformers(installed, monkeypatch):
-    """Everything that these models ask for is said in terms that the kernel knows."""
     seen = []
     ours = attention.scaled_dot_product_attention
 
@@ -72,8 +75,7 @@ def test_masks_of_transformers(installed, monkeypatch):
             kept = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
             logits[kept].square().mean().backward()
             results.append([logits.detach()[kept], *(p.grad for p in model.parameters())])
-        for expected, found in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(*reversed(results), rtol=1e-4, atol=1e-5, msg=name)
     assert len(seen) == 2 * len(CALLS)
     assert all(one["is_causal"] and one.get("attn_mask") is None for one in seen)
     # The release decides whether positions without a break are one segment or none.
@@ -87,13 +89,11 @@ def test_what_the_kernel_cannot_say_is_computed_as_before(installed):
     options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
     plain, ours = llama("sdpa"), llama("xla_fsdp")
     assert torch.equal(plain.generate(tokens, **options), ours.generate(tokens, **options))
-    # A mask of four dimensions is the user's own.
     own = torch.zeros(2, 1, 20, 20).masked_fill_(torch.ones(20, 20).triu(2) > 0, -torch.inf)
     torch.testing.assert_close(
         llama("xla_fsdp")(tokens, attention_mask=own).logits,
         llama("eager")(tokens, attention_mask=own).logits,
     )
-    # Two dimensions that are no segments.
     module = llama("xla_fsdp").model.layers[0].self_attn
     x = torch.zeros(2, 2, 20, 64)
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
@@ -124,23 +124,18 @@ def test_what_would_be_left_out_is_refused(installed):
             integration._transformers_attention(torch.nn.Module(), x, x, x, None, **{name: 1.0})
 
 
-def broadcast(rank):
-    """What torch's function takes and the kernel does not."""
-    import torch_xla
-
+@on_each_rank(1)
+def test_shapes_that_torch_broadcasts(rank):
     q, one = torch.randn(2, 2, 8, 4), torch.randn(1, 1, 8, 4)
-    there = [tensor.to(torch_xla.device()) for tensor in (q, one, one)]
+    expected = F.scaled_dot_product_attention(q, one, one, is_causal=True)
     integration.install()
     try:
-        return q, one, F.scaled_dot_product_attention(*there, is_causal=True).cpu()
+        found = F.scaled_dot_product_attention(
+            *(tensor.to("xla") for tensor in (q, one, one)), is_causal=True
+        )
     finally:
         integration.uninstall()
-
-
-def test_shapes_that_torch_broadcasts(run_ranks):
-    ((q, one, found),) = run_ranks(broadcast, 1)
-    expected = F.scaled_dot_product_attention(q, one, one, is_causal=True)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_torch_gets_its_own_back():
@@ -155,19 +150,14 @@ def test_torch_gets_its_own_back():
     assert F.scaled_dot_product_attention is before
 
 
-def traced():
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp.planning.tracing.step import trace_step
-    from xla_fsdp.tpu.topology import resolve
-
+@pytest.mark.slow
+@without_ranks
+def test_on_a_tpu_it_is_the_kernel():
     def step(implementation, call):
         def run():
-            device = torch_xla.device()
             model = FSDP(llama(implementation), compute_dtype=torch.bfloat16)
             inputs = {
-                key: value.to(device) if isinstance(value, torch.Tensor) else value
+                key: value.to("xla") if isinstance(value, torch.Tensor) else value
                 for key, value in call.items()
             }
             model(**inputs).logits.float().square().mean().backward()
@@ -183,8 +173,3 @@ def traced():
     # A layer: one kernel forward, two backward.
     assert kernels("sdpa", CALLS["causal"]) == 6
     assert kernels("xla_fsdp", packed()) == 6
-
-
-@pytest.mark.slow
-def test_on_a_tpu_it_is_the_kernel(elsewhere):
-    elsewhere(traced)

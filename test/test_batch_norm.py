@@ -5,15 +5,22 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from on_ranks import on_each_rank, without_ranks
 from torch import nn
+
+from xla_fsdp import SyncBatchNorm, checkpoint_module, full_state_dict, plan, scan_blocks
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.ranks.rank import current_rank
+from xla_fsdp.testing import CollectiveMismatchError
 
 BATCH = 12
 CLOSE = dict(rtol=2e-5, atol=2e-6)
 
 
 class Residual(nn.Module):
-    """As in a ResNet, where it downsamples."""
-
     def __init__(self, inner, outer):
         super().__init__()
         self.conv1 = nn.Conv2d(inner, outer, 3, stride=2, padding=1, bias=False)
@@ -91,31 +98,6 @@ def train(model, inputs, sync=lambda: None):
     return {"losses": losses, "gradients": gradients, "result": result}
 
 
-def sharded(rank, kind, wrapping, steps):
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    from xla_fsdp import SyncBatchNorm, checkpoint_module
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp.ranks.rank import current_rank
-
-    current_rank().as_on_tpu = wrapping == "nested"
-    model = SyncBatchNorm.convert_sync_batchnorm(plain(kind))
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    assert norms and all(type(m) is SyncBatchNorm for m in norms)
-    if wrapping == "root":
-        model = FSDP(model)
-    elif wrapping == "checkpointed root":
-        model = FSDP(checkpoint_module(model))
-    else:
-        around = checkpoint_module if wrapping == "checkpointed" else nn.Identity().forward
-        model = FSDP(nn.Sequential(*(FSDP(around(layer)) for layer in model)))
-    mine = [x.chunk(xr.world_size())[rank].to(torch_xla.device()) for x in data(kind, steps)]
-    out = train(model, mine, torch_xla.sync)
-    state = {name: value.cpu() for name, value in model.state_dict().items()}
-    return out | {"state": state, "metadata": model.get_shard_metadata()}
-
-
 @pytest.mark.parametrize(
     "kind, ranks, wrapping",
     [
@@ -140,13 +122,24 @@ def sharded(rank, kind, wrapping, steps):
         ),
     ],
 )
-def test_sharded_equals_unsharded(run_ranks, kind, ranks, wrapping):
-    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
-
-    steps = 2
-    found = run_ranks(sharded, ranks, kind, wrapping, steps)
-    model = plain(kind).double()
-    expected = train(model, [x.double() for x in data(kind, steps)])
+@on_each_rank()
+def test_sharded_equals_unsharded(rank, kind, wrapping):
+    current_rank().as_on_tpu = wrapping == "nested"
+    ranks, inputs = xr.world_size(), data(kind, 2)
+    model = SyncBatchNorm.convert_sync_batchnorm(plain(kind))
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert norms and all(type(m) is SyncBatchNorm for m in norms)
+    if wrapping == "root":
+        model = FSDP(model)
+    elif wrapping == "checkpointed root":
+        model = FSDP(checkpoint_module(model))
+    else:
+        around = checkpoint_module if wrapping == "checkpointed" else nn.Identity().forward
+        model = FSDP(nn.Sequential(*(FSDP(around(layer)) for layer in model)))
+    found = train(model, [x.chunk(ranks)[rank].to("xla") for x in inputs], torch_xla.sync)
+    state = full_state_dict(model, rank0_only=False)
+    wide = plain(kind).double()
+    expected = train(wide, [x.double() for x in inputs])
 
     def close(ours, theirs, name="", atol=2e-6, rtol=2e-5):
         # There is 1e-4 between a float32 number of 3000 and the next.
@@ -155,27 +148,22 @@ def test_sharded_equals_unsharded(run_ranks, kind, ranks, wrapping):
             ours.double(), theirs, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}"
         )
 
-    losses = torch.tensor([one["losses"] for one in found])
-    close(losses.mean(0), torch.tensor(expected["losses"]).double())
-    close(torch.cat([one["result"] for one in found]), expected["result"])
-    for number, gradient in enumerate(expected["gradients"]):
+    losses = xm.mesh_reduce("losses", torch.tensor(found["losses"]), list)
+    close(torch.stack(losses).mean(0), torch.tensor(expected["losses"]).double())
+    close(found["result"], expected["result"].chunk(ranks)[rank])
+    for ours, theirs in zip(found["gradients"], expected["gradients"], strict=True):
         # Ranks differentiate the mean over their part; FSDP takes the mean over ranks.
-        close(torch.cat([one["gradients"][number] for one in found]) / ranks, gradient)
-    state = consolidate_sharded_state_dicts([one["state"] for one in found], found[0]["metadata"])
+        close(ours / ranks, theirs.chunk(ranks)[rank])
     assert state.keys() == plain(kind).state_dict().keys()
     for name, value in plain(kind).state_dict().items():
         assert state[name].dtype is value.dtype
-        close(state[name], model.state_dict()[name].double(), name)
-    for one in found:
-        for name in one["state"]:
-            if "running" in name or "tracked" in name:
-                assert torch.equal(one["state"][name], found[0]["state"][name])
+        close(state[name], wide.state_dict()[name].double(), name)
+    buffers = [value.cpu() for value in model.buffers()]
+    for others in xm.mesh_reduce("buffers", buffers, list):
+        assert all(map(torch.equal, buffers, others))
 
 
 def norm(features=3, **options):
-    """On this rank's device, with values of its own in weight and bias."""
-    from xla_fsdp import SyncBatchNorm
-
     torch.manual_seed(4)
     one = SyncBatchNorm(features, **options)
     with torch.no_grad():
@@ -193,10 +181,9 @@ def part(rank, size, x):
     return x.chunk(size)[rank].to("xla")
 
 
-def variance_far_from_zero(rank):
+@on_each_rank(4)
+def test_variance_far_from_zero_is_right_to_rounding(rank):
     """To rounding, where the mean of squares less the squared mean would have no digit right."""
-    import torch_xla
-
     model = norm(momentum=1.0)
     x = whole_batch((BATCH * 100, 3)) / 300 + 3000.0
     model(part(rank, 4, x))
@@ -207,12 +194,8 @@ def variance_far_from_zero(rank):
     torch.testing.assert_close(model.running_var.cpu().double(), expected, rtol=1e-5, atol=0)
 
 
-def evaluation(rank):
-    """Running statistics, their gradients, and no collective."""
-    import torch_xla
-
-    from xla_fsdp.ranks.rank import current_rank
-
+@on_each_rank(4)
+def test_evaluation_uses_running_statistics(rank):
     model = norm().eval()
     with torch.no_grad():
         model.running_mean.copy_(torch.tensor([0.5, -1.0, 2.0]))
@@ -237,15 +220,12 @@ def evaluation(rank):
     ):
         torch.testing.assert_close(found.cpu(), expected, rtol=2e-5, atol=1e-5)
     assert model.num_batches_tracked.item() == 0
-    # On a plain CPU as well: a part of the model to look at.
     plain_input = whole_batch().chunk(4)[rank]
     torch.testing.assert_close(copy.deepcopy(model).cpu()(plain_input), z, **CLOSE)
 
 
-def groups(rank):
-    """Statistics of a group's batch."""
-    import torch_xla
-
+@on_each_rank(4)
+def test_statistics_of_a_group(rank):
     model = norm(groups=[[0, 2], [1, 3]], momentum=1.0)
     assert "groups=[[0, 2], [1, 3]]" in repr(model)
     x = whole_batch()
@@ -262,10 +242,8 @@ def groups(rank):
         norm(groups=[[0, 2]])(x.to("xla"))
 
 
-def one_value_a_rank(rank):
-    """Enough for four ranks; not for one of which there is a group each."""
-    import torch_xla
-
+@on_each_rank(4)
+def test_one_value_a_rank(rank):
     x = torch.tensor([[1.0, 2.0, 5.0]]) * (rank + 1)
     y = norm(affine=False)(x.to("xla"))
     torch_xla.sync()
@@ -278,7 +256,8 @@ def one_value_a_rank(rank):
         norm()(torch.ones(0, 3).to("xla"))
 
 
-def wrong_inputs(rank):
+@on_each_rank(4)
+def test_wrong_inputs(rank):
     for shape in ((3,), (4, 5), (4, 2, 3)):
         with pytest.raises(ValueError, match=r"takes \(N, 3, ...\), at least two dimensions"):
             norm()(torch.ones(shape).to("xla"))
@@ -286,13 +265,8 @@ def wrong_inputs(rank):
         norm().cpu()(torch.ones(4, 3))
 
 
-def narrow(rank):
-    """Statistics and arithmetic in float32 though weights and inputs are bfloat16."""
-    import torch_xla
-
-    from xla_fsdp import SyncBatchNorm, checkpoint_module
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(4)
+def test_statistics_are_float32_for_bfloat16_weights_and_inputs(rank):
     inputs = [whole_batch((BATCH, 6), seed).bfloat16() for seed in range(3)]
     model = nn.Sequential(nn.BatchNorm1d(6, momentum=0.01), nn.Tanh())
     model = checkpoint_module(SyncBatchNorm.convert_sync_batchnorm(model))
@@ -316,13 +290,8 @@ def narrow(rank):
     assert not model.get_shard_metadata()["buffers"]  # nothing was cast
 
 
-def scanned(rank):
-    """In a loop of equal blocks: the same as one after the other."""
-    import torch_xla
-
-    from xla_fsdp import SyncBatchNorm, scan_blocks
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(4)
+def test_scanned_blocks(rank):
     def block():
         return nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4), nn.Tanh())
 
@@ -338,44 +307,20 @@ def scanned(rank):
             torch_xla.sync()
         results.append({name: value.cpu() for name, value in model.state_dict().items()})
     assert results[0].keys() == results[1].keys()
-    for name, value in results[1].items():
-        torch.testing.assert_close(results[0][name], value, **CLOSE, msg=name)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        variance_far_from_zero,
-        evaluation,
-        groups,
-        one_value_a_rank,
-        wrong_inputs,
-        narrow,
-        scanned,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_on_four_ranks(run_ranks, check):
-    run_ranks(check, 4)
+    torch.testing.assert_close(results[0], results[1], **CLOSE)
 
 
 def uneven(rank):
-    import torch_xla
-
     norm()(torch.ones(2 + rank, 3).to("xla"))
     torch_xla.sync()
 
 
 def test_parts_of_different_sizes_are_an_error(run_ranks):
-    from xla_fsdp.testing import CollectiveMismatchError
-
     with pytest.raises(CollectiveMismatchError, match="batch norm of 2 values a channel"):
         run_ranks(uneven, 4)
 
 
 def test_conversion_keeps_everything():
-    from xla_fsdp import SyncBatchNorm
-
     model = plain("2d")
     model[0].norm1.eval()
     model[0].norm1.weight.requires_grad_(False)
@@ -405,7 +350,6 @@ def test_conversion_keeps_everything():
     ours = model(x)
     assert len(calls) == 1
     torch.testing.assert_close(ours, other(x), **CLOSE)
-    # Twice is as good as once; a batch norm itself, and torch's own, are converted as well.
     SyncBatchNorm.convert_sync_batchnorm(model)
     assert model[0].norm1.groups == ((0, 1), (2, 3))
     for one in (nn.BatchNorm3d(2, momentum=None), nn.SyncBatchNorm(2, eps=1e-3)):
@@ -427,8 +371,6 @@ class Named(nn.BatchNorm2d):
 
 
 def test_conversion_refuses_what_it_would_break():
-    from xla_fsdp import SyncBatchNorm, checkpoint_module
-
     convert = SyncBatchNorm.convert_sync_batchnorm
     with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
         convert("model")
@@ -449,10 +391,8 @@ def test_conversion_refuses_what_it_would_break():
     assert type(convert(Named(2))) is SyncBatchNorm
 
 
-def wrapped_before(rank):
-    from xla_fsdp import SyncBatchNorm
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(1)
+def test_conversion_comes_before_wrapping(rank):
     convert = SyncBatchNorm.convert_sync_batchnorm
     model = nn.Sequential(nn.BatchNorm1d(4), FSDP(nn.Sequential(nn.BatchNorm1d(4))))
     for one in (model, FSDP(model)):
@@ -463,15 +403,9 @@ def wrapped_before(rank):
     assert type(convert(beside)[1]) is SyncBatchNorm
 
 
-def test_conversion_comes_before_wrapping(run_ranks):
-    run_ranks(wrapped_before, 1)
-
-
-def planned():
-    """Small sums are all that goes over the wire for it; every rank runs one program."""
-    from xla_fsdp import SyncBatchNorm, plan
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@pytest.mark.slow
+@without_ranks
+def test_plan():
     def step():
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
         model = FSDP(SyncBatchNorm.convert_sync_batchnorm(model), compute_dtype=torch.bfloat16)
@@ -489,8 +423,3 @@ def planned():
         ("all-reduce", "backward"),
     ]
     assert 0 < sum(c.wire_bytes for c in sent) < 1024
-
-
-@pytest.mark.slow
-def test_plan(elsewhere):
-    elsewhere(planned)

@@ -1,7 +1,5 @@
 """The side-by-side benchmark runs end to end; no time it measured is asserted."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

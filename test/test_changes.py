@@ -80,8 +80,6 @@ def named(parameter):
 
 
 class Used:
-    """A class whose names are used."""
-
     field: int
 
     @property

@@ -3,12 +3,22 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from on_ranks import on_ranks
+import torch_xla
+import torch_xla.core.xla_model as xm
+from on_ranks import on_each_rank
 from test_freeing import live_sizes
-from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, wrapped
+from test_special_uses import (
+    WIDTH,
+    assert_same_backward,
+    assert_same_gradients,
+    inputs,
+    inputs_of_all,
+    mlp,
+    wrapped,
+)
 from torch import nn
 
-from xla_fsdp import checkpoint_module
+from xla_fsdp import checkpoint_module, fully_shard
 
 
 class Noisy(nn.Module):
@@ -28,9 +38,6 @@ class Noisy(nn.Module):
 
 
 def noise(rank, device_type):
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
     device = torch_xla.device() if device_type == "xla" else torch.device("cpu")
     results = []
     for checkpointed in (False, True):
@@ -79,29 +86,24 @@ class Arguments(nn.Module):
         return {"x": torch.sin(x), "rest": (x.detach(), "text", None)}
 
 
-@on_ranks(2)
-def test_any_arguments_and_no_input_that_needs_a_gradient(rank, size, folder):
-    import torch_xla
-
-    device = torch_xla.device()
+@on_each_rank(2)
+def test_any_arguments_and_no_input_that_needs_a_gradient(rank):
     grads = []
     for checkpointed in (False, True):
-        module = Arguments().to(device)
+        module = Arguments().to("xla")
         if checkpointed:
             assert checkpoint_module(module) is module
             assert checkpoint_module(module) is module
-        table = torch.tensor([1, 2], device=device)
-        out = module([inputs(0).to(device)], scale={"by": 3.0}, names=("a", "b"), table=table)
+        table = torch.tensor([1, 2], device="xla")
+        out = module([inputs(0).to("xla")], scale={"by": 3.0}, names=("a", "b"), table=table)
         assert out["rest"][1:] == ("text", None)
-        # No input needs a gradient, the parameter does.
         out["x"].sum().backward()
         grads.append(module.weight.grad.cpu())
     assert grads[0].abs().sum() > 0 and torch.equal(*grads)
 
 
-def activations(rank):
-    import torch_xla
-
+@on_each_rank(2)
+def test_activations_are_not_kept(rank):
     wide = 64 * WIDTH
     counts = []
     for checkpointed in (False, True):
@@ -114,43 +116,28 @@ def activations(rank):
         counts.append(sum(size == activation for size in live_sizes(torch_xla.device())))
         loss.backward()
         torch_xla.sync()
-    return counts
+    assert counts[0] > 0 and counts[1] == 0
 
 
-def test_activations_are_not_kept(run_ranks):
-    for kept, kept_checkpointed in run_ranks(activations, 2):
-        assert kept > 0 and kept_checkpointed == 0
-
-
-def inputs_after_the_backward(rank):
+@on_each_rank(2)
+def test_inputs_are_not_kept_by_the_loss(rank):
     """Pending tensors as large as the layers' inputs, with the loss still held."""
-    import torch_xla
-
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     model = wrapped(nn.Sequential(*map(checkpoint_module, layers)))
     x = inputs(rank)
     loss = model(x.to(torch_xla.device())).square().mean()
     loss.backward()
     model.zero_grad()
-    return sum(size == x.numel() for size in live_sizes(torch_xla.device()))
+    assert x.numel() not in live_sizes(torch_xla.device())
 
 
-def test_inputs_are_not_kept_by_the_loss(run_ranks):
-    assert run_ranks(inputs_after_the_backward, 2) == [0, 0]
-
-
-@on_ranks(3)
-def test_nested_checkpoints(rank, size, folder):
-    import torch_xla
-
+@on_each_rank(3)
+def test_nested_checkpoints(rank):
     plain, model = mlp(), mlp()
     for name in ("1.0", "1", ""):
         checkpoint_module(model.get_submodule(name))
     model = wrapped(model, "1")
-    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
-    plain(torch.cat([inputs(r) for r in range(size)])).square().mean().backward()
-    torch_xla.sync()
-    assert_same_gradients(model, plain)
+    assert_same_backward(model, plain, rank)
 
 
 class Calling(nn.Module):
@@ -171,10 +158,9 @@ class Calling(nn.Module):
         return x * self.layers[0].bias.sum() if self.how == "foreign in a unit" else x
 
 
-def with_units(rank, how):
-    import torch_xla
-    import torch_xla.runtime as xr
-
+@pytest.mark.parametrize("how", ["own around units", "foreign around units", "foreign in a unit"])
+@on_each_rank(2)
+def test_checkpoints_and_units(rank, how):
     plain, model = nn.Sequential(Calling(how)), nn.Sequential(Calling(how))
     units = ["0"] if how == "foreign in a unit" else ["0.layers.0", "0.layers.1"]
     model = wrapped(model, *units)
@@ -183,34 +169,24 @@ def with_units(rank, how):
             checkpoint_module(layer)
     for _ in range(2):
         model(inputs(rank).to(torch_xla.device()).requires_grad_()).square().mean().backward()
-        everyone = torch.cat([inputs(r) for r in range(xr.world_size())]).requires_grad_()
+        everyone = inputs_of_all().requires_grad_()
         plain(everyone).square().mean().backward()
-        torch_xla.sync()
     assert_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("how", ["own around units", "foreign around units", "foreign in a unit"])
-def test_checkpoints_and_units(run_ranks, how):
-    run(run_ranks, with_units, how)
-
-
-@on_ranks(2)
-def test_autocast(rank, size, folder):
-    import torch_xla
-
-    device = torch_xla.device()
+@on_each_rank(2)
+def test_autocast(rank):
     grads = []
     for checkpointed in (False, True):
         model = mlp()
         model = wrapped(nn.Sequential(checkpoint_module(model) if checkpointed else model), "0")
         with torch.autocast("xla", dtype=torch.bfloat16):
-            out = model(inputs(rank).to(device))
+            out = model(inputs(rank).to("xla"))
         assert out.dtype is torch.bfloat16
         out.float().square().mean().backward()
         torch_xla.sync()
         grads.append([p.grad.cpu() for p in model.parameters()])
-    for plain, checkpointed in zip(*grads, strict=True):
-        assert torch.equal(plain, checkpointed)
+    assert all(map(torch.equal, *grads))
 
 
 class Shared(nn.Module):
@@ -231,7 +207,6 @@ class Shared(nn.Module):
         if self.kind == "assigned":
             self.table.values = self.table.values * 2.0
         if self.kind == "batch norm":
-            # Reads what it has just updated.
             x = self.own(x) * self.own.running_var.clone()
         return torch.tanh(self.linear(x) * self.table.values)
 
@@ -249,8 +224,6 @@ class Table(nn.Module):
 
 
 class Tables(nn.Module):
-    """A buffer used by a layer, and before it."""
-
     def __init__(self, kind, recomputed):
         super().__init__()
         torch.manual_seed(0)
@@ -266,11 +239,9 @@ class Tables(nn.Module):
         return self.layer(x)
 
 
-def shared_buffers(rank, sharding):
-    import torch_xla
-
-    from xla_fsdp import fully_shard
-
+@pytest.mark.parametrize("sharding", ["class", "in place", "none"])
+@on_each_rank(2)
+def test_buffers_that_others_use(rank, sharding):
     device = torch.device("cpu") if sharding == "none" else torch_xla.device()
     shard = {"none": lambda model: model, "class": wrapped, "in place": fully_shard}[sharding]
     for kind in KINDS:
@@ -292,11 +263,6 @@ def shared_buffers(rank, sharding):
         model(inputs(rank).to(device)).sum().backward()
 
 
-@pytest.mark.parametrize("sharding", ["class", "in place", "none"])
-def test_buffers_that_others_use(run_ranks, sharding):
-    run(run_ranks, shared_buffers, sharding)
-
-
 class Changing(nn.Module):
     def __init__(self):
         super().__init__()
@@ -308,10 +274,8 @@ class Changing(nn.Module):
         return torch.tanh(self.linear(x)) if self.calls % 2 else self.linear(x).detach()
 
 
-@on_ranks(2)
-def test_a_forward_that_changes_is_an_error(rank, size, folder):
-    import torch_xla
-
+@on_each_rank(2)
+def test_a_forward_that_changes_is_an_error(rank):
     model = wrapped(nn.Sequential(checkpoint_module(Changing())), "0")
     x = inputs(rank).to(torch_xla.device()).requires_grad_()
     with pytest.raises(RuntimeError, match="recomputation of Changing saved .* must compute the"):

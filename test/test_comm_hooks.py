@@ -1,20 +1,26 @@
 """Communication hooks: each way to reduce equals plain torch that does the same unsharded."""
 
-from __future__ import annotations
-
+import collections
 from typing import Any
 
 import pytest
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from on_ranks import on_each_rank, without_ranks
 from test_special_uses import trace_as_on_tpu, wrapped
 from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import checkpoint_module, comm_hooks, plan
+from xla_fsdp.comm_hooks import bf16_compress_hook
+from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 
 WIDTH, STEPS, RATE = 16, 3, 0.1
 
 
 class Matrices(nn.Module):
-    """Matrices of several shapes, one of them of three dimensions, and vectors."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(6)
@@ -52,9 +58,6 @@ def unsharded(ranks: int, mean, make=Matrices, batch=batch) -> dict[str, torch.T
 
 
 def train(rank: int, model: nn.Module, batch=batch) -> None:
-    """As :func:`unsharded`, on a rank."""
-    import torch_xla
-
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         model(batch(rank, step).to("xla")).square().mean().backward()
@@ -72,15 +75,10 @@ def sharded(rank: int, state, hook, over="all", **options: Any) -> dict[str, tor
 
 def full(model, tensors) -> dict[str, torch.Tensor]:
     """As ``whole``, where replicas must hold the same."""
-    import torch_xla.core.xla_model as xm
-
-    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
-
     mine = {name: value.to_local().cpu() for name, value in tensors.items()}
     ranks, size = xm.mesh_reduce("full", mine, list), model.world_size
     for number, one in enumerate(ranks):
-        for name, value in one.items():
-            torch.testing.assert_close(value, ranks[number % size][name], rtol=0, atol=0)
+        torch.testing.assert_close(one, ranks[number % size], rtol=0, atol=0)
     return consolidate_sharded_state_dicts(ranks[:size], model.get_shard_metadata())
 
 
@@ -94,21 +92,25 @@ def hybrid(rank: int) -> dict[str, Any]:
 
 
 def assert_close(found, expected, tolerance=2e-4) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance / 10)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
 
 
 def summed_by_hand(state, bucket):
-    """Reduces with the parts that a hook is given, each gradient by itself."""
     assert (bucket.ranks, bucket.divisor) == state
     return bucket.shard_of([bucket.all_reduce(g) / bucket.divisor for g in bucket.gradients()])
 
 
-def by_hand(rank, on_tpu):
-    import torch_xla.runtime as xr
+WAYS = [
+    (2, True),
+    pytest.param(4, False, marks=pytest.mark.slow),
+    pytest.param(2, False, marks=pytest.mark.full),
+]
 
-    if on_tpu:
-        trace_as_on_tpu()
+
+@pytest.mark.parametrize("ranks,on_tpu", WAYS)
+@on_each_rank()
+def test_a_hook_reduces_by_itself(rank, on_tpu):
+    trace_as_on_tpu(on_tpu)
     ranks = xr.world_size()
     expected = unsharded(ranks, lambda step, name, gradients: sum(gradients) / ranks)
     for options in ({}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}):
@@ -121,24 +123,8 @@ def by_hand(rank, on_tpu):
             assert_close(found, expected)
 
 
-WAYS = [
-    (2, True),
-    pytest.param(4, False, marks=pytest.mark.slow),
-    pytest.param(2, False, marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize("ranks,on_tpu", WAYS)
-def test_a_hook_reduces_by_itself(run_ranks, ranks, on_tpu):
-    run_ranks(by_hand, ranks, on_tpu)
-
-
 def gradients_with(rank, hook, over="all", state=None, steps=1, **options):
     """Mean gradients of two micro-batches, the first inside no_sync, and of one more backward."""
-    import torch_xla
-
-    from xla_fsdp import checkpoint_module
-
     model = Matrices()
     checkpoint_module(model.inner)
     model = wrapped(model, "inner", **options)
@@ -154,13 +140,10 @@ def gradients_with(rank, hook, over="all", state=None, steps=1, **options):
     return full(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
 
 
-def compressed(rank, on_tpu):
-    import torch_xla.runtime as xr
-
-    from xla_fsdp import comm_hooks
-
-    if on_tpu:
-        trace_as_on_tpu()
+@pytest.mark.parametrize("ranks,on_tpu", WAYS)
+@on_each_rank()
+def test_compressed_gradients_are_right_to_rounding(rank, on_tpu):
+    trace_as_on_tpu(on_tpu)
     ranks = xr.world_size()
     plain = Matrices()
     for step in range(3):
@@ -181,8 +164,7 @@ def compressed(rank, on_tpu):
         exact = gradients_with(rank, None, **options)
         for hook in (noted, comm_hooks.allreduce_hook):
             found = gradients_with(rank, hook, **options)
-            for name, value in exact.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+            torch.testing.assert_close(found, exact, rtol=0, atol=0)
         for hook, digits in (
             (comm_hooks.bf16_compress_hook, 2**-8),
             (comm_hooks.fp16_compress_hook, 2**-11),
@@ -198,18 +180,9 @@ def compressed(rank, on_tpu):
     return len(seen)
 
 
-@pytest.mark.parametrize("ranks,on_tpu", WAYS)
-def test_compressed_gradients_are_right_to_rounding(run_ranks, ranks, on_tpu):
-    run_ranks(compressed, ranks, on_tpu)
-
-
-# -- what is refused -----------------------------------------------------------------------------
-
-
-def refusals(rank):
+@on_each_rank(2)
+def test_what_is_no_hook_is_refused(rank):
     from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
-
-    from xla_fsdp import comm_hooks
 
     def backward(state, hook):
         model = wrapped(Matrices(), "inner")
@@ -251,5 +224,61 @@ def refusals(rank):
     backward(None, ours)  # the remedy
 
 
-def test_what_is_no_hook_is_refused(run_ranks):
-    run_ranks(refusals, 2)
+V5E = "v5e:2x4"
+WIDE = 512
+MATRIX = WIDE * WIDE * 4
+
+
+def _step(hook, over="all", hybrid=False):
+    def step():
+        options = {}
+        if hybrid:
+            options = {
+                "sharding_groups": [[0, 1, 2, 3], [4, 5, 6, 7]],
+                "sharding_rank": xr.global_ordinal() % 4,
+                "sharding_world_size": 4,
+                "replication_groups": [[one, one + 4] for one in range(4)],
+            }
+        model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE))
+        model = FSDP(model, **options)
+        if hook is not None:
+            model.register_comm_hook(None, hook, over)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        x = torch.randn(64, WIDE).to("xla")
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _sent(report):
+    found = collections.Counter()
+    for one in report.schedule.collectives:
+        kind = one.asked or one.kind
+        if kind != "all-gather":
+            found[kind, one.dtype, one.group_size] += one.wire_bytes * one.times
+    return found
+
+
+@pytest.mark.slow
+@without_ranks
+def test_bytes_of_hooks():
+    def planned(*args, **kwargs):
+        return _sent(plan(_step(*args, **kwargs), V5E, cache=False, progress=False, ranks=[0]))
+
+    def near(value):  # the compiler pads small ones
+        return pytest.approx(value, rel=0.01)
+
+    sent = planned(None)
+    assert sent == {("reduce-scatter", "f32", 8): near(2 * MATRIX * 7 // 8)}, sent
+    uncompressed = sent["reduce-scatter", "f32", 8]
+
+    sent = planned(bf16_compress_hook)
+    assert sent == {("reduce-scatter", "bf16", 8): uncompressed // 2}, sent
+
+    # Over two replicas of four ranks: the second sum is of shards.
+    sent = planned(bf16_compress_hook, "replicas", hybrid=True)
+    shards = 2 * MATRIX // 4
+    assert sent["reduce-scatter", "f32", 4] == near(2 * MATRIX * 3 // 4), sent
+    assert sent["all-reduce", "bf16", 2] == near(shards // 2), sent

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from on_ranks import on_each_rank
 
 from xla_fsdp import BackwardPrefetch, FSDPOptions
 from xla_fsdp.collectives.order import Event, Wait
@@ -35,7 +36,6 @@ def world(size, replicas=1, slice=None):
 
 
 def block(size, width=1024, dtype=torch.float32, wide=()):
-    """The tensors of a transformer block: four matrices and what is small."""
     shapes = {
         "norm1": (width,), "qkv": (3 * width, width), "qkv_bias": (3 * width,),
         "out": (width, width), "norm2": (width,), "up": (4 * width, width),
@@ -172,11 +172,8 @@ def test_routes_are_those_of_the_slice():
     assert "16 rings of 16 then 16 rings of 16" in str(reductions[-1])
 
 
-def test_cpu_ranks_have_a_collective_a_tensor(run_ranks):
-    for plan in run_ranks(planned_on_a_rank, 2):
-        assert plan == [("norm1", ()), ("qkv", ()), ("out", ())]
-
-
-def planned_on_a_rank(rank):
+@on_each_rank(2)
+def test_cpu_ranks_have_a_collective_a_tensor(rank):
     specs = [spec for spec in block(2, 256) if spec.key in ("norm1", "qkv", "out")]
-    return [(one.name, one.waits) for one in plan_gathers(specs, FSDPOptions(), World.current())]
+    plan = plan_gathers(specs, FSDPOptions(), World.current())
+    assert [(one.name, one.waits) for one in plan] == [("norm1", ()), ("qkv", ()), ("out", ())]

@@ -4,9 +4,24 @@ import functools
 
 import pytest
 import torch
-from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, whole, wrapped
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from on_ranks import on_each_rank
+from test_comm_hooks import hybrid
+from test_special_uses import (
+    WIDTH,
+    assert_same_gradients,
+    inputs,
+    inputs_of_all,
+    mlp,
+    whole,
+    wrapped,
+)
 from torch import nn
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.wrap import (
     always_wrap_policy,
     lambda_auto_wrap_policy,
@@ -67,9 +82,10 @@ class Scaled(nn.Module):
         return x + self.shifts[0] + self.holder.extra
 
 
-def everything_wrapped(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_policies_choose_what_has_a_forward(rank):
+    names = wrapped_names(nn.Sequential(Scaled(), nn.Linear(6, 6)), always_wrap_policy)
+    assert names == ["0", "0.layers.linear", "1"]
     torch.manual_seed(0)
     plain = nn.Sequential(Scaled(), nn.Linear(6, 6))
     want = plain(torch.ones(2, 6)).sum().item()
@@ -82,12 +98,6 @@ def everything_wrapped(rank):
         model = FSDP(nn.Sequential(Scaled(), nn.Linear(6, 6)), auto_wrap_policy=policy)
         assert model(torch.ones(2, 6).to("xla")).sum().item() == pytest.approx(want, rel=1e-5)
         assert isinstance(model.module[0], FSDP) and isinstance(model.module[1], FSDP)
-
-
-def test_policies_choose_what_has_a_forward(run_ranks):
-    names = wrapped_names(nn.Sequential(Scaled(), nn.Linear(6, 6)), always_wrap_policy)
-    assert names == ["0", "0.layers.linear", "1"]
-    run(run_ranks, everything_wrapped)
 
 
 def test_overrides_and_shared_modules():
@@ -105,9 +115,8 @@ def test_overrides_and_shared_modules():
     assert model[2].options == {"compute_dtype": torch.bfloat16}
 
 
-def forwarded(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_every_option_reaches_auto_wrapped_children(rank):
     model = FSDP(
         mlp(),
         reshard_after_forward=False,
@@ -123,13 +132,8 @@ def forwarded(rank):
     assert all(unit.fsdp_options == model.fsdp_options for unit in units)
 
 
-def test_every_option_reaches_auto_wrapped_children(run_ranks):
-    run(run_ranks, forwarded)
-
-
-def names_and_attributes(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(3)
+def test_parameters_keep_their_names(rank):
     plain, inner = mlp(), mlp()
     inner[0].weight.no_decay = True
     model = wrapped(inner, "1")
@@ -150,16 +154,10 @@ def names_and_attributes(rank):
     assert sizes["0.weight"] == WIDTH * WIDTH and sizes["2.bias"] == 3
 
 
-def test_parameters_keep_their_names(run_ranks):
-    run(run_ranks, names_and_attributes, ranks=3)
-
-
-def interleaved(rank, device):
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@on_each_rank(2)
+def test_interleaved_construction_frees_layer_by_layer(rank, device):
     """Layers built and wrapped one by one: the full values go as soon as a layer is wrapped."""
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     on = torch_xla.device() if device == "xla" else "cpu"
     layers, originals = [], []
     for _ in range(3):
@@ -172,16 +170,10 @@ def interleaved(rank, device):
     assert model(torch.ones(2, 64, device=torch_xla.device())).shape == (2, 64)
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_interleaved_construction_frees_layer_by_layer(run_ranks, device):
-    run(run_ranks, interleaved, device)
-
-
-def round_trip(rank, wrapping, compute_dtype):
-    import torch_xla
-
-    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
-
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("wrapping", ["plain", "flatten_parameters", "shard_param_on_dim_0"])
+@on_each_rank(3)
+def test_state_dict_round_trip(rank, wrapping, compute_dtype):
     class WithBuffers(nn.Sequential):
         pass
 
@@ -205,7 +197,6 @@ def round_trip(rank, wrapping, compute_dtype):
             torch.testing.assert_close(ours[name], value, rtol=0.01, atol=0.01)
         else:
             assert torch.equal(ours[name], value)
-    del consolidate_sharded_state_dicts
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -216,13 +207,11 @@ def round_trip(rank, wrapping, compute_dtype):
         model.load_state_dict({name: value[:1] for name, value in mine.items() if value.dim()})
 
 
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("wrapping", ["plain", "flatten_parameters", "shard_param_on_dim_0"])
-def test_state_dict_round_trip(run_ranks, wrapping, compute_dtype):
-    run(run_ranks, round_trip, wrapping, compute_dtype, ranks=3)
-
-
-def loads_intree(rank, options):
+@pytest.mark.parametrize(
+    "options", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}], ids=str
+)
+@on_each_rank(3)
+def test_loads_state_dicts_of_the_intree_class(rank, options):
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
 
     theirs = mlp()
@@ -242,16 +231,7 @@ def loads_intree(rank, options):
         assert torch.equal(ours[name], value)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}], ids=str
-)
-def test_loads_state_dicts_of_the_intree_class(run_ranks, options):
-    run(run_ranks, loads_intree, options, ranks=3)
-
-
 class Counting(nn.Linear):
-    """Knows how many parameters of its model have values at once."""
-
     model: list[nn.Module] = []
     most = 0
 
@@ -262,9 +242,9 @@ class Counting(nn.Linear):
             type(self).most = max(type(self).most, held)
 
 
-def on_meta(rank, flatten):
-    import torch_xla
-
+@pytest.mark.parametrize("flatten", [False, True])
+@on_each_rank(2)
+def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
     torch.manual_seed(0)
     with torch.device("meta"):
         blocks = [nn.Sequential(Counting(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)]
@@ -303,14 +283,8 @@ def on_meta(rank, flatten):
     torch.testing.assert_close(ours, plain(x).detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("flatten", [False, True])
-def test_meta_modules_are_initialised_a_submodule_at_a_time(run_ranks, flatten):
-    run(run_ranks, on_meta, flatten)
-
-
-def meta_variants(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_meta_initialisation_functions_and_errors(rank):
     def build():
         with torch.device("meta"):
             return nn.Sequential(nn.Linear(3, 3), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(3))
@@ -338,21 +312,6 @@ def meta_variants(rank):
     with pytest.raises(RuntimeError, match="left 'weight', 'bias' of module '0'"):
         FSDP(build(), param_init_fn=lambda module: None)
 
-    class Bare(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3, device="meta"))
-
-        def forward(self, x):
-            return x
-
-    with pytest.raises(RuntimeError, match=r"'0' \(Bare\) .* has no reset_parameters\(\)"):
-        FSDP(nn.Sequential(Bare()))
-
-
-def test_meta_initialisation_functions_and_errors(run_ranks):
-    run(run_ranks, meta_variants)
-
 
 class Forgetful(nn.Module):
     """Its ``reset_parameters`` gives values, here zeros, to some of its tensors only."""
@@ -371,9 +330,8 @@ class Forgetful(nn.Module):
         return x
 
 
-def forgotten_values(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_meta_initialisation_misses_values_of_every_dtype(rank):
     dtypes = "float32 bfloat16 float8_e4m3fn complex64 int64 int8 uint8 uint16 bool".split()
     for dtype in (getattr(torch, name) for name in dtypes):
         for forgotten in ("parameter", "buffer"):
@@ -387,20 +345,12 @@ def forgotten_values(rank):
             assert all(value.eq(0).all() for value in model.state_dict().values())
 
 
-def test_meta_initialisation_misses_values_of_every_dtype(run_ranks):
-    run(run_ranks, forgotten_values)
-
-
-def groups(rank, replicated):
-    import torch_xla
-
-    options = {
-        "sharding_groups": [[0, 1], [2, 3]],
-        "sharding_rank": rank % 2,
-        "sharding_world_size": 2,
-    }
-    if replicated:
-        options["replication_groups"] = [[0, 2], [1, 3]]
+@pytest.mark.parametrize("replicated", [False, True])
+@on_each_rank(4)
+def test_sharding_groups(rank, replicated):
+    options = hybrid(rank)
+    if not replicated:
+        del options["replication_groups"]
     plain, model = mlp(), wrapped(mlp(), "1", **options)
     model(inputs(rank).to(torch_xla.device())).square().mean().backward()
     mine = range(4) if replicated else range(2 * (rank // 2), 2 * (rank // 2) + 2)
@@ -410,49 +360,47 @@ def groups(rank, replicated):
     torch_xla.sync()
     torch.testing.assert_close(norm.cpu(), expected)
 
-    import torch_xla.core.xla_model as xm
-
-    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
-
     grads = {n: p.grad.cpu() for n, p in model.named_parameters()}
     everyone = xm.mesh_reduce("grads", grads, lambda values: values)
     group = everyone[2 * (rank // 2) : 2 * (rank // 2) + 2]
     ours = consolidate_sharded_state_dicts(group, model.get_shard_metadata())
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-7)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("replicated", [False, True])
-def test_sharding_groups(run_ranks, replicated):
-    run(run_ranks, groups, replicated, ranks=4)
-
-
-def factors(rank):
-    import torch_xla
-    import torch_xla.runtime as xr
-
+@on_each_rank(3)
+def test_gradient_divide_factors(rank):
     world = xr.world_size()
     model = wrapped(mlp(), "1")
     assert model.gradient_predivide_factor * model.gradient_postdivide_factor == world
     model.set_gradient_divide_factors(2.0, 0.5, recursive=True)
     model(inputs(rank).to(torch_xla.device())).square().mean().backward()
     plain = mlp()
-    plain(torch.cat([inputs(r) for r in range(world)])).square().mean().backward()
+    plain(inputs_of_all()).square().mean().backward()
     for parameter in plain.parameters():
         parameter.grad *= world
-    torch_xla.sync()
     assert_same_gradients(model, plain)
     with pytest.raises(ValueError, match="pre must be a positive number, got 0"):
         model.set_gradient_divide_factors(0, 1, recursive=False)
 
 
-def test_gradient_divide_factors(run_ranks):
-    run(run_ranks, factors, ranks=3)
+@on_each_rank(2)
+def test_clipping_over_two_worlds(rank):
+    """A frozen unit with groups of its own adds nothing to the norm of the others."""
+    model, plain = mlp(), mlp()
+    for module in (model, plain):
+        module[1].requires_grad_(False)
+    alone = {"sharding_groups": [[0], [1]], "sharding_rank": 0, "sharding_world_size": 1}
+    model[1] = FSDP(model[1], **alone)
+    model = FSDP(model)
+    model(inputs(0).to(torch_xla.device())).square().mean().backward()
+    plain(inputs(0)).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9).cpu(), expected, rtol=1e-4, atol=1e-6)
 
 
-def clipping(rank):
-    import torch_xla
-
+@on_each_rank(3)
+def test_clipping_edges(rank):
     model = wrapped(mlp(), "1")
     assert model.clip_grad_norm_(1.0).item() == 0
     for wrong, message in ((0, "max_norm must be positive, got 0"), (-1, "got -1")):
@@ -471,92 +419,13 @@ def clipping(rank):
     assert everyone == pytest.approx(model.clip_grad_norm_(1e9).item())
 
 
-def clipping_over_two_worlds(rank):
-    """A frozen unit with groups of its own adds nothing to the norm of the others."""
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-    model, plain = mlp(), mlp()
-    for module in (model, plain):
-        module[1].requires_grad_(False)
-    alone = {"sharding_groups": [[0], [1]], "sharding_rank": 0, "sharding_world_size": 1}
-    model[1] = FSDP(model[1], **alone)
-    model = FSDP(model)
-    model(inputs(0).to(torch_xla.device())).square().mean().backward()
-    plain(inputs(0)).square().mean().backward()
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    torch.testing.assert_close(model.clip_grad_norm_(1e9).cpu(), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_clipping_over_two_worlds(run_ranks):
-    run(run_ranks, clipping_over_two_worlds)
-
-
-def test_clipping_edges(run_ranks):
-    run(run_ranks, clipping, ranks=3)
-
-
-def wrong_arguments(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_wrong_arguments_say_what_to_do(rank):
     def fails(error, message, *args, **options):
         with pytest.raises(error, match=message):
             FSDP(*(args or (mlp(),)), **options)
 
     fails(TypeError, "module must be a torch.nn.Module, got int", 3)
-    fails(RuntimeError, "already wrapped", FSDP(mlp()))
     fails(RuntimeError, "ModuleList has no forward", nn.ModuleList([mlp()]))
     fails(RuntimeError, "ModuleDict has no forward", nn.ModuleDict({"a": mlp()}))
-    fails(ValueError, "compute_dtype must be one of torch.float32, .* got torch.float64",
-          compute_dtype=torch.float64)  # fmt: skip
-    fails(ValueError, "compute_dtype must be .* got 'bfloat16'", compute_dtype="bfloat16")
-    fails(ValueError, "buffer_dtype must be", buffer_dtype=torch.int8)
-    fails(TypeError, "reshard_after_forward must be True, False or a number of ranks, got 'yes'",
-          reshard_after_forward="yes")  # fmt: skip
-    fails(TypeError, "param_init_fn must be a function or None, got 3", param_init_fn=3)
-    fails(ValueError, "needs sharding_rank and sharding_world_size", sharding_groups=[[0, 1]])
-    fails(ValueError, "sharding_rank must be in 0..1, got 2",
-          sharding_groups=[[0, 1]], sharding_rank=2, sharding_world_size=2)  # fmt: skip
-    fails(ValueError, "every group of sharding_groups must have 2 ordinals",
-          sharding_groups=[[0]], sharding_rank=0, sharding_world_size=2)  # fmt: skip
-    fails(ValueError, "sharding_groups contains an ordinal twice",
-          sharding_groups=[[0, 0]], sharding_rank=0, sharding_world_size=2)  # fmt: skip
-    fails(ValueError, "sharding_rank and sharding_world_size need sharding_groups",
-          sharding_rank=0)  # fmt: skip
     fails(ValueError, "'1' is", wrapped(mlp(), "1").module, auto_wrap_policy=always_wrap_policy)
-
-
-def test_wrong_arguments_say_what_to_do(run_ranks):
-    run(run_ranks, wrong_arguments)
-
-
-def options_by_name(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import fully_shard, scan_blocks
-
-    makers = {
-        "XlaFullyShardedDataParallel": lambda **options: FSDP(mlp(), **options),
-        "scan_blocks": lambda **options: scan_blocks([nn.Linear(4, 4)], **options),
-        "fully_shard": lambda **options: fully_shard(mlp(), **options),
-    }
-    torch_xlas = {
-        "pin_layout_in_collective_ops": False,
-        "reduce_scatter_bucket_size_mb": 8,
-        "coalesce_all_gather_ops": True,
-    }
-    removed = {"gather_dtype": (torch.int8, {"compute_dtype": torch.bfloat16})}
-    for name, make in makers.items():
-        make(**torch_xlas)
-        with pytest.raises(TypeError, match="has no option 'compute_type', .* Its options are"):
-            make(compute_type=torch.bfloat16)
-        for option, (value, remedy) in removed.items():
-            with pytest.raises(ValueError, match=f"{option} was removed: .*{next(iter(remedy))}"):
-                make(**{option: value})
-            if name != "fully_shard":  # it says dtypes by mp_policy
-                make(**remedy)
-
-
-def test_options_are_known_removed_or_without_effect_everywhere(run_ranks):
-    """The integrations' are in test_options.py."""
-    run(run_ranks, options_by_name)

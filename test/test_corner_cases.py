@@ -1,19 +1,28 @@
 """Uses that once gave wrong values, or an error that explains nothing."""
 
 import copy
-import pickle
 
 import pytest
 import torch
-from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, whole, wrapped
+import torch_xla
+from on_ranks import on_each_rank
+from test_special_uses import (
+    WIDTH,
+    assert_same_backward,
+    assert_same_gradients,
+    inputs,
+    inputs_of_all,
+    mlp,
+    whole,
+    wrapped,
+)
 from torch import nn
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module
 
 
 class Module(nn.Module):
-    """A linear layer, and a function of the test that computes with it."""
-
     def __init__(self, compute):
         super().__init__()
         torch.manual_seed(5)
@@ -53,10 +62,13 @@ def loss_of(module, out):
     return out.square().mean()
 
 
-def corner(rank, compute, checkpointed, needs_grad):
-    import torch_xla
-    import torch_xla.runtime as xr
-
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["", "input grad"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("compute", [returned, stored, changed, inplace])
+@on_each_rank(2)
+def test_gradients_are_those_of_plain_torch(rank, compute, checkpointed, needs_grad):
+    if compute is returned:
+        checkpointed = False  # returns its parameters, computes next to nothing
     plain, module = Module(compute), Module(compute)
     model = nn.Sequential(checkpoint_module(module) if checkpointed else module)
     model = wrapped(model, "0")
@@ -67,18 +79,8 @@ def corner(rank, compute, checkpointed, needs_grad):
         loss_of(module, model(x * 1)).backward()
 
     step(model, module, inputs(rank).to(torch_xla.device()))
-    step(plain, plain, torch.cat([inputs(r) for r in range(xr.world_size())]))
-    torch_xla.sync()
+    step(plain, plain, inputs_of_all())
     assert_same_gradients(model, nn.Sequential(plain))
-
-
-@pytest.mark.parametrize("needs_grad", [False, True], ids=["", "input grad"])
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("compute", [returned, stored, changed, inplace])
-def test_gradients_are_those_of_plain_torch(run_ranks, compute, checkpointed, needs_grad):
-    if compute is returned and checkpointed:
-        checkpointed = False  # returns its parameters, computes next to nothing
-    run(run_ranks, corner, compute, checkpointed, needs_grad)
 
 
 class MaskedOnTheHost(nn.Module):
@@ -93,8 +95,6 @@ class MaskedOnTheHost(nn.Module):
 
 
 def host_randomness(rank):
-    import torch_xla
-
     grads = []
     for checkpointed in (False, True):
         module = MaskedOnTheHost()
@@ -124,34 +124,26 @@ class Improves(nn.Module):
 
 
 def buffers_of_the_forward(rank):
-    import torch_xla
-    import torch_xla.runtime as xr
-
     for assigns in (True, False):
         plain = nn.Sequential(Improves(assigns), nn.Linear(WIDTH, 3))
         model = copy.deepcopy(plain)
         checkpoint_module(model[0])
         model = wrapped(model, "0")
-        everyone = torch.cat([inputs(r) for r in range(xr.world_size())])
+        everyone = inputs_of_all()
         for one, x in (model, inputs(rank).to(torch_xla.device())), (plain, everyone):
             (one(x) * one(x)).mean().backward()
-        torch_xla.sync()
         assert_same_gradients(model, plain)
         assert model[0].scale.item() == plain[0].scale.item() == 4
 
 
-def what_is_computed_again(rank):
+@on_each_rank(2)
+def test_recomputation_repeats_what_the_forward_drew_and_read(rank):
     host_randomness(rank)
     buffers_of_the_forward(rank)
 
 
-def test_recomputation_repeats_what_the_forward_drew_and_read(run_ranks):
-    run(run_ranks, what_is_computed_again)
-
-
-def late_change(rank):
-    import torch_xla
-
+@on_each_rank(2)
+def test_changes_in_place_are_detected_as_without_wrapper(rank):
     class Late(nn.Module):
         def __init__(self):
             super().__init__()
@@ -168,26 +160,17 @@ def late_change(rank):
         model(inputs(rank).to(torch_xla.device())).sum().backward()
 
 
-def test_changes_in_place_are_detected_as_without_wrapper(run_ranks):
-    run(run_ranks, late_change)
-
-
-def second_order(rank):
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    # A gradient penalty on inputs is right ...
+@on_each_rank(2)
+def test_gradients_of_gradients(rank):
     def penalty(model, x):
         (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         return grad.square().sum(1).mean()
 
     plain, model = mlp(), wrapped(mlp(), "1")
     penalty(model, inputs(rank).to(torch_xla.device()).requires_grad_()).backward()
-    everyone = torch.cat([inputs(r) for r in range(xr.world_size())]).requires_grad_()
+    everyone = inputs_of_all().requires_grad_()
     penalty(plain, everyone).backward()
-    torch_xla.sync()
     assert_same_gradients(model, plain)
-    # ... one of parameters has none, and says so, whichever way it is asked for.
     given, names = inputs(rank).to(torch_xla.device()), r"'\S+', '\S+'.* no second derivative"
     parameters = list(model.parameters())
 
@@ -202,14 +185,13 @@ def second_order(rank):
     with pytest.raises(RuntimeError, match=names):
         once = gradients(model, given, create_graph=True)
         torch.autograd.grad(vector_product(once), parameters)
-    # The remedy of the message.
     before = gradients(model, given)
     with torch.no_grad():
         for parameter in parameters:
             parameter.add_(2e-3)
     after = gradients(model, given)
     found = sum(((a - b) / 1e-3).sum() for a, b in zip(after, before, strict=True)).item()
-    whole = torch.cat([inputs(r) for r in range(xr.world_size())])
+    whole = inputs_of_all()
     once = gradients(plain, whole, create_graph=True)
     right = torch.autograd.grad(vector_product(once), list(plain.parameters()))
     assert found == pytest.approx(sum(grad.sum() for grad in right).item(), rel=2e-2)
@@ -221,18 +203,12 @@ def second_order(rank):
         assert torch.equal(parameter.grad.full_tensor(), grad.full_tensor())
 
 
-def test_gradients_of_gradients(run_ranks):
-    run(run_ranks, second_order)
-
-
-def copies(rank):
-    import torch_xla
-
-    device = torch_xla.device()
+@on_each_rank(2)
+def test_copies_and_inference_mode(rank):
     model = wrapped(mlp(), "1")
     averaged = torch.optim.swa_utils.AveragedModel(model)
     twin = copy.deepcopy(model)
-    x = inputs(rank).to(device)
+    x = inputs(rank).to("xla")
     model(x).sum().backward()
     assert all(p.grad is None for p in twin.parameters())
     with torch.no_grad():
@@ -243,8 +219,6 @@ def copies(rank):
         assert torch.equal(averaged(x).cpu(), expected)
     with torch.inference_mode():
         assert torch.equal(twin(x).cpu(), expected)
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(model)
     # Copies have no gradients, and so nothing of what no_sync holds.
     model = wrapped(mlp(), "1")
     with model.no_sync():
@@ -256,29 +230,17 @@ def copies(rank):
         torch.testing.assert_close(once.grad * 2, twice.grad)
 
 
-def test_copies_inference_mode_and_pickling(run_ranks):
-    run(run_ranks, copies)
-
-
-def zeroed(rank):
-    import torch_xla
-    import torch_xla.runtime as xr
-
+@on_each_rank(2)
+def test_zero_grad_forgets_what_no_sync_gathered(rank):
     plain, model = mlp(), wrapped(mlp(), "1")
     with model.no_sync():
         model(inputs(rank, 1).to(torch_xla.device())).square().mean().backward()
     model.zero_grad()
-    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
-    plain(torch.cat([inputs(r) for r in range(xr.world_size())])).square().mean().backward()
-    torch_xla.sync()
-    assert_same_gradients(model, plain)
+    assert_same_backward(model, plain, rank)
 
 
-def test_zero_grad_forgets_what_no_sync_gathered(run_ranks):
-    run(run_ranks, zeroed)
-
-
-def meta(rank):
+@on_each_rank(2)
+def test_meta_weights_shared_across_units(rank):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         model[1].weight = model[0].weight
@@ -289,26 +251,9 @@ def meta(rank):
     assert torch.equal(full["0.weight"], full["1.weight"])
     assert model[0].module.weight.no_decay
 
-    class Forgetful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.ones(3, device="meta"), persistent=False)
 
-        def reset_parameters(self):
-            pass
-
-        def forward(self, x):
-            return x * self.table
-
-    with pytest.raises(RuntimeError, match="does not initialize its buffer 'table'"):
-        wrapped(nn.Sequential(Forgetful()))
-
-
-def test_meta_weights_shared_across_units_and_forgotten_buffers(run_ranks):
-    run(run_ranks, meta)
-
-
-def two_names(rank):
+@on_each_rank(2)
+def test_a_module_under_two_names(rank):
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -326,18 +271,11 @@ def two_names(rank):
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
 
 
-def test_a_module_under_two_names(run_ranks):
-    run(run_ranks, two_names)
-
-
-def refusals(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_refusals(rank):
     with pytest.raises(ValueError, match=f"no group of sharding_groups has this rank, {rank}"):
         FSDP(mlp(), sharding_groups=[[0, 1]], sharding_rank=1 - rank, sharding_world_size=2)
     model = wrapped(mlp(), "1")
-    with pytest.raises(ValueError, match="Leave assign out"):
-        model.load_state_dict(model.state_dict(), assign=True)
     outer = nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)})
     bias = torch.ones(2)
     outer.load_state_dict({"head.bias": bias}, strict=False, assign=True)
@@ -348,13 +286,7 @@ def refusals(rank):
     assert half.gradient_predivide_factor == 2 and half.gradient_postdivide_factor == 1
 
 
-def test_refusals(run_ranks):
-    run(run_ranks, refusals)
-
-
 def leaves_work_behind(rank, synced):
-    import torch_xla
-
     model = wrapped(mlp(), "1")
     for _ in range(2):
         model(inputs(rank).to(torch_xla.device())).square().mean().backward()

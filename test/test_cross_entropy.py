@@ -5,11 +5,14 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+from on_ranks import on_each_rank, without_ranks
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import plan
-from xla_fsdp.layers import linear_cross_entropy
+from xla_fsdp.layers import jax_call, linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = 12, 16, 50
 # chunk, options; 50 is not a multiple of any chunk
@@ -45,11 +48,6 @@ def whole(hidden, weight, labels, **options):
     return loss.view(labels.shape) if loss.dim() else loss
 
 
-def options_of(options):
-    # Labels of -100 must be ignored one way or another.
-    return {"ignore_index": -100, **options}
-
-
 class Head(nn.Module):
     def __init__(self, fused=True, width=WIDTH, words=WORDS, chunk=16):
         super().__init__()
@@ -65,66 +63,46 @@ class Head(nn.Module):
         return whole(hidden, self.head.weight, labels)
 
 
-def on_ranks(rank):
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    device = torch_xla.device()
-    found = []
+@on_each_rank(2, timeout=1500)
+def test_losses_and_gradients_are_those_of_torch(rank):
     for chunk, options in CASES if rank == 0 else []:
         hidden, weight, labels = inputs()
         if options.get("ignore_index"):
             labels = labels.clamp_min(0)
-        tensors = [t.to(device) for t in (hidden, weight, labels)]
-        found.append(with_gradients(
-            lambda *t, c=chunk, o=options: linear_cross_entropy(*t, chunk=c, **o), *tensors
-        ))  # fmt: skip
-    narrow = with_gradients(linear_cross_entropy, *(t.to(device) for t in inputs(torch.bfloat16)))
-    torch_xla.sync()
-    model = FSDP(Head())
+        tensors = hidden, weight, labels
+        found = with_gradients(
+            lambda *t, c=chunk, o=options: linear_cross_entropy(*t, chunk=c, **o),
+            *(t.to("xla") for t in tensors),
+        )
+        expected = with_gradients(lambda *t, o=options: whole(*t, **o), *tensors)
+        torch.testing.assert_close([t.cpu() for t in found], expected, rtol=1e-5, atol=1e-6)
+    # In bfloat16 logits keep float32, which torch rounds: as exact as the inputs.
+    narrow = with_gradients(linear_cross_entropy, *(t.to("xla") for t in inputs(torch.bfloat16)))
+    assert [t.dtype for t in narrow] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    hidden, weight, labels = inputs(torch.bfloat16)
+    wide = with_gradients(whole, hidden.float(), weight.float(), labels)
+    torch.testing.assert_close([t.float().cpu() for t in narrow], wide, rtol=2e-2, atol=2e-2)
+
+
+def trained(model, device):
+    """The losses of two steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    steps = []
     hidden, _, labels = inputs()
+    losses = []
     for _ in range(2):
         loss = model(hidden.to(device), labels.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()
-        steps.append(xm.all_reduce("sum", loss.detach(), scale=0.5).item())
-    to_cpu = [[t.cpu() for t in one] for one in found]
-    return to_cpu, [t.cpu() for t in narrow], steps
+        losses.append(loss.item())
+    return losses
 
 
-def test_losses_and_gradients_are_those_of_torch(run_ranks):
-    (found, narrow, steps), (_, _, same) = run_ranks(on_ranks, 2, timeout=1500)
-    for (_, options), results in zip(CASES, found, strict=True):
-        hidden, weight, labels = inputs()
-        if options.get("ignore_index"):
-            labels = labels.clamp_min(0)
-        expected = with_gradients(
-            lambda *t, o=options: whole(*t, **options_of(o)), hidden, weight, labels
-        )
-        for one, other in zip(results, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    # In bfloat16 logits keep float32, which torch rounds: as exact as the inputs.
-    wide = with_gradients(whole, *(t.float() if t.is_floating_point() else t
-                                   for t in inputs(torch.bfloat16)))  # fmt: skip
-    assert [t.dtype for t in narrow] == [torch.float32, torch.bfloat16, torch.bfloat16]
-    for one, other in zip(narrow, wide, strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
-    # Of a wrapped head.
-    model = Head(fused=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    hidden, _, labels = inputs()
-    expected = []
-    for _ in range(2):
-        loss = model(hidden, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    assert steps == same == pytest.approx(expected, rel=1e-5)
+@on_each_rank(2)
+def test_a_wrapped_head_trains_as_in_plain_torch(rank):
+    expected = trained(Head(fused=False), "cpu")
+    assert trained(FSDP(Head()), "xla") == pytest.approx(expected, rel=1e-5)
 
 
 def refused(expected, **given):
@@ -134,47 +112,32 @@ def refused(expected, **given):
         linear_cross_entropy(**arguments)
 
 
-def lower(rank):
-    import torch_xla.core.xla_model as xm
-
-    from xla_fsdp.layers import jax_call
-
+@on_each_rank(2)
+def test_ranks_share_what_is_lowered(rank):
+    """Each its own would be a program each, whose collectives may come in different orders."""
     if rank == 0:
         jax_call._computation.cache_clear()
     xm.rendezvous("nothing is lowered")
     linear_cross_entropy(*(tensor.to("xla") for tensor in inputs()))
     xm.rendezvous("all is lowered")
-    return jax_call._computation.cache_info().misses
+    assert jax_call._computation.cache_info().misses == 1
 
 
-def test_ranks_share_what_is_lowered(run_ranks):
-    """Each its own would be a program each, whose collectives may come in different orders."""
-    assert run_ranks(lower, 2) == [1, 1]
-
-
-def without_such_a_word(rank):
+@on_each_rank(1)
+def test_labels_beyond_the_vocabulary_are_no_number(rank):
     """A device cannot raise as torch does on a CPU."""
-    import torch_xla
-
-    found = []
     for wrong in (WORDS, -1, 2**32 + 1):
         hidden, weight, labels = inputs()
         labels[1, 2] = wrong
         options = {"reduction": "none", "chunk": 16, "label_smoothing": 0.1}
-        tensors = [t.to(torch_xla.device()) for t in (hidden, weight, labels)]
-        one = with_gradients(lambda *t, o=options: linear_cross_entropy(*t, **o), *tensors)
-        found.append([t.cpu() for t in one])
-    return found
-
-
-def test_labels_beyond_the_vocabulary_are_no_number(run_ranks):
-    (found,) = run_ranks(without_such_a_word, 1)
-    for losses, of_hidden, of_weight in found:
-        wrong = torch.zeros(3, 4, dtype=torch.bool)
-        wrong[1, 2] = True
-        assert torch.equal(losses.isnan(), wrong)
+        tensors = [t.to("xla") for t in (hidden, weight, labels)]
+        found = with_gradients(lambda *t, o=options: linear_cross_entropy(*t, **o), *tensors)
+        losses, of_hidden, of_weight = (one.cpu() for one in found)
+        where = torch.zeros(3, 4, dtype=torch.bool)
+        where[1, 2] = True
+        assert torch.equal(losses.isnan(), where)
         assert losses[0, 0] == 0  # ignored
-        assert torch.equal(of_hidden.isnan().all(-1), wrong) and of_weight.isnan().all()
+        assert torch.equal(of_hidden.isnan().all(-1), where) and of_weight.isnan().all()
 
 
 def test_refusals_and_other_devices():
@@ -187,7 +150,9 @@ def test_refusals_and_other_devices():
     refused("reduction must be one of", reduction="avg")
 
 
-def planned():
+@pytest.mark.slow
+@without_ranks
+def test_plan():
     def step():
         model = FSDP(Head(width=128, words=8192, chunk=1024), compute_dtype=torch.bfloat16)
         hidden = torch.zeros(1, 4096, 128, device="xla")
@@ -197,8 +162,3 @@ def planned():
     report = plan(step, "v5litepod-4", ranks=[0], cache=False, progress=False)
     # Logits are 128 MiB in float32; what is kept of them for the backward, in bfloat16, half of it.
     assert report.memory.peak < 32 * 2**20
-
-
-@pytest.mark.slow
-def test_plan(elsewhere):
-    elsewhere(planned)

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-import torch_xla
 import torch_xla.runtime as xr
+from on_ranks import on_each_rank
+from safetensors.torch import save_file
 from test_special_uses import WIDTH, assert_same_gradients, inputs, whole
 from torch import nn
 
@@ -73,16 +74,16 @@ def raises_naming(names, absent, doing="the first forward was called", call=None
         assert repr(name) not in str(caught.value)
 
 
-def loads(rank, folder):
-    from safetensors.torch import save_file
-
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_each_rank(timeout=1500)
+def test_values_come_with_a_load_or_are_missed(rank, tmp_path):
     plain = Model()
     state = {n: v.clone() for n, v in plain.state_dict().items() if n != "back.weight"}
     if rank == 0:
-        save_file(state, f"{folder}/model.safetensors")
+        save_file(state, f"{tmp_path}/model.safetensors")
         part = {name: value for name, value in state.items() if not name.startswith("head")}
-        save_file(part, f"{folder}/part.safetensors")
-    saved = save_checkpoint(f"{folder}/run", FSDP(Model()), step=1)
+        save_file(part, f"{tmp_path}/part.safetensors")
+    saved = save_checkpoint(f"{tmp_path}/run", FSDP(Model()), step=1)
     shards = {kind: FSDP(Model(), flatten_parameters=kind == "flat") for kind in ("root", "flat")}
     every = torch.cat([inputs(r) for r in range(xr.world_size())])
     plain(every).square().mean().backward()
@@ -92,7 +93,7 @@ def loads(rank, folder):
         names = ["embed.weight", "blocks.0.0.weight", "head.bias", "scale"]
         raises_naming(names[:3], [], call=lambda m=model: m(x))
         raises_naming(names[:3], [], "saving was called",
-                      lambda m=model: save_checkpoint(f"{folder}/none", m, step=1))  # fmt: skip
+                      lambda m=model: save_checkpoint(f"{tmp_path}/none", m, step=1))  # fmt: skip
         raises_naming(
             names[:3], [], "full_state_dict was called", lambda m=model: full_state_dict(m)
         )
@@ -104,7 +105,7 @@ def loads(rank, folder):
         raises_naming([names[0], names[2]], [], r"SGD.step\(\) was called", every.step)
         model = copy.deepcopy(model).double().float()
         raises_naming(names[:3], [], call=lambda m=model: m(x))
-        loaded = load_weights(model, f"{folder}/part.safetensors", strict=False)
+        loaded = load_weights(model, f"{tmp_path}/part.safetensors", strict=False)
         assert loaded.missing_keys == ["head.weight", "head.bias"]
         raises_naming(["head.weight", "head.bias"], names[:2] + ["scale"],
                       call=lambda m=model: m(x))  # fmt: skip
@@ -113,11 +114,10 @@ def loads(rank, folder):
                 model.head.weight.copy_(state["head.weight"])
                 model.head.bias.copy_(state["head.bias"])
         elif kind == "flat":
-            load_weights(model, folder)
+            load_weights(model, tmp_path)
         else:
             load_checkpoint(saved, model)
         model(x).square().mean().backward()
-        torch_xla.sync()
         assert_same_gradients(model, plain)
     for kind in ("root", "flat"):
         model = built(kind)
@@ -130,14 +130,7 @@ def loads(rank, folder):
     model(x)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_values_come_with_a_load_or_are_missed(run_ranks, tmp_path, ranks):
-    run_ranks(loads, ranks, str(tmp_path), timeout=1500)
-
-
 class Positions(nn.Module):
-    """A buffer that no checkpoint has."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
@@ -153,9 +146,7 @@ def buffers(rank):
     expected = nn.Sequential(Positions())(inputs(rank))
     model = FSDP(model, param_init_fn=defer_init)
     load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
-    with pytest.raises(
-        RuntimeError, match="before '0.steps' had values.*which no checkpoint contains"
-    ):
+    with pytest.raises(RuntimeError, match="before '0.steps' had values.* no checkpoint contains"):
         model(inputs(rank).to("xla"))
     with FSDP.summon_full_params(model):
         model.module[0].steps.copy_(torch.arange(WIDTH).float())
@@ -198,10 +189,7 @@ def scanned(rank):
     torch.testing.assert_close(sharded(x.to("xla")).cpu(), plain(x), rtol=1e-4, atol=1e-5)
 
 
-def both(rank):
+@on_each_rank(2, timeout=1500)
+def test_buffers_that_no_checkpoint_has_and_scanned_blocks(rank):
     buffers(rank)
     scanned(rank)
-
-
-def test_buffers_that_no_checkpoint_has_and_scanned_blocks(run_ranks):
-    run_ranks(both, 2, timeout=1500)

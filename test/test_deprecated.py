@@ -12,39 +12,25 @@ from xla_fsdp.planning.tuning.space import checked_search
 SHARED, VMEM = ShardingSettings(shard_group_size=8), ShardingSettings(scoped_vmem_kib=49152)
 
 
-def saved(settings, old, new):
-    return settings.to_json().replace(new, old)
-
-
-# Old name, how it is used, and the same with the new name.
+REPORT = Report.__new__(Report)
+SAVED = SHARED.to_json().replace("shard_group_size", "shard_ranks")
+# Old name, how it is used, and what the new name gives.
 USES = [
-    ("latest", lambda: xla_fsdp.latest, lambda: xla_fsdp.latest_checkpoint),
-    ("loaded_later", lambda: xla_fsdp.loaded_later, lambda: xla_fsdp.defer_init),
+    ("latest", lambda: xla_fsdp.latest, xla_fsdp.latest_checkpoint),
+    ("loaded_later", lambda: xla_fsdp.loaded_later, xla_fsdp.defer_init),
     (
         "for_large_products",
         lambda: compiler_options.for_large_products("v6e"),
-        lambda: {"xla_tpu_scoped_vmem_limit_kib": "98304"},
+        {"xla_tpu_scoped_vmem_limit_kib": "98304"},
     ),
-    (
-        "beside",
-        lambda: Report.__new__(Report).beside.__func__,
-        lambda: Report.compare_trace,
-    ),
-    ("shard_ranks", lambda: ShardingSettings(shard_ranks=8), lambda: SHARED),
-    ("shard_ranks", lambda: ShardingSettings().changed(shard_ranks=8), lambda: SHARED),
-    ("shard_ranks", lambda: SHARED.shard_ranks, lambda: 8),
-    (
-        "shard_ranks",
-        lambda: checked_search({"shard_ranks": [8]}),
-        lambda: {"shard_group_size": (8,)},
-    ),
-    (
-        "shard_ranks",
-        lambda: ShardingSettings.from_json(saved(SHARED, "shard_ranks", "shard_group_size")),
-        lambda: SHARED,
-    ),
-    ("operation_vmem", lambda: ShardingSettings(operation_vmem=49152), lambda: VMEM),
-    ("operation_vmem", lambda: VMEM.operation_vmem, lambda: 49152),
+    ("beside", lambda: REPORT.beside.__func__, Report.compare_trace),
+    ("shard_ranks", lambda: ShardingSettings(shard_ranks=8), SHARED),
+    ("shard_ranks", lambda: ShardingSettings().changed(shard_ranks=8), SHARED),
+    ("shard_ranks", lambda: SHARED.shard_ranks, 8),
+    ("shard_ranks", lambda: checked_search({"shard_ranks": [8]}), {"shard_group_size": (8,)}),
+    ("shard_ranks", lambda: ShardingSettings.from_json(SAVED), SHARED),
+    ("operation_vmem", lambda: ShardingSettings(operation_vmem=49152), VMEM),
+    ("operation_vmem", lambda: VMEM.operation_vmem, 49152),
 ]
 NEW = {old: new for names in deprecated.RENAMED.values() for old, new in names.items()}
 
@@ -52,7 +38,7 @@ NEW = {old: new for names in deprecated.RENAMED.values() for old, new in names.i
 @pytest.mark.parametrize("old, use, expected", USES)
 def test_old_name_does_what_the_new_one_does_and_warns(old, use, expected):
     with pytest.warns(DeprecationWarning, match=f"'{old}' is .* Use '{NEW[old]}'") as warned:
-        assert use() == expected()
+        assert use() == expected
     assert [one.filename for one in warned] == [__file__]
 
 

@@ -11,6 +11,9 @@ from lazy_modules import torch_xla, xm
 from test_launch_failures import LATE
 from torch import nn
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import fully_shard, scan_blocks
+
 
 def gather(value):
     return xm.all_gather(value.to("xla"))
@@ -54,8 +57,6 @@ WIDTH = 16  # of each weight both ranks have a half
 
 
 class Experts(nn.Module):
-    """Ranks route to other experts, and compute different operators."""
-
     def __init__(self, rank):
         super().__init__()
         self.rank = rank
@@ -69,8 +70,6 @@ class Experts(nn.Module):
 
 
 class NovoGrad(torch.optim.Optimizer):
-    """Branches on a value, as timm's NovoGrad does."""
-
     def __init__(self, parameters):
         super().__init__(parameters, {})
 
@@ -116,7 +115,6 @@ def by_rank(parameters, rank):
 
 
 def fewer(parameters, rank):
-    """Rank 1 does not update its half of the weights."""
     return [p for p in parameters if p.dim() == 1] if rank else parameters
 
 
@@ -175,9 +173,6 @@ def test_losses_are_those_of_one_process(run_ranks, name, sharding):
     case = CASES[name]
 
     def train(rank):
-        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-        from xla_fsdp import fully_shard, scan_blocks
-
         torch.manual_seed(0)
         units = case.build(rank)
         if sharding == "scanned":
@@ -220,8 +215,6 @@ def test_a_result_that_one_rank_alone_refers_to(run_ranks):
 
 
 def test_channels_of_the_caller(run_ranks):
-    """Collectives with a channel of their own are in order with the others."""
-
     def step(rank):
         own = {"groups": [[0, 1]], "pin_layout": False}
         first = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"), channel_id=71, **own)
@@ -238,7 +231,6 @@ def test_channels_of_the_caller(run_ranks):
 
 
 def test_values_go_through_as_they_are(run_ranks):
-    """What orders collectives must not change an operand, whatever the collective before gave."""
     special = [float("nan"), float("inf"), -float("inf"), 0.5, 2e-38]
 
     def step(rank):
@@ -277,8 +269,6 @@ def test_an_optimizer_that_branches_on_a_value(run_ranks):
                     own.copy_(torch.tanh(own).sort().values)
 
     def train(rank):
-        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
         model = FSDP(nn.Linear(WIDTH, 3))
         for parameter in model.parameters():
             parameter.data.fill_(-1.0 if rank else 1.0)

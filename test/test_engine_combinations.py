@@ -5,8 +5,6 @@ default suite has cells that cover every setting, ``make test-slow`` every pair 
 ``make test-all`` the full product. What is not possible together raises at construction.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -17,8 +15,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.runtime as xr
 from covering import covering, pairs_of
+from on_ranks import on_each_rank
 from torch import nn
+
+import xla_fsdp
+from xla_fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    XlaFullyShardedDataParallel,
+    full_state_dict,
+    fully_shard,
+    scan_blocks,
+)
+from xla_fsdp import ShardingStrategy as S
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.ranks.rank import current_rank
 
 FORMS = ("wrapper", "fully_shard", "scanned")
 FREEING = ("zero3", "zero2", "hpz")  # hpz: reshard_after_forward=2
@@ -58,7 +73,6 @@ COVERING = covering(LEGAL, shown_by)
 # Every setting, not only where bfloat16 hides small errors.
 SINGLY = covering(COVERING, lambda cell: {"bf16"} if "bf16" in cell else set(cell))
 
-# -- model and data ----------------------------------------------------------------------------
 
 WIDTH, WORDS, BLOCKS, STEPS = 12, 11, 2, 2
 GLOBAL_BATCH = 16
@@ -130,7 +144,6 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def expected(uses: tuple[str, ...]) -> dict[str, Any]:
-    """What plain torch finds in one process on the global batch."""
     model = build(uses)
     optimizer = optimizer_for(model)
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
@@ -158,12 +171,7 @@ def expected(uses: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-# -- on ranks ----------------------------------------------------------------------------------
-
-
 def options_for(cell: Cell) -> dict[str, Any]:
-    import xla_fsdp
-
     options: dict[str, Any] = {
         "reshard_after_forward": {"zero3": True, "zero2": False, "hpz": 2}[cell[1]]
     }
@@ -186,8 +194,6 @@ def options_for(cell: Cell) -> dict[str, Any]:
 
 
 def sharded(cell: Cell) -> nn.Module:
-    from xla_fsdp import XlaFullyShardedDataParallel, fully_shard, scan_blocks
-
     model, options = build(cell), options_for(cell)
     if "fully_shard" in cell:
         for one in (model.embed, *model.blocks):
@@ -213,11 +219,6 @@ def syncing(model: nn.Module, syncs: bool) -> Iterable[None]:
 
 
 def train(rank: int, cell: Cell) -> dict[str, Any]:
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    from xla_fsdp import full_state_dict
-
     model = sharded(cell)
     optimizer = optimizer_for(model)
     parameters = list(model.parameters())
@@ -249,8 +250,6 @@ def train(rank: int, cell: Cell) -> dict[str, Any]:
 
 
 def train_cells(rank: int, cells: list[Cell]) -> list[dict[str, Any]]:
-    from xla_fsdp.ranks.rank import current_rank
-
     current_rank().as_on_tpu = True  # what a TPU gets has more in it
     found = []
     for cell in cells:
@@ -259,9 +258,6 @@ def train_cells(rank: int, cells: list[Cell]) -> list[dict[str, Any]]:
         except Exception as error:
             raise RuntimeError(f"in the cell {cell}: {error}") from error
     return found
-
-
-# -- comparison --------------------------------------------------------------------------------
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, what: str) -> None:
@@ -332,7 +328,8 @@ def test_the_full_product_trains_like_plain_torch(run_ranks, form, freeing, cut)
     check(run_ranks, [cell for cell in FULL if cell[:3] == (form, freeing, cut)])
 
 
-def not_together(rank: int) -> None:
+@on_each_rank(4)
+def test_what_is_not_possible_together_raises(rank: int):
     for cell in PRODUCT:
         if refused := pairs_of(cell) & NOT_TOGETHER.keys():
             with pytest.raises(ValueError) as caught:
@@ -340,15 +337,9 @@ def not_together(rank: int) -> None:
             assert any(NOT_TOGETHER[pair] in str(caught.value) for pair in refused), cell
 
 
-def test_what_is_not_possible_together_raises(run_ranks):
-    run_ranks(not_together, 4)
-
-
-def contradictions(rank: int) -> None:
+@on_each_rank(4)
+def test_what_contradicts_itself_raises(rank: int):
     """Other spellings of the same, and values of the settings that do not go together."""
-    from xla_fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, fully_shard, scan_blocks
-    from xla_fsdp import ShardingStrategy as S
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     def scan(change=lambda one, other: None, **options):
         pair = [Block(), Block()]
@@ -418,7 +409,3 @@ def contradictions(rank: int) -> None:
         for make in makes:
             with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
                 make(**options)
-
-
-def test_what_contradicts_itself_raises(run_ranks):
-    run_ranks(contradictions, 4)

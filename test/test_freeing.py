@@ -4,21 +4,24 @@ Checked on the list of live XLA tensors while the step is still a pending graph:
 when the step is compiled becomes a buffer of the program.
 """
 
+import functools
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+from on_ranks import on_each_rank
 from torch import nn
 from torch.nn.modules.rnn import GRU  # torch_xla replaces nn.GRU by one that needs a device
+
+from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
 # Larger than any activation in these tests, so size alone tells a parameter from an activation.
 ROWS, COLUMNS = 48, 40
 
 
 class Scale(torch.autograd.Function):
-    """A user's own function that saves the weight."""
-
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
@@ -40,48 +43,23 @@ class Weighted(nn.Module):
         return self.compute(x, self.weight)
 
 
-class Attend(nn.Module):
-    def __init__(self):
+class Called(nn.Module):
+    """``call(module, x)`` is its forward."""
+
+    def __init__(self, make, call):
         super().__init__()
-        self.attention = nn.MultiheadAttention(COLUMNS, 4, batch_first=True)
+        self.inner, self.call = make(), call
 
     def forward(self, x):
-        return self.attention(x[None], x[None], x[None], need_weights=False)[0]
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.rnn = kind(COLUMNS, 16, batch_first=True)
-
-    def forward(self, x):
-        return self.rnn(x[None])[0]
-
-
-class Convolve(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(COLUMNS, ROWS, 3, padding=1)
-
-    def forward(self, x):
-        return self.conv(x.t()[None])
-
-
-class Embed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(ROWS, COLUMNS)
-
-    def forward(self, x):
-        return self.table((x[:, 0].abs() * 7).long() % ROWS) * x
+        return self.call(self.inner, x)
 
 
 class Autocast(nn.Module):
     """Casts inside of operators, where no Python is."""
 
-    def __init__(self, inner):
+    def __init__(self, make, *arguments):
         super().__init__()
-        self.inner = inner() if isinstance(inner, type) else Weighted(inner)
+        self.inner = make(*arguments)
 
     def forward(self, x):
         with torch.autocast("xla", dtype=torch.bfloat16):
@@ -114,18 +92,6 @@ class Lora(nn.Module):
         return (y + x @ down.mT @ up.mT).float()
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Tanh(), nn.Linear(ROWS, COLUMNS))
-        from xla_fsdp import checkpoint_module
-
-        checkpoint_module(self.inner)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 WEIGHTED = {
     "linear": lambda x, w: F.linear(x, w),
     "matmul": lambda x, w: x @ w.t(),
@@ -145,116 +111,112 @@ WEIGHTED = {
     "twice": lambda x, w: F.linear(x, w) * (x @ w.t()),
 }
 MODELS = {name: (Weighted, compute) for name, compute in WEIGHTED.items()} | {
-    "attention": (Attend,),
-    "lstm": (Recurrent, nn.LSTM),
-    "gru": (Recurrent, GRU),
-    "conv": (Convolve,),
-    "embedding": (Embed,),
+    "attention": (
+        Called,
+        lambda: nn.MultiheadAttention(COLUMNS, 4, batch_first=True),
+        lambda attend, x: attend(x[None], x[None], x[None], need_weights=False)[0],
+    ),
+    "lstm": (Called, lambda: nn.LSTM(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
+    "gru": (Called, lambda: GRU(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
+    "conv": (Called, lambda: nn.Conv1d(COLUMNS, ROWS, 3, padding=1), lambda c, x: c(x.t()[None])),
+    "embedding": (
+        Called,
+        lambda: nn.Embedding(ROWS, COLUMNS),
+        lambda table, x: table((x[:, 0].abs() * 7).long() % ROWS) * x,
+    ),
     "tied": (Tied,),
     "lora": (Lora,),
-    "checkpointed": (Checkpointed,),
-    "autocast": (Autocast, WEIGHTED["linear"]),
-    "autocast, conv": (Autocast, Convolve),
-    "autocast of views": (Autocast, lambda x, w: x @ w.t() + (x @ w.view(8, 6, -1)[1].mT).sum()),
-    "autocast, chunks": (Autocast, WEIGHTED["chunks"]),
-    "autocast, einsum": (Autocast, WEIGHTED["einsum"]),
-    "autocast, norm": (Autocast, WEIGHTED["norm"]),
-    "autocast, lora": (Autocast, Lora),
+    "checkpointed": (
+        Called,
+        lambda: checkpoint_module(
+            nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Tanh(), nn.Linear(ROWS, COLUMNS))
+        ),
+        lambda module, x: module(x),
+    ),
+    "autocast of views": (
+        Autocast,
+        Weighted,
+        lambda x, w: x @ w.t() + (x @ w.view(8, 6, -1)[1].mT).sum(),
+    ),
+    "autocast": (Autocast, Weighted, WEIGHTED["linear"]),
+}
+MODELS |= {
+    f"autocast, {name}": (Autocast, *MODELS[name])
+    for name in ("conv", "chunks", "einsum", "norm", "lora")
 }
 LOOSE = {"cast", "lora"} | {name for name in MODELS if name.startswith("autocast")}
 
 
 def live_sizes(device) -> list[int]:
     """Element counts of the pending XLA tensors on the device."""
-    import torch_xla
-
     report = torch_xla._XLAC._xla_tensors_report(0, str(device))
     shapes = re.findall(r"Tensor: id=\d+, shape=\w+\[([\d,]*)\]", report)
     return [torch.Size(int(d) for d in s.split(",") if d).numel() for s in shapes]
 
 
-def forward_backward(rank, factory, arguments, frozen, reshard):
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel
-
-    torch.manual_seed(1)
-    plain = factory(*arguments)
-    if frozen:
-        plain.requires_grad_(False)
-    large = max(p.numel() for p in plain.parameters())
-    x = torch.randn(6, COLUMNS)
-    plain_x = x.clone().requires_grad_()
-    reference = plain(plain_x)
-    reference.square().mean().backward()
-    expected = {n: p.grad for n, p in plain.named_parameters()}
-
+def full_sized(model, x, large):
+    """Output of a model, and how many tensors are full-sized after its forward and its backward."""
     device = torch_xla.device()
-    torch.manual_seed(1)
-    module = factory(*arguments)
-    if frozen:
-        module.requires_grad_(False)
-    inner = XlaFullyShardedDataParallel(module, reshard_after_forward=reshard)
-    model = XlaFullyShardedDataParallel(nn.Sequential(inner))
     torch_xla.sync()
-    mine = x.to(device).requires_grad_()
-    output = model(mine)
+    output = model(x)
     alive = sum(size >= large for size in live_sizes(device))
     output.square().mean().backward()
-    after = sum(size >= large for size in live_sizes(device))
-    grads = {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
-    metadata = model.get_shard_metadata()
-    # What needs a gradient if the input does not: nothing that is only made of frozen parameters.
-    made = [plain(x), model(x.to(device))]
-    needs = [one.requires_grad for one in made]
-    if needs[1]:
-        made[1].sum().backward()  # or saved outputs would stay in memory
-    return (
-        alive, after, grads, metadata, expected, reference.detach(), output.detach().cpu(),
-        mine.grad.cpu(), plain_x.grad, needs,
-    )  # fmt: skip
+    return output.detach().cpu(), alive, sum(size >= large for size in live_sizes(device))
+
+
+def built(factory, arguments, frozen, **options):
+    """The plain model, and the same sharded."""
+
+    def make():
+        torch.manual_seed(1)
+        module = factory(*arguments)
+        return module.requires_grad_(False) if frozen else module
+
+    inner = XlaFullyShardedDataParallel(make(), **options)
+    return make(), XlaFullyShardedDataParallel(nn.Sequential(inner)), torch.randn(6, COLUMNS)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gru" else n for n in MODELS]
 )
-def test_saved_parameters_are_freed_and_rebuilt(run_ranks, name, frozen):
-    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
-
+@on_each_rank(2)
+def test_saved_parameters_are_freed_and_rebuilt(rank, name, frozen):
     factory, *arguments = MODELS[name]
-    ranks = run_ranks(forward_backward, 2, factory, arguments, frozen, True)
+    plain, model, x = built(factory, arguments, frozen)
+    large = max(p.numel() for p in plain.parameters())
+    mine, theirs = x.to("xla").requires_grad_(), x.clone().requires_grad_()
+    reference = plain(theirs)
+    reference.square().mean().backward()
+    output, alive, after = full_sized(model, mine, large)
+    assert (alive, after) == (0, 0)
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = {n: grad.full_tensor().cpu() for n, grad in grads.items()}
+    expected = {f"0.{n}": p.grad for n, p in plain.named_parameters() if p.grad is not None}
     bound = 2e-2 if name in LOOSE else 1e-5
-    tolerance = {"rtol": max(bound, 1e-4), "atol": bound}
-    for alive, after, _, _, _, reference, output, x_grad, plain_x_grad, needs in ranks:
-        assert (alive, after) == (0, 0)
-        assert needs[0] == needs[1]
-        torch.testing.assert_close(output, reference, **tolerance)
-        torch.testing.assert_close(x_grad, plain_x_grad, **tolerance)
-    metadata, expected = ranks[0][3:5]
-    trained = {f"0.{key}": value for key, value in expected.items() if value is not None}
-    for rank in ranks:
-        assert {name for name, grad in rank[2].items() if grad is not None} == set(trained)
-    metadata["parameters"] = {n: p for n, p in metadata["parameters"].items() if n in trained}
-    if trained:
-        shards = [{name: rank[2][name] for name in trained} for rank in ranks]
-        whole = consolidate_sharded_state_dicts(shards, metadata)
-        for name, value in trained.items():
-            torch.testing.assert_close(whole[name], value, **tolerance)
+    close = functools.partial(torch.testing.assert_close, rtol=max(bound, 1e-4), atol=bound)
+    close(output, reference.detach())
+    close(mine.grad.cpu(), theirs.grad)
+    close(found, expected)
+    # What needs a gradient if the input does not: nothing that is only made of frozen parameters.
+    made = model(x.to("xla"))
+    assert made.requires_grad is plain(x).requires_grad
+    if made.requires_grad:
+        made.sum().backward()  # or saved outputs would stay in memory
 
 
-def test_zero2_keeps_parameters_until_the_backward(run_ranks):
+@on_each_rank(2)
+def test_zero2_keeps_parameters_until_the_backward(rank):
     """The check above can fail: with reshard_after_forward=False it sees the full parameter."""
-    ranks = run_ranks(forward_backward, 2, Weighted, [WEIGHTED["linear"]], False, False)
-    for alive, after, *_ in ranks:
-        assert alive > 0 and after == 0
+    arguments = [WEIGHTED["linear"]]
+    plain, model, x = built(Weighted, arguments, False, reshard_after_forward=False)
+    large = max(p.numel() for p in plain.parameters())
+    _, alive, after = full_sized(model, x.to("xla").requires_grad_(), large)
+    assert alive > 0 and after == 0
 
 
-def stash(rank):
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel
-
+@on_each_rank(2)
+def test_freeing_resizes_the_tensor_to_one_element(rank):
     kept = []
 
     def compute(x, weight):
@@ -271,8 +233,4 @@ def stash(rank):
     sizes.append(kept[0].shape.numel())
     with torch.no_grad():
         model(x)
-    return [*sizes, kept[1].shape.numel()]
-
-
-def test_freeing_resizes_the_tensor_to_one_element(run_ranks):
-    assert run_ranks(stash, 2) == [[1, 1, 1]] * 2
+    assert [*sizes, kept[1].shape.numel()] == [1, 1, 1]

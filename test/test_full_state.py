@@ -7,6 +7,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_ranks
+from test_comm_hooks import hybrid
 from test_full_optimizer import go_on, sgd
 from wrappings import KINDS, assert_equal, plain_zoo, stacked, zoo
 
@@ -27,13 +28,7 @@ def out_and_in(rank, size):
     other = plain_zoo(9).state_dict()
     wrapped = {kind: zoo(kind) for kind in KINDS}
     if size == 4:
-        groups = {
-            "sharding_groups": [[0, 1], [2, 3]],
-            "sharding_rank": rank % 2,
-            "sharding_world_size": 2,
-            "replication_groups": [[0, 2], [1, 3]],
-        }
-        wrapped["hybrid"] = zoo("nested", **groups)
+        wrapped["hybrid"] = zoo("nested", **hybrid(rank))
     for kind, model in wrapped.items():
         state = full_state_dict(model)
         if rank:
@@ -196,7 +191,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
 
 @on_ranks(2)
 def test_what_is_loaded_over_changed_values_is_what_is_read_afterwards(rank, size, folder):
-    """Shards that were changed in place (as every step does), then loaded, then read again."""
     other = plain_zoo(9).state_dict()
     for kind in ("nested", "flat", "none"):
         model = zoo(kind)

@@ -4,14 +4,20 @@ import copy
 
 import pytest
 import torch
+import torch_xla
+import torch_xla.runtime as xr
+from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
+from safetensors.torch import save_file
 from test_special_uses import WIDTH, inputs, trace_as_on_tpu, whole
 from torch import nn
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import full_state_dict, load_checkpoint, load_weights, save_checkpoint
+from xla_fsdp.consolidate.__main__ import main
+
 
 class Model(nn.Module):
-    """A frozen module and a trained one to ignore, a parameter of its own, and the rest."""
-
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(11)
@@ -30,9 +36,6 @@ class Model(nn.Module):
 
 
 def built(kind: str):
-    """Wrapped by hand or by policy, ignoring two modules and a parameter."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     model = Model()
     ignored = {
         "ignored_modules": [model.frozen, model.adapter],
@@ -59,15 +62,11 @@ def data(rank: int, step: int, same: bool) -> torch.Tensor:
     return inputs(0 if same else rank, step)
 
 
-def training(rank, kind, as_on_tpu):
+@pytest.mark.parametrize("ranks, kind", [(2, "auto"), (4, "nested"), (2, "flat"), (2, "states")])
+@on_each_rank(timeout=1500)
+def test_training_is_that_of_plain_torch(rank, kind):
     """Plain torch on all data, or on the data that all ranks see."""
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    from xla_fsdp import full_state_dict
-
-    if as_on_tpu:
-        trace_as_on_tpu()
+    trace_as_on_tpu(kind == "nested")
     ranks = range(xr.world_size())
     for same in (True, False):
         plain, model = Model(), built(kind)
@@ -120,19 +119,7 @@ def training(rank, kind, as_on_tpu):
             assert torch.equal(full[name], found[name])
 
 
-@pytest.mark.parametrize("ranks, kind", [(2, "auto"), (4, "nested"), (2, "flat"), (2, "states")])
-def test_training_is_that_of_plain_torch(run_ranks, ranks, kind):
-    run_ranks(training, ranks, kind, kind == "nested", timeout=1500)
-
-
 def states(rank, folder):
-    """Files, full states and summoned parameters; the states of two ranks are for four as well."""
-    import torch_xla
-    from safetensors.torch import save_file
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import full_state_dict, load_checkpoint, load_weights, save_checkpoint
-
     def trained(model):
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
         model(inputs(0).to("xla")).square().mean().backward()
@@ -187,8 +174,6 @@ def states(rank, folder):
 
 
 def consolidated(rank, folder, full):
-    from xla_fsdp import full_state_dict, load_checkpoint
-
     model = built("nested")
     load_checkpoint(f"{folder}/run", model)
     for name, value in full_state_dict(model, rank0_only=False).items():
@@ -196,8 +181,6 @@ def consolidated(rank, folder, full):
 
 
 def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):
-    from xla_fsdp.consolidate.__main__ import main
-
     full = run_ranks(states, 2, str(tmp_path), timeout=1500)[0]
     run_ranks(consolidated, 4, str(tmp_path), full, timeout=1500)
     (step,) = (tmp_path / "run").iterdir()
@@ -206,9 +189,8 @@ def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):
     assert all(torch.equal(found["model"][name], value) for name, value in full.items())
 
 
-def refusals(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_what_cannot_be_ignored_is_refused(rank):
     def refused(error, match, make=Model, **options):
         model = make()
         with pytest.raises(error, match=match):
@@ -245,7 +227,3 @@ def refusals(rank):
 
     refused(ValueError, "'weight' of an ignored Linear is on the meta device", meta,
             ignored_modules=lambda m: [m.adapter])  # fmt: skip
-
-
-def test_what_cannot_be_ignored_is_refused(run_ranks):
-    run_ranks(refusals, 2)

@@ -1,29 +1,29 @@
 """Linear layers inside a wrapped model: contracted without flattening, and still a linear layer."""
 
 import contextlib
+import copy
 import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+from on_ranks import on_each_rank
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import checkpoint_module, full_state_dict, scan_blocks
+from xla_fsdp.layers.linear import Heads, layers_in
+from xla_fsdp.sharding import gathering as recipe
+from xla_fsdp.tpu.chips import V6E
+
 
 def fsdp(module):
-    """Wrapped as on a TPU."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     trace_as_on_tpu()
     return FSDP(module)
-
-
-def device():
-    import torch_xla
-
-    return torch_xla.device()
 
 
 SHAPES = [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 2, 3, 8), (8,), (0, 5, 8)]
@@ -32,15 +32,13 @@ SHAPES = [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 2, 3, 8), (8,), (0, 5, 8)]
 @contextlib.contextmanager
 def keeping(keep=True):
     """As on a chip on which inputs of narrowing layers are kept."""
-    from xla_fsdp.tpu.chips import V6E
-
     with mock.patch("xla_fsdp.layers.linear.chip_of", lambda kind: V6E if keep else None):
         yield
 
 
-def values_and_gradients(rank, bias, keep):
-    import torch_xla
-
+@pytest.mark.parametrize("bias,keep", [(True, False), (False, False), (True, True)])
+@on_each_rank(1)
+def test_values_and_gradients(rank, bias, keep):
     for shape in SHAPES:
         torch.manual_seed(0)
         plain = nn.Linear(8, 6, bias=bias)
@@ -48,7 +46,7 @@ def values_and_gradients(rank, bias, keep):
         model.load_state_dict(plain.state_dict())
         model = fsdp(model)
         x = torch.randn(shape)
-        ours, expected = (t.requires_grad_() for t in (x.to(device()), x.clone()))
+        ours, expected = (t.requires_grad_() for t in (x.to("xla"), x.clone()))
         with keeping(keep):
             y = model(ours)
         y.square().sum().backward()
@@ -63,41 +61,34 @@ def values_and_gradients(rank, bias, keep):
             torch.testing.assert_close(shard.grad.full_tensor().cpu(), parameter.grad, **close)
 
 
-@pytest.mark.parametrize("bias,keep", [(True, False), (False, False), (True, True)])
-def test_values_and_gradients(run_ranks, bias, keep):
-    run_ranks(values_and_gradients, 1, bias, keep)
-
-
-def barriers(rank, inner, outer):
-    """How many the forward of a linear layer puts around its input."""
-    import torch_xla
-
+def barriers(inner, outer):
     with keeping():
         model = fsdp(nn.Linear(inner, outer))
         torch_xla.sync()
         counts = []
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
-                x = torch.ones(2, 3, inner).to(device()) * 2
+                x = torch.ones(2, 3, inner).to("xla") * 2
                 hlo = torch_xla._XLAC._get_xla_tensors_hlo([model(x)])
             counts.append(len(re.findall(rf"f32\[2,3,{inner}\]\S* get-tuple-element", hlo)))
             torch_xla.sync()
     return counts
 
 
-def test_only_what_a_layer_narrows_is_kept_and_only_for_a_backward(run_ranks):
-    (narrowing,), (widening,) = (run_ranks(barriers, 1, *sizes) for sizes in ((8, 4), (4, 8)))
+@on_each_rank(1)
+def test_only_what_a_layer_narrows_is_kept_and_only_for_a_backward(rank):
+    narrowing, widening = barriers(8, 4), barriers(4, 8)
     assert narrowing[0] == narrowing[1] + 1
     assert widening[0] == widening[1]
 
 
-def barriers_of_gradients(rank, inner, outer, recomputed):
+@pytest.mark.parametrize(
+    "inner,outer,recomputed,more", [(8, 4, True, 1), (8, 4, False, 0), (4, 8, True, 0)]
+)
+@on_each_rank(1)
+def test_a_recomputed_block_uses_what_a_layer_narrows_first(rank, inner, outer, recomputed, more):
     """How many the backward puts around the gradient of what a linear layer returns, where weights
     count as large and where they do not; and what it gives."""
-    import torch_xla
-
-    from xla_fsdp import checkpoint_module
-
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(inner, outer))
     state, counts, gradients = plain.state_dict(), [], []
@@ -107,7 +98,7 @@ def barriers_of_gradients(rank, inner, outer, recomputed):
             block.load_state_dict(state)
             model = fsdp(checkpoint_module(block) if recomputed else block)
             torch.manual_seed(1)
-            x = torch.randn(2, 3, inner).to(device()).requires_grad_()
+            x = torch.randn(2, 3, inner).to("xla").requires_grad_()
             torch_xla.sync()
             model(x).square().sum().backward()
             wanted = [*(p.grad for p in model.parameters()), x.grad]
@@ -115,41 +106,23 @@ def barriers_of_gradients(rank, inner, outer, recomputed):
             counts.append(len(re.findall(rf"f32\[2,3,{outer}\]\S* get-tuple-element", hlo)))
             gradients.append(x.grad.cpu())
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
-    return counts
-
-
-@pytest.mark.parametrize(
-    "inner,outer,recomputed,more", [(8, 4, True, 1), (8, 4, False, 0), (4, 8, True, 0)]
-)
-def test_a_recomputed_block_uses_what_a_layer_narrows_first(
-    run_ranks, inner, outer, recomputed, more
-):
-    ((large, small),) = run_ranks(barriers_of_gradients, 1, inner, outer, recomputed)
+    large, small = counts
     assert large == small + more
 
 
-def contraction(rank):
-    """The backward of a three-dimensional input reshapes no activation."""
-    import torch_xla
-
+@on_each_rank(1)
+def test_nothing_is_flattened(rank):
     model = fsdp(nn.Linear(128, 256))
-    x = torch.randn(4, 8, 128).to(device()).requires_grad_()
+    x = torch.randn(4, 8, 128).to("xla").requires_grad_()
     torch_xla.sync()
     model(x).square().sum().backward()
     weight = dict(model.named_parameters())["weight"]
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([weight.grad, x.grad])
     torch_xla.sync()
-    return hlo
-
-
-def test_nothing_is_flattened(run_ranks):
-    (hlo,) = run_ranks(contraction, 1)
     assert "[32,128]" not in hlo and "[32,256]" not in hlo
 
 
 class Queries(nn.Module):
-    """A parameter that goes into a linear layer as it is."""
-
     def __init__(self):
         super().__init__()
         self.queries = nn.Parameter(torch.randn(1, 5, 8))
@@ -159,10 +132,8 @@ class Queries(nn.Module):
         return self.narrow(self.queries).sum() + x.sum()
 
 
-def saved_parameters(rank, kind, *shape):
+def saved_parameters(kind, *shape):
     """Which tensors of a forward autograd keeps, and whether as recipes."""
-    from xla_fsdp.sharding import gathering as recipe
-
     found, search = [], recipe.recipe_of
 
     def noting(tensor):
@@ -171,25 +142,27 @@ def saved_parameters(rank, kind, *shape):
         return result
 
     with keeping(), mock.patch.object(recipe, "recipe_of", noting):
-        fsdp(nn.Sequential(fsdp(kind())))(torch.ones(shape).to(device()))
+        fsdp(nn.Sequential(fsdp(kind())))(torch.ones(shape).to("xla"))
     return found
 
 
-def test_a_parameter_is_not_kept(run_ranks):
-    (found,) = run_ranks(saved_parameters, 1, Queries, 1)
+@on_each_rank(1)
+def test_a_parameter_is_not_kept(rank):
+    found = saved_parameters(Queries, 1)
     assert ((1, 5, 8), True) in found and ((1, 5, 8), False) not in found
 
 
-def own_forward(rank):
-    """What users put on a module stays there, and is what computes."""
+@on_each_rank(1)
+def test_a_forward_of_the_user_computes(rank):
     model = fsdp(nn.Sequential(nn.Linear(4, 4)))
     layer = model.module[0]
     layer.forward = own = lambda input: input * 0 + 7
-    assert model(torch.ones(2, 3, 4).to(device())).cpu().eq(7).all()
+    assert model(torch.ones(2, 3, 4).to("xla")).cpu().eq(7).all()
     assert layer.forward is own
 
 
-def called_by_keyword(rank):
+@on_each_rank(1)
+def test_a_layer_called_by_keyword(rank):
     class ByKeyword(nn.Module):
         def __init__(self):
             super().__init__()
@@ -198,52 +171,46 @@ def called_by_keyword(rank):
         def forward(self, x):
             return self.inner(input=x)
 
-    assert fsdp(ByKeyword())(torch.ones(2, 5, 4).to(device())).shape == (2, 5, 3)
+    assert fsdp(ByKeyword())(torch.ones(2, 5, 4).to("xla")).shape == (2, 5, 3)
 
 
-def parametrized(rank):
-    """A parametrization computes its weight once a forward, as ever."""
+@on_each_rank(1)
+def test_a_parametrization_computes_once_a_forward(rank):
     torch.manual_seed(0)
     plain = spectral_norm(nn.Linear(6, 6))
     torch.manual_seed(0)
     model = fsdp(spectral_norm(nn.Linear(6, 6)))
     x = torch.randn(2, 3, 6)
     for _ in range(3):
-        ours, expected = model(x.to(device())).cpu(), plain(x)
+        ours, expected = model(x.to("xla")).cpu(), plain(x)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-def after_an_exception(rank):
+@on_each_rank(1)
+def test_an_exception_leaves_nothing_behind(rank):
     model = fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)))
     with pytest.raises(RuntimeError):
-        model(torch.ones(2, 3, 4).to(device()))
+        model(torch.ones(2, 3, 4).to("xla"))
     assert "forward" not in model.module[0].__dict__
 
 
-def precision(rank):
-    """Full float32 precision is passed on."""
-    import torch_xla
+@on_each_rank(1)
+def test_full_float32_precision_is_passed_on(rank):
     import torch_xla.backends
 
     before = torch_xla.backends.get_mat_mul_precision()
     torch_xla.backends.set_mat_mul_precision("highest")
     try:
-        y = fsdp(nn.Linear(4, 4))(torch.ones(2, 3, 4).to(device()))
+        y = fsdp(nn.Linear(4, 4))(torch.ones(2, 3, 4).to("xla"))
         hlo = torch_xla._XLAC._get_xla_tensors_hlo([y])
     finally:
         torch_xla.backends.set_mat_mul_precision(before)
     assert "operand_precision={highest,highest}" in hlo
 
 
-CHECKS = [own_forward, called_by_keyword, parametrized, after_an_exception, precision]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_it_is_still_the_users_layer(run_ranks, check):
-    run_ranks(check, 1)
-
-
-def twice_differentiable(rank, keep):
+@pytest.mark.parametrize("keep", [False, True])
+@on_each_rank(1)
+def test_gradients_of_gradients(rank, keep):
     torch.manual_seed(0)
     weight, bias = torch.randn(1, 4), torch.randn(1)
     inner = nn.Linear(4, 1)
@@ -253,7 +220,7 @@ def twice_differentiable(rank, keep):
     x = torch.randn(2, 3, 4)
     found = []
     for function, leaf in (
-        (model, x.to(device()).requires_grad_()),
+        (model, x.to("xla").requires_grad_()),
         (lambda t: F.linear(t, weight, bias), x.clone().requires_grad_()),
     ):
         with keeping(keep):
@@ -264,6 +231,110 @@ def twice_differentiable(rank, keep):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_gradients_of_gradients(run_ranks, keep):
-    run_ranks(twice_differentiable, 1, keep)
+class Attention(nn.Module):
+    """As transformers writes it: 4 heads of 6 for queries, 2 for keys and values."""
+
+    def __init__(self, bias=True, names=("q_proj", "k_proj", "v_proj", "o_proj"), **size):
+        super().__init__()
+        self.names = names
+        vars(self).update(size or {"head_dim": 6})
+        for name, wide in zip(names, ((16, 24), (16, 12), (16, 12), (24, 16)), strict=True):
+            setattr(self, name, nn.Linear(*wide, bias=bias))
+
+    def forward(self, x):
+        q, k, v = (
+            getattr(self, name)(x).view(*x.shape[:-1], -1, 6).transpose(1, 2)
+            for name in self.names[:3]
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + getattr(self, self.names[3])(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+def one_step(model, x):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    y = model(x)
+    y.square().mean().backward()
+    optimizer.step()
+    return y
+
+
+@pytest.mark.parametrize(
+    "how,bias,frozen",
+    [("wrapped", True, False), ("checkpointed", False, True), ("scanned", True, True)],
+)
+@on_each_rank(2)
+def test_a_step(rank, how, bias, frozen):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Sequential(Attention(bias), Attention(bias)))
+    for block in plain[0]:
+        block.q_proj.weight.requires_grad_(not frozen)
+    blocks = copy.deepcopy(plain[0])
+    if how == "scanned":
+        trace_as_on_tpu()
+        blocks = scan_blocks(blocks)
+    elif how == "checkpointed":
+        blocks = nn.Sequential(*(fsdp(checkpoint_module(block)) for block in blocks))
+    model = fsdp(nn.Sequential(blocks))
+    x = torch.randn(2, 5, 16)
+    expected = one_step(plain, x)
+    ours = one_step(model, x.to("xla"))
+    torch_xla.sync()
+    torch.testing.assert_close(ours.cpu(), expected, rtol=1e-4, atol=1e-5)
+    whole = full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(whole, plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+NAMES = [
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("query", "key", "value", "dense"),
+    ("first", "second", "third", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "proj"),
+]
+
+
+@pytest.mark.parametrize(
+    "names,size,made,taken",
+    [
+        (NAMES[0], {"head_dim": 6}, True, True),
+        (NAMES[1], {"attention_head_size": 6}, True, True),
+        (NAMES[2], {"head_dim": 6}, False, True),
+        (NAMES[3], {"head_dim": 6}, True, False),
+        (NAMES[0], {"other": 6}, False, False),
+        (NAMES[0], {"head_dim": 5}, False, False),
+    ],
+)
+@on_each_rank(1)
+def test_heads_are_made_and_taken_in_the_products(rank, names, size, made, taken):
+    model = fsdp(Attention(names=names, **size))
+    x = torch.randn(2, 5, 16).to("xla")
+    torch_xla.sync()
+    with torch.no_grad():
+        hlo = torch_xla._XLAC._get_xla_tensors_hlo([model(x)])
+    torch_xla.sync()
+    found = re.findall(r"f32\[([\d,]+)\]\S* dot\(f32\[([\d,]+)\]", hlo)
+    assert found
+    found = {tuple(shape) for shape in found}
+    assert (("2,5,4,6", "2,5,16") in found) == made
+    assert (("2,5,24", "2,5,16") in found) != made
+    assert (("2,5,16", "2,5,4,6") in found) == taken
+    assert (("2,5,16", "2,5,24") in found) != taken
+
+
+def test_what_is_no_head_is_left_alone():
+    module = Attention()
+    assert layers_in(module.modules()) == {
+        module.q_proj: Heads(6, True), module.k_proj: Heads(6, True),
+        module.v_proj: Heads(6, True), module.o_proj: Heads(6, False),
+    }  # fmt: skip
+    for size in (0, -6, 6.0, True, None, "6"):
+        module.head_dim = size
+        assert set(layers_in(module.modules()).values()) == {None}
+    assert layers_in([nn.ReLU()]) == {}
+
+
+@on_each_rank(1)
+def test_full_parameters_are_not_kept(rank):
+    found = saved_parameters(Attention, 2, 5, 16)
+    weights = {(4, 6, 16), (2, 6, 16), (16, 4, 6)}
+    assert {(shape, True) for shape in weights} <= set(found)
+    assert not {(shape, False) for shape in weights} & set(found)

@@ -5,15 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_special_uses import WIDTH, gradients, inputs
+import torch_xla
+import torch_xla.runtime as xr
+from on_ranks import on_each_rank, without_ranks
+from test_special_uses import WIDTH, gradients, inputs, trace_as_on_tpu
 from torch import nn
+
+import xla_fsdp
+from xla_fsdp import MixedPrecision, full_state_dict, scan_blocks
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 NARROW = torch.bfloat16
 
 
 class Probe(nn.Module):
-    """A linear layer that notes the dtypes that it meets, and copes with any."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -27,8 +32,6 @@ class Probe(nn.Module):
 
 
 class Wide(nn.Module):
-    """Hands on float32, whatever it computes in."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(8)
@@ -39,27 +42,42 @@ class Wide(nn.Module):
 
 
 def built(inner: dict[str, Any], outer: dict[str, Any]):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     model = Wide()
     model.second = FSDP(model.second, **inner)
     return FSDP(model, **outer)
 
 
 def ran(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    import torch_xla
-
     model(inputs(rank).to("xla")).float().square().mean().backward()
     torch_xla.sync()
     return gradients(model)
 
 
-def policies(rank):
-    import torch_xla.runtime as xr
+def scanned(**options: Any) -> nn.Module:
+    torch.manual_seed(9)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
+    return FSDP(nn.Sequential(scan_blocks(blocks, **options)), **options)
 
-    from xla_fsdp import MixedPrecision
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
+@on_each_rank(2)
+def test_scanned_blocks(rank):
+    found = []
+    for options in (
+        {"compute_dtype": NARROW, "fp32_reduce_scatter": True},
+        {"mixed_precision": MixedPrecision(param_dtype=NARROW, reduce_dtype=torch.float32)},
+    ):
+        model = scanned(**options)
+        loss = model(inputs(rank).to("xla"))
+        assert loss.dtype is NARROW
+        loss.float().square().mean().backward()
+        torch_xla.sync()
+        found.append([parameter.grad.cpu() for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_each_rank(timeout=1500)
+def test_every_policy(rank):
     plain = Wide()
     every = torch.cat([inputs(r) for r in range(xr.world_size())])
     plain(every).square().mean().backward()
@@ -97,8 +115,7 @@ def policies(rank):
     for found, widened in ((same, False), (exact, True)):
         options = {"compute_dtype": NARROW, "buffer_dtype": wide, "fp32_reduce_scatter": widened}
         expected = ran(built(options, options), rank)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert any((same[name] != exact[name]).any() for name in same)
     # By policy too, and with what it stands for given as well.
     model = FSDP(
@@ -112,53 +129,9 @@ def policies(rank):
     assert all(w.compute_dtype is NARROW for w in FSDP.fsdp_modules(model))
 
 
-class Scanned(nn.Module):
-    def __init__(self, **options: Any):
-        super().__init__()
-        from xla_fsdp import scan_blocks
-
-        torch.manual_seed(9)
-        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
-        self.blocks = scan_blocks(blocks, **options)
-
-    def forward(self, x):
-        return self.blocks(x)
-
-
-def scanned(rank):
-    import torch_xla
-
-    from xla_fsdp import MixedPrecision
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-    found = []
-    for options in (
-        {"compute_dtype": NARROW, "fp32_reduce_scatter": True},
-        {"mixed_precision": MixedPrecision(param_dtype=NARROW, reduce_dtype=torch.float32)},
-    ):
-        model = FSDP(Scanned(**options), **options)
-        loss = model(inputs(rank).to("xla"))
-        assert loss.dtype is NARROW
-        loss.float().square().mean().backward()
-        torch_xla.sync()
-        found.append([parameter.grad.cpu() for parameter in model.parameters()])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-def test_scanned_blocks(run_ranks):
-    run_ranks(scanned, 2)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_policy(run_ranks, ranks):
-    run_ranks(policies, ranks, timeout=1500)
-
-
-def refusals(rank):
+@on_each_rank(2)
+def test_what_cannot_be_done_is_refused(rank):
     from torch.distributed.fsdp import MixedPrecision as Theirs
-
-    from xla_fsdp import MixedPrecision
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     def refused(*parts, **fields):
         with pytest.raises(ValueError) as caught:
@@ -180,7 +153,6 @@ def refusals(rank):
     policy = MixedPrecision(param_dtype=NARROW)
     for match, options in (
         ("must be an xla_fsdp.MixedPrecision", {"mixed_precision": Theirs()}),
-        ("must be an xla_fsdp.MixedPrecision", {"mixed_precision": NARROW}),
         ("compute_dtype=torch.float16 contradicts mixed_precision", {
             "mixed_precision": policy, "compute_dtype": torch.float16}),
         ("fp32_reduce_scatter=True contradicts", {
@@ -192,13 +164,7 @@ def refusals(rank):
             FSDP(nn.Linear(2, 2), **options)
 
 
-def test_what_cannot_be_done_is_refused(run_ranks):
-    run_ranks(refusals, 2)
-
-
 class Normed(nn.Module):
-    """Norms among what computes in less, one of them with children of its own."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(8)
@@ -224,16 +190,11 @@ class Noting(nn.Module):
         return y
 
 
-def norms(rank, as_on_tpu):
+@pytest.mark.parametrize("ranks, as_on_tpu", [(2, False), (4, True)])
+@on_each_rank(timeout=1500)
+def test_modules_that_stay_in_float32(rank, as_on_tpu):
     """Against torch that computes the same in bfloat16 but for the norms."""
-    import torch_xla
-    from test_special_uses import trace_as_on_tpu
-
-    from xla_fsdp import MixedPrecision
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-    if as_on_tpu:
-        trace_as_on_tpu()
+    trace_as_on_tpu(as_on_tpu)
     # Of all ranks the same: batch norms know only of their own.
     same = torch.cat([inputs(number) for number in range(6)])
     plain = Normed()
@@ -265,17 +226,8 @@ def norms(rank, as_on_tpu):
             assert (own - theirs[name]).norm() <= 0.05 * theirs[name].norm(), name
 
 
-@pytest.mark.parametrize("ranks, as_on_tpu", [(2, False), (4, True)])
-def test_modules_that_stay_in_float32(run_ranks, ranks, as_on_tpu):
-    run_ranks(norms, ranks, as_on_tpu, timeout=1500)
-
-
-def narrow_gradients(rank):
-    import torch_xla
-
-    from xla_fsdp import MixedPrecision
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2, timeout=1500)
+def test_gradients_may_stay_narrow(rank):
     def trained(keep, optimizer, inner):
         policy = MixedPrecision(
             param_dtype=NARROW,
@@ -314,16 +266,8 @@ def narrow_gradients(rank):
         trained(True, torch.optim.AdamW, False)
 
 
-def test_gradients_may_stay_narrow(run_ranks):
-    run_ranks(narrow_gradients, 2, timeout=1500)
-
-
-def scanned_norms(rank):
-    import torch_xla
-
-    from xla_fsdp import MixedPrecision, full_state_dict, scan_blocks
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_scanned_modules_that_stay_in_float32(rank):
     torch.manual_seed(9)
     blocks = [nn.Sequential(Noting(nn.LayerNorm(WIDTH)), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     plain = nn.Sequential(*(nn.Sequential(*block) for block in blocks))
@@ -331,28 +275,15 @@ def scanned_norms(rank):
     plain(every).square().mean().backward()
     expected = [(value.detach().clone(), value.grad) for value in plain.parameters()]
     policy = MixedPrecision(param_dtype=NARROW, _module_classes_to_ignore=[nn.LayerNorm])
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = scan_blocks(blocks, mixed_precision=policy)
-
-        def forward(self, x):
-            return self.blocks(x)
-
-    model = FSDP(Model(), mixed_precision=policy)
+    model = FSDP(nn.Sequential(scan_blocks(blocks, mixed_precision=policy)), mixed_precision=policy)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     model(inputs(rank).to("xla")).float().square().mean().backward()
     optimizer.step()
     torch_xla.sync()
-    assert model.blocks.module[0].met == [NARROW, torch.float32, NARROW]
+    assert model[0].module[0].met == [NARROW, torch.float32, NARROW]
     state = full_state_dict(model, rank0_only=False)
     for own, (value, grad) in zip(state.values(), expected, strict=True):
         assert (value - own - grad).norm() <= 0.05 * grad.norm()
-
-
-def test_scanned_modules_that_stay_in_float32(run_ranks):
-    run_ranks(scanned_norms, 2)
 
 
 class WideBlock(nn.Module):
@@ -365,11 +296,6 @@ class WideBlock(nn.Module):
 
 
 def planned(classes):
-    import torch_xla
-
-    from xla_fsdp import MixedPrecision
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     policy = MixedPrecision(param_dtype=NARROW, _module_classes_to_ignore=classes)
     blocks = [FSDP(WideBlock(), mixed_precision=policy) for _ in range(2)]
     model = FSDP(nn.Sequential(*blocks), mixed_precision=policy)
@@ -378,9 +304,9 @@ def planned(classes):
     optimizer.step()
 
 
-def collectives_with_norms_in_float32():
-    import xla_fsdp
-
+@pytest.mark.slow
+@without_ranks
+def test_modules_in_float32_need_no_collectives_of_their_own():
     without, with_norms = (
         xla_fsdp.plan(functools.partial(planned, classes), "v5litepod-8")
         for classes in ([], [nn.LayerNorm])
@@ -388,8 +314,3 @@ def collectives_with_norms_in_float32():
     assert len(with_norms.schedule.collectives) == len(without.schedule.collectives)
     # The norms and the biases that go along are a few KiB of two times two MiB.
     assert with_norms.wire_bytes < 1.05 * without.wire_bytes
-
-
-@pytest.mark.slow
-def test_modules_in_float32_need_no_collectives_of_their_own(elsewhere):
-    elsewhere(collectives_with_norms_in_float32)

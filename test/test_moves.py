@@ -4,14 +4,17 @@ import copy
 
 import pytest
 import torch
+import torch_xla
+from on_ranks import on_each_rank
 from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import full_state_dict
 
 WIDTH = 6
 
 
 class Tied(nn.Module):
-    """A head with the embedding's weight, and two recurrent layers with one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
@@ -42,15 +45,11 @@ def train(model: nn.Module, loss) -> list[float]:
     return losses
 
 
-def moved_then_wrapped(rank: int, size: int = 2) -> None:
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import full_state_dict
-
+@on_each_rank(2)
+def test_moved_then_wrapped(rank):
     plain = Tied()
     expected = train(
-        plain, lambda model: sum(model(tokens(n)).square().mean() for n in range(size)) / size
+        plain, lambda model: sum(model(tokens(n)).square().mean() for n in range(2)) / 2
     )
     for options in ({}, {"flatten_parameters": True}):
         model = Tied().to(torch_xla.device())
@@ -58,16 +57,15 @@ def moved_then_wrapped(rank: int, size: int = 2) -> None:
         assert model.second._flat_weights[1] is model.first.weight_hh_l0
         assert len(list(model.parameters())) == len(list(plain.parameters()))
         model = FSDP(model, **options)
-        own = train(model, lambda model: model(tokens(rank).to(torch_xla.device())).square().mean())
-        del own  # each rank has its own batch: the weights tell
+        # Each rank has its own batch: the weights tell.
+        train(model, lambda model: model(tokens(rank).to("xla")).square().mean())
         for name, value in full_state_dict(model).items():
             torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)
     assert expected[0] > expected[-1]
 
 
-def untouched_elsewhere(rank: int) -> None:
-    import torch_xla
-
+@on_each_rank(1)
+def test_other_moves_are_those_of_torch(rank):
     model = Tied()
     weight = model.head.weight
     assert model.to(torch.float64) is model and model.head.weight is weight is model.embed.weight
@@ -79,11 +77,8 @@ def untouched_elsewhere(rank: int) -> None:
     assert scripted.to(torch.float64)[0].weight.dtype == torch.float64
 
 
-def optimizers_of_before(rank: int) -> None:
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_an_optimizer_made_before_the_wrapping(rank):
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model = FSDP(model.to(torch_xla.device()))
@@ -95,11 +90,8 @@ def optimizers_of_before(rank: int) -> None:
     optimizer.step()  # it has what to train
 
 
-def hooks_and_attributes(rank: int) -> None:
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(1)
+def test_hooks_and_attributes_stay(rank):
     model, calls = nn.Linear(2, 2), []
     model.weight.register_hook(lambda grad: grad * 5)
     handle = model.bias.register_post_accumulate_grad_hook(lambda bias: calls.append(bias))
@@ -111,21 +103,6 @@ def hooks_and_attributes(rank: int) -> None:
     handle.remove()
     model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
     assert len(calls) == 1
-    with pytest.raises(RuntimeError, match="'weight' has a hook from before the wrapping"):
-        FSDP(model)
-
-
-@pytest.mark.parametrize(
-    "check, ranks",
-    [
-        (moved_then_wrapped, 2),
-        (optimizers_of_before, 2),
-        (hooks_and_attributes, 1),
-        (untouched_elsewhere, 1),
-    ],
-)
-def test_a_model_that_was_moved(run_ranks, check, ranks):
-    run_ranks(check, ranks)
 
 
 BEFORE_ANY_NAME = """

@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch_xla.runtime as xr
 from conftest import ROOT
 
 from benchmarks.elsewhere import torchrun, train
 from benchmarks.torch_versions import scripts
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import extras
 
 # torch speaks of its own deprecated calls.
@@ -20,10 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
 def by_position(rank, folder):
     """What a rank file of the in-tree class holds, loaded without looking at names."""
     import torch
-    import torch_xla.runtime as xr
     from torch import nn
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     path = f"{folder}/before/rank-{xr.global_ordinal()}-of-2.pth"
     content = torch.load(path, weights_only=True)
@@ -39,7 +38,6 @@ def by_position(rank, folder):
 
 
 def staying(network):
-    """The losses of one process that sees all data."""
     model = network["build"]()
     optimizer = network["adamw"](model)
     return [network["step"](model, optimizer, number, 0, 1, "cpu") for number in range(8)]

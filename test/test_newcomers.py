@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+import torch_xla
+from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
 from torch import nn
 
@@ -12,8 +14,6 @@ import xla_fsdp
 
 
 class Moves(nn.Module):
-    """Moves its input itself."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -48,7 +48,8 @@ ON_THE_CPU = {
 }
 
 
-def inputs_on_the_cpu(rank):
+@on_each_rank(2)
+def test_inputs_on_the_cpu(rank):
     wrap = xla_fsdp.XlaFullyShardedDataParallel
     for name, (build, inputs) in ON_THE_CPU.items():
         models = [build()] if name == "scanned" else [wrap(build()), xla_fsdp.fully_shard(build())]
@@ -76,10 +77,6 @@ def inputs_on_the_cpu(rank):
     assert type(caught.value) is RuntimeError and "move inputs" not in str(caught.value)
 
 
-def test_inputs_on_the_cpu(run_ranks):
-    run_ranks(inputs_on_the_cpu, 2)
-
-
 CONVOLUTIONS = {
     "one pixel": (lambda: nn.Conv2d(1, 1, 1), torch.ones(1, 1, 2, 2)),
     "float64": (lambda: nn.Conv2d(3, 4, 3).double(), torch.ones(2, 3, 8, 8, dtype=torch.float64)),
@@ -89,7 +86,8 @@ CONVOLUTIONS = {
 }
 
 
-def convolutions_on_the_cpu(rank):
+@on_each_rank(2)
+def test_convolutions_that_compute_on_the_cpu(rank):
     for build, images in CONVOLUTIONS.values():
         for wrap in (xla_fsdp.XlaFullyShardedDataParallel, xla_fsdp.fully_shard):
             model, shape = wrap(build()), re.escape(str(tuple(images.shape)))
@@ -103,13 +101,8 @@ def convolutions_on_the_cpu(rank):
         xla_fsdp.fully_shard(nn.Conv2d(1, 1, 1))(torch.ones(1, 1, 2, 2))
 
 
-def test_convolutions_that_compute_on_the_cpu(run_ranks):
-    run_ranks(convolutions_on_the_cpu, 2)
-
-
-def without_sync(rank):
-    import torch_xla
-
+@on_each_rank(2)
+def test_steps_without_sync(rank):
     for wrap in (xla_fsdp.XlaFullyShardedDataParallel, xla_fsdp.fully_shard):
         for every, warning in ((12, "the last 8 steps of SGD were traced, but none"), (4, None)):
             model = wrap(nn.Linear(4, 4))
@@ -123,11 +116,8 @@ def without_sync(rank):
                         torch_xla.sync()
 
 
-def test_steps_without_sync(run_ranks):
-    run_ranks(without_sync, 2)
-
-
-def policies(rank):
+@on_each_rank(2)
+def test_a_policy_that_chooses_nothing(rank):
     wrap = xla_fsdp.XlaFullyShardedDataParallel
     of_class = xla_fsdp.transformer_auto_wrap_policy
     size = xla_fsdp.size_based_auto_wrap_policy
@@ -150,7 +140,3 @@ def policies(rank):
             wrap(build(), auto_wrap_policy=policy)
     with every_rank_warns(rank, None):  # there is nothing to choose
         wrap(nn.Linear(6, 6), auto_wrap_policy=xla_fsdp.always_wrap_policy)
-
-
-def test_a_policy_that_chooses_nothing(run_ranks):
-    run_ranks(policies, 2)

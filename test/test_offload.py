@@ -1,23 +1,40 @@
 """``cpu_offload``: training is what it is without, and the host holds what it is said to hold."""
 
-from __future__ import annotations
-
 import contextlib
+import copy
 
 import pytest
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.runtime as xr
 from checkpoint_runs import Run
+from on_ranks import on_each_rank, without_ranks
 from test_accumulation import ALL, cases
 from test_scan_carries import Model, batch
 from test_special_uses import inputs, mlp, trace_as_on_tpu
 from zoo import Zoo, batches, loss_of
 
+from xla_fsdp import (
+    AsyncCheckpointer,
+    CPUOffload,
+    Report,
+    ShardedGradScaler,
+    full_optim_state_dict,
+    full_state_dict,
+    load_full_optim_state_dict,
+    load_full_state_dict,
+    plan,
+    scan_blocks,
+)
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.optim import LAMB, MasterWeights
+
 HOST = torch.device("cpu")
 
 
 def plain(kind, model, **options):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     if kind == "nested":
         for number, block in enumerate(model.blocks):
             model.blocks[number] = FSDP(block, **options)
@@ -27,16 +44,11 @@ def plain(kind, model, **options):
 
 
 def offloaded(kind, model, **options):
-    from xla_fsdp import CPUOffload
-
     return plain(kind, model, cpu_offload=CPUOffload(), **options)
 
 
 def trained(rank, size, wrap, kind, optimizer, steps=3, **options):
     """Losses, this rank's shards, and how many programs the last two steps compiled."""
-    import torch_xla
-    import torch_xla.debug.metrics as met
-
     torch.manual_seed(0)
     model = wrap(kind, Zoo(), **options)
     stepping = optimizer([p for p in model.parameters() if p.requires_grad])
@@ -68,9 +80,9 @@ def fused(parameters):
     return torch.optim.SGD(parameters, **EXACT, fused=True)
 
 
-def bit_for_bit(rank):
-    import torch_xla.runtime as xr
-
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@on_each_rank()
+def test_bit_for_bit_as_without(rank):
     size = xr.world_size()
     narrow = {"compute_dtype": torch.bfloat16}
     ways = [("nested", {}), ("flat", {}), ("rows", narrow)]
@@ -82,22 +94,13 @@ def bit_for_bit(rank):
         # XLA leaves out that a gradient is rounded to bfloat16 if it need not go anywhere. What it
         # fuses depends on what is in the program: the update is, without offload.
         close = 1e-2 if options else 0 if size == 1 else 1e-5
-        for one, other in zip(found[1], expected[1], strict=True):
-            torch.testing.assert_close(one, other, rtol=close, atol=close)
-        torch.testing.assert_close(found[0], expected[0], rtol=close, atol=close)
+        torch.testing.assert_close(found[:2], expected[:2], rtol=close, atol=close)
         if found[2][-1] is not None:  # one program, whatever the step
             assert found[2][-1] == found[2][-2]
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_bit_for_bit_as_without(run_ranks, ranks):
-    run_ranks(bit_for_bit, ranks)
-
-
 def adam_is_torchs(rank):
     """The update is torch's on the CPU, from the gradients that the host has, bit for bit."""
-    import torch_xla
-
     torch.manual_seed(0)
     model = offloaded("nested", Zoo(), compute_dtype=torch.bfloat16)
     shards = [p for p in model.parameters() if p.requires_grad]
@@ -106,10 +109,10 @@ def adam_is_torchs(rank):
     for tokens in batches(2):
         for _ in range(2):  # accumulated on the host
             loss_of(model(tokens.to("xla")).float(), tokens.to("xla")).backward()
-        for shard, copy in zip(shards, copies, strict=True):
+        for shard, twin in zip(shards, copies, strict=True):
             assert shard.grad is None or shard.grad.device == HOST
             assert shard.grad is None or shard.grad.dtype is torch.float32
-            copy.grad = None if shard.grad is None else shard.grad.clone()
+            twin.grad = None if shard.grad is None else shard.grad.clone()
         mine.step()
         theirs.step()
         mine.zero_grad()
@@ -117,9 +120,9 @@ def adam_is_torchs(rank):
         assert all(map(torch.equal, shards, copies))
 
 
-def accumulated(rank, on_tpu):
-    from xla_fsdp import CPUOffload
-
+@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_each_rank(2)
+def test_accumulation_no_sync_and_clipping(rank, on_tpu):
     narrow = {"compute_dtype": torch.bfloat16, "cpu_offload": CPUOffload()}
     cases(rank, on_tpu, [({"cpu_offload": CPUOffload()}, ALL[1:3]), (narrow, ALL[:1])])
     if not on_tpu:
@@ -127,20 +130,11 @@ def accumulated(rank, on_tpu):
 
 
 @pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_accumulation_no_sync_and_clipping(run_ranks, on_tpu):
-    run_ranks(accumulated, 2, on_tpu)
-
-
-def scanned(rank, on_tpu):
+@on_each_rank(2)
+def test_scanned_blocks(rank, on_tpu):
     """Scanned blocks alone and in a wrapper; parameters of the root are offloaded or not."""
-    import torch_xla
-
-    from xla_fsdp import CPUOffload, full_state_dict
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     narrow = {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
-    if on_tpu:
-        trace_as_on_tpu()
+    trace_as_on_tpu(on_tpu)
     for options in (narrow,) if on_tpu else ({},):
         found = []
         for offload in (None, CPUOffload()):
@@ -163,11 +157,6 @@ def scanned(rank, on_tpu):
             torch.testing.assert_close(found[1][name], value, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_scanned_blocks(run_ranks, on_tpu):
-    run_ranks(scanned, 2, on_tpu)
-
-
 class OffloadedRun(Run):
     wrap = staticmethod(offloaded)
 
@@ -181,9 +170,6 @@ class OffloadedRun(Run):
 
 
 def saved(rank, folder):
-    """From here on: a run that goes on without offload and on other ranks takes over."""
-    from xla_fsdp import AsyncCheckpointer, full_optim_state_dict, full_state_dict
-
     run = OffloadedRun(rank, 2)
     run.train(0, 2)
     run.save(f"{folder}/now", 2)
@@ -200,13 +186,6 @@ def saved(rank, folder):
 
 
 def resumed(rank, folder):
-    from xla_fsdp import (
-        full_optim_state_dict,
-        full_state_dict,
-        load_full_optim_state_dict,
-        load_full_state_dict,
-    )
-
     run = Run("root", rank, 4, seed=7)
     run.load(f"{folder}/now")
     losses = run.train(2, 4)
@@ -236,11 +215,6 @@ def test_checkpoints_with_other_ranks_and_without_offload(run_ranks, tmp_path):
 
 
 def changed_by_hand(rank):
-    """Whoever changes a shard, the next forward computes with it."""
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     model = offloaded("root", mlp())
     x = inputs(0).to("xla")
 
@@ -315,11 +289,6 @@ def changed_by_hand(rank):
 
 
 def scaled(rank):
-    import torch_xla.core.xla_model as xm
-
-    from xla_fsdp import ShardedGradScaler
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     for fused_kernel in (False, True):
         for bad in (None, 0):  # rank 1 has only padding of the first parameter
             model, reference = offloaded("root", mlp()), FSDP(mlp())
@@ -347,8 +316,6 @@ def scaled(rank):
 
 def named_ones(rank):
     """Who is to get gradients may be said; nobody else does, on the host or inside no_sync."""
-    from xla_fsdp import CPUOffload, scan_blocks
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     def blocks(**options):
         torch.manual_seed(1)
@@ -384,18 +351,8 @@ def named_ones(rank):
         assert [p.grad is not None for p in shards] == [n == 1 for n in range(len(shards))]
 
 
-def uses(rank):
-    changed_by_hand(rank)
-    named_ones(rank)
-    scaled(rank)
-    in_pieces(rank)
-    refused(rank)
-
-
 def in_pieces(rank):
     """Buffers of a few bytes: gradients come and copies go piece by piece."""
-    import copy
-
     model, other = offloaded("root", mlp()), mlp()
     model._unit.host_gradients.most = 64
     for tensor in model._unit.tensors:
@@ -421,20 +378,11 @@ def in_pieces(rank):
 
 
 def refused(rank):
-    from xla_fsdp import CPUOffload, MixedPrecision
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp.optim import LAMB, MasterWeights
-
     for given in ((True, False, True), (False, True, True), (True, True, False)):
         with pytest.raises(ValueError, match=r"CPUOffload\(parameters=.* is not supported"):
             CPUOffload(*given)
     with pytest.raises(TypeError, match="CPUOffload.gradients must be True or False, got 1"):
         CPUOffload(gradients=1)
-    with pytest.raises(TypeError, match="cpu_offload must be an xla_fsdp.CPUOffload or None"):
-        FSDP(mlp(), cpu_offload=True)
-    narrow = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
-    with pytest.raises(ValueError, match="keep_low_precision_grads=True. is incompatible with"):
-        FSDP(mlp(), cpu_offload=CPUOffload(), mixed_precision=narrow)
     nothing = FSDP(mlp(), cpu_offload=CPUOffload(False, False, False))
     assert next(nothing.parameters()).device.type == "xla"
     model = offloaded("root", mlp().bfloat16())
@@ -453,15 +401,18 @@ def refused(rank):
         model.cpu()
 
 
-def test_uses_and_refusals(run_ranks):
-    run_ranks(uses, 2)
+@on_each_rank(2)
+def test_uses_and_refusals(rank):
+    changed_by_hand(rank)
+    named_ones(rank)
+    scaled(rank)
+    in_pieces(rank)
+    refused(rank)
 
 
-def planned():
-    """The plan has a program without an optimizer, and counts what is on the host."""
-    from xla_fsdp import CPUOffload, Report, plan
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@pytest.mark.slow
+@without_ranks
+def test_plan():
     width, ranks = 1024, 8
     elements = 4 * (width * width + width)
     options = {"compute_dtype": torch.bfloat16, "cpu_offload": CPUOffload()}
@@ -490,11 +441,5 @@ def planned():
     text = str(report)
     assert "a host needs" in text and "optimizer steps on the host" in text
     assert Report.from_json(report.to_json()).host == host
-    # More than there is.
     small = Report.from_json(report.to_json().replace('"capacity": 384000000000', '"capacity": 9'))
     assert not small.fits and small.fits_device and "GB that a host of" in str(small)
-
-
-@pytest.mark.slow
-def test_plan(elsewhere):
-    elsewhere(planned)

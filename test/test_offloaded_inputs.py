@@ -1,22 +1,19 @@
 """``offload=True``: inputs of checkpointed modules and of scanned blocks wait on the host."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+import torch_xla
+from on_ranks import on_each_rank, without_ranks
 from test_comm_hooks import RATE
 from test_scan_carries import DEPTH, STEPS, Block, Model, assert_close, batch, exact, unsharded
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import checkpoint_module, full_state_dict, plan, scan_blocks
+
 
 def trained(rank, scanned, offload, prefetch=False):
-    """Weights after some steps, of two micro-batches each."""
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import checkpoint_module, full_state_dict
-
     model = Model(scanned, **({"offload": offload, "prefetch": prefetch} if scanned else {}))
     if not scanned:
         blocks = (checkpoint_module(block, offload=offload) for block in model.blocks)
@@ -33,31 +30,23 @@ def trained(rank, scanned, offload, prefetch=False):
     return full_state_dict(model, rank0_only=False)
 
 
-def every_way(rank, on_tpu):
-    if on_tpu:
-        trace_as_on_tpu()
+@pytest.mark.slow
+@pytest.mark.parametrize("on_tpu", [False, True])
+@on_each_rank(2)
+def test_values_are_those_without(rank, on_tpu):
+    trace_as_on_tpu(on_tpu)
     expected = unsharded(2, exact)
     for scanned in (True, False):
         found = trained(rank, scanned, True)
         assert_close(found, expected)
         if not on_tpu:  # the same program
-            for name, value in trained(rank, scanned, False).items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+            torch.testing.assert_close(found, trained(rank, scanned, False), rtol=0, atol=0)
     assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("on_tpu", [False, True])
-def test_values_are_those_without(run_ranks, on_tpu):
-    run_ranks(every_way, 2, on_tpu)
-
-
-def on_one_rank(rank):
+@on_each_rank(1)
+def test_what_is_offloaded_and_what_is_refused(rank):
     """Modules without a wrapper, inputs that stay, a loop one iteration long, and no backward."""
-    import torch_xla
-
-    from xla_fsdp import checkpoint_module, scan_blocks
-
     trace_as_on_tpu()
     mask = torch.rand(16, 12).to("xla")
 
@@ -78,8 +67,7 @@ def on_one_rank(rank):
         assert ("dynamic-update-slice" in hlo) is offload
         grads.append([x.grad.cpu(), *(p.grad.cpu() for p in block.parameters() if p.requires_grad)])
         block.zero_grad()
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*grads)
     with torch.no_grad():
         block(x, mask)
     single = scan_blocks([Block()], offload=True)
@@ -89,10 +77,6 @@ def on_one_rank(rank):
     for wrong in (lambda: checkpoint_module(block, offload=1), lambda: scan_blocks([], offload=1)):
         with pytest.raises(TypeError, match="offload must be True or False, got 1"):
             wrong()
-
-
-def test_what_is_offloaded_and_what_is_refused(run_ranks):
-    run_ranks(on_one_rank, 1)
 
 
 WIDTH, INPUT = 256, 4 * 1024 * 256 * 2  # bytes of a block's input, in bfloat16
@@ -109,8 +93,6 @@ class Layer(nn.Module):
 
 def _step(around):
     def step():
-        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
         model = FSDP(nn.Sequential(nn.Linear(64, WIDTH), around()), compute_dtype=torch.bfloat16)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         x = torch.randn(4, 1024, 64).to("xla")
@@ -121,10 +103,10 @@ def _step(around):
     return step
 
 
-def planned(scans):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import checkpoint_module, plan, scan_blocks
-
+@pytest.mark.slow
+@pytest.mark.parametrize("scans", [True, False])
+@without_ranks
+def test_on_the_tpu_compiler(scans):
     depth = 16 if scans else DEPTH
 
     def blocks():
@@ -146,9 +128,3 @@ def planned(scans):
     if scans:
         assert report.memory.peak < 0.7 * depth * INPUT  # never all of them, nor all but one
         assert report.memory.required < 0.9 * depth * INPUT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scans", [True, False])
-def test_on_the_tpu_compiler(elsewhere, scans):
-    elsewhere(planned, scans)

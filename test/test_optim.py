@@ -1,15 +1,26 @@
 """Optimizers of ``xla_fsdp.optim`` on shards, against what they are in plain torch."""
 
-from __future__ import annotations
-
+import copy
 import functools
 
 import pytest
 import torch
+import torch_xla.debug.metrics as met
 from lazy_modules import torch_xla, xm, xr
+from on_ranks import on_each_rank, without_ranks
 from rank_warnings import every_rank_warns
+from test_comm_hooks import hybrid
 from test_special_uses import whole
 from torch import nn
+
+import xla_fsdp.optim
+from xla_fsdp import ShardingStrategy, plan, scan_blocks
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.optim import LAMB, LARS, Adafactor, AdamW8bit, Muon, split_matrices
+from xla_fsdp.sharding.layout import spec_of
+from xla_fsdp.sharding.metadata import sharded_names
+from xla_fsdp.sharding.sharded_parameter import as_sharded
+from xla_fsdp.sharding.state import units_in
 
 STEPS = (1, 2)
 
@@ -37,8 +48,6 @@ class Block(Unused):
 
 
 class Matrices(Unused):
-    """All trained parameters are matrices: two of one shape, and a large one."""
-
     def __init__(self, width: int):
         super().__init__()
         self.left = nn.Parameter(torch.randn(width, width))
@@ -63,9 +72,6 @@ OPTIONS = {"flat": {"flatten_parameters": True}, "dim0": {"shard_param_on_dim_0"
 
 
 def wrapped(kind: str, block=Block, build=plain) -> nn.Module:
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import scan_blocks
-
     options = OPTIONS.get(kind.removesuffix("scan"), {})
     model = build(block)
     if kind.endswith("scan"):
@@ -86,11 +92,6 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 
 def put_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
-    from xla_fsdp.sharding.layout import spec_of
-    from xla_fsdp.sharding.metadata import sharded_names
-    from xla_fsdp.sharding.sharded_parameter import as_sharded
-    from xla_fsdp.sharding.state import units_in
-
     units = list(units_in(model))
     names = sharded_names(units)
     for _, unit in units:
@@ -125,7 +126,6 @@ def put_plain_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> Non
 
 
 def train_plain(model: nn.Module, optimizer, steps=STEPS) -> dict[str, torch.Tensor]:
-    """Steps on parameters of the CPU; returns the weights."""
     for t in steps:
         put_plain_gradients(model, gradients(model, t))
         optimizer.step()
@@ -137,7 +137,6 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train(model, optimizer, block, steps):
-    """Steps on shards."""
     for t in steps:
         put_gradients(model, gradients(plain(block), t))
         optimizer.step()
@@ -157,9 +156,6 @@ def assert_weights(found, expected, rtol=1e-5, atol=1e-6):
         )
 
 
-# -- the papers' formulas ---------------------------------------------------------------------
-
-
 def lamb_step(w, g, state, t, lr=0.02, betas=(0.8, 0.99), eps=1e-6, decay=0.03):
     m = state["m"] = betas[0] * state.get("m", 0) + (1 - betas[0]) * g
     v = state["v"] = betas[1] * state.get("v", 0) + (1 - betas[1]) * g * g
@@ -177,20 +173,14 @@ def lars_step(w, g, state, t, lr=0.5, momentum=0.8, decay=0.03, trust=0.02):
 
 
 def make_lamb(parameters):
-    from xla_fsdp.optim import LAMB
-
     return LAMB(parameters, lr=0.02, betas=(0.8, 0.99), weight_decay=0.03)
 
 
 def make_lars(parameters):
-    from xla_fsdp.optim import LARS
-
     return LARS(parameters, 0.5, momentum=0.8, weight_decay=0.03, trust_coefficient=0.02)
 
 
 def make_muon(parameters, dtype=torch.float32, **options):
-    from xla_fsdp.optim import Muon, split_matrices
-
     matrices, _ = split_matrices(p for p in parameters if p.requires_grad)
     return Muon(matrices, lr=0.05, compute_dtype=dtype, **options)
 
@@ -206,8 +196,6 @@ def muon_step(w, g, state, t, lr=0.05, momentum=0.95, decay=0.1):
 
 
 def make_adafactor(parameters):
-    from xla_fsdp.optim import Adafactor
-
     return Adafactor(parameters, lr=0.65, weight_decay=0.1)
 
 
@@ -215,14 +203,40 @@ def is_matrix(parameter) -> bool:
     return parameter.dim() == 2
 
 
-# -- on ranks ---------------------------------------------------------------------------------
-
 EVERY = {"lamb": (make_lamb, Block), "lars": (make_lars, Block)}
 EVERY |= {"adafactor": (make_adafactor, Block)}
 EVERY |= {"muon": (make_muon, Matrices), "muon beside others": (make_muon, Block)}
 
 
-def trained_on_ranks(rank, kinds, expected):
+@functools.cache
+def expected_weights():
+    return {
+        "lamb": reference(lamb_step),
+        "lars": reference(lars_step),
+        "adafactor": with_plain(
+            lambda parameters: torch.optim.Adafactor(parameters, lr=0.65, weight_decay=0.1)
+        ),
+        "muon": reference(muon_step, Matrices),
+        "muon beside others": reference(muon_step, trained=is_matrix),
+    }
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "ranks, kinds",
+    [
+        (2, ["flat", "dim0scan"]),
+        pytest.param(4, ["nested"], marks=SLOW),
+        pytest.param(1, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
+        pytest.param(2, ["nested", "dim0", "scan"], marks=SLOW),
+        pytest.param(4, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
+    ],
+)
+@on_each_rank(timeout=1500)
+def test_shards_are_trained_as_the_unsharded_model(rank, kinds):
+    expected = expected_weights()
     for kind in kinds:
         models = {}
         for name, (make, block) in EVERY.items():
@@ -247,36 +261,6 @@ def trained_on_ranks(rank, kinds, expected):
                 assert torch.isfinite(value).all(), (name, kind, key)
 
 
-@functools.cache
-def expected_weights():
-    return {
-        "lamb": reference(lamb_step),
-        "lars": reference(lars_step),
-        "adafactor": with_plain(
-            lambda parameters: torch.optim.Adafactor(parameters, lr=0.65, weight_decay=0.1)
-        ),
-        "muon": reference(muon_step, Matrices),
-        "muon beside others": reference(muon_step, trained=is_matrix),
-    }
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "size, kinds",
-    [
-        (2, ["flat", "dim0scan"]),
-        pytest.param(4, ["nested"], marks=SLOW),
-        pytest.param(1, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
-        pytest.param(2, ["nested", "dim0", "scan"], marks=SLOW),
-        pytest.param(4, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
-    ],
-)
-def test_shards_are_trained_as_the_unsharded_model(run_ranks, size, kinds):
-    run_ranks(trained_on_ranks, size, kinds, expected_weights(), timeout=1500)
-
-
 def test_on_plain_parameters_they_are_the_reference():
     for name, (make, block) in EVERY.items():
         assert_weights(with_plain(make, block), expected_weights()[name], rtol=1e-4, atol=1e-5)
@@ -297,8 +281,6 @@ def test_muon_is_that_of_torch(nesterov):
 @pytest.mark.parametrize("name", ["lamb", "lars", "adafactor", "muon", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dicts_load_as_those_of_torch(name, dtype):
-    from xla_fsdp.optim import AdamW8bit
-
     eight = functools.partial(AdamW8bit, min_8bit_size=0), Matrices
     make, block = {**EVERY, "8bit": eight}[name]
     one, other = (plain(block).to(dtype) for _ in range(2))
@@ -316,16 +298,13 @@ def test_state_dicts_load_as_those_of_torch(name, dtype):
     assert all(torch.isfinite(value).all() for value in expected.values())
 
 
-def replicated(rank, expected):
-    """Two copies of two shards, beside parameters that nobody has sharded."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-    groups = {"sharding_groups": [[0, 1], [2, 3]], "replication_groups": [[0, 2], [1, 3]]}
-    groups |= {"sharding_rank": rank % 2, "sharding_world_size": 2}
+@pytest.mark.slow
+@on_each_rank(4)
+def test_replicas_and_parameters_that_are_not_sharded(rank):
     for name in ("lamb", "muon", "adafactor"):
         make, block = EVERY[name]
         model = plain(block)
-        model.blocks = nn.ModuleList(FSDP(one, **groups) for one in model.blocks)
+        model.blocks = nn.ModuleList(FSDP(one, **hybrid(rank)) for one in model.blocks)
         torch_xla.sync()
         model.first.to("xla")
         optimizer = make(model.parameters())
@@ -337,7 +316,7 @@ def replicated(rank, expected):
             optimizer.step()
             torch_xla.sync()
         for key, value in model.state_dict().items():
-            full = expected[name][key]
+            full = expected_weights()[name][key]
             if not key.startswith("first"):
                 flat = torch.zeros(2 * value.numel())
                 flat[: full.numel()] = full.reshape(-1)
@@ -345,21 +324,11 @@ def replicated(rank, expected):
             torch.testing.assert_close(value.cpu(), full, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_replicas_and_parameters_that_are_not_sharded(run_ranks):
-    run_ranks(replicated, 4, expected_weights())
-
-
-# -- what is refused, and what is warned of ---------------------------------------------------
-
-
 def unit_wise(grad):
     return torch.linalg.vector_norm(grad)
 
 
 class Scaled(torch.optim.SGD):
-    """Divides by norms, in a function beside it."""
-
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
@@ -379,8 +348,6 @@ class Lars(torch.optim.SGD):
 
 
 class Sharp(torch.optim.Optimizer):
-    """Two steps around another optimizer's, the first as long as its norm says."""
-
     def __init__(self, params):
         super().__init__(params, {})
         self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
@@ -416,8 +383,6 @@ def of_others(rank):
 
 
 def refused(rank):
-    from xla_fsdp.optim import Muon, split_matrices
-
     model = wrapped("flat")
     with pytest.raises(ValueError, match="'flat_param_0' .* shape .*flatten_parameters"):
         Muon(model.parameters())
@@ -429,9 +394,6 @@ def refused(rank):
 
 
 def lbfgs(rank):
-    from xla_fsdp import ShardingStrategy
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     def train(model, x, y):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
@@ -462,9 +424,6 @@ def lbfgs(rank):
 
 
 def copied(rank):
-    """A copy of a model knows its shards too, those of scanned blocks included."""
-    import copy
-
     for kind in ("flat", "scan"):
         model = wrapped(kind)
         twin = copy.deepcopy(model)
@@ -500,8 +459,6 @@ def test_on_two_ranks(run_ranks, check):
     ],
 )
 def test_options_are_checked(name, options, match):
-    import xla_fsdp.optim
-
     with pytest.raises(ValueError, match=match):
         getattr(xla_fsdp.optim, name)([nn.Parameter(torch.zeros(2, 2))], **options)
 
@@ -513,14 +470,9 @@ def test_gradients_that_they_do_not_know_are_refused():
         make_lamb([parameter]).step()
 
 
-# -- what they send, as the plan of a step counts it ------------------------------------------
-
-
-def planned(cache):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import plan
-    from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, Muon, split_matrices
-
+@pytest.mark.slow
+@without_ranks
+def test_what_a_step_sends_is_in_its_plan(tmp_path):
     width, blocks = 128, 8
 
     def steps(*optimizers):
@@ -533,7 +485,7 @@ def planned(cache):
             for optimizer, parameters in zip(optimizers, both, strict=True):
                 optimizer(parameters).step()
 
-        report = plan(step, "v3-8", cache=cache, progress=False)
+        report = plan(step, "v3-8", cache=str(tmp_path), progress=False)
         assert report.executables == 1  # though ranks hold, and compute, other parts
         return [c for c in report.schedule.collectives if c.phase == "optimizer"]
 
@@ -554,16 +506,8 @@ def planned(cache):
     assert [c.bytes for c in sent] == [4 * (number + 1) for number in numbers]
 
 
-@pytest.mark.slow
-def test_what_a_step_sends_is_in_its_plan(elsewhere, tmp_path):
-    elsewhere(planned, str(tmp_path))
-
-
-def compiled_anew(rank):
-    import torch_xla.debug.metrics as met
-
-    from xla_fsdp.optim import AdamW8bit
-
+@on_each_rank(1)
+def test_every_step_is_one_program(rank):
     before = {name: met.counter_value(name) for name in met.counter_names()}
     every = [EVERY[name] for name in ("lamb", "lars", "adafactor", "muon")]
     every.append((functools.partial(AdamW8bit, min_8bit_size=0), Block))
@@ -579,10 +523,5 @@ def compiled_anew(rank):
             counts.append((met.metric_data("CompileTime") or (0,))[0])
         # The first program makes the state.
         assert counts[1] == counts[4], (make, counts)
-    # Nothing is computed by torch on the host either.
     on_host = [name for name in met.counter_names() if name.startswith("aten::")]
     assert not [name for name in on_host if met.counter_value(name) != before.get(name)]
-
-
-def test_every_step_is_one_program(run_ranks):
-    run_ranks(compiled_anew, 1)

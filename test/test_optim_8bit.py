@@ -1,10 +1,9 @@
 """AdamW with moments of a byte each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lazy_modules import torch_xla
+from on_ranks import on_each_rank
 from test_optim import gradients, plain, put_gradients, train_plain, weights, wrapped
 from test_special_uses import whole
 
@@ -87,7 +86,19 @@ def test_on_plain_parameters():
     torch.testing.assert_close(found, reference(False), rtol=1e-5, atol=1e-6)
 
 
-def on_ranks(rank, kinds, start, exact, encoded):
+@pytest.mark.parametrize(
+    "ranks, kinds",
+    [
+        pytest.param(2, ("scan",), marks=pytest.mark.slow),
+        pytest.param(4, ("flat",), marks=pytest.mark.slow),
+        pytest.param(1, ("dim0scan",), marks=pytest.mark.slow),
+        pytest.param(2, ("nested", "flat"), marks=pytest.mark.slow),
+        pytest.param(4, ("dim0",), marks=pytest.mark.full),
+    ],
+)
+@on_each_rank(timeout=1500)
+def test_on_shards(rank, kinds):
+    start, exact, encoded = weights(plain()), reference(False), reference(True)
     for kind in kinds:
         small, large = (wrapped(kind) for _ in range(2))
         optimizers = [
@@ -114,18 +125,3 @@ def on_ranks(rank, kinds, start, exact, encoded):
         state = optimizers[0].state[parameter]
         assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.uint8
         assert state["exp_avg"].shape == parameter.to_local().shape
-
-
-@pytest.mark.parametrize(
-    "size, kinds",
-    [
-        pytest.param(2, ("scan",), marks=pytest.mark.slow),
-        pytest.param(4, ("flat",), marks=pytest.mark.slow),
-        pytest.param(1, ("dim0scan",), marks=pytest.mark.slow),
-        pytest.param(2, ("nested", "flat"), marks=pytest.mark.slow),
-        pytest.param(4, ("dim0",), marks=pytest.mark.full),
-    ],
-)
-def test_on_shards(run_ranks, size, kinds):
-    exact, encoded = reference(False), reference(True)
-    run_ranks(on_ranks, size, kinds, weights(plain()), exact, encoded, timeout=1500)

@@ -1,7 +1,5 @@
 """Parameters in bfloat16: float32 masters, and rounding at random."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -14,7 +12,16 @@ from test_optim import Block, Model, gradients, put_gradients, put_plain_gradien
 from test_special_uses import whole
 from torch import nn
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import (
+    full_optim_state_dict,
+    load_checkpoint,
+    load_full_optim_state_dict,
+    save_checkpoint,
+)
 from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, MasterWeights, StochasticRounding, stochastic
+from xla_fsdp.planning.tracing.step import trace_step
+from xla_fsdp.tpu.topology import resolve
 
 ADAMW = {"lr": 0.003, "betas": (0.8, 0.9), "weight_decay": 0.1}
 STEPS = 4
@@ -116,8 +123,6 @@ def test_masters_follow_who_else_changes_a_parameter():
 
 
 def on_ranks(rank, kinds, ways, expected, folder):
-    from xla_fsdp import full_optim_state_dict, save_checkpoint
-
     for kind in kinds:
         for way in ways:
             model = wrapped(kind)
@@ -140,9 +145,6 @@ def on_ranks(rank, kinds, ways, expected, folder):
 
 
 def resumed(rank, kinds, ways, expected, folder):
-    """On other ranks, and wrapped another way."""
-    from xla_fsdp import load_checkpoint, load_full_optim_state_dict
-
     for kind, other in kinds:
         for way in ways:
             model = wrapped(other)
@@ -259,9 +261,6 @@ def test_what_is_refused():
 
 def traced(way):
     """A rank's step, as a plan sees it: nothing may be fetched from the device."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp.planning.tracing.step import trace_step
-    from xla_fsdp.tpu.topology import resolve
 
     def step():
         model = FSDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16())

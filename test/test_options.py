@@ -1,5 +1,6 @@
 """Options: declared once, checked when they are given, the same in every entry point."""
 
+import contextlib
 import inspect
 import re
 from dataclasses import dataclass, fields
@@ -7,9 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from test_special_uses import mlp, run
+from on_ranks import on_each_rank
+from test_special_uses import mlp
 from torch import nn
 
+import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.integrations.lightning.settings import Settings
+from xla_fsdp.integrations.sharding import Sharding
 from xla_fsdp.sharding.options import (
     FULLY_SHARD,
     SCAN,
@@ -57,8 +63,6 @@ BAD = dict.fromkeys(FLAGS, FLAG) | {
 
 
 def entry_points():
-    import xla_fsdp
-
     return {
         WRAPPER: lambda **options: xla_fsdp.XlaFullyShardedDataParallel(mlp(), **options),
         FULLY_SHARD: lambda **options: xla_fsdp.fully_shard(mlp(), **options),
@@ -70,9 +74,9 @@ def taken_by(entry):
     return list(FSDPOptions.signature(entry).parameters)
 
 
-def bad_values(rank):
-    import xla_fsdp
-
+@on_each_rank(2)
+def test_a_bad_value_raises_in_every_entry_point(rank):
+    assert set(BAD) == {one.name for one in fields(FSDPOptions)}
     instead = {
         "mesh": [0, 1],
         "mp_policy": xla_fsdp.MixedPrecisionPolicy(torch.bfloat16),
@@ -130,15 +134,20 @@ def bad_values(rank):
             entry_points()[SCAN](ignore=value)
 
 
-def test_a_bad_value_raises_in_every_entry_point(run_ranks):
-    assert set(BAD) == {one.name for one in fields(FSDPOptions)}
-    run(run_ranks, bad_values)
+@on_each_rank(2)
+def test_options_are_known_removed_or_without_effect_everywhere(rank):
+    for entry, make in entry_points().items():
+        make(pin_layout_in_collective_ops=False, coalesce_all_gather_ops=True)
+        make(reduce_scatter_bucket_size_mb=8)
+        with pytest.raises(TypeError, match="has no option 'compute_type', .* Its options are"):
+            make(compute_type=torch.bfloat16)
+        with pytest.raises(ValueError, match="gather_dtype was removed: .*compute_dtype"):
+            make(gather_dtype=torch.int8)
+        if entry != FULLY_SHARD:  # it says dtypes by mp_policy
+            make(compute_dtype=torch.bfloat16)
 
 
 def test_integrations_check_options_before_there_are_ranks():
-    from xla_fsdp.integrations.lightning.settings import Settings
-    from xla_fsdp.integrations.sharding import Sharding
-
     for make in (
         lambda options: Sharding(options),
         lambda options: Settings(None, None, "full", options),
@@ -164,8 +173,6 @@ def test_integrations_check_options_before_there_are_ranks():
 def test_signatures_show_the_options():
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
 
-    import xla_fsdp
-
     def shown(function):
         return inspect.signature(function).parameters
 
@@ -179,9 +186,8 @@ def test_signatures_show_the_options():
     assert not any("options" in shown(one) for one in (xla_fsdp.scan_blocks, xla_fsdp.fully_shard))
 
 
-def by_position(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_options_go_by_position_too(rank):
     model = FSDP(mlp(), False, True, compute_dtype=torch.bfloat16)
     assert model.reshard_after_forward is False and model.flatten_parameters is True
     with pytest.raises(TypeError, match="multiple values for argument 'flatten_parameters'"):
@@ -190,26 +196,17 @@ def by_position(rank):
         FSDP(mlp(), *[None] * 60)
 
 
-def test_options_go_by_position_too(run_ranks):
-    run(run_ranks, by_position)
-
-
 @dataclass(frozen=True)
 class More(FSDPOptions):
-    """As if one more option were declared."""
-
     made_up: bool = option(False, flag)
 
 
-def one_more(rank):
-    """A new option is known, checked, shown and inherited, and only its declaration is new."""
-    import xla_fsdp
-
+@on_each_rank(1)
+def test_a_new_option_needs_its_declaration_only(rank):
     files = ("wrapper", "inplace", "scan.blocks", "sharding.options")
-    patches = [mock.patch(f"xla_fsdp.{file}.FSDPOptions", More) for file in files]
-    for patch in patches:
-        patch.start()
-    try:
+    with contextlib.ExitStack() as patched:
+        for file in files:
+            patched.enter_context(mock.patch(f"xla_fsdp.{file}.FSDPOptions", More))
         model = xla_fsdp.XlaFullyShardedDataParallel(
             mlp(), made_up=True, auto_wrap_policy=always_wrap_policy
         )
@@ -223,13 +220,6 @@ def one_more(rank):
                 make(made_up=3)
         described = takes_options(WRAPPER)(lambda module, *args, **options: None)
         assert "made_up" in inspect.signature(described).parameters
-    finally:
-        for patch in patches:
-            patch.stop()
-
-
-def test_a_new_option_needs_its_declaration_only(run_ranks):
-    run(run_ranks, one_more, ranks=1)
 
 
 def test_every_option_is_documented():

@@ -6,11 +6,24 @@ from unittest import mock
 
 import pytest
 import torch
-from lazy_modules import torch_xla, xr
-from test_special_uses import assert_same_gradients, inputs, mlp, run, trace_as_on_tpu, wrapped
+from lazy_modules import torch_xla
+from on_ranks import on_each_rank
+from test_special_uses import (
+    assert_same_gradients,
+    inputs,
+    inputs_of_all,
+    mlp,
+    trace_as_on_tpu,
+    wrapped,
+)
 from torch import nn
 
 from xla_fsdp import BackwardPrefetch, checkpoint_module
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.collectives.order import Order
+from xla_fsdp.collectives.routes import attributes_of
+from xla_fsdp.collectives.world import World
+from xla_fsdp.tpu.topology import resolve
 
 PREFETCH = [
     {"forward_prefetch": forward, "backward_prefetch": backward, "limit_all_gathers": limit}
@@ -29,9 +42,15 @@ def deep():
     return nn.Sequential(*[nn.Sequential(mlp(), nn.Linear(3, 6)) for _ in range(3)])
 
 
-def same_gradients(rank, options, checkpoint):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+def nothing_held(model):
+    order = model._unit.order
+    return order._on_host is None and not any(sum(order._events.values(), []))
 
+
+@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", PREFETCH, ids=range(len(PREFETCH)))
+@on_each_rank(2)
+def test_gradients_are_the_same_in_every_order(rank, options, checkpoint):
     trace_as_on_tpu()
     plain, model = deep(), deep()
     for index in range(3):
@@ -42,22 +61,9 @@ def same_gradients(rank, options, checkpoint):
         for one in (model, plain):
             one.zero_grad()
         model(inputs(rank, step).to(torch_xla.device())).square().mean().backward()
-        world = range(xr.world_size())
-        plain(torch.cat([inputs(r, step) for r in world])).square().mean().backward()
-        torch_xla.sync()
+        plain(inputs_of_all(step)).square().mean().backward()
         assert_same_gradients(model, plain)
         assert nothing_held(model)
-
-
-def nothing_held(model):
-    order = model._unit.order
-    return order._on_host is None and not any(sum(order._events.values(), []))
-
-
-@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", PREFETCH, ids=range(len(PREFETCH)))
-def test_gradients_are_the_same_in_every_order(run_ranks, options, checkpoint):
-    run(run_ranks, same_gradients, options, checkpoint)
 
 
 class Opaque(nn.Module):
@@ -74,7 +80,8 @@ class Opaque(nn.Module):
         return Output
 
 
-def odd_ends(rank):
+@on_each_rank(1)
+def test_nothing_is_held_after_a_step(rank):
     trace_as_on_tpu()
     x = torch.randn(2, 6).to(torch_xla.device())
     opaque = wrapped(Opaque())
@@ -104,23 +111,22 @@ def odd_ends(rank):
     assert nothing_held(model)
 
 
-def bit_for_bit(rank):
+@on_each_rank(1)
+def test_what_waits_keeps_its_values(rank):
     """Whatever a gathered parameter begins with, the next is what it was."""
-    from xla_fsdp.collectives.order import Order
-
-    device = torch_xla.device()
     for first in (1.0, -0.0, float("inf"), -float("inf"), float("nan")):
         for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
             order = Order()
-            shard = torch.tensor([-0.0, 1.0, 5.0], dtype=dtype).to(device)
+            shard = torch.tensor([-0.0, 1.0, 5.0], dtype=dtype).to("xla")
             assert order.delay(shard) is shard
-            order.add_gather(torch.full((4, 2), first).to(device))
+            order.add_gather(torch.full((4, 2), first).to("xla"))
             waited = order.delay(shard).cpu()
             assert waited.dtype == dtype and torch.equal(waited, shard.cpu())
             assert torch.equal(torch.signbit(waited), torch.signbit(shard.cpu()))
 
 
-def large_float16(rank):
+@on_each_rank(2)
+def test_float16_gradients_are_divided_before_they_are_summed(rank):
     """Sums that float16 cannot hold; their mean it can."""
     layer = nn.Linear(1, 1, bias=False)
     model = wrapped(nn.Sequential(layer), compute_dtype=torch.float16)
@@ -129,16 +135,9 @@ def large_float16(rank):
     assert rank != 0 or abs(grad - 40000) < 50
 
 
-def test_float16_gradients_are_divided_before_they_are_summed(run_ranks):
-    run(run_ranks, large_float16)
-
-
-def one_rank_that_sees_a_slice(rank):
+@on_each_rank(1)
+def test_one_process_that_sees_a_slice(rank):
     """Nobody launched ranks: a whole slice is there, but the process is alone."""
-    from xla_fsdp.collectives.routes import attributes_of
-    from xla_fsdp.collectives.world import World
-    from xla_fsdp.tpu.topology import resolve
-
     kind, devices = resolve("v5litepod-8").chip.device_kind, attributes_of(resolve("v5litepod-8"))
     with (
         mock.patch("torch_xla.runtime.global_runtime_device_attributes", lambda: devices),
@@ -150,22 +149,14 @@ def one_rank_that_sees_a_slice(rank):
     assert world.all_gather(shard).shape == world.reduce_scatter(shard).shape == (4, 128)
 
 
-@pytest.mark.parametrize("check", [odd_ends, bit_for_bit, one_rank_that_sees_a_slice])
-def test_on_one_rank(run_ranks, check):
-    run(run_ranks, check, ranks=1)
-
-
-def selected(rank):
-    """Types of what waits for the gather before."""
+@on_each_rank(2)
+def test_shards_wait_before_they_are_cast(rank):
+    """Cast first, the narrow shards of the forward are kept for the backward."""
     trace_as_on_tpu()
     model = wrapped(mlp(), "1", compute_dtype=torch.bfloat16)
     torch_xla.sync()
-    model(inputs(rank).to(torch_xla.device())).sum().backward()
+    model(inputs(rank).to("xla")).sum().backward()
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
-    return re.findall(r"= (\w+)\[[\d,]+\]\S* select\(", hlo)
-
-
-def test_shards_wait_before_they_are_cast(run_ranks):
-    """Cast first, the narrow shards of the forward are kept for the backward."""
-    for types in run_ranks(selected, 2):
-        assert types and set(types) == {"f32"}
+    # Types of what waits for the gather before.
+    types = re.findall(r"= (\w+)\[[\d,]+\]\S* select\(", hlo)
+    assert types and set(types) == {"f32"}

@@ -1,28 +1,148 @@
 """The peers of the planned benchmark: the same network, and programs whose bytes are known."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch_xla
+from on_ranks import without_ranks
 from reports import make
 
+from benchmarks.peers import JAX, SPMD, plan_peer
 from benchmarks.peers.sizes import AGAIN, REMATERIALISED, SCANNED, WAYS, Sizes
+from xla_fsdp.planning.foreign import plan_partitioned
+from xla_fsdp.planning.program.flops import model_flops
+from xla_fsdp.planning.tracing.step import trace_step
 
 # More activations than parameters, so that gathering parameters is what costs least.
 TINY = Sizes(blocks=1, width=256, batch=16, sequence=64)
 V3 = "v3-8"
 
 
-def trains_as_torch_does():
-    """One AdamW step of either from the same weights: loss and all new weights."""
+def _stacked(parameters):
+    import jax.numpy as jnp
+
+    found = {name: value for name, value in parameters.items() if "blocks" not in name}
+    for name in [name for name in parameters if name.startswith("blocks.0.")]:
+        rows = [parameters[name.replace(".0.", f".{number}.", 1)] for number in range(2)]
+        found[name.replace(".0.", ".", 1)] = jnp.stack(rows)
+    return found
+
+
+def _stacked_state(state):
+    moments = {name: _stacked(state[name]) for name in ("exp_avg", "exp_avg_sq")}
+    return {**state, **moments}
+
+
+def _taken_apart(stacked):
+    found = {}
+    for name, value in stacked.items():
+        if not name.startswith("blocks."):
+            found[name] = value
+            continue
+        for number, row in enumerate(value):
+            found[name.replace("blocks.", f"blocks.{number}.", 1)] = row
+    return found
+
+
+@pytest.mark.full
+@without_ranks
+def test_jax_sends_what_it_should(cache):
+    plain = plan_peer(JAX, V3, TINY, cache=cache, progress=False)
+    again = plan_peer(JAX, V3, TINY, cache=cache, progress=False)
+    assert again.from_cache and again.schedule == plain.schedule
+    parts = 2 * TINY.elements * 7 // 8  # what a gather or a reduce-scatter of everything sends
+    assert plain.bound_wire_bytes == pytest.approx(3 * parts, abs=2)
+    sent = _sent(plain)
+    assert sent["all-gather"] == pytest.approx(parts, rel=0.02)
+    # On a torus a reduce-scatter over all devices is an all-reduce: twice the bytes.
+    assert sent["all-reduce"] + 2 * sent["reduce-scatter"] == pytest.approx(2 * parts, rel=0.02)
+    assert all(c.group_size == 8 for c in plain.schedule.collectives)
+    _holds_its_share(plain)
+
+    rematerialised = plan_peer(JAX, V3, TINY, REMATERIALISED, cache=cache, progress=False)
+    blocks = TINY.elements - 2 * (TINY.width**2 + TINY.width)
+    twice = parts + 2 * blocks * 7 // 8  # the blocks' parameters are gathered again
+    assert _sent(rematerialised)["all-gather"] == pytest.approx(twice, rel=0.1)
+    again = plan_peer(JAX, V3, TINY, AGAIN, cache=cache, progress=False)
+    # Not those of the first layer, of whose input no gradient is needed, and no biases.
+    assert 1.5 * parts <= _sent(again)["all-gather"] <= 2.02 * parts
+
+
+@pytest.mark.full
+@without_ranks
+def test_spmd_sends_what_it_should(cache):
+    report = plan_peer(SPMD, V3, TINY, cache=cache, progress=False)
+    parts = 2 * TINY.elements * 7 // 8
+    sent = _sent(report)
+    assert parts <= sent["all-gather"] <= 2 * parts  # 1.21 with libtpu 0.0.21
+    assert sent["all-reduce"] + 2 * sent["reduce-scatter"] == pytest.approx(2 * parts, rel=0.1)
+    _holds_its_share(report)
+
+
+def _sent(report):
+    found = Counter()
+    for one in report.schedule.collectives:
+        found[one.kind] += one.wire_bytes * one.times
+    return found
+
+
+def _holds_its_share(report):
+    """Parameters and both moments, float32, an eighth each, all donated; and the batch."""
+    state = 3 * 4 * TINY.elements // 8
+    batch = 4 * TINY.batch * TINY.sequence * TINY.width
+    assert state <= report.memory.aliased <= 1.1 * state  # small vectors are padded
+    assert report.memory.outputs - report.memory.aliased < 4096
+    assert state + batch <= report.memory.arguments <= 1.1 * (state + batch)
+    names = {b.name for b in report.schedule.buffers if b.category == "argument"}
+    assert {"first.weight", "exp_avg of blocks.0.up.weight"} <= names
+    assert report.timing.model_flops == TINY.model_flops
+
+
+@pytest.mark.full
+@without_ranks
+def test_wrong_requests(cache):
+    from benchmarks.peers.child import Request, lower
+
+    with pytest.raises(ValueError, match="allowed are SPMD, JAX"):
+        plan_peer("DDP", V3)
+    with pytest.raises(ValueError, match="not set up for rematerialisation"):
+        plan_peer(SPMD, V3, way=REMATERIALISED)
+    with pytest.raises(ValueError, match="way must be one of kept, again"):
+        plan_peer(JAX, V3, way="remat")
+    with pytest.raises(RuntimeError, match="lowering jax_fsdp ended with status 1"):
+        lower("jax_fsdp", Request(8, replace(TINY, width=24)))
+    program = lower("jax_fsdp", Request(8, TINY))
+    with pytest.raises(ValueError, match="over 8 devices and v3-32 has 32"):
+        plan_partitioned(program, "v3-32", cache=cache)
+
+
+@pytest.mark.full
+@without_ranks
+def test_flops_are_those_of_the_traced_step(cache):
+    """What the peers are told, and what a plan counts in the program of this package's class."""
+    from jax._src.lib import xla_client
+
+    from benchmarks.workload_s import step_of
+
+    hlo = trace_step(step_of("ours"), 0, 8).program.hlo
+    module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(hlo)
+    assert model_flops(module.to_string()) == Sizes().model_flops
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.mark.full
+@without_ranks
+def test_jax_trains_the_same_network():
     import jax
     import jax.numpy as jnp
     import numpy
     import torch
-    import torch_xla
 
     from benchmarks.peers import jax_fsdp
     from benchmarks.workload_s import Network
@@ -68,144 +188,6 @@ def trains_as_torch_does():
             assert clear.mean() > 0.9 or name.endswith("qkv.bias")
     half = jax_fsdp.train_step(parameters, state, jnp.asarray(x.numpy()))[2]
     assert float(half) == pytest.approx(loss.item(), rel=0.02)
-
-
-def _stacked(parameters):
-    """Blocks' parameters as one array, as the scanned step has them."""
-    import jax.numpy as jnp
-
-    found = {name: value for name, value in parameters.items() if "blocks" not in name}
-    for name in [name for name in parameters if name.startswith("blocks.0.")]:
-        rows = [parameters[name.replace(".0.", f".{number}.", 1)] for number in range(2)]
-        found[name.replace(".0.", ".", 1)] = jnp.stack(rows)
-    return found
-
-
-def _stacked_state(state):
-    moments = {name: _stacked(state[name]) for name in ("exp_avg", "exp_avg_sq")}
-    return {**state, **moments}
-
-
-def _taken_apart(stacked):
-    found = {}
-    for name, value in stacked.items():
-        if not name.startswith("blocks."):
-            found[name] = value
-            continue
-        for number, row in enumerate(value):
-            found[name.replace("blocks.", f"blocks.{number}.", 1)] = row
-    return found
-
-
-def jax_sends_what_it_should(cache):
-    from benchmarks.peers import JAX, plan_peer
-
-    plain = plan_peer(JAX, V3, TINY, cache=cache, progress=False)
-    again = plan_peer(JAX, V3, TINY, cache=cache, progress=False)
-    assert again.from_cache and again.schedule == plain.schedule
-    parts = 2 * TINY.elements * 7 // 8  # what a gather or a reduce-scatter of everything sends
-    assert plain.bound_wire_bytes == pytest.approx(3 * parts, abs=2)
-    sent = _sent(plain)
-    assert sent["all-gather"] == pytest.approx(parts, rel=0.02)
-    # On a torus a reduce-scatter over all devices is an all-reduce: twice the bytes.
-    assert sent["all-reduce"] + 2 * sent["reduce-scatter"] == pytest.approx(2 * parts, rel=0.02)
-    assert all(c.group_size == 8 for c in plain.schedule.collectives)
-    _holds_its_share(plain)
-
-    rematerialised = plan_peer(JAX, V3, TINY, REMATERIALISED, cache=cache, progress=False)
-    blocks = TINY.elements - 2 * (TINY.width**2 + TINY.width)
-    twice = parts + 2 * blocks * 7 // 8  # the blocks' parameters are gathered again
-    assert _sent(rematerialised)["all-gather"] == pytest.approx(twice, rel=0.1)
-    again = plan_peer(JAX, V3, TINY, AGAIN, cache=cache, progress=False)
-    # Not those of the first layer, of whose input no gradient is needed, and no biases.
-    assert 1.5 * parts <= _sent(again)["all-gather"] <= 2.02 * parts
-
-
-def spmd_sends_what_it_should(cache):
-    from benchmarks.peers import SPMD, plan_peer
-
-    report = plan_peer(SPMD, V3, TINY, cache=cache, progress=False)
-    parts = 2 * TINY.elements * 7 // 8
-    sent = _sent(report)
-    assert parts <= sent["all-gather"] <= 2 * parts  # 1.21 with libtpu 0.0.21
-    assert sent["all-reduce"] + 2 * sent["reduce-scatter"] == pytest.approx(2 * parts, rel=0.1)
-    _holds_its_share(report)
-
-
-def _sent(report):
-    found = Counter()
-    for one in report.schedule.collectives:
-        found[one.kind] += one.wire_bytes * one.times
-    return found
-
-
-def _holds_its_share(report):
-    """Parameters and both moments, float32, an eighth each, all donated; and the batch."""
-    state = 3 * 4 * TINY.elements // 8
-    batch = 4 * TINY.batch * TINY.sequence * TINY.width
-    assert state <= report.memory.aliased <= 1.1 * state  # small vectors are padded
-    assert report.memory.outputs - report.memory.aliased < 4096
-    assert state + batch <= report.memory.arguments <= 1.1 * (state + batch)
-    names = {b.name for b in report.schedule.buffers if b.category == "argument"}
-    assert {"first.weight", "exp_avg of blocks.0.up.weight"} <= names
-    assert report.timing.model_flops == TINY.model_flops
-
-
-def wrong_requests(cache):
-    from dataclasses import replace
-
-    from benchmarks.peers import JAX, SPMD, plan_peer
-    from benchmarks.peers.child import Request, lower
-    from xla_fsdp.planning.foreign import plan_partitioned
-
-    with pytest.raises(ValueError, match="allowed are SPMD, JAX"):
-        plan_peer("DDP", V3)
-    with pytest.raises(ValueError, match="not set up for rematerialisation"):
-        plan_peer(SPMD, V3, way=REMATERIALISED)
-    with pytest.raises(ValueError, match="way must be one of kept, again"):
-        plan_peer(JAX, V3, way="remat")
-    with pytest.raises(RuntimeError, match="lowering jax_fsdp ended with status 1"):
-        lower("jax_fsdp", Request(8, replace(TINY, width=24)))
-    program = lower("jax_fsdp", Request(8, TINY))
-    with pytest.raises(ValueError, match="over 8 devices and v3-32 has 32"):
-        plan_partitioned(program, "v3-32", cache=cache)
-
-
-def flops_are_those_of_the_traced_step(cache):
-    """What the peers are told, and what a plan counts in the program of this package's class."""
-    from jax._src.lib import xla_client
-
-    from benchmarks.workload_s import step_of
-    from xla_fsdp.planning.program.flops import model_flops
-    from xla_fsdp.planning.tracing.step import trace_step
-
-    hlo = trace_step(step_of("ours"), 0, 8).program.hlo
-    module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(hlo)
-    assert model_flops(module.to_string()) == Sizes().model_flops
-
-
-CHECKS = [
-    jax_sends_what_it_should,
-    spmd_sends_what_it_should,
-    wrong_requests,
-    flops_are_those_of_the_traced_step,
-]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("plans"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_peers(elsewhere, cache, check):
-    elsewhere(check, cache)
-
-
-@pytest.mark.full
-def test_jax_trains_the_same_network(elsewhere):
-    elsewhere(trains_as_torch_does)
 
 
 SAME = """

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_xla
+from on_ranks import on_each_rank
 from torch import nn
 
 import xla_fsdp
@@ -10,8 +11,6 @@ from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 
 class Scaled(nn.Module):
-    """A module around a layer, as LoRA puts them."""
-
     def __init__(self, base):
         super().__init__()
         self.base = base
@@ -51,39 +50,31 @@ def surround(layers):
 CHANGES = [swap, rename, remove, surround]
 
 
-def trained(rank, form, change, folder):
-    """Full state, full optimizer state and a checkpoint, after a change and a step."""
-    inner = Model()
-    model = FSDP(inner) if form == "wrapper" else xla_fsdp.fully_shard(inner)
-    change(inner.layers)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model(torch.ones(2, 6).to("xla")).square().mean().backward()
-    optimizer.step()
-    torch_xla.sync()
-    xla_fsdp.save_checkpoint(folder, model, optimizer, step=1)
-    state = xla_fsdp.full_state_dict(model, rank0_only=False)
-    moments = xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    xla_fsdp.load_checkpoint(folder, model, optimizer)
-    again = xla_fsdp.full_state_dict(model, rank0_only=False)
-    assert all(torch.equal(again[name], value) for name, value in state.items())
-    return state, moments["state"]
-
-
 @pytest.mark.parametrize("form", ["wrapper", "fully_shard"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_states_have_present_names(run_ranks, tmp_path, form, change):
-    plain = Model()
+@on_each_rank(2)
+def test_states_have_present_names(rank, tmp_path, form, change):
+    plain, inner = Model(), Model()
+    model = FSDP(inner) if form == "wrapper" else xla_fsdp.fully_shard(inner)
     change(plain.layers)
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    change(inner.layers)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (plain, model)]
     plain(torch.ones(2, 6)).square().mean().backward()
-    optimizer.step()
-    for state, moments in run_ranks(trained, 2, form, change, str(tmp_path)):
-        assert list(state) == list(plain.state_dict())
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
-        assert set(moments) == set(dict(plain.named_parameters()))
-        for name, parameter in plain.named_parameters():
-            expected = optimizer.state[parameter]["exp_avg"]
-            torch.testing.assert_close(moments[name]["exp_avg"], expected, rtol=1e-4, atol=1e-6)
+    model(torch.ones(2, 6).to("xla")).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    torch_xla.sync()
+    xla_fsdp.save_checkpoint(str(tmp_path), model, optimizers[1], step=1)
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    moments = xla_fsdp.full_optim_state_dict(model, optimizers[1], rank0_only=False)["state"]
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    xla_fsdp.load_checkpoint(str(tmp_path), model, optimizers[1])
+    again = xla_fsdp.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(again, state, rtol=0, atol=0)
+    assert list(state) == list(plain.state_dict())
+    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-4, atol=1e-5)
+    named = dict(plain.named_parameters())
+    found = {name: moment["exp_avg"] for name, moment in moments.items()}
+    expected = {name: optimizers[0].state[p]["exp_avg"] for name, p in named.items()}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

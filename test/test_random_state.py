@@ -7,16 +7,22 @@ import signal
 import numpy as np
 import pytest
 import torch
+import torch_xla
+import torch_xla.runtime as xr
 from faulty_disk import in_child
+from on_ranks import on_each_rank
 from torch import nn
+
+import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import fully_shard
+from xla_fsdp.collectives.random_state import DeviceRandomState
+from xla_fsdp.integrations.saving import save_whole
 
 WIDTH, LOADS = 6, 7
 
 
 def build(form):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import fully_shard
-
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
@@ -32,10 +38,6 @@ def build(form):
 
 class Run:
     def __init__(self, form="class"):
-        import torch_xla.runtime as xr
-
-        from xla_fsdp.collectives.random_state import DeviceRandomState
-
         DeviceRandomState(7).restore()
         self.model = build(form)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -43,15 +45,11 @@ class Run:
 
     def forward(self):
         """A batch by torch's generator; noise and dropout by that of the device."""
-        import torch_xla
-
         x = torch.randn(4, WIDTH).to(torch_xla.device())
         return self.model(x + 0.1 * torch.rand_like(x)).square().mean()
 
     def step(self, within=lambda: None):
         """One step; ``within`` is called before it is synced."""
-        import torch_xla
-
         loss = self.forward()
         loss.backward()
         self.optimizer.step()
@@ -62,48 +60,35 @@ class Run:
 
 
 def states():
-    """Of all generators of this rank."""
-    from xla_fsdp.collectives.random_state import DeviceRandomState
-
     kind, keys, *rest = np.random.get_state()
     plain = random.getstate(), (kind, keys.tolist(), *rest)
     return DeviceRandomState.read(), torch.get_rng_state().tolist(), *plain
 
 
 def summons(model, **options):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     with FSDP.summon_full_params(model, **options):
         pass
 
 
 def changed_while_summoned(model):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     with FSDP.summon_full_params(model), torch.no_grad():
         model.get_parameter("2.bias").mul_(1.0)
 
 
 def looks_for_divergence(run):
-    import xla_fsdp
-
     with xla_fsdp.detect_divergence(run.model) as divergence:
         divergence.step(torch.ones(()), norm=1.0)
 
 
 def reads(run, folder):
     """Everything that only reads or saves, by name, and then what loads."""
-    import torch_xla.runtime as xr
-
-    import xla_fsdp
-    from xla_fsdp.integrations.saving import save_whole
-
     model, optimizer = run.model, run.optimizer
+    save, load = xla_fsdp.save_checkpoint, xla_fsdp.load_checkpoint
     full = xla_fsdp.full_state_dict(model, rank0_only=False)
     full_optim = xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
     later = xla_fsdp.AsyncCheckpointer(f"{folder}/later")
     tiered = xla_fsdp.TieredCheckpointer(f"{folder}/slow", fast=f"{folder}/fast")
-    saved = xla_fsdp.save_checkpoint(f"{folder}/saved", model, optimizer, step=1)
+    saved = save(f"{folder}/saved", model, optimizer, step=1)
     xla_fsdp.to_dcp(f"{folder}/dcp", model, optimizer)
     if xr.global_ordinal() == 0:
         torch.save(full, f"{folder}/weights.pth")
@@ -113,69 +98,49 @@ def reads(run, folder):
         return f"{folder}/{name}-{everywhere.count}"
 
     everywhere.count = 0
-    everything = [
-        ("state_dict", lambda: model.state_dict()),
-        ("get_shard_metadata", lambda: model.get_shard_metadata()),
-        ("full_state_dict", lambda: xla_fsdp.full_state_dict(model)),
-        (
-            "full_state_dict, on the device",
-            lambda: xla_fsdp.full_state_dict(model, rank0_only=False, offload_to_cpu=False),
+    everything = {
+        "state_dict": lambda: model.state_dict(),
+        "get_shard_metadata": lambda: model.get_shard_metadata(),
+        "full_state_dict": lambda: xla_fsdp.full_state_dict(model),
+        "full_state_dict, on the device": lambda: xla_fsdp.full_state_dict(
+            model, rank0_only=False, offload_to_cpu=False
         ),
-        ("full_optim_state_dict", lambda: xla_fsdp.full_optim_state_dict(model, optimizer)),
-        ("summon", lambda: summons(model)),
-        ("summon, to read", lambda: summons(model, writeback=False, rank0_only=True)),
-        ("summon, on the host", lambda: summons(model, offload_to_cpu=True)),
-        ("summon, with gradients", lambda: summons(model, with_grads=True)),
-        ("summon, and write", lambda: changed_while_summoned(model)),
-        (
-            "save_checkpoint",
-            lambda: xla_fsdp.save_checkpoint(everywhere("saved"), model, optimizer, step=1),
+        "full_optim_state_dict": lambda: xla_fsdp.full_optim_state_dict(model, optimizer),
+        "summon": lambda: summons(model),
+        "summon, to read": lambda: summons(model, writeback=False, rank0_only=True),
+        "summon, on the host": lambda: summons(model, offload_to_cpu=True),
+        "summon, with gradients": lambda: summons(model, with_grads=True),
+        "summon, and write": lambda: changed_while_summoned(model),
+        "save_checkpoint": lambda: save(everywhere("saved"), model, optimizer, step=1),
+        "AsyncCheckpointer.save": lambda: later.save(model, optimizer, step=1),
+        "AsyncCheckpointer.wait": lambda: later.wait(),
+        "TieredCheckpointer.save": lambda: tiered.save(model, optimizer, step=1, durable=True),
+        "TieredCheckpointer.wait": lambda: tiered.wait(),
+        "to_dcp": lambda: xla_fsdp.to_dcp(everywhere("dcp"), model, optimizer),
+        "save_pretrained": lambda: save_whole(lambda m, d, state_dict=None: None, model, "x"),
+        "detect_divergence": lambda: looks_for_divergence(run),
+        "clip_grad_norm_": lambda: model.clip_grad_norm_(1e9),
+        "repr": lambda: repr(model),
+        "load_full_state_dict": lambda: xla_fsdp.load_full_state_dict(model, full),
+        "load_full_optim_state_dict": lambda: xla_fsdp.load_full_optim_state_dict(
+            model, optimizer, full_optim
         ),
-        ("AsyncCheckpointer.save", lambda: later.save(model, optimizer, step=1)),
-        ("AsyncCheckpointer.wait", lambda: later.wait()),
-        ("TieredCheckpointer.save", lambda: tiered.save(model, optimizer, step=1, durable=True)),
-        ("TieredCheckpointer.wait", lambda: tiered.wait()),
-        ("to_dcp", lambda: xla_fsdp.to_dcp(everywhere("dcp"), model, optimizer)),
-        ("save_pretrained", lambda: save_whole(lambda m, d, state_dict=None: None, model, "x")),
-        ("detect_divergence", lambda: looks_for_divergence(run)),
-        ("clip_grad_norm_", lambda: model.clip_grad_norm_(1e9)),
-        ("repr", lambda: repr(model)),
-        ("load_full_state_dict", lambda: xla_fsdp.load_full_state_dict(model, full)),
-        (
-            "load_full_optim_state_dict",
-            lambda: xla_fsdp.load_full_optim_state_dict(model, optimizer, full_optim),
-        ),
-        (
-            "load_checkpoint",
-            lambda: xla_fsdp.load_checkpoint(saved, model, optimizer, restore_rng=False),
-        ),
-        (
-            "load_checkpoint, of nothing",
-            lambda: xla_fsdp.load_checkpoint(f"{folder}/none", model, missing_ok=True),
-        ),
-        (
-            "TieredCheckpointer.load",
-            lambda: tiered.load(model, optimizer, restore_rng=False),
-        ),
-        (
-            "from_dcp",
-            lambda: xla_fsdp.from_dcp(f"{folder}/dcp", model, optimizer, allow_pickle=True),
-        ),
-        (
-            "load_weights",
-            lambda: xla_fsdp.load_weights(model, f"{folder}/weights.pth"),
-        ),
-    ]
-    return everything
+        "load_checkpoint": lambda: load(saved, model, optimizer, restore_rng=False),
+        "load_checkpoint, of nothing": lambda: load(f"{folder}/none", model, missing_ok=True),
+        "TieredCheckpointer.load": lambda: tiered.load(model, optimizer, restore_rng=False),
+        "from_dcp": lambda: xla_fsdp.from_dcp(f"{folder}/dcp", model, optimizer, allow_pickle=True),
+        "load_weights": lambda: xla_fsdp.load_weights(model, f"{folder}/weights.pth"),
+    }
+    return list(everything.items())
 
 
-def _reads_leave_generators(rank, form, folder):
-    import torch_xla
-
+@pytest.mark.parametrize("form", ["class", pytest.param("in place", marks=pytest.mark.slow)])
+@on_each_rank(2, timeout=900)
+def test_reading_and_saving_move_no_generator(rank, form, tmp_path):
     moved = []
     run = Run(form)
     run.step()
-    for name, read in reads(run, folder):
+    for name, read in reads(run, tmp_path):
         for moment in ("between two steps", "in a step"):
             if moment == "in a step":
                 run.forward()
@@ -184,43 +149,25 @@ def _reads_leave_generators(rank, form, folder):
             if states() != before:
                 moved.append((name, moment))
             torch_xla.sync()
-    return moved
+    assert moved == []
 
 
-@pytest.mark.parametrize("form", ["class", pytest.param("in place", marks=pytest.mark.slow)])
-def test_reading_and_saving_move_no_generator(run_ranks, tmp_path, form):
-    folder = str(tmp_path)
-    assert run_ranks(_reads_leave_generators, 2, form, folder, timeout=900) == [[], []]
-
-
-def _losses(rank, folder):
+@on_each_rank(2, timeout=900)
+def test_a_run_that_reads_trains_as_one_that_does_not(rank, tmp_path):
     def train(read):
         run = Run()
-        os.makedirs(f"{folder}/{read}", exist_ok=True)
-        every = dict(reads(run, f"{folder}/{read}")[:-LOADS])
+        os.makedirs(f"{tmp_path}/{read}", exist_ok=True)
+        every = dict(reads(run, f"{tmp_path}/{read}")[:-LOADS])
         found = [run.step(), run.step(every["full_state_dict"]) if read else run.step()]
         if read:
             for one in every.values():
                 one()
         return [*found, run.step(), run.step()]
 
-    return train(False), train(True)
-
-
-def test_a_run_that_reads_trains_as_one_that_does_not(run_ranks, tmp_path):
-    for without, reading in run_ranks(_losses, 2, str(tmp_path), timeout=900):
-        assert without == reading
-
-
-# --- a run that is killed
+    assert train(False) == train(True)
 
 
 def _train(rank, form, folder, result, steps, saves, killed):
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    import xla_fsdp
-
     run = Run(form)
     found = xla_fsdp.load_checkpoint(folder, run.model, run.optimizer, missing_ok=True)
     done = 0 if found is None else found.step
@@ -244,8 +191,6 @@ def _train(rank, form, folder, result, steps, saves, killed):
 
 
 def _lives(form, folder):
-    import xla_fsdp
-
     def life(name, saves, killed=None):
         arguments = (form, f"{folder}/{name}", f"{folder}/{name}.pth", 6, saves, killed)
         return in_child(lambda: xla_fsdp.launch(_train, arguments, 2))

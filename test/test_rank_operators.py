@@ -5,6 +5,7 @@ import sys
 import threading
 
 import torch
+from on_ranks import without_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_fsdp.ranks.cpu.operators import look_up_operators
@@ -65,9 +66,6 @@ def called_at_the_same_time(look_up=True):
     return [one for one in failed if "interpreter" in one]
 
 
-def no_operator_fails():
+@without_ranks
+def test_every_rank_finds_operators():
     assert called_at_the_same_time() == []
-
-
-def test_every_rank_finds_operators(elsewhere):
-    elsewhere(no_operator_fails)

@@ -33,7 +33,6 @@ def build_model():
 
 
 def draws():
-    """One number from every kind of generator call, each on the CPU."""
     x = torch.ones(3)
     drawn = [
         torch.rand(2),
@@ -68,37 +67,65 @@ def draws():
     return [value.clone() for value in drawn]
 
 
-def test_models_built_after_a_seed_are_those_of_one_process(run_ranks):
-    def build(rank, same):
-        for _ in range(3):
-            torch.manual_seed(7 if same else rank)
-            state = build_model().state_dict()
-            time.sleep(random.random() * 0.01)
-        return state
-
-    for same in (True, False):
-        for rank, state in enumerate(run_ranks(build, N, same)):
-            torch.manual_seed(7 if same else rank)
-            want = build_model().state_dict()
-            assert state.keys() == want.keys()
-            assert all(torch.equal(state[name], want[name]) for name in want)
+def same_models(rank):
+    for _ in range(3):
+        torch.manual_seed(7)
+        state = build_model().state_dict()
+        time.sleep(random.random() * 0.01)
+    return list(state.values())
 
 
-def test_interleaved_draws(run_ranks):
-    def draw(rank):
+def own_models(rank):
+    for _ in range(3):
         torch.manual_seed(rank)
-        out = []
-        for _ in range(10):
-            out += draws()
+        state = build_model().state_dict()
+        time.sleep(random.random() * 0.01)
+    return list(state.values())
+
+
+def interleaved(rank):
+    torch.manual_seed(rank)
+    out = []
+    for _ in range(10):
+        out += draws()
+        time.sleep(random.random() * 0.003)
+    return out
+
+
+def shuffled_loader_and_random_split(rank):
+    torch.manual_seed(3 + rank)
+    data = TensorDataset(torch.arange(20))
+    first, second = torch.utils.data.random_split(data, [12, 8])
+    seen = []
+    for _ in range(2):
+        for (batch,) in DataLoader(first, batch_size=5, shuffle=True):
+            seen.append(batch)
             time.sleep(random.random() * 0.003)
-        return out
+    return [*seen, torch.stack([second[i][0] for i in range(8)])]
 
+
+def states(rank):
+    torch.manual_seed(rank)
+    assert torch.initial_seed() == rank
+    before = torch.get_rng_state()
+    first = torch.rand(3)
+    time.sleep(0.01 * (N - rank))
+    torch.set_rng_state(before)
+    assert torch.equal(torch.rand(3), first)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(99)
+        forked = torch.rand(3)
+    assert torch.random.initial_seed() == rank
+    return [first, forked, torch.rand(3)]
+
+
+@pytest.mark.parametrize(
+    "draw", [same_models, own_models, interleaved, shuffled_loader_and_random_split, states]
+)
+def test_ranks_draw_what_a_process_of_their_own_would(run_ranks, draw):
     for rank, got in enumerate(run_ranks(draw, N)):
-        torch.manual_seed(rank)
-        want = [value for _ in range(10) for value in draws()]
-        assert len(got) == len(want)
-        for index, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert torch.equal(a, b), f"rank {rank}, draw {index % len(draws())}"
+        for index, (one, other) in enumerate(zip(got, draw(rank), strict=True)):
+            assert torch.equal(one, other), f"rank {rank}, value {index}"
 
 
 def values_of_a_library_that_replaces_torchs_initialization(build):
@@ -140,63 +167,16 @@ def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
         assert all(map(torch.equal, got, build(rank, False))), f"rank {rank}"
 
 
-def test_shuffled_loader_and_random_split(run_ranks):
-    def batches(rank):
-        torch.manual_seed(3 + rank)
-        data = TensorDataset(torch.arange(20))
-        first, second = torch.utils.data.random_split(data, [12, 8])
-        seen = []
-        for _ in range(2):
-            for (batch,) in DataLoader(first, batch_size=5, shuffle=True):
-                seen.append(batch.tolist())
-                time.sleep(random.random() * 0.003)
-        return seen, [second[i][0].item() for i in range(8)]
-
-    got = run_ranks(batches, N)
-    assert got == [batches(rank) for rank in range(N)]
-    assert got[0] != got[1]
-
-
 def test_device_loader_thread_draws_for_its_rank(run_ranks):
-    def batches(rank):
+    def batches(rank, on_ranks):
         import torch_xla.distributed.parallel_loader as pl
 
         torch.manual_seed(rank)
         loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=3, shuffle=True)
-        device_loader = pl.MpDeviceLoader(loader, torch_xla.device())
-        return [batch.tolist() for (batch,) in device_loader]
-
-    def want(rank):
-        torch.manual_seed(rank)
-        loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=3, shuffle=True)
+        loader = pl.MpDeviceLoader(loader, torch_xla.device()) if on_ranks else loader
         return [batch.tolist() for (batch,) in loader]
 
-    assert run_ranks(batches, N) == [want(rank) for rank in range(N)]
-
-
-def test_state_functions_are_the_ranks_own(run_ranks):
-    def states(rank):
-        torch.manual_seed(rank)
-        assert torch.initial_seed() == rank
-        before = torch.get_rng_state()
-        first = torch.rand(3)
-        time.sleep(0.01 * (N - rank))
-        torch.set_rng_state(before)
-        assert torch.equal(torch.rand(3), first)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(99)
-            forked = torch.rand(3)
-        after = torch.rand(3)
-        assert torch.random.initial_seed() == rank
-        return first, forked, after
-
-    results = run_ranks(states, N)
-    for rank, (first, forked, after) in enumerate(results):
-        torch.manual_seed(rank)
-        assert torch.equal(first, torch.rand(3))
-        assert torch.equal(after, torch.rand(3))
-        torch.manual_seed(99)
-        assert torch.equal(forked, torch.rand(3))
+    assert run_ranks(batches, N, True) == [batches(rank, False) for rank in range(N)]
 
 
 def test_checkpoint_recomputes_with_the_ranks_state(run_ranks):

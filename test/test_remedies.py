@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
+from on_ranks import on_each_rank
 from torch import nn
 
 import xla_fsdp
@@ -46,9 +48,6 @@ def linears(count=2):
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
 
 
-# -- values: the meta device, summoning ------------------------------------------------------------
-
-
 class Scaled(nn.Module):
     """Has tensors of its own, as models of torchtitan have, and ``init_weights``."""
 
@@ -88,7 +87,7 @@ def require_initialized(model):
     trains(model)
 
 
-@case("has no reset_parameters")
+@case(r"'0' \(Scaled\) .* has no reset_parameters\(\)")
 def meta_without_reset(wrong):
     with wrong():
         wrap(nn.Sequential(on_meta()))
@@ -229,12 +228,7 @@ def forward_while_summoned(wrong):
     model(x())
 
 
-# -- parameters outside of a forward ---------------------------------------------------------------
-
-
 class Other(nn.Module):
-    """Reads the weight of a submodule, in a forward and in another method."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -319,7 +313,7 @@ def kept_parameter(wrong):
         assert model.module.weight.shape == (4, 4)
 
 
-@case("Freeze and unfreeze parameters of the wrapped")
+@case("no effect.*'weight' in its wrapper.*Freeze and unfreeze parameters of the wrapped")
 def frozen_too_late(wrong):
     plain = nn.Linear(4, 4)
     kept = plain.weight
@@ -372,9 +366,6 @@ def scaled_by_frequency(wrong):
     wrap(model, ignored_modules=[model[0]])(ids).sum().backward()
 
 
-# -- wrapping --------------------------------------------------------------------------------------
-
-
 @case("wrap the inner modules first")
 def wrapped_twice(wrong):
     with wrong():
@@ -408,7 +399,7 @@ def hand_and_policy(wrong):
     trains(wrap(model))
 
 
-@case("belongs to two FSDP units")
+@case("'weight' belongs to two FSDP units, that of '0' .* from the inside out")
 def outside_in(wrong):
     model = linears()
     xla_fsdp.fully_shard(model)
@@ -420,15 +411,7 @@ def outside_in(wrong):
     trains(xla_fsdp.fully_shard(model))
 
 
-@case("Pass mp_policy, or wrap")
-def other_name_in_fully_shard(wrong):
-    with wrong():
-        xla_fsdp.fully_shard(nn.Linear(4, 4), compute_dtype=torch.bfloat16)
-    policy = xla_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    trains(xla_fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy))
-
-
-@case("Rename it, or wrap the module with XlaFullyShardedDataParallel")
+@case("Taken has an attribute 'unshard', which .* would hide. Rename it, or wrap the module")
 def attribute_of_ours(wrong):
     class Taken(nn.Linear):
         def unshard(self):
@@ -450,8 +433,6 @@ def assigned_state(wrong):
 
 @case("cannot be pickled")
 def pickled(wrong):
-    import pickle
-
     for model in (wrap(nn.Linear(4, 4)), xla_fsdp.fully_shard(nn.Linear(4, 4))):
         with wrong():
             pickle.dumps(model)
@@ -495,10 +476,7 @@ def changed_while_unsharded(wrong):
     assert xla_fsdp.full_state_dict(model, rank0_only=False)["weight"].eq(3).all()
 
 
-# -- optimizers, gradients -------------------------------------------------------------------------
-
-
-@case("Make the optimizer after wrapping")
+@case("'weight' in its wrapper.*after the optimizer was.*Make the optimizer after wrapping")
 def optimizer_before_wrapping(wrong):
     plain = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -507,22 +485,6 @@ def optimizer_before_wrapping(wrong):
     with wrong():
         optimizer.step()
     trains(model)
-
-
-@case("Run the last backward before it outside of no_sync")
-def step_in_no_sync(wrong):
-    model = wrap(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.no_sync():
-        model(x()).sum().backward()
-    with wrong():
-        optimizer.step()
-    model(x()).sum().backward()
-    optimizer.step()
-    with model.no_sync():
-        model(x()).sum().backward()
-    model.zero_grad()
-    optimizer.step()
 
 
 @case("from model.parameters()")
@@ -534,9 +496,6 @@ def clipped_before_wrapping(wrong):
     with wrong():
         nn.utils.clip_grad_norm_(kept, 1.0)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-# -- scanned blocks --------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -572,7 +531,7 @@ def gradient_from_outside(wrong):
     assert outside.grad is not None
 
 
-@case("choose by torch.where")
+@case("Skips draws random numbers on the host.*choose by torch.where")
 def drawn_on_the_host(wrong):
     class Skips(Block):
         def forward(self, x):
@@ -588,7 +547,7 @@ def drawn_on_the_host(wrong):
     trains(xla_fsdp.scan_blocks([Drops(), Drops()]))
 
 
-@case("remove it, or wrap each block separately")
+@case("hooks.*remove it, or wrap each block separately")
 def hook_on_a_block(wrong):
     blocks = [Block(), Block()]
     hook = blocks[1].register_forward_hook(lambda *args: None)
@@ -614,18 +573,15 @@ def scanned_without_resharding(wrong):
     trains(xla_fsdp.scan_blocks([Block(), Block()], reshard_after_forward=2))
 
 
-def follow(rank, names):
-    for name in names:
+NAMES = list(CASES)
+
+
+@pytest.mark.parametrize("part", range(4))
+@on_each_rank(2)
+def test_advice_works(rank, part):
+    for name in NAMES[part::4]:
         torch.manual_seed(0)
         try:
             CASES[name]()
         except BaseException as error:
             raise AssertionError(f"{name}: {error}") from error
-
-
-NAMES = list(CASES)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_advice_works(run_ranks, part):
-    run_ranks(follow, 2, NAMES[part::4])

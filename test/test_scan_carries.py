@@ -1,15 +1,18 @@
 """What the loops of scanned blocks hand on: pieces of parameters; and hooks in them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import test_comm_hooks
 import torch
+import torch_xla
+from on_ranks import on_each_rank, without_ranks
 from test_comm_hooks import STEPS, assert_close, hybrid, train
 from test_special_uses import trace_as_on_tpu
 from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel, comm_hooks, full_state_dict, plan, scan_blocks
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 WIDTH, DEPTH = 12, 3
 
@@ -60,8 +63,6 @@ def exact(step, name, gradients):
 
 
 def sharded(rank, hook=None, state=None, over="all", **options):
-    from xla_fsdp import XlaFullyShardedDataParallel, full_state_dict
-
     model = XlaFullyShardedDataParallel(Model(True, **options), **options)
     if hook is not None:
         model.register_comm_hook(state, hook, over)
@@ -69,16 +70,10 @@ def sharded(rank, hook=None, state=None, over="all", **options):
     return full_state_dict(model, rank0_only=False)
 
 
-# -- reshard_after_forward=<int> ----------------------------------------------------------------
-
 GATHER = re.compile(r" all-gather\(.*replica_groups=(\S+}}),")
 
 
 def groups_of_gathers(rank, **options):
-    import torch_xla
-
-    from xla_fsdp import scan_blocks
-
     blocks = scan_blocks([Block() for _ in range(DEPTH)], **options)
     torch_xla.sync()
     x = torch.ones(2, WIDTH).to("xla").requires_grad_()
@@ -89,34 +84,27 @@ def groups_of_gathers(rank, **options):
     return sorted(GATHER.findall(hlo))
 
 
-def kept_within_two(rank):
+@pytest.mark.slow
+@on_each_rank(4)
+def test_backward_gathers_within_two_of_four_ranks(rank):
     expected = unsharded(4, exact)
     rows = sharded(rank, reshard_after_forward=2, shard_param_on_dim_0=True)
     assert_close(rows, expected)
     trace_as_on_tpu()
     assert_close(sharded(rank, reshard_after_forward=2), expected)
-    return [groups_of_gathers(rank, reshard_after_forward=n) for n in (True, 2)]
+    whole, pairs = (groups_of_gathers(rank, reshard_after_forward=n) for n in (True, 2))
+    # As on a TPU, where small parameters travel together.
+    assert whole == ["{{0,1,2,3}}"] * 2
+    assert pairs == ["{{0,1,2,3}}", "{{0,1},{2,3}}"]
 
 
 @pytest.mark.slow
-def test_backward_gathers_within_two_of_four_ranks(run_ranks):
-    for whole, pairs in run_ranks(kept_within_two, 4):
-        # As on a TPU, where small parameters travel together.
-        assert whole == ["{{0,1,2,3}}"] * 2
-        assert pairs == ["{{0,1,2,3}}", "{{0,1},{2,3}}"]
-
-
-# -- communication hooks ------------------------------------------------------------------------
-
-
-def stateless(rank):
-    from xla_fsdp import comm_hooks
-
+@on_each_rank(2)
+def test_hooks_reduce_in_the_loop(rank):
     trace_as_on_tpu()
     expected = unsharded(2, exact)
     plain = sharded(rank)
-    for name, value in sharded(rank, comm_hooks.reduce_scatter_hook).items():
-        torch.testing.assert_close(value, plain[name], rtol=0, atol=0)
+    torch.testing.assert_close(sharded(rank, comm_hooks.reduce_scatter_hook), plain, rtol=0, atol=0)
     assert_close(plain, expected)
     for hook, digits in ((comm_hooks.bf16_compress_hook, 8), (comm_hooks.fp16_compress_hook, 11)):
         found = sharded(rank, hook)
@@ -140,27 +128,14 @@ def stateless(rank):
 
 
 @pytest.mark.slow
-def test_hooks_reduce_in_the_loop(run_ranks):
-    run_ranks(stateless, 2)
-
-
-def on_four_ranks(rank):
-    from xla_fsdp import comm_hooks
-
+@on_each_rank(4)
+def test_hooks_reduce_over_replicas(rank):
     replicas = sharded(rank, comm_hooks.bf16_compress_hook, over="replicas", **hybrid(rank))
     assert_close(replicas, unsharded(4, exact), 2**-5)
 
 
-@pytest.mark.slow
-def test_hooks_reduce_over_replicas(run_ranks):
-    run_ranks(on_four_ranks, 4)
-
-
-def storing(rank):
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(1)
+def test_a_hook_that_stores_gradients_of_the_loop_raises(rank):
     def backward(hook, state):
         model = FSDP(Model(True))
         model.blocks.register_comm_hook(state, hook)
@@ -183,19 +158,10 @@ def storing(rank):
         torch_xla.sync()  # what was kept has values, if no sensible ones
 
 
-def test_a_hook_that_stores_gradients_of_the_loop_raises(run_ranks):
-    run_ranks(storing, 1)
-
-
-# -- on the TPU compiler ------------------------------------------------------------------------
-
 WIDE, BLOCKS = 256, 4
 
 
 def _planned_step():
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import scan_blocks
-
     layers = [nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Tanh()) for _ in range(BLOCKS)]
     options = {"compute_dtype": torch.bfloat16, "reshard_after_forward": 2}
     model = FSDP(nn.Sequential(nn.Linear(WIDE, WIDE), scan_blocks(layers, **options)))
@@ -206,9 +172,9 @@ def _planned_step():
     optimizer.zero_grad()
 
 
-def _planned():
-    from xla_fsdp import plan
-
+@pytest.mark.slow
+@without_ranks
+def test_the_loops_on_the_tpu_compiler():
     options = {"cache": False, "progress": False}
     report = plan(_planned_step, "v5litepod-8", ranks=[0, 7], **options)
     assert report.executables == 1
@@ -218,8 +184,3 @@ def _planned():
         (one.phase, one.group_size): one.wire_bytes for one in inside if one.kind == "all-gather"
     }
     assert sent == {("forward", 8): matrix * 7 // 8, ("backward", 2): matrix // 2}, sent
-
-
-@pytest.mark.slow
-def test_the_loops_on_the_tpu_compiler(elsewhere):
-    elsewhere(_planned)

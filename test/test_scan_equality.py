@@ -10,8 +10,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch_xla
+from on_ranks import on_each_rank
 from torch import nn
 from torch.nn.utils import parametrize
+
+from xla_fsdp.scan.blocks import scan_blocks
 
 
 class Settings:
@@ -152,11 +156,8 @@ UNDECIDED = {
 }
 
 
-def compared(rank):
-    import torch_xla
-
-    from xla_fsdp.scan.blocks import scan_blocks
-
+@on_each_rank(1)
+def test_attributes(rank):
     x = torch.ones(2, 4).to(torch_xla.device())
 
     def refusal(*values):
@@ -176,17 +177,10 @@ def compared(rank):
     for name, make in undecided.items():
         message = refusal(make(2.0), make(2.0))
         assert "inner.value of blocks 0 and 1 cannot be compared" in message, (name, message)
-    return True
 
 
-def test_attributes(run_ranks):
-    assert run_ranks(compared, 1) == [True]
-
-
-def parts_of_blocks(rank):
-    """References to what is in a block, and what belongs to parameters."""
-    from xla_fsdp.scan.blocks import scan_blocks
-
+@on_each_rank(1)
+def test_parts_of_blocks(rank):
     def block(first="inner", method="forward", tag=1.0, doubled=True, swapped=False):
         found = Block(None)
         found.other = nn.Linear(4, 4)
@@ -197,9 +191,7 @@ def parts_of_blocks(rank):
         if doubled:
             parametrize.register_parametrization(found.other, "weight", Double())
         if swapped:
-            found._modules.move_to_end("inner") if hasattr(found._modules, "move_to_end") else (
-                found._modules.update(inner=found._modules.pop("inner"))
-            )
+            found._modules.update(inner=found._modules.pop("inner"))
         return found
 
     scan_blocks([block(), block()])
@@ -213,8 +205,3 @@ def parts_of_blocks(rank):
         with pytest.raises(ValueError) as raised:
             scan_blocks([block(), block(**other)])
         assert expected in str(raised.value), (expected, str(raised.value))
-    return True
-
-
-def test_parts_of_blocks(run_ranks):
-    assert run_ranks(parts_of_blocks, 1) == [True]

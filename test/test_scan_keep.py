@@ -1,12 +1,16 @@
 """Scanned blocks whose backward takes values from the forward instead of computing them again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+from on_ranks import on_each_rank
 from test_scan import Model
 from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel, scan_blocks
+from xla_fsdp.layers import scaled_dot_product_attention
 
 WIDTH, DEPTH, LENGTH = 128, 3, 128
 KEPT = ("attention", "inner.up", "out")
@@ -23,8 +27,6 @@ class Block(nn.Module):
         self.inner = nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH)})
 
     def forward(self, x):
-        from xla_fsdp.layers import scaled_dot_product_attention
-
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         mixed = scaled_dot_product_attention(
             q, k, v, is_causal=True, implementation=self.implementation
@@ -36,11 +38,6 @@ class Block(nn.Module):
 
 
 def gradients(keep, implementation="math", **options):
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    from xla_fsdp import scan_blocks
-
     torch.manual_seed(1)
     blocks = (Block(implementation) for _ in range(DEPTH))
     scanned = scan_blocks(blocks, keep=keep, **options)
@@ -56,28 +53,27 @@ def gradients(keep, implementation="math", **options):
     ]
 
 
-def same_gradients(rank):
+@on_each_rank(2)
+def test_gradients_are_those_without(rank):
     plain = gradients(())
     assert all(one.abs().max() > 0 for one in plain[:3])
     both = {"prefetch": True, "reshard_after_forward": 2}
     for keep, options in ((KEPT, {}), (["out"], both), (KEPT, both)):
-        for ours, theirs in zip(gradients(keep, **options), plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gradients(keep, **options), plain, rtol=1e-5, atol=1e-7)
 
 
-def same_by_the_kernel(rank):
+@pytest.mark.slow
+@on_each_rank(1)
+def test_gradients_are_those_without_by_the_kernel(rank):
     found = gradients(KEPT, "kernel"), gradients((), "kernel"), gradients((), "math")
     for ours, again, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, again, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
 
 
-def is_taken(rank):
+@on_each_rank(1)
+def test_values_of_the_forward_are_taken(rank):
     """The values themselves: a module whose recomputation would give others."""
-    import torch_xla
-
-    from xla_fsdp import scan_blocks
-
     calls = []
 
     class Counting(nn.Module):
@@ -109,12 +105,8 @@ def is_taken(rank):
     assert slopes == [24.0, 12.0]
 
 
-def in_a_model(rank):
-    """In a whole model: the root's options, constants with gradients, buffers, frozen parts."""
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel, scan_blocks
-
+@on_each_rank(2)
+def test_in_a_model(rank):
     found = []
     for keep in ((), ("up", "down", "norm")):
         torch.manual_seed(3)
@@ -124,15 +116,11 @@ def in_a_model(rank):
         model(x).square().sum().backward()
         found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
         assert model.state_dict()["blocks.1.count"].item() == 1
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
-def refused(rank):
-    import torch_xla
-
-    from xla_fsdp import scan_blocks
-
+@on_each_rank(1)
+def test_wrong_names_are_refused(rank):
     class Pair(nn.Module):
         def forward(self, x):
             return x, x
@@ -158,17 +146,3 @@ def refused(rank):
         scan_blocks([Takes()], keep=["attention"])(x)
     with pytest.raises(TypeError, match="keep='pair', but Pair returns tuple instead of a"):
         scan_blocks([Takes()], keep=["pair"])(x)
-
-
-@pytest.mark.parametrize(
-    "ranks, check",
-    [
-        (2, same_gradients),
-        pytest.param(1, same_by_the_kernel, marks=pytest.mark.slow),
-        (1, is_taken),
-        (2, in_a_model),
-        (1, refused),
-    ],
-)
-def test_keep(run_ranks, ranks, check):
-    run_ranks(check, ranks)

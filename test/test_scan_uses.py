@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+import torch_xla
+from on_ranks import on_each_rank
 from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import scan_blocks
 
 WIDTH = 24  # all ranks have a part of the matrices
 
@@ -37,9 +42,6 @@ class Net(nn.Module):
 
 
 def scanned(also=None, outside=None):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import scan_blocks
-
     return FSDP(Net(scan_blocks(Block(number, also) for number in range(3)), outside))
 
 
@@ -72,10 +74,6 @@ def parameters_in_a_forward_around(rank):
 
 
 def what_a_block_would_lose(rank):
-    import torch_xla
-
-    from xla_fsdp import scan_blocks
-
     held = []
 
     def closure(block, x, y):
@@ -138,11 +136,6 @@ def what_a_block_would_lose(rank):
             model(inputs(rank), seen)
         torch_xla.sync()
 
-    def on_host(block, x, y):
-        return torch.rand(()).item()
-
-    refused(scanned(on_host), rank, ValueError, "Block draws random numbers on the host")
-
 
 def parameters_that_change(rank):
     def clamped(block, x, y):
@@ -186,8 +179,6 @@ def modes_of_the_forward(rank):
         def forward(self, x):
             return self.drop(x * self.gain)
 
-    from xla_fsdp import scan_blocks
-
     model = scan_blocks([Drops(), Drops()])
     x = torch.ones(2, WIDTH, device="xla", requires_grad=True)
     y = model(x)
@@ -215,7 +206,8 @@ def hooks_on_shards(rank):
     assert sorted(seen) == sorted(dict(model.named_parameters()).keys() - {"table"})
 
 
-def all_of_them(rank):
+@on_each_rank(2)
+def test_each_is_right_or_refused(rank):
     parameters_in_a_forward_around(rank)
     what_a_block_would_lose(rank)
     parameters_that_change(rank)
@@ -223,7 +215,3 @@ def all_of_them(rank):
     modes_of_the_forward(rank)
     second_derivatives(rank)
     hooks_on_shards(rank)
-
-
-def test_each_is_right_or_refused(run_ranks):
-    run_ranks(all_of_them, 2)

@@ -1,42 +1,24 @@
 """``reshard_after_forward=<int>``: gathers of the backward stay within that many ranks."""
 
-from __future__ import annotations
-
 import functools
 import re
-from typing import Any
 
-import parity
 import pytest
 import torch
-from parity import Case
-from test_special_uses import inputs, mlp, trace_as_on_tpu, wrapped
+import torch_xla
+from on_ranks import on_each_rank, without_ranks
+from test_special_uses import inputs, inputs_of_all, mlp, trace_as_on_tpu, wrapped
 from test_strategy import assert_trains_alike
 from torch import nn
 
-# The root would keep its parameters: here it does as the others.
-OPTIONS: dict[str, Any] = {"reshard_after_forward": 2, "disable_reshard_on_root": False}
-CASES = [
-    Case("nested", True, "no_sync", options=OPTIONS, as_on_tpu=True, steps=2),
-    Case("flat", False, "plain", options=OPTIONS, as_on_tpu=True, steps=2),
-    Case("dim0", True, options=OPTIONS, steps=2),
-]
-
-
-def every_case(rank, cases):
-    return [parity.one_rank(rank, case) for case in cases]
+from xla_fsdp import ShardingStrategy, XlaFullyShardedDataParallel, checkpoint_module, plan
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.sharding.state import units_in
 
 
 @pytest.mark.slow
-def test_trains_like_plain_torch(run_ranks):
-    for case, *ranks in zip(CASES, *run_ranks(every_case, 4, CASES), strict=True):
-        reference = parity.unsharded(parity.unsharded_case(case))
-        parity.assert_equal(parity.merge(ranks), reference, rtol=2e-4, atol=2e-5)
-
-
-def groups_of_eight(rank):
-    from xla_fsdp import ShardingStrategy
-
+@on_each_rank(8)
+def test_eight_ranks_and_hybrid_sharding(rank):
     for options in (
         {"reshard_after_forward": 2},
         {"reshard_after_forward": 4, "shard_param_on_dim_0": True},
@@ -46,18 +28,11 @@ def groups_of_eight(rank):
         assert_trains_alike(rank, 8, disable_reshard_on_root=False, **options)
 
 
-@pytest.mark.slow
-def test_eight_ranks_and_hybrid_sharding(run_ranks):
-    run_ranks(groups_of_eight, 8)
-
-
 GATHER = re.compile(r"(bf16|f32)\[([\d,]*)\][^=]* all-gather\(.*replica_groups=(\S+}}),")
 
 
 def gathers(rank, reshard):
     """Gathers of one forward and backward: dtype, elements and groups."""
-    import torch_xla
-
     trace_as_on_tpu()
     model = wrapped(mlp(), "1", reshard_after_forward=reshard, compute_dtype=torch.bfloat16)
     torch_xla.sync()
@@ -72,45 +47,30 @@ def gathers(rank, reshard):
     )
 
 
-def _units(model):
-    from xla_fsdp.sharding.state import units_in
-
-    return [unit for _, unit in units_in(model)]
-
-
 ALL, PAIRS = "{{0,1,2,3}}", "{{0,1},{2,3}}"
 
 
-def every_program(rank):
-    return [gathers(rank, reshard) for reshard in (True, 2, False, 1, 4)]
+@on_each_rank(4)
+def test_the_backward_gathers_within_the_small_groups(rank):
+    zero3, pairs, zero2, one, four = (gathers(rank, reshard) for reshard in (True, 2, False, 1, 4))
+    # Parameters padded to 128 elements a rank; the root, which keeps its, has four of them.
+    assert zero3 == four == [("bf16", 1024, ALL)] * 2 + [("bf16", 2048, ALL)]
+    assert pairs == [("bf16", 1024, ALL), ("bf16", 1024, PAIRS), ("bf16", 2048, ALL)]
+    assert zero2 == one == [("bf16", 1024, ALL), ("bf16", 2048, ALL)]
 
 
-def test_the_backward_gathers_within_the_small_groups(run_ranks):
-    for zero3, pairs, zero2, one, four in run_ranks(every_program, 4):
-        # Parameters padded to 128 elements a rank; the root, which keeps its, has four of them.
-        assert zero3 == [("bf16", 1024, ALL)] * 2 + [("bf16", 2048, ALL)]
-        assert pairs == [("bf16", 1024, ALL), ("bf16", 1024, PAIRS), ("bf16", 2048, ALL)]
-        assert zero2 == one == [("bf16", 1024, ALL), ("bf16", 2048, ALL)]
-        assert four == zero3
-
-
-def recomputed(rank):
+@on_each_rank(4)
+def test_recomputation_gathers_within_the_small_groups_too(rank):
     """A unit inside a checkpoint gathers in its forward, and twice what the backward needs."""
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import checkpoint_module
-
     trace_as_on_tpu()
     options = {"reshard_after_forward": 2, "disable_reshard_on_root": False}
     plain = mlp()
-    mean = plain(torch.cat([inputs(r) for r in range(4)])).square().mean()
-    mean.backward()
+    plain(inputs_of_all()).square().mean().backward()
     model = mlp()
     model[1] = checkpoint_module(nn.Sequential(FSDP(model[1], **options)))
     model = FSDP(model, **options)
     loss = model(inputs(rank).to("xla")).square().mean()
-    secondaries = [ref() for unit in _units(model) for ref in unit._secondaries]
+    secondaries = [ref() for _, unit in units_in(model) for ref in unit._secondaries]
     assert all(one.pieces for one in secondaries)
     loss.backward()
     assert not any(one.pieces for one in secondaries)  # whoever holds the loss
@@ -120,19 +80,13 @@ def recomputed(rank):
     with FSDP.summon_full_params(model, with_grads=True, offload_to_cpu=True, writeback=False):
         for own, value in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(own.grad.cpu(), value.grad)
-    return sorted(groups for *_, groups in GATHER.findall(hlo))
+    # The root and the unit forward; the root, the unit and its recomputation backward.
+    groups = sorted(groups for *_, groups in GATHER.findall(hlo))
+    assert groups == [ALL] * 2 + [PAIRS] * 3
 
 
-def test_recomputation_gathers_within_them_too(run_ranks):
-    for groups in run_ranks(recomputed, 4):
-        # The root and the unit forward; the root, the unit and its recomputation backward.
-        assert groups == [ALL] * 2 + [PAIRS] * 3
-
-
-def refusals(rank):
-    from xla_fsdp import ShardingStrategy
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(4)
+def test_what_is_refused_and_what_numbers_mean(rank):
     def fails(error, message, **options):
         with pytest.raises(error, match=message):
             FSDP(mlp(), **options)
@@ -141,26 +95,17 @@ def refusals(rank):
         fails(ValueError, rf"got {number}. Pass one of \[1, 2, 4\], or True or False",
               reshard_after_forward=number)  # fmt: skip
     fails(TypeError, "a number of ranks, got 2.0", reshard_after_forward=2.0)
-    fails(ValueError, "reshard_after_forward=2 contradicts", reshard_after_forward=2,
-          sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)  # fmt: skip
     fails(ValueError, "reshard_after_forward=False contradicts", reshard_after_forward=1,
           sharding_strategy=ShardingStrategy.FULL_SHARD)  # fmt: skip
-    fails(ValueError, "one of \\[1, 2\\]", reshard_after_forward=4, device_mesh=[[0, 1], [2, 3]])
     for given, meant in ((True, True), (False, False), (1, False), (2, 2), (4, True)):
         found = FSDP(mlp(), reshard_after_forward=given).fsdp_options.reshard_after_forward
         assert found is meant
-
-
-def test_what_is_refused_and_what_numbers_mean(run_ranks):
-    run_ranks(refusals, 4)
 
 
 WIDTH, BLOCKS = 512, 4
 
 
 def _step(reshard):
-    from xla_fsdp import XlaFullyShardedDataParallel
-
     fsdp = functools.partial(
         XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16, reshard_after_forward=reshard
     )
@@ -181,12 +126,12 @@ def _step(reshard):
     return step
 
 
-def plans(cache):
-    from xla_fsdp import plan
-
+@pytest.mark.slow
+@without_ranks
+def test_a_plan_shows_less_on_the_wire_and_half_of_the_parameters():
     found = {}
     for reshard in (True, 2, False):
-        report = plan(_step(reshard), "v3-8", cache=cache, progress=False, ranks=[0, 7])
+        report = plan(_step(reshard), "v3-8", cache=False, progress=False, ranks=[0, 7])
         assert report.executables == 1
         sent = sum(
             c.wire_bytes * c.times
@@ -194,17 +139,6 @@ def plans(cache):
             if c.kind == "all-gather" and c.phase == "backward"
         )
         found[reshard] = report.memory.peak, sent
-    return found
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("plans"))
-
-
-@pytest.mark.slow
-def test_a_plan_shows_less_on_the_wire_and_half_of_the_parameters(elsewhere, cache):
-    found = elsewhere(plans, cache)
     whole = 2 * BLOCKS * 2 * WIDTH * WIDTH * 2  # bytes, in bfloat16
     (zero3, sent), (pairs, less), (zero2, none) = (found[key] for key in (True, 2, False))
     assert none == 0 and less == pytest.approx(sent * (1 / 2) / (7 / 8), rel=0.02)

@@ -6,7 +6,21 @@ import math
 
 import pytest
 import torch
+import torch_xla
+from on_ranks import on_each_rank
+from test_comm_hooks import hybrid
 from torch import nn
+
+import xla_fsdp
+import xla_fsdp.optim
+from xla_fsdp import (
+    CPUOffload,
+    ShardedParameterError,
+    ShardingStrategy,
+    fully_shard,
+    scan_blocks,
+)
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 BLOCKS = 2
 FORMS = ("wrapper", "rows", "fully_shard", "scanned", "flat")
@@ -18,10 +32,6 @@ def layer() -> nn.Module:
 
 
 def forms(form: str):
-    """A sharded parameter and the plain one that it stands for."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import fully_shard, scan_blocks
-
     plain = layer()
     if form == "scanned":
         blocks = [copy.deepcopy(plain) for _ in range(BLOCKS)]
@@ -111,9 +121,9 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def as_in_one_process(rank, form):
-    import xla_fsdp
-
+@pytest.mark.parametrize("form", FORMS)
+@on_each_rank(2)
+def test_operations_are_as_in_one_process(rank, form):
     model, p, plain = forms(form)
     several = form in ("scanned", "flat")
     assert isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad
@@ -151,11 +161,6 @@ def as_in_one_process(rank, form):
         assert torch.allclose(p, p + 1e-9) and not torch.allclose(p, p + 1)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_operations_are_as_in_one_process(run_ranks, form):
-    run_ranks(as_in_one_process, 2, form)
-
-
 PENALTIES = {
     "norm": lambda p: p.norm(),
     "squares": lambda p: (p * p).sum(),
@@ -168,7 +173,9 @@ PENALTIES = {
 }
 
 
-def penalties(rank, form):
+@pytest.mark.parametrize("form", ["wrapper", "rows", "fully_shard"])
+@on_each_rank(2)
+def test_gradients_of_reductions(rank, form):
     model, p, plain = forms(form)
     for call in PENALTIES.values():
         p.grad = plain.grad = None
@@ -179,12 +186,8 @@ def penalties(rank, form):
         close(grad.full_tensor(), plain.grad)
 
 
-@pytest.mark.parametrize("form", ["wrapper", "rows", "fully_shard"])
-def test_gradients_of_reductions(run_ranks, form):
-    run_ranks(penalties, 2, form)
-
-
-def values_put_in(rank):
+@on_each_rank(2)
+def test_values_are_full_tensors_and_files_have_plain_parts(rank):
     model, p, plain = forms("wrapper")
     p.note = plain.note = "of the user"
     full = torch.arange(35.0).view(7, 5)
@@ -222,10 +225,6 @@ def values_put_in(rank):
     assert "weight" in repr(p) and "weight" in f"{p}"
 
 
-def test_values_are_full_tensors_and_files_have_plain_parts(run_ranks):
-    run_ranks(values_put_in, 2)
-
-
 # What a hook returns: sharded, full, or this rank's part.
 RESULTS = {
     "sharded": lambda grad: grad * 2,
@@ -235,7 +234,8 @@ RESULTS = {
 }
 
 
-def results_of_hooks(rank):
+@on_each_rank(2)
+def test_hooks_return_full_gradients_too(rank):
     for result in RESULTS.values():
         _, p, plain = forms("wrapper")
         for one in (p, plain):
@@ -245,10 +245,6 @@ def results_of_hooks(rank):
     p.register_hook(lambda grad: torch.zeros(3, device="xla"))
     with pytest.raises(RuntimeError, match="the result of a hook needs parameter 'weight'"):
         p.square().sum().backward()
-
-
-def test_hooks_return_full_gradients_too(run_ranks):
-    run_ranks(results_of_hooks, 2)
 
 
 class TrustRatio(torch.optim.Optimizer):
@@ -275,8 +271,6 @@ OPTIMIZERS = {
 
 
 def nets():
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     return plain, FSDP(copy.deepcopy(plain))
@@ -294,11 +288,11 @@ def assert_same(plain, model):
         close(mine.full_tensor(), theirs.detach())
 
 
-def optimizers(rank, names):
-    import torch_xla
-
-    from xla_fsdp import ShardedParameterError
-
+@pytest.mark.parametrize(
+    "names", [list(OPTIMIZERS)[:4], list(OPTIMIZERS)[4:8], [*list(OPTIMIZERS)[8:], "TrustRatio"]]
+)
+@on_each_rank(2)
+def test_optimizers_of_any_library(rank, names):
     for name in names:
         plain, model = nets()
         kind = globals()[name] if name == "TrustRatio" else getattr(torch.optim, name)
@@ -330,15 +324,8 @@ def optimizers(rank, names):
                 kind(model.parameters()).step(lambda: torch.zeros((), device="xla"))
 
 
-@pytest.mark.parametrize(
-    "names", [list(OPTIMIZERS)[:4], list(OPTIMIZERS)[4:8], [*list(OPTIMIZERS)[8:], "TrustRatio"]]
-)
-def test_optimizers_of_any_library(run_ranks, names):
-    run_ranks(optimizers, 2, names)
-
-
-def helpers_of_torch(rank):
-    import torch_xla
+@on_each_rank(2)
+def test_helpers_of_torch(rank):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     plain, model = nets()
@@ -376,17 +363,12 @@ def helpers_of_torch(rank):
         assert scaler.get_scale() == (1.0 if bad else 2.0)
 
 
-def test_helpers_of_torch(run_ranks):
-    run_ranks(helpers_of_torch, 2)
-
-
 # They leave numbers, and NaN, where a shard has padding.
 CHANGES = {"number": lambda grad: grad.add_(0.3), "nan": lambda grad: grad.div_(grad.clone())}
 
 
-def padding_of_gradients(rank):
-    import xla_fsdp.optim
-
+@on_each_rank(2)
+def test_padding_of_gradients_does_not_count(rank):
     def changed(change):
         plain, model = nets()
         give_gradients(plain, model, 0)
@@ -414,10 +396,6 @@ def padding_of_gradients(rank):
             assert ((p.full_tensor() - was).abs() > 1e-4).all()  # neither skipped nor NaN
 
 
-def test_padding_of_gradients_does_not_count(run_ranks):
-    run_ranks(padding_of_gradients, 2)
-
-
 def clip_in_two_steps(parameters, max_norm):
     """As torchtitan does, but for foreach=True, which torch does not allow on XLA."""
     parameters = list(parameters)
@@ -426,9 +404,8 @@ def clip_in_two_steps(parameters, max_norm):
     return norm
 
 
-def collectives_of_clipping(rank):
-    import torch_xla
-
+@on_each_rank(2)
+def test_clipping_is_one_collective(rank):
     plain, model = nets()
     counts = []
     for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_, clip_in_two_steps):
@@ -443,13 +420,8 @@ def collectives_of_clipping(rank):
     assert counts == [1, 1, 1]
 
 
-def test_clipping_is_one_collective(run_ranks):
-    run_ranks(collectives_of_clipping, 2)
-
-
-def on_one_rank(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(1)
+def test_nothing_is_missing_on_one_rank(rank):
     model = FSDP(layer())
     p, plain = model.weight, layer().weight
     with torch.no_grad():
@@ -460,14 +432,8 @@ def on_one_rank(rank):
         close(p.full_tensor(), plain + 1)
 
 
-def test_nothing_is_missing_on_one_rank(run_ranks):
-    run_ranks(on_one_rank, 1)
-
-
-def host_shards(rank):
-    from xla_fsdp import CPUOffload
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_shards_on_the_host(rank):
     model = FSDP(layer(), cpu_offload=CPUOffload())
     p, plain = model.weight, layer().weight
     with torch.no_grad():
@@ -478,5 +444,73 @@ def host_shards(rank):
                 close(found.full_tensor() if calls is ELEMENTS else found, call(plain) + 0)
 
 
-def test_shards_on_the_host(run_ranks):
-    run_ranks(host_shards, 2)
+RANKS = 4
+
+
+def built():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+
+
+def batch(rank):
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def weighted_penalty(model, x):
+    """What goes back to a norm is another number on each rank: its own batch's loss."""
+    own = model(x).pow(2).mean()
+    norms = sum(p.norm() for p in model.parameters())
+    return own * (1 + norms) + own * sum(p.max() + p.sum() for p in model.parameters())
+
+
+def gradient_penalty(model, x):
+    norms = sum(p.norm() ** 2 for p in model.parameters())
+    gradients = torch.autograd.grad(norms, list(model.parameters()), create_graph=True)
+    return sum(g.square().sum() for g in gradients) * model(x).mean().detach()
+
+
+class Inside(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = self.inner(x)
+        decay = sum(p.square().sum() for p in self.inner.parameters()) + self.inner[0].bias.sum()
+        return y * decay
+
+
+def read_inside(model, x):
+    return model(x).pow(2).mean()
+
+
+LOSSES = {
+    "weighted": (weighted_penalty, False),
+    "of gradients": (gradient_penalty, False),
+    "in a forward": (read_inside, True),
+}
+
+
+WRAPPINGS = {
+    "wrapper": lambda rank, module: FSDP(module),
+    "in place": lambda rank, module: fully_shard(module),
+    "rows": lambda rank, module: FSDP(module, shard_param_on_dim_0=True),
+    "hybrid": lambda rank, module: FSDP(module, **hybrid(rank)),
+    "replicas": lambda rank, module: FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD),
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("case", LOSSES)
+@on_each_rank(RANKS)
+def test_gradients_of_reductions_in_a_loss(rank, case, wrapping):
+    loss_of, inside = LOSSES[case]
+    plain = Inside(built()) if inside else built()
+    sum(loss_of(plain, batch(r)) / RANKS for r in range(RANKS)).backward()
+    wrap = WRAPPINGS[wrapping]
+    model = wrap(rank, built())
+    model = wrap(rank, Inside(model)) if inside else model
+    loss_of(model, batch(rank).to("xla")).backward()
+    found = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,46 +1,39 @@
 """``CPUOffload(stream=True)``: training is what it is without, and little is on the device."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.runtime as xr
+from on_ranks import on_each_rank, without_ranks
 from test_accumulation import ALL, cases
 from test_offload import HOST, OffloadedRun, heavy_ball, plain, trained
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 
+from xla_fsdp import (
+    CPUOffload,
+    Report,
+    checkpoint_module,
+    full_state_dict,
+    plan,
+    tune,
+)
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
 WIDTH = 8
 
 
 def streaming(**options):
-    from xla_fsdp import CPUOffload
-
     return {"cpu_offload": CPUOffload(stream=True), **options}
 
 
 def streamed(kind, model, **options):
     return plain(kind, model, **streaming(**options))
-
-
-def as_without(rank, on_tpu):
-    import torch_xla.runtime as xr
-
-    size = xr.world_size()
-    if on_tpu:
-        trace_as_on_tpu()
-    for options in ({"compute_dtype": torch.bfloat16},) if on_tpu else ({},):
-        expected = trained(rank, size, plain, "nested", heavy_ball, **options)
-        found = trained(rank, size, streamed, "nested", heavy_ball, **options)
-        assert found[3] == {HOST}
-        close = 2e-2 if options else 1e-5  # the compiler sees less of the step at a time
-        for one, other in zip(found[1], expected[1], strict=True):
-            torch.testing.assert_close(one, other, rtol=close, atol=close)
-        torch.testing.assert_close(found[0], expected[0], rtol=close, atol=close)
-        if found[2][-1] is not None:  # nothing is compiled after the first steps
-            assert found[2][-1] == found[2][-2]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +44,18 @@ def as_without(rank, on_tpu):
         pytest.param(2, True, marks=pytest.mark.slow),
     ],
 )
-def test_trains_as_without(run_ranks, ranks, on_tpu):
-    run_ranks(as_without, ranks, on_tpu)
+@on_each_rank()
+def test_trains_as_without(rank, on_tpu):
+    size = xr.world_size()
+    trace_as_on_tpu(on_tpu)
+    for options in ({"compute_dtype": torch.bfloat16},) if on_tpu else ({},):
+        expected = trained(rank, size, plain, "nested", heavy_ball, **options)
+        found = trained(rank, size, streamed, "nested", heavy_ball, **options)
+        assert found[3] == {HOST}
+        close = 2e-2 if options else 1e-5  # the compiler sees less of the step at a time
+        torch.testing.assert_close(found[:2], expected[:2], rtol=close, atol=close)
+        if found[2][-1] is not None:  # nothing is compiled after the first steps
+            assert found[2][-1] == found[2][-2]
 
 
 @pytest.mark.slow
@@ -71,8 +74,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A root with parameters of its own around wrapped blocks."""
-
     def __init__(self, depth, wrap):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -83,20 +84,14 @@ class Stack(nn.Module):
 
 
 def held(model):
-    """How many blocks have shards on the device."""
     return sum(
         any(tensor.copy.held is not None for tensor in block._unit.stored) for block in model.blocks
     )
 
 
-def few_on_device(rank):
+@on_each_rank(2)
+def test_little_is_on_the_device(rank):
     """However deep the model: the same programs, and the copies of one block when one starts."""
-    import torch_xla
-    import torch_xla.debug.metrics as met
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import checkpoint_module
-
     options = streaming(compute_dtype=torch.bfloat16)
     programs = []
     for depth in (2, 4):
@@ -133,23 +128,7 @@ def few_on_device(rank):
         assert found[4 * depth :] == [1] * depth and held(model) == 0
 
 
-def test_little_is_on_the_device(run_ranks):
-    run_ranks(few_on_device, 2)
-
-
-def uses(rank):
-    dropout_is_replayed()
-    checkpoints_around_wrappers()
-    wrappers_in_wrappers()
-    hooks(rank)
-    refusals()
-
-
 def dropout_is_replayed():
-    """The backward of a program of its own draws the numbers that the forward drew."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import checkpoint_module
-
     options = streaming()
     blocks = [FSDP(checkpoint_module(Block(0.5)), **options) for _ in range(2)]
     model = FSDP(nn.Sequential(*blocks), **options)
@@ -158,7 +137,6 @@ def dropout_is_replayed():
     kept = (out != 0).float().cpu().sum(0)
     with FSDP.summon_full_params(model, with_grads=True, writeback=False):
         grad = blocks[1].module.down.bias.grad.cpu()
-    import torch_xla.core.xla_model as xm
 
     everywhere = torch.stack(xm.mesh_reduce("kept", kept, list)).mean(0)
     assert 0 < kept.sum() < 64 * WIDTH
@@ -166,11 +144,7 @@ def dropout_is_replayed():
 
 
 def checkpoints_around_wrappers():
-    """Ours and torch_xla's, around a streamed wrapper; gradients are those of plain torch."""
     from torch_xla.utils.checkpoint import checkpoint
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import checkpoint_module
 
     class Outside(nn.Module):
         def __init__(self, layer):
@@ -197,7 +171,6 @@ def checkpoints_around_wrappers():
 
 def wrappers_in_wrappers():
     """Two streamed wrappers in one that is streamed as well, called twice, one frozen."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     def model(wrap):
         torch.manual_seed(1)
@@ -222,8 +195,6 @@ def wrappers_in_wrappers():
 
 def hooks(rank):
     """What a hook on a shard raises comes out of the backward, and the next one is whole."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     options = streaming()
     model = FSDP(nn.Sequential(FSDP(Block(), **options), FSDP(Block(), **options)), **options)
     calls = []
@@ -245,29 +216,23 @@ def hooks(rank):
 
 
 def refusals():
-    from xla_fsdp import CPUOffload, ShardingStrategy, checkpoint_module, scan_blocks
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     with pytest.raises(TypeError, match="CPUOffload.stream must be True or False, got 1"):
         CPUOffload(stream=1)
     with pytest.raises(ValueError, match="streams shards that are on the host"):
         CPUOffload(False, False, False, stream=True)
-    for options in (
-        {"reshard_after_forward": False},
-        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    ):
-        with pytest.raises(ValueError, match="reshard_after_forward=False keeps parameters there"):
-            FSDP(Block(), **streaming(**options))
-    with pytest.raises(ValueError, match="is not supported in scan_blocks"):
-        scan_blocks([Block(), Block()], **streaming())
     block = FSDP(checkpoint_module(Block(), offload=True), **streaming())
     model = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), block), **streaming())
     with pytest.raises(RuntimeError, match="Leave offload or stream out"):
         model(torch.ones(2, WIDTH).to("xla"))
 
 
-def test_uses_and_refusals(run_ranks):
-    run_ranks(uses, 2)
+@on_each_rank(2)
+def test_uses_and_refusals(rank):
+    dropout_is_replayed()
+    checkpoints_around_wrappers()
+    wrappers_in_wrappers()
+    hooks(rank)
+    refusals()
 
 
 class StreamedRun(OffloadedRun):
@@ -275,8 +240,6 @@ class StreamedRun(OffloadedRun):
 
 
 def saved(rank, folder):
-    from xla_fsdp import full_state_dict
-
     run = StreamedRun(rank, 2)
     assert run.model.module.blocks[0]._unit.stream is not None
     run.train(0, 2)
@@ -289,8 +252,6 @@ def saved(rank, folder):
 
 
 def resumed(rank, folder):
-    from xla_fsdp import full_state_dict
-
     run = OffloadedRun(rank, 1, seed=7)
     run.load(folder)
     return run.train(2, 4), full_state_dict(run.model, rank0_only=False)
@@ -302,15 +263,12 @@ def test_checkpoints_go_on_without_streams_on_other_ranks(run_ranks, tmp_path):
     others, found = run_ranks(resumed, 1, str(tmp_path))[0]
     torch.testing.assert_close(losses, others, rtol=1e-5, atol=1e-6)
     for name, value in full.items():
-        # Adam makes full steps of gradients that are nothing but rounding.
         torch.testing.assert_close(value, found[name], rtol=1e-2, atol=1e-3)
 
 
-def planned():
-    """The plan has all programs, each distinct one once, and counts what is beside them."""
-    from xla_fsdp import Report, checkpoint_module, plan, tune
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@pytest.mark.slow
+@without_ranks
+def test_plan():
     width, depth, rows, ranks = 256, 4, 512, 4
     options = streaming(compute_dtype=torch.bfloat16)
 
@@ -353,8 +311,3 @@ def planned():
         tune(lambda settings: step(), "v5litepod-4", progress=False)
     assert str(report).count("forward of") >= 2 and "Parts of the step" in str(report)
     assert Report.from_json(report.to_json()).parts == parts
-
-
-@pytest.mark.slow
-def test_plan(elsewhere):
-    elsewhere(planned)

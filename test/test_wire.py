@@ -5,8 +5,12 @@ import re
 
 import pytest
 import torch
+import torch_xla
+from on_ranks import on_each_rank
 from test_special_uses import inputs, mlp, trace_as_on_tpu, wrapped
 from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 COLLECTIVE = re.compile(
     r"= (\w+)\[([\d,]*)\][^=]* (all-gather|reduce-scatter|all-reduce|all-to-all)\("
@@ -15,8 +19,6 @@ COLLECTIVE = re.compile(
 
 def program(rank, options, frozen=()):
     """Collectives of one forward and backward as (kind, dtype), and the elements they return."""
-    import torch_xla
-
     trace_as_on_tpu()
     plain = mlp()
     for name, parameter in plain.named_parameters():
@@ -93,13 +95,8 @@ class Sizes(nn.Module):
         return self.norm(self.small(self.large(x).relu()).double()).sum()
 
 
-def sizes(rank, as_on_tpu):
-    import torch_xla
-
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-    if as_on_tpu:
-        trace_as_on_tpu()
+def sizes(as_on_tpu):
+    trace_as_on_tpu(as_on_tpu)
     model = FSDP(Sizes())
     loss = model(torch.randn(3, 640).to(torch_xla.device()))
     loss.backward()
@@ -109,29 +106,28 @@ def sizes(rank, as_on_tpu):
     return sorted(COLLECTIVE.findall(hlo))
 
 
-def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(run_ranks):
+@on_each_rank(2)
+def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(rank):
     rows = 320 // 128 + 1 + 4096 // 256  # a rank's biases and its part of the small matrix
-    for found in run_ranks(sizes, 2, True):
-        assert found == sorted([
-            # In rows as the matrix has them, both ranks' and one rank's.
-            ("f32", "512,640", "all-gather"),
-            ("f32", "256,640", "reduce-scatter"),
-            ("f32", f"{2 * rows},128", "all-gather"),
-            ("f32", f"{rows},128", "reduce-scatter"),
-            ("f64", "4,128", "all-gather"),
-            ("f64", "2,128", "reduce-scatter"),
-        ])  # fmt: skip
+    assert sizes(True) == sorted([
+        # In rows as the matrix has them, both ranks' and one rank's.
+        ("f32", "512,640", "all-gather"),
+        ("f32", "256,640", "reduce-scatter"),
+        ("f32", f"{2 * rows},128", "all-gather"),
+        ("f32", f"{rows},128", "reduce-scatter"),
+        ("f64", "4,128", "all-gather"),
+        ("f64", "2,128", "reduce-scatter"),
+    ])  # fmt: skip
 
 
-def test_on_cpu_ranks_every_parameter_travels_alone(run_ranks):
-    for found in run_ranks(sizes, 2, False):
-        assert len([kind for _, _, kind in found if kind == "all-gather"]) == 6
+@on_each_rank(2)
+def test_on_cpu_ranks_every_parameter_travels_alone(rank):
+    assert [kind for _, _, kind in sizes(False)].count("all-gather") == 6
 
 
-def accumulation(rank):
+@on_each_rank(2)
+def test_no_sync_saves_reductions(rank):
     """Reductions of two micro-batches, the first inside no_sync; and again without."""
-    import torch_xla
-
     trace_as_on_tpu()
     counts = []
     for hold in (True, False):
@@ -148,11 +144,7 @@ def accumulation(rank):
         hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
         torch_xla.sync()
         counts.append(sum(kind == "reduce-scatter" for _, _, kind in COLLECTIVE.findall(hlo)))
-    return counts
-
-
-def test_no_sync_saves_reductions(run_ranks):
-    assert run_ranks(accumulation, 2) == [[2, 4]] * 2
+    assert counts == [2, 4]
 
 
 class Skips(nn.Module):
@@ -165,21 +157,16 @@ class Skips(nn.Module):
         return self.outer(self.inner(x) if use_inner else x)
 
 
-def unit_left_out(rank, as_on_tpu):
+@pytest.mark.parametrize("as_on_tpu", [True, False])
+@on_each_rank(2)
+def test_no_sync_loses_no_gradient_of_a_unit_that_is_left_out(rank, as_on_tpu):
     """The last micro-batch does not use a unit that an earlier one, inside no_sync, did."""
-    import torch_xla
-
-    if as_on_tpu:
-        trace_as_on_tpu()
+    trace_as_on_tpu(as_on_tpu)
     model = wrapped(Skips(), "inner")
     x = inputs(rank).to(torch_xla.device())
     with model.no_sync():
         model(x, True).sum().backward()
     model(x, False).sum().backward()
     # So small that every value is on the first rank, the other has padding.
-    return [p.grad.to_local().abs().sum().item() > 0 for p in model.parameters()]
-
-
-@pytest.mark.parametrize("as_on_tpu", [True, False])
-def test_no_sync_loses_no_gradient_of_a_unit_that_is_left_out(run_ranks, as_on_tpu):
-    assert run_ranks(unit_left_out, 2, as_on_tpu) == [[True] * 4, [False] * 4]
+    for parameter in model.parameters():
+        assert (parameter.grad.to_local().abs().sum().item() > 0) is (rank == 0)

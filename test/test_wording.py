@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from xla_fsdp.wording import first_line, join_some, runs, to_one_line

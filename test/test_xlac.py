@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch_xla
 from conftest import ROOT
 
 from xla_fsdp import xlac
@@ -75,8 +76,6 @@ def test_symbols_that_a_release_lacks_are_named(monkeypatch):
 
 
 def test_functions_of_a_step_are_those_of_torch_xla(monkeypatch):
-    import torch_xla
-
     library = torch_xla._XLAC
     assert xlac.all_gather is library._xla_all_gather
     assert xlac.call_computation is library._xla_user_computation
