@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from consolidating import run_cli
 from faulty_disk import CHANGES, SCENARIOS, Boundaries, Scenario, fill_disk
 from sharded_files import small_checkpoint, write_checkpoint
-from test_consolidate_support import run_cli
 
 from xla_fsdp.consolidate import OutputError, consolidate_checkpoint, reshard_checkpoint
 from xla_fsdp.consolidate.format.local import FolderLock, LocalStore

@@ -5,16 +5,8 @@ import stat
 
 import pytest
 import torch
-from test_consolidate_support import (
-    SUFFIX,
-    assert_refused,
-    assert_same,
-    expected_state_dict,
-    path_of,
-    rank_files,
-    save,
-    small_model,
-)
+from consolidating import assert_refused, assert_same
+from per_rank_files import SUFFIX, expected_state_dict, path_of, rank_files, save, small_model
 
 from xla_fsdp.consolidate import consolidate_sharded_model_checkpoints, errors
 

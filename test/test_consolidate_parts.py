@@ -6,15 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from consolidating import assert_same, loaded, same
 from sharded_files import small_checkpoint, write_checkpoint
-from test_consolidate_support import assert_same, loaded, same
 
-from xla_fsdp.consolidate import (
-    CoverageError,
-    InvalidMetadataError,
-    UnsupportedValueError,
-    consolidate_checkpoint,
-)
+from xla_fsdp.consolidate import consolidate_checkpoint, errors
 from xla_fsdp.consolidate.format import manifest, rank_file
 from xla_fsdp.consolidate.format.dtypes import copy_into
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
@@ -89,7 +84,9 @@ def test_single_values_that_are_none(tmp_path):
         bias = replace(state["fc.bias"], single={"a": wrong})
         optimizer = replace(found.optimizer, state={**state, "fc.bias": bias})
         rewrite(tmp_path / "ckpt", found, optimizer=optimizer)
-        with pytest.raises(InvalidMetadataError, match="fc.bias.*state 'a'|state 'a' of 'fc.bias'"):
+        with pytest.raises(
+            errors.InvalidMetadataError, match="fc.bias.*state 'a'|state 'a' of 'fc.bias'"
+        ):
             consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "o", format="pth", optimizer=True)
         assert not (tmp_path / "o").exists()
 
@@ -99,13 +96,13 @@ def test_a_parameter_of_a_terabyte_that_nobody_holds(tmp_path):
     found = ShardedCheckpoint(tmp_path / "ckpt").manifest
     bias = replace(found.parameters["fc.bias"], shape=(1 << 40,))
     rewrite(tmp_path / "ckpt", found, parameters={**found.parameters, "fc.bias": bias})
-    with pytest.raises(CoverageError, match="no rank has"):
+    with pytest.raises(errors.CoverageError, match="no rank has"):
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
 
 
 def test_a_name_that_safetensors_has_for_itself(tmp_path):
     write_checkpoint(tmp_path / "ckpt", {"__metadata__": torch.ones(3), "../../x": torch.ones(2)})
-    with pytest.raises(UnsupportedValueError, match="use --format pth"):
+    with pytest.raises(errors.UnsupportedValueError, match="use --format pth"):
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
     consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
     assert loaded(tmp_path / "m.pth").keys() == {"__metadata__", "../../x"}

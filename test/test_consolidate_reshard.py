@@ -4,23 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from consolidating import assert_equal, assert_same, loaded, run_cli
+from per_rank_files import SUFFIX, expected_state_dict, rank_files, save, small_model
 from sharded_files import everything, small_checkpoint, write_checkpoint
-from test_consolidate_support import (
-    SUFFIX,
-    assert_equal,
-    assert_same,
-    expected_state_dict,
-    loaded,
-    rank_files,
-    run_cli,
-    save,
-    small_model,
-)
 
 from xla_fsdp.consolidate import (
-    OptionsError,
-    UnsupportedValueError,
     consolidate_checkpoint,
+    errors,
     reshard_checkpoint,
     verify_checkpoint,
 )
@@ -126,7 +116,7 @@ def test_options_that_do_not_fit(tmp_path, capsys, done, option):
 
 @pytest.mark.parametrize("world_size", [0, -1, 100_000, True, "2"])
 def test_no_number_of_ranks(tmp_path, world_size):
-    with pytest.raises(OptionsError, match="expected 1 to 99999"):
+    with pytest.raises(errors.OptionsError, match="expected 1 to 99999"):
         reshard_checkpoint(tmp_path, world_size)
 
 
@@ -141,13 +131,13 @@ def test_from_per_rank_torch_files(tmp_path, world_size):
 def test_values_that_are_no_tensors(tmp_path):
     """What get_extra_state returned goes along, unless only executing code could bring it back."""
     files = rank_files(small_model(), 2)
-    for file in files:
-        file["model"]["head._extra_state"] = {"seen": (1, 2)}
+    for rank, file in enumerate(files):
+        file["model"]["head._extra_state"] = {"seen": (1, 2), "rank": rank}
     reshard_checkpoint(save(files, tmp_path), 3, tmp_path / "out", suffix=SUFFIX)
     consolidate_checkpoint(tmp_path / "out", tmp_path / "out.pth")
     found = loaded(tmp_path / "out.pth")
-    assert found["head._extra_state"] == {"seen": (1, 2)}
+    assert found["head._extra_state"] == {"seen": (1, 2), "rank": 0}
     for file in files:
         file["model"]["head._extra_state"] = torch.Size([3])
-    with pytest.raises(UnsupportedValueError, match="_extra_state"):
+    with pytest.raises(errors.UnsupportedValueError, match="_extra_state"):
         reshard_checkpoint(save(files, tmp_path), 2, tmp_path / "other", suffix=SUFFIX)

@@ -5,19 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from consolidating import assert_equal, assert_same, loaded, run_cli
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sharded_files import small_checkpoint, write_checkpoint
-from test_consolidate_support import assert_equal, assert_same, loaded, run_cli
 
-from xla_fsdp.consolidate import (
-    CorruptFileError,
-    IncompleteCheckpointError,
-    MissingRankError,
-    OptionsError,
-    consolidate_checkpoint,
-    verify_checkpoint,
-)
+from xla_fsdp.consolidate import consolidate_checkpoint, errors, verify_checkpoint
 from xla_fsdp.consolidate.stream.options import parse_size
 
 
@@ -88,7 +81,7 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 parsecs", "0", "nan", "1e9", "0.1B"])
 def test_wrong_sizes(text):
-    with pytest.raises(OptionsError, match="size"):
+    with pytest.raises(errors.OptionsError, match="size"):
         parse_size(text)
 
 
@@ -191,14 +184,14 @@ def test_default_places(tmp_path):
 def test_options_that_do_not_fit(tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     small_checkpoint(tmp_path / "ckpt")
-    with pytest.raises(OptionsError, match=said):
+    with pytest.raises(errors.OptionsError, match=said):
         consolidate_checkpoint("ckpt", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 def test_no_optimizer(tmp_path):
     write_checkpoint(tmp_path / "ckpt", {"w": torch.ones(3)})
-    with pytest.raises(OptionsError, match="has no optimizer"):
+    with pytest.raises(errors.OptionsError, match="has no optimizer"):
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", optimizer=True)
 
 
@@ -216,7 +209,7 @@ def test_damage_is_found_and_nothing_written(tmp_path, capsys):
     file = tmp_path / "ckpt" / "rank-00001-of-00003.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-3] + bytes([data[-3] ^ 16]) + data[-2:])
-    with pytest.raises(CorruptFileError, match=str(file)):
+    with pytest.raises(errors.CorruptFileError, match=str(file)):
         verify_checkpoint(tmp_path / "ckpt")
     for arguments in (["--verify"], ["--format", "pth"], [], ["--reshard", "2"]):
         code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", *arguments)
@@ -228,10 +221,10 @@ def test_damage_is_found_and_nothing_written(tmp_path, capsys):
 def test_missing_parts(tmp_path, capsys):
     small_checkpoint(tmp_path / "run" / "step-00000007")
     (tmp_path / "run" / "step-00000007" / "rank-00002-of-00003.safetensors").unlink()
-    with pytest.raises(MissingRankError):
+    with pytest.raises(errors.MissingRankError):
         consolidate_checkpoint(tmp_path / "run")
     (tmp_path / "run" / "step-00000007" / "manifest.json").unlink()
-    with pytest.raises(IncompleteCheckpointError):
+    with pytest.raises(errors.IncompleteCheckpointError):
         consolidate_checkpoint(tmp_path / "run")
     code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "run", "--verify")
     assert (code, out, len(err)) == (2, [], 1)
