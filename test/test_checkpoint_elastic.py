@@ -2,15 +2,25 @@
 
 import itertools
 
+import checkpoint_files as files
 import pytest
 import torch
 from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
 from on_ranks import on_ranks
 from zoo import Zoo
 
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import save_checkpoint
 from xla_fsdp.checkpoint.inventory import make_inventory
-from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
-from xla_fsdp.consolidate.format.manifest import State
+from xla_fsdp.checkpoint.loading import Reader, prepare
+from xla_fsdp.checkpoint.rank_exchange import RankExchange
+from xla_fsdp.consolidate.errors import (
+    CoverageError,
+    InvalidMetadataError,
+    ModelMismatchError,
+    OtherRankError,
+)
+from xla_fsdp.consolidate.format.manifest import ShardingRule, State
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.sharding.layout import Layout
 from xla_fsdp.sharding.sharded_parameter import local
@@ -219,6 +229,7 @@ def test_parameter_groups_are_found_by_the_names_in_them(rank, size, folder):
 @on_ranks(3)
 def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
     run = Run("nested", rank, size)
+    run.train(0, 1)
     run.save(folder, 1)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     own = Run("root", rank, size, seed=5)
@@ -230,35 +241,99 @@ def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
     after = own.model.state_dict()
     alike = [n for n, value in before.items() if n in after and after[n].shape == value.shape]
     assert all(torch.equal(before[n].cpu(), after[n].cpu()) for n in alike) and len(alike) > 20
+    # What the model lacks can be left out of the optimizer too.
+    smaller = Zoo()
+    smaller.norm = torch.nn.Identity()
+    own.model = wrapped("root", smaller)
+    own.optimizer = adam([p for p in own.model.parameters() if p.requires_grad])
+    with pytest.raises(ModelMismatchError, match="has 'norm.weight', .*unknown to the"):
+        own.load(folder)
+    own.load(folder, strict=False)
+    assert all(state["step"] == 1 for state in own.optimizer.state.values())
+    # Another scheduler is refused before anything changes.
+    run.optimizer.param_groups[0]["lr"] = 0.5
+    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+    with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):
+        run.load(folder)
+    assert run.optimizer.param_groups[0]["lr"] == 0.5
     if rank == 1:
         run.model.module.head.weight = torch.nn.Parameter(torch.zeros(2, 2, device="xla"))
     with pytest.raises((ModelMismatchError, OtherRankError), match="'head.weight'|rank 1 could"):
         run.load(folder)
 
 
-@on_ranks(2)
-def test_another_scheduler_is_refused_before_anything_changes(rank, size, folder):
-    run = Run("nested", rank, size)
-    run.save(folder, 1)
-    run.optimizer.param_groups[0]["lr"] = 0.5
-    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
-    with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):
-        run.load(folder)
-    assert run.optimizer.param_groups[0]["lr"] == 0.5
+# --- the manifest has a rule of who holds what: a load opens only the files that it needs
 
 
-@on_ranks(2)
-def test_what_the_model_lacks_can_be_left_out_of_the_optimizer_too(rank, size, folder):
-    run = Run("nested", rank, size)
-    run.train(0, 1)
-    run.save(folder, 1)
-    other = Run("nested", rank, size, seed=5)
-    smaller = Zoo()
-    smaller.norm = torch.nn.Identity()
-    other.model = wrapped("root", smaller)
-    other.optimizer = adam([p for p in other.model.parameters() if p.requires_grad])
-    other.scheduler = None
-    with pytest.raises(ModelMismatchError, match="has 'norm.weight', .*unknown to the"):
-        other.load(folder)
-    other.load(folder, strict=False)
-    assert all(state["step"] == 1 for state in other.optimizer.state.values())
+def _save_all(rank, size, folder):
+    return {kind: Run(kind, rank, size).save(f"{folder}/{kind}", 1) for kind in WRAPPINGS}
+
+
+def _replicas(rank, size, folder):
+    """Two replicas of two shards: which files a rank opens to load what it saved."""
+    torch.manual_seed(0)
+    model = FSDP(
+        Zoo(),
+        sharding_groups=[[0, 1], [2, 3]],
+        sharding_rank=rank % 2,
+        sharding_world_size=2,
+        replication_groups=[[0, 2], [1, 3]],
+    )
+    checkpoint = ShardedCheckpoint(save_checkpoint(folder, model, step=1))
+    prepare(Reader(checkpoint, RankExchange()), model, None, None, True, False)
+    return sorted(checkpoint._files)
+
+
+def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
+    for path in run_ranks(_save_all, 3, 3, str(tmp_path))[0].values():
+        checkpoint, partly = ShardedCheckpoint(path), ShardedCheckpoint(path)
+        for name, tensor in checkpoint.manifest.parameters.items():
+            rule = checkpoint.manifest.sharding_rules[name]
+            by_rule = list(rule.pieces(tensor.numel, 0, tensor.numel))
+            assert by_rule == checkpoint.pieces(name), (path, name)
+            if tensor.numel:
+                whole = checkpoint.read(name, 0, tensor.numel)
+                part = partly.read(name, tensor.numel // 2, tensor.numel)
+                assert torch.equal(part, whole[tensor.numel // 2 :])
+        fresh = ShardedCheckpoint(path)
+        fresh.read(next(iter(checkpoint.manifest.parameters)), 0, 1)
+        assert len(fresh._files) == 1
+    parameters = checkpoint.manifest.parameters
+    name = max(parameters, key=lambda name: parameters[name].numel)  # more than a shard
+    with files.forged(path) as body:
+        right = body["spans"][name]
+        body["spans"][name] = [3, 1, right[2], right[3]]  # ranks 3, 4, ...
+    with pytest.raises(CoverageError, match="says that rank 3 has elements 0 to .*3 ranks"):
+        ShardedCheckpoint(path).read(name, 0, 1)
+    for wrong in ([0, 1, 0, 0], [0, 0, 5, 0], [0, 1, 5], [0, 1, -5, 0], [0, 1, 5, True], "all"):
+        with files.forged(path) as body:
+            body["spans"][name] = wrong
+        with pytest.raises(InvalidMetadataError, match="the span of"):
+            ShardedCheckpoint(path)
+    with files.forged(path) as body:
+        body["spans"][name] = [0, 1, right[2] + 1, right[3]]
+    for look in (lambda c: c.read(name, 0, 1), lambda c: c.verify()):
+        with pytest.raises(CoverageError, match="the manifest says"):
+            look(ShardedCheckpoint(path))
+    with files.forged(path) as body:
+        del body["spans"][name]
+    with pytest.raises(InvalidMetadataError, match="the span of .* is None"):
+        ShardedCheckpoint(path)
+    with files.forged(path) as body:
+        del body["spans"]  # as earlier versions wrote it
+    ShardedCheckpoint(path).verify()
+
+
+def test_a_replica_opens_its_own_file_and_that_with_its_shard(run_ranks, tmp_path):
+    assert run_ranks(_replicas, 4, 4, str(tmp_path)) == [[0], [1], [0, 2], [1, 3]]
+
+
+def test_spans():
+    # A vector of 100 and 60 elements in shards of 64, of ranks 1, 3, 5.
+    first, second = ShardingRule(1, 2, 64, 0), ShardingRule(1, 2, 64, 100)
+    assert list(first.pieces(100, 0, 100)) == [(0, 64, 1), (64, 100, 3)]
+    assert list(second.pieces(60, 0, 60)) == [(0, 28, 3), (28, 60, 5)]
+    assert list(second.pieces(60, 28, 29)) == [(28, 60, 5)] and not list(second.pieces(60, 5, 5))
+    assert [second.range_of_rank(rank, 60) for rank in range(7)] == [
+        (0, 0), (0, 0), (0, 0), (0, 28), (0, 0), (28, 60), (0, 0)
+    ]  # fmt: skip

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 from checkpoint_files import Uniform, read_value
@@ -61,7 +60,7 @@ def _failing_stores(exchange):
 
 
 def _fail_everywhere(rank, root, asynchronous, victims):
-    """At every operation of the victims, in turn. Returns how many there were."""
+    """At every operation of the victims, in turn. Returns how many saves there were."""
     import xla_fsdp
     from xla_fsdp.checkpoint.rank_exchange import RankExchange
 
@@ -69,7 +68,7 @@ def _fail_everywhere(rank, root, asynchronous, victims):
     use = _failing_stores(exchange)
     checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
     run.save(root, 1, 1.0)
-    good, at, hits = 1.0, 0, []
+    good, at = 1.0, 0
     try:
         while True:
             at += 1
@@ -103,13 +102,12 @@ def _fail_everywhere(rank, root, asynchronous, victims):
                 assert now in allowed, (at, now, allowed, everybody)
                 good = now
             exchange.gather_values("looked", None)
-            hits.append(hit)
             if not hit:
                 break
             good = run.save(root, step, value + 0.5, keep_last=1) and value + 0.5
         assert run.load(root) == value
         assert exchange.rank or os.listdir(root) == [f"step-{step:08d}"]
-        return len(hits)
+        return at
     finally:
         use(...)
 
@@ -289,51 +287,3 @@ def _kill_ranks(root, asynchronous, seed):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
     forks(_kill_ranks, str(tmp_path / "run"), asynchronous, 3)
-
-
-def _hang_one(rank, root, victim):
-    import xla_fsdp
-    from xla_fsdp.checkpoint import saving
-
-    run = Uniform()
-    run.save(root, 1, 1.0)
-    real = saving.IncompleteSave.write
-    waiting = threading.Event()
-
-    def write(self):
-        if self.rank == victim:
-            waiting.wait()  # for ever
-        return real(self)
-
-    saving.IncompleteSave.write = write
-    run.start(xla_fsdp.AsyncCheckpointer(root), 2, 2.0)
-    others = [r for r in range(SIZE) if r != victim]
-    while rank == 0 and not all(_is_written(root, r) for r in others):
-        threading.Event().wait(0.01)
-    if rank == 0:
-        assert read_value(latest_checkpoint(root)) == 1.0
-        os.kill(os.getpid(), signal.SIGKILL)
-    waiting.wait()
-
-
-def _is_written(root, rank):
-    return any(Path(root).glob(f".step*/rank-{rank:05d}-of*"))
-
-
-def _hang(root, victim):
-    def work():
-        import xla_fsdp
-
-        xla_fsdp.launch(_hang_one, (root, victim), SIZE)
-
-    return in_child(work)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_one_rank_hangs_in_an_async_save_until_all_are_killed(forks, tmp_path, victim):
-    root = str(tmp_path / "run")
-    assert forks(_hang, root, victim) == signal.SIGKILL
-    assert read_value(root) == 1.0 and len(os.listdir(root)) == 2
-    assert forks(_life, root, True, 1) == 0
-    assert os.listdir(root) == ["step-00000002"] and read_value(root) == 2.0

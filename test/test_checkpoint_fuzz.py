@@ -248,17 +248,6 @@ def test_an_edited_container_is_read_strictly_or_refused(tensors, about, changes
     assert found.size == len(data)
 
 
-@fuzz
-@given(st.binary(max_size=64), st.lists(tokens, max_size=6).map(b"".join), st.integers(-2, 2))
-def test_any_bytes_are_a_container_or_refused(begin, text, off):
-    length = max(len(text) + off, 0).to_bytes(8, "little")
-    for data in (begin, length + text, length + text + begin):
-        try:
-            _read(data)
-        except CheckpointError as error:
-            assert str(error).startswith("file: ")
-
-
 # --- manifests
 
 dtypes = st.sampled_from([*DTYPES])

@@ -3,12 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
 from on_ranks import on_ranks
 from test_freeing import live_sizes
 from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, wrapped
 from torch import nn
+from torch_xla.utils.checkpoint import checkpoint as of_torch_xla
 
-from xla_fsdp import checkpoint_module
+from xla_fsdp import checkpoint_module, fully_shard
 
 
 class Noisy(nn.Module):
@@ -28,9 +32,6 @@ class Noisy(nn.Module):
 
 
 def noise(rank, device_type):
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
     device = torch_xla.device() if device_type == "xla" else torch.device("cpu")
     results = []
     for checkpointed in (False, True):
@@ -81,8 +82,6 @@ class Arguments(nn.Module):
 
 @on_ranks(2)
 def test_any_arguments_and_no_input_that_needs_a_gradient(rank, size, folder):
-    import torch_xla
-
     device = torch_xla.device()
     grads = []
     for checkpointed in (False, True):
@@ -99,50 +98,37 @@ def test_any_arguments_and_no_input_that_needs_a_gradient(rank, size, folder):
     assert grads[0].abs().sum() > 0 and torch.equal(*grads)
 
 
-def activations(rank):
-    import torch_xla
-
+def live_tensors(rank):
+    """Activations during the forward, plain and recomputed, and inputs after the backward."""
     wide = 64 * WIDTH
+    x = inputs(rank)
     counts = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(WIDTH, wide), nn.Tanh(), nn.Linear(wide, WIDTH))
         model = wrapped(nn.Sequential(checkpoint_module(layers) if checkpointed else layers), "0")
         torch_xla.sync()
-        loss = model(inputs(rank).to(torch_xla.device())).square().mean()
-        activation = inputs(rank).shape[0] * wide
+        loss = model(x.to(torch_xla.device())).square().mean()
+        activation = x.shape[0] * wide
         counts.append(sum(size == activation for size in live_sizes(torch_xla.device())))
         loss.backward()
         torch_xla.sync()
-    return counts
-
-
-def test_activations_are_not_kept(run_ranks):
-    for kept, kept_checkpointed in run_ranks(activations, 2):
-        assert kept > 0 and kept_checkpointed == 0
-
-
-def inputs_after_the_backward(rank):
-    """Pending tensors as large as the layers' inputs, with the loss still held."""
-    import torch_xla
-
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     model = wrapped(nn.Sequential(*map(checkpoint_module, layers)))
-    x = inputs(rank)
     loss = model(x.to(torch_xla.device())).square().mean()
     loss.backward()
     model.zero_grad()
-    return sum(size == x.numel() for size in live_sizes(torch_xla.device()))
+    return *counts, sum(size == x.numel() for size in live_sizes(torch_xla.device()))
 
 
-def test_inputs_are_not_kept_by_the_loss(run_ranks):
-    assert run_ranks(inputs_after_the_backward, 2) == [0, 0]
+def test_neither_activations_nor_inputs_are_kept(run_ranks):
+    for kept, kept_checkpointed, inputs_of_the_loss in run_ranks(live_tensors, 2):
+        assert kept > 0 and kept_checkpointed == 0
+        assert inputs_of_the_loss == 0
 
 
 @on_ranks(3)
 def test_nested_checkpoints(rank, size, folder):
-    import torch_xla
-
     plain, model = mlp(), mlp()
     for name in ("1.0", "1", ""):
         checkpoint_module(model.get_submodule(name))
@@ -162,19 +148,14 @@ class Calling(nn.Module):
         self.how, self.layers = how, mlp()
 
     def forward(self, x):
-        from torch_xla.utils.checkpoint import checkpoint
-
         foreign = self.how != "own around units" and x.device.type == "xla"
         for layer in self.layers[:2]:
-            x = checkpoint(layer, x) if foreign else layer(x)
+            x = of_torch_xla(layer, x) if foreign else layer(x)
         x = self.layers[2](x)
         return x * self.layers[0].bias.sum() if self.how == "foreign in a unit" else x
 
 
 def with_units(rank, how):
-    import torch_xla
-    import torch_xla.runtime as xr
-
     plain, model = nn.Sequential(Calling(how)), nn.Sequential(Calling(how))
     units = ["0"] if how == "foreign in a unit" else ["0.layers.0", "0.layers.1"]
     model = wrapped(model, *units)
@@ -192,25 +173,6 @@ def with_units(rank, how):
 @pytest.mark.parametrize("how", ["own around units", "foreign around units", "foreign in a unit"])
 def test_checkpoints_and_units(run_ranks, how):
     run(run_ranks, with_units, how)
-
-
-@on_ranks(2)
-def test_autocast(rank, size, folder):
-    import torch_xla
-
-    device = torch_xla.device()
-    grads = []
-    for checkpointed in (False, True):
-        model = mlp()
-        model = wrapped(nn.Sequential(checkpoint_module(model) if checkpointed else model), "0")
-        with torch.autocast("xla", dtype=torch.bfloat16):
-            out = model(inputs(rank).to(device))
-        assert out.dtype is torch.bfloat16
-        out.float().square().mean().backward()
-        torch_xla.sync()
-        grads.append([p.grad.cpu() for p in model.parameters()])
-    for plain, checkpointed in zip(*grads, strict=True):
-        assert torch.equal(plain, checkpointed)
 
 
 class Shared(nn.Module):
@@ -267,10 +229,6 @@ class Tables(nn.Module):
 
 
 def shared_buffers(rank, sharding):
-    import torch_xla
-
-    from xla_fsdp import fully_shard
-
     device = torch.device("cpu") if sharding == "none" else torch_xla.device()
     shard = {"none": lambda model: model, "class": wrapped, "in place": fully_shard}[sharding]
     for kind in KINDS:
@@ -310,8 +268,6 @@ class Changing(nn.Module):
 
 @on_ranks(2)
 def test_a_forward_that_changes_is_an_error(rank, size, folder):
-    import torch_xla
-
     model = wrapped(nn.Sequential(checkpoint_module(Changing())), "0")
     x = inputs(rank).to(torch_xla.device()).requires_grad_()
     with pytest.raises(RuntimeError, match="recomputation of Changing saved .* must compute the"):

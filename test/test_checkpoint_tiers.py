@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +102,6 @@ def value_of(hosts, reader=0):
 
 
 def save_step(hosts, step, value, save_id=LATE):
-    """What the ranks do for a save: write, send a copy, and when all have, forget the last."""
     save = Save(step, save_id)
     for host in hosts:
         host.write(save, value, hosts[1 - host.number])
@@ -113,7 +111,6 @@ def save_step(hosts, step, value, save_id=LATE):
 
 @pytest.fixture
 def started(tmp_path):
-    """Step 1 is whole on two hosts."""
     with two_hosts(tmp_path / "start") as hosts:
         save_step(hosts, 1, 1.0)
         assert value_of(hosts, 0) == value_of(hosts, 1) == 1.0
@@ -178,7 +175,6 @@ def test_any_mix_of_ages_resolves_to_what_all_have():
 
 
 def told():
-    """That a file is read from another host."""
     return pytest.warns(UserWarning, match="it is read from another host. Check the memory")
 
 
@@ -435,45 +431,43 @@ def test_damage_on_all_hosts_falls_back_to_what_is_older(run_ranks, tmp_path):
     assert "has no checkpoint, and step 2: damaged" in second and "step 3" not in second
 
 
-def _saves_again(rank, folder):
-    model = torch.nn.Linear(1, 1)
-    with xla_fsdp.TieredCheckpointer(f"{folder}/durable", fast=folder, drain_every=0) as tiers:
-        for value, clock in ((1.0, time.time_ns()), (2.0, 10**18)):
-            torch.nn.init.constant_(model.weight, value)
-            with mock.patch("time.time_ns", return_value=clock):
-                tiers.save(model, step=5)
-            tiers.wait()
-        torch.nn.init.zeros_(model.weight)
-        tiers.load(model)
-    return model.weight.item()
-
-
-def test_the_later_save_of_a_step_is_loaded_also_if_the_clock_went_back(run_ranks, tmp_path):
-    assert run_ranks(_saves_again, 1, str(tmp_path)) == [2.0]
-
-
-def _two_paths_in_one_folder(rank, folder):
-    """The second run begins again at step 1, and keeps only its newest save in memory."""
+def _save_and_load(rank, folder, runs):
+    """runs: (name, [(step, value, clock)]). What is loaded of each after all have saved."""
     model = torch.nn.Linear(1, 1)
 
     def tiers(name):
         return xla_fsdp.TieredCheckpointer(f"{folder}/{name}", fast=folder, drain_every=0)
 
-    for name, steps in (("first", (1, 9)), ("second", (1, 2))):
+    for name, saves in runs:
         with tiers(name) as checkpointer:
-            for step in steps:
-                torch.nn.init.constant_(model.weight, float(step))
-                checkpointer.save(model, step=step)
+            for step, value, clock in saves:
+                torch.nn.init.constant_(model.weight, value)
+                with mock.patch("time.time_ns", return_value=clock):
+                    checkpointer.save(model, step=step)
+                checkpointer.wait()
     loaded = []
-    for name in ("first", "second"):
+    for name, _ in runs:
         with tiers(name) as checkpointer:
             loaded.append((checkpointer.load(model).step, model.weight.item()))
     return loaded
 
 
-def test_runs_in_one_folder_do_not_remove_saves_of_each_other(run_ranks, tmp_path):
-    (loaded,) = run_ranks(_two_paths_in_one_folder, 1, str(tmp_path))
-    assert loaded == [(9, 9.0), (2, 2.0)]
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        pytest.param(
+            [("run", [(5, 1.0, 2 * 10**18), (5, 2.0, 10**18)])], [(5, 2.0)], id="clock went back"
+        ),
+        pytest.param(
+            [("first", [(1, 1.0, 1), (9, 9.0, 2)]), ("second", [(1, 1.0, 3), (2, 2.0, 4)])],
+            [(9, 9.0), (2, 2.0)],
+            id="two runs in one folder",
+        ),
+    ],
+)
+def test_the_newest_save_of_a_run_is_loaded(run_ranks, tmp_path, runs, expected):
+    (loaded,) = run_ranks(_save_and_load, 1, str(tmp_path), runs)
+    assert loaded == expected
 
 
 def _one_rank_cannot_write(rank, size, folder):

@@ -1,17 +1,23 @@
 """Consolidation of checkpoint folders: every option, and the values of what comes out."""
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from consolidating import assert_equal, assert_same, loaded, run_cli
+from consolidating import assert_equal, assert_same, loaded, run_cli, same
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sharded_files import small_checkpoint, write_checkpoint
 
 from xla_fsdp.consolidate import consolidate_checkpoint, errors, verify_checkpoint
+from xla_fsdp.consolidate.format import manifest, rank_file
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.consolidate.stream.options import parse_size
+from xla_fsdp.consolidate.stream.tensors import pump
 
 
 def metadata_of(path):
@@ -73,14 +79,13 @@ def test_max_shard_size(tmp_path, size):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("5GB", 5 * 10**9), ("2GiB", 2**31), ("500mb", 5 * 10**8), ("1.5KB", 1500), (7, 7), ("8", 8)],
+    [("5GB", 5 * 10**9), ("2GiB", 2**31), ("500mb", 5 * 10**8), ("1.5KB", 1500), (7, 7), ("8", 8)]
+    + [(text, None) for text in ("", "GB", "-5GB", "5 parsecs", "0", "nan", "1e9", "0.1B")],
 )
 def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 parsecs", "0", "nan", "1e9", "0.1B"])
-def test_wrong_sizes(text):
+    if size is not None:
+        assert parse_size(text) == size
+        return
     with pytest.raises(errors.OptionsError, match="size"):
         parse_size(text)
 
@@ -179,20 +184,16 @@ def test_default_places(tmp_path):
         ({"save_path": "m", "dtype": "int8"}, "expected one of bfloat16"),
         ({"save_path": "m", "format": "onnx"}, "expected one of"),
         ({"save_path": "m", "tied": {"a": "b"}}, "Remove --tied"),
+        ({"path": "bare", "save_path": "m", "optimizer": True}, "has no optimizer"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     small_checkpoint(tmp_path / "ckpt")
+    write_checkpoint(tmp_path / "bare", {"w": torch.ones(3)})
     with pytest.raises(errors.OptionsError, match=said):
-        consolidate_checkpoint("ckpt", **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-
-
-def test_no_optimizer(tmp_path):
-    write_checkpoint(tmp_path / "ckpt", {"w": torch.ones(3)})
-    with pytest.raises(errors.OptionsError, match="has no optimizer"):
-        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", optimizer=True)
+        consolidate_checkpoint(**{"path": "ckpt", **options})
+    assert {path.name for path in tmp_path.iterdir()} == {"bare", "ckpt"}
 
 
 def test_verify(tmp_path, capsys):
@@ -230,15 +231,6 @@ def test_missing_parts(tmp_path, capsys):
     assert (code, out, len(err)) == (2, [], 1)
 
 
-def test_progress_bar(tmp_path, capsys):
-    small_checkpoint(tmp_path / "ckpt")
-    _, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt")
-    assert not any("%" in line for line in err)
-    options = ("--ckpt_prefix", tmp_path / "ckpt", "--format", "pth", "--progress")
-    _, out, err = run_cli(capsys, *options)
-    assert any("write: 100%" in line for line in err) and len(out) == 1
-
-
 def test_what_the_command_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, _ = small_checkpoint(tmp_path / "ckpt")
@@ -248,6 +240,8 @@ def test_what_the_command_prints(tmp_path, capsys, monkeypatch):
     said = f"wrote m.safetensors: 8 parameters ({elements} elements), {size} bytes"
     assert (code, out) == (0, [said])
     assert err == ["found step 7 of 3 ranks in ckpt", "assembled 8 parameters"]
+    _, out, err = run_cli(capsys, "--ckpt_prefix", "ckpt", "--format", "pth", "--progress")
+    assert any("write: 100%" in line for line in err) and len(out) == 1
 
 
 def test_as_a_user_loads_it(tmp_path):
@@ -278,3 +272,102 @@ def test_as_a_user_loads_it(tmp_path):
     assert fresh.state_dict()["param_groups"] == own["param_groups"]
     for n, state in own["state"].items():
         assert_same(fresh.state_dict()["state"][n], state)
+
+
+# --- the parts one by one
+
+
+@pytest.mark.parametrize("at", [0, 1, 50, 99])
+@pytest.mark.parametrize("side", ["produce", "consume"])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_pump_raises_what_either_side_raised(at, side, kind):
+    taken = []
+
+    def produce():
+        for number in range(100):
+            if side == "produce" and number == at:
+                raise kind("here")
+            yield number
+
+    def consume(number):
+        if side == "consume" and number == at:
+            raise kind("here")
+        taken.append(number)
+
+    before = threading.active_count()
+    with pytest.raises(kind, match="here"):
+        pump(produce(), consume)
+    assert threading.active_count() == before
+    assert taken == list(range(at))
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 21, 1 << 30])
+def test_any_range_of_elements(tmp_path, monkeypatch, limit):
+    """Over chunks and ranks, whatever the cache keeps."""
+    values = torch.arange(1_500_000, dtype=torch.float32)
+    small = torch.arange(77, dtype=torch.int32)
+    write_checkpoint(tmp_path / "ckpt", {"v": values, "s": small}, world_size=3)
+    monkeypatch.setattr(rank_file, "_CACHED_BYTES", limit)
+    checkpoint = ShardedCheckpoint(tmp_path / "ckpt")
+    pick = np.random.default_rng(0)
+    for _ in range(60):
+        begin, end = sorted(pick.integers(0, len(values) + 1, 2).tolist())
+        assert same(checkpoint.read("v", begin, end), values[begin:end])
+        begin, end = sorted(pick.integers(0, 78, 2).tolist())
+        assert same(checkpoint.read("s", begin, end), small[begin:end])
+    for begin, end in [(-1, 2), (3, 2), (0, 78), (100, 101)]:
+        with pytest.raises(ValueError, match="'s' has 77 elements"):
+            checkpoint.read("s", begin, end)
+
+
+def rewrite(folder, found, **changes):
+    """Another manifest for the same files, with a right digest."""
+    (folder / manifest.NAME).write_bytes(manifest.dump_manifest(replace(found, **changes)))
+
+
+def test_single_values_that_are_none(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    found = ShardedCheckpoint(tmp_path / "ckpt").manifest
+    state = found.optimizer.state
+    for wrong in (5, {"on": "host"}, {"value": {"$": "code", "of": "x"}}):
+        bias = replace(state["fc.bias"], single={"a": wrong})
+        optimizer = replace(found.optimizer, state={**state, "fc.bias": bias})
+        rewrite(tmp_path / "ckpt", found, optimizer=optimizer)
+        with pytest.raises(
+            errors.InvalidMetadataError, match="fc.bias.*state 'a'|state 'a' of 'fc.bias'"
+        ):
+            consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "o", format="pth", optimizer=True)
+        assert not (tmp_path / "o").exists()
+
+
+def test_a_parameter_of_a_terabyte_that_nobody_holds(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    found = ShardedCheckpoint(tmp_path / "ckpt").manifest
+    bias = replace(found.parameters["fc.bias"], shape=(1 << 40,))
+    rewrite(tmp_path / "ckpt", found, parameters={**found.parameters, "fc.bias": bias})
+    with pytest.raises(errors.CoverageError, match="no rank has"):
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+
+
+def test_a_name_that_safetensors_has_for_itself(tmp_path):
+    write_checkpoint(tmp_path / "ckpt", {"__metadata__": torch.ones(3), "../../x": torch.ones(2)})
+    with pytest.raises(errors.UnsupportedValueError, match="use --format pth"):
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+    assert loaded(tmp_path / "m.pth").keys() == {"__metadata__", "../../x"}
+
+
+def test_random_models(tmp_path):
+    """Of many shapes, in many pieces, against the values themselves."""
+    pick = np.random.default_rng(5)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+    for number in range(10):
+        model = {}
+        for index in range(pick.integers(1, 8)):
+            shape = pick.integers(0, 40, pick.integers(0, 4)).tolist()
+            dtype = dtypes[pick.integers(len(dtypes))]
+            model[f"p{index}"] = (torch.randn(shape) * 9).to(dtype)
+        folder = tmp_path / str(number)
+        write_checkpoint(folder, model, world_size=int(pick.integers(1, 9)))
+        consolidate_checkpoint(folder, f"{folder}.pth")
+        assert_same(loaded(f"{folder}.pth"), model)

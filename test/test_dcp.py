@@ -17,7 +17,6 @@ from wrappings import assert_equal, plain_zoo, stacked, step, zoo
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict, to_dcp
 from xla_fsdp.checkpoint import dcp_writing
-from xla_fsdp.checkpoint.dcp_reading import split_index_range
 
 RANKS = 3
 
@@ -42,23 +41,6 @@ def by_name(model, optimizer):
     names = [name for name, _ in model.named_parameters()]
     state = optimizer.state_dict()
     return {names[number]: values for number, values in state["state"].items()}
-
-
-def test_boxes_are_every_run_of_elements():
-    for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 2, 3)]:
-        count = torch.Size(shape).numel()
-        whole = torch.arange(count).reshape(shape)
-        for begin, end in itertools.combinations_with_replacement(range(count + 1), 2):
-            found = split_index_range(shape, begin, end)
-            assert len(found) <= max(2 * len(shape) - 1, 1)
-            elements = []
-            for box in found:
-                part = whole
-                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                    part = part.narrow(dim, offset, size)
-                assert part.numel() == box.sizes.numel() and part.flatten()[0] == box.begin
-                elements += part.flatten().tolist()
-            assert elements == list(range(begin, end))
 
 
 def written_by_torch(tmp_path):

@@ -29,24 +29,16 @@ class Net(nn.Module):
         return self.tied(self.b(self.a(x)))
 
 
-class LeavesOut(Net):
-    def state_dict(self, *args, **kwargs):
-        kept = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in kept.items() if "b." not in name}
+class OwnMethods(Net):
+    """Leaves entries out, and renames the others."""
 
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        own = nn.Module.state_dict(self)
-        return super().load_state_dict({**own, **state_dict}, *args, **kwargs)
-
-
-class Renames(Net):
     def state_dict(self, *args, **kwargs):
         own = super().state_dict(*args, **kwargs)
-        return {f"net.{name}": value for name, value in own.items()}
+        return {f"net.{name}": value for name, value in own.items() if "b." not in name}
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        own = {name.removeprefix("net."): value for name, value in state_dict.items()}
-        return super().load_state_dict(own, *args, **kwargs)
+        given = {name.removeprefix("net."): value for name, value in state_dict.items()}
+        return super().load_state_dict({**nn.Module.state_dict(self), **given}, *args, **kwargs)
 
 
 class Folded(nn.Linear):
@@ -172,8 +164,7 @@ def parametrized():
 
 
 MODELS = {
-    "leaves out": LeavesOut,
-    "renames": Renames,
+    "state_dict and load_state_dict": OwnMethods,
     "_save_to_state_dict": lambda: with_b(Folded),
     "data": lambda: with_b(WritesItself),
     "replaced": lambda: with_b(Replaced),
@@ -325,7 +316,8 @@ def _files(rank, folder):
     xla_fsdp.load_full_state_dict(model, other if rank == 0 else None)
     same(xla_fsdp.full_state_dict(model, rank0_only=False), other)
 
-    for name in ("renames", "leaves out", "hooks", "_save_to_state_dict", "hook after loading"):
+    own_methods = "state_dict and load_state_dict"
+    for name in (own_methods, "hooks", "_save_to_state_dict", "hook after loading"):
         given = built(name, 2).state_dict()
         given = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
         path = f"{folder}/{name}.pth"
