@@ -133,7 +133,6 @@ def read_value(path) -> float:
 
 
 def value_in(checkpoint: ShardedCheckpoint) -> float:
-    """The same of a checkpoint that is open."""
     tensors = everything(checkpoint, range(checkpoint.manifest.world_size)).values()
     numbers = (number for tensor in tensors for number in tensor.flatten().tolist())
     (value,) = {checkpoint.manifest.extra, *numbers}
@@ -220,7 +219,6 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def seal(body: bytes) -> bytes:
-    """A manifest file of that body."""
     return HEAD + digest(body).encode() + MIDDLE + body + TAIL
 
 
@@ -253,7 +251,6 @@ def _describe(record: dict, data: bytes) -> None:
 
 
 def split(data: bytes) -> tuple[dict, bytes]:
-    """Header and tensors of a safetensors file."""
     end = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:end]), data[end:]
 

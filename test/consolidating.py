@@ -36,7 +36,6 @@ def assert_equal(found, expected):
 
 
 def assert_same(found, expected):
-    """In the same order, too."""
     assert list(found) == list(expected)
     assert_equal(found, expected)
 
@@ -50,7 +49,6 @@ def run_cli(capsys, *arguments):
 
 
 def loaded(path):
-    """The model in a result of consolidation."""
     return torch.load(path, weights_only=True, mmap=True)["model"]
 
 

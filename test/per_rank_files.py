@@ -38,7 +38,6 @@ def shards_of(entry, world_size, multiple=1):
 
 
 def rank_files(entries, world_size, multiple=1):
-    """The content of every rank's file."""
     parameters, buffers = {}, {}
     state_dicts = [{} for _ in range(world_size)]
     for entry in entries:
@@ -78,7 +77,6 @@ def rank_files(entries, world_size, multiple=1):
 
 
 def expected_state_dict(entries):
-    """The unsharded state_dict, in order."""
     full = {}
     for entry in entries:
         for names, tensor in entry.members:

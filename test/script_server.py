@@ -117,7 +117,6 @@ class ScriptServer:
 
 
 def _serve(listener):
-    """In a forked process, returns what it is to run."""
     waiting = []  # processes for those who ask
     while os.path.exists(f"/proc/{os.environ['TEST_PROCESS']}"):
         ready, _, _ = select.select([listener], [], [], 1.0)

@@ -104,7 +104,6 @@ def random_cuts(name, count, world_size):
 
 
 def even_cuts(name, count, world_size):
-    """As a parameter that is sharded alone is cut."""
     part = -(-count // (world_size * 128)) * 128
     return [(min(r * part, count), min((r + 1) * part, count)) for r in range(world_size)]
 

@@ -14,7 +14,7 @@ import checkpoint_files as files
 import fsspec
 import pytest
 from checkpoint_files import read_value, save
-from faulty_disk import Boundaries, in_child, kill
+from faulty_disk import Boundaries, Interrupting, in_child, kill
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
@@ -251,32 +251,6 @@ def test_two_saves_in_one_folder_of_an_object_store():
 
 class Stopped(BaseException):
     """Not caught by anything: the rank does nothing any more."""
-
-
-class Interrupting:
-    """A store in which something happens before each operation, with its name and path."""
-
-    CHANGES = ("create", "make_folder", "rename", "remove", "sync_folder", "write", "close")
-    READS = ("size", "list", "is_folder", "read_into")
-
-    def __init__(self, inner, happen, operations=CHANGES, path=""):
-        self._inner, self._happen = inner, happen
-        self._operations, self._path = operations, path
-
-    def __getattr__(self, name):
-        value = getattr(self._inner, name)
-        if name not in self._operations:
-            return value
-
-        def call(*args):
-            path = self._path or args[0]
-            self._happen(name, path)
-            result = value(*args)
-            if name == "create":
-                return Interrupting(result, self._happen, self._operations, path)
-            return result
-
-        return call
 
 
 @contextlib.contextmanager

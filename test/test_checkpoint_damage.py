@@ -37,7 +37,6 @@ ALL_FILES = [*RANK_FILES, NAME]
 
 
 def _trained(seed):
-    """A model and an optimizer that has a state."""
     torch.manual_seed(seed)
     model = FSDP(files.Small())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -192,8 +191,6 @@ def replaced(name, by, source=None, names=None):
 
 
 def damaged(name, how):
-    """``how`` is given the path of the file and its size."""
-
     def change(folder, saved):
         how(folder / name, (folder / name).stat().st_size)
         return name
@@ -392,7 +389,6 @@ def _snapshot(model, optimizer):
 
 
 def _load_all(rank, folders):
-    """What loading each of the folders raises, and that it changes nothing."""
     model, optimizer = _trained(seed=2)
     before = _snapshot(model, optimizer)
     outcomes = []

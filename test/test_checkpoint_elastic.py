@@ -47,7 +47,6 @@ def _held(run: Run) -> dict[str, tuple[int, torch.Tensor]]:
 
 
 def _whole(ranks: list[dict]) -> dict[str, torch.Tensor]:
-    """The unsharded values, from what all ranks hold."""
     whole = {}
     for name in ranks[0]:
         pieces = {begin: piece for rank in ranks for begin, piece in [rank[name]] if piece.numel()}
@@ -118,7 +117,6 @@ def _rows(shape, size: int) -> Layout:
 
 
 def _every_wrapping(rank, size, folder, pairs):
-    """Saves in every wrapping, and loads the pairs of saved and other wrapping."""
     first = Run("nested", rank, size)
     first.train(0, 2)
     first.save(f"{folder}/start", 2)
@@ -270,7 +268,6 @@ def _save_all(rank, size, folder):
 
 
 def _replicas(rank, size, folder):
-    """Two replicas of two shards: which files a rank opens to load what it saved."""
     torch.manual_seed(0)
     model = FSDP(
         Zoo(),

@@ -7,10 +7,12 @@ import threading
 
 import pytest
 from checkpoint_files import Uniform, read_value
-from faulty_disk import Boundaries, in_child, kill
+from faulty_disk import Boundaries, Interrupting, in_child, kill
 from on_ranks import on_ranks
-from test_checkpoint_crash import Interrupting
 
+import xla_fsdp
+from xla_fsdp.checkpoint import saving
+from xla_fsdp.checkpoint.rank_exchange import RankExchange
 from xla_fsdp.consolidate.errors import CheckpointNotFoundError, OutputError
 from xla_fsdp.consolidate.format.reader import latest_checkpoint
 from xla_fsdp.consolidate.format.store import open_store
@@ -22,8 +24,6 @@ SIZE = 3
 
 
 class Plan:
-    """Of one rank: which of its operations fails, and whether it did."""
-
     def __init__(self, at):
         self.at, self.count, self.hit = at, 0, None
 
@@ -41,7 +41,6 @@ _plans = {}  # by thread: a rank opens its stores on its own
 
 def _failing_stores(exchange):
     """``use(plan)``: stores that this rank opens from now on follow it; ``...`` ends that."""
-    from xla_fsdp.checkpoint import saving
 
     def opened(path, *args):
         store, folder = open_store(path, *args)
@@ -61,9 +60,6 @@ def _failing_stores(exchange):
 
 def _fail_everywhere(rank, root, asynchronous, victims):
     """At every operation of the victims, in turn. Returns how many saves there were."""
-    import xla_fsdp
-    from xla_fsdp.checkpoint.rank_exchange import RankExchange
-
     exchange, run = RankExchange(), Uniform()
     use = _failing_stores(exchange)
     checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
@@ -133,9 +129,6 @@ def test_an_error_at_every_operation(run_ranks, tmp_path, asynchronous, victims)
 
 @on_ranks(SIZE)
 def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, root):
-    import xla_fsdp
-    from xla_fsdp.checkpoint.rank_exchange import RankExchange
-
     exchange, run = RankExchange(), Uniform()
     checkpointer = xla_fsdp.AsyncCheckpointer(root)
     for step in range(1, 6):  # each begins while the one before may still be written
@@ -183,8 +176,6 @@ PATHS = ["a b/[ab]*?{1}", "ünï/ço", "new\nline%41", "-x:y", "~", "\udcff"]
 
 
 def _save_to(rank, paths):
-    import xla_fsdp
-
     run = Uniform()
     not_found = xla_fsdp.consolidate.errors.OtherRankError if rank else CheckpointNotFoundError
     for number, path in enumerate(paths, 1):
@@ -209,8 +200,6 @@ def test_any_path(run_ranks, tmp_path):
 
 
 def _refused_paths(rank, root):
-    import xla_fsdp
-
     run = Uniform()
     for path, kind in (
         (f"{root}/file", OutputError),
@@ -241,8 +230,6 @@ def test_paths_that_cannot_be_saved_to(run_ranks, tmp_path):
 
 
 def _resume_and_save(rank, root, asynchronous, count):
-    import xla_fsdp
-
     run = Uniform()
     done = int(run.load(root)) if latest_checkpoint(root) else 0
     checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
@@ -259,8 +246,6 @@ def _life(root, asynchronous, count, at=None):
     """One process with three ranks, to be killed at a system call. The signal that ended it."""
 
     def work():
-        import xla_fsdp
-
         with Boundaries(root, at or 0, kill):
             xla_fsdp.launch(_resume_and_save, (root, asynchronous, count), SIZE)
 

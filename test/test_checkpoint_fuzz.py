@@ -125,7 +125,6 @@ scalars = st.none() | st.booleans() | numbers | st.text(max_size=3) | names
 
 
 def nested(depth: int, of) -> object:
-    """``of`` in many lists and tuples."""
     for level in range(depth):
         of = [of] if level % 2 else {"$": "tuple", "of": [of]}
     return of

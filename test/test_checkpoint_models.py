@@ -93,8 +93,6 @@ def test_state_that_cannot_be_saved_raises(rank, size, folder):
 
 
 class _Noted(nn.Module):
-    """Buffers of every kind, and state that is no tensor."""
-
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)

@@ -176,8 +176,6 @@ def test_checkpoints_and_units(run_ranks, how):
 
 
 class Shared(nn.Module):
-    """Computes with a table that others use too, in the way that ``kind`` says."""
-
     def __init__(self, table, kind):
         super().__init__()
         self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
@@ -211,8 +209,6 @@ class Table(nn.Module):
 
 
 class Tables(nn.Module):
-    """A buffer used by a layer, and before it."""
-
     def __init__(self, kind, recomputed):
         super().__init__()
         torch.manual_seed(0)

@@ -6,7 +6,6 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
 from on_ranks import on_ranks
@@ -33,6 +32,7 @@ def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(rank, size, 
     folder += "/a [b] *ü"
     run = Run("nested", rank, size)
     assert xla_fsdp.latest_checkpoint(folder) is None
+    assert run.load(folder, missing_ok=True) is None
     for step in (1, 2, 3):
         run.save(folder, step, keep_last=2)
     assert _kept(folder) == ["step-00000002", "step-00000003"]
@@ -43,7 +43,12 @@ def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(rank, size, 
     assert run.load(f"{folder}/step-00000002").step == 2
     assert run.load(folder, step=3).extra == "again" and run.load(folder, step=2).step == 2
     assert xla_fsdp.latest_checkpoint(folder, step=2) == f"{folder}/step-00000002"
+    assert run.load(folder, missing_ok=True).step == 3
     assert xla_fsdp.latest_checkpoint(folder, step=1) is None
+    assert run.load(folder, missing_ok=True, step=1) is None
+    refused = errors.CheckpointNotFoundError, errors.OtherRankError
+    with pytest.raises(refused, match="no complete checkpoint of step 1"):
+        run.load(folder, step=1)
     if rank == 0:
         with pytest.warns(UserWarning, match="has step-00000003.2, which is later"):
             run.save(folder, 1, keep_last=1)
@@ -184,41 +189,3 @@ def _elsewhere(rank, folder):
 
 def test_a_save_under_way_stays_in_its_folder(run_ranks, tmp_path):
     assert run_ranks(_elsewhere, 1, str(tmp_path)) == [f"{tmp_path}/run/step-00000001"]
-
-
-def _random_numbers(rank, size, folder):
-    """An asynchronous save, and waiting for one, leave XLA's random numbers as they are."""
-    run = Run("nested", rank, size)
-    drawn = []
-    for resumed in (False, True):
-        checkpointer = xla_fsdp.AsyncCheckpointer(folder)
-        if resumed:
-            run.load(f"{folder}/step-00000001")
-        else:
-            checkpointer.save(run.model, run.optimizer, run.scheduler, step=1)
-        own = [torch.rand(4, device="xla").cpu()]
-        checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)  # waits, or need not
-        own.append(torch.rand(4, device="xla").cpu())
-        checkpointer.wait()
-        own.append(torch.rand(4, device="xla").cpu())
-        drawn.append(torch.cat(own))
-        torch_xla.sync()
-    return drawn
-
-
-def test_a_resumed_run_draws_what_the_one_before_drew(run_ranks, tmp_path):
-    for first, resumed in run_ranks(_random_numbers, 2, 2, str(tmp_path)):
-        assert torch.equal(first, resumed)
-
-
-@on_ranks(2)
-def test_no_checkpoint_can_be_an_answer(rank, size, folder):
-    run = Run("nested", rank, size)
-    assert run.load(folder, missing_ok=True) is None
-    assert run.load(f"{folder}/nothing", missing_ok=True) is None
-    run.save(folder, 4)
-    assert run.load(folder, missing_ok=True).step == 4
-    assert run.load(folder, missing_ok=True, step=3) is None
-    refused = (errors.CheckpointNotFoundError, errors.OtherRankError)
-    with pytest.raises(refused, match="no complete checkpoint of step 3"):
-        run.load(folder, step=3)

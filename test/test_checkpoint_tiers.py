@@ -14,9 +14,10 @@ from unittest import mock
 import checkpoint_files as files
 import pytest
 import torch
+import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
+from faulty_disk import Interrupting
 from rank_warnings import warnings_of_ranks
-from test_checkpoint_crash import Interrupting
 
 import xla_fsdp
 from xla_fsdp.checkpoint.tiers.checkpointer import choose_save, describe_save
@@ -84,7 +85,6 @@ def two_hosts(root, store=None):
 
 
 def opened(hosts, reader=0):
-    """What ``hosts`` have whole, as host ``reader`` reads it."""
     choice = choose_save([host.listed() for host in hosts])
     assert choice.save is not None, choice.skipped
     cards = {card.rank: card for host in hosts for card in host.tier.cards(choice.save)}
@@ -301,8 +301,6 @@ def test_a_host_that_says_nothing_is_given_up(started, monkeypatch):
 
 
 def _train_and_lose_a_host(rank, size, folder):
-    import torch_xla.core.xla_model as xm
-
     def tiers(**options):
         return xla_fsdp.TieredCheckpointer(
             f"{folder}/durable", fast=f"{folder}/host{rank // 2}", host=f"host{rank // 2}",
@@ -361,12 +359,9 @@ def test_training_goes_on_from_the_other_host_bit_for_bit(run_ranks, tmp_path):
 
 
 def _damaged_wherever_it_is(rank, size, folder):
-    import torch_xla.core.xla_model as xm
-
     run = files.Uniform()
 
     def damage(step):
-        """The same byte of what rank 1 saved, its own and the copy."""
         xm.rendezvous(f"before the damage of {step}")
         if rank == 0:
             pattern = f"host*/run-*/save-{step:08d}-*/rank-00001-of-*.safetensors"

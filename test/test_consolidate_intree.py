@@ -75,8 +75,6 @@ class Tied(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module, wrapped by itself, used under two names."""
-
     def __init__(self):
         super().__init__()
         self.block = nn.Linear(3, 3)
@@ -99,7 +97,6 @@ class Named(nn.Module):
 
 
 def build(kind, options):
-    """The unwrapped model; the same weights at every call."""
     torch.manual_seed(0)
     if kind == "tied":
         return Tied()
@@ -231,7 +228,6 @@ def first_shard(about):
 
 
 def first_flat(about, change):
-    """Changes the names, shapes and numels of the first flat parameter."""
     flat = about["flatten_info"]
     key = next(iter(flat))
     flat[key] = change(*flat[key])

@@ -29,7 +29,6 @@ from xla_fsdp.consolidate.stream import tensors
 
 
 def in_memory(files, rank=-1, **options):
-    """With the metadata of any rank."""
     state_dicts = [file["model"] for file in files]
     return consolidate_sharded_state_dicts(state_dicts, files[rank]["shard_metadata"], **options)
 
@@ -155,7 +154,6 @@ def test_tied_argument_adds_names():
 
 
 def random_model(rng):
-    """Random entries: both layouts, one to five members, tied names, buffers of several dtypes."""
     names = (f"{rng.choice('abc')}{i}.weight" for i in range(1000))
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
     model = []

@@ -245,7 +245,6 @@ def test_what_the_command_prints(tmp_path, capsys, monkeypatch):
 
 
 def test_as_a_user_loads_it(tmp_path):
-    """Into a module with tied weights, and its optimizer, by name."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
     module(torch.ones(2, 4)).sum().backward()
@@ -303,7 +302,6 @@ def test_pump_raises_what_either_side_raised(at, side, kind):
 
 @pytest.mark.parametrize("limit", [0, 1 << 21, 1 << 30])
 def test_any_range_of_elements(tmp_path, monkeypatch, limit):
-    """Over chunks and ranks, whatever the cache keeps."""
     values = torch.arange(1_500_000, dtype=torch.float32)
     small = torch.arange(77, dtype=torch.int32)
     write_checkpoint(tmp_path / "ckpt", {"v": values, "s": small}, world_size=3)
@@ -321,7 +319,6 @@ def test_any_range_of_elements(tmp_path, monkeypatch, limit):
 
 
 def rewrite(folder, found, **changes):
-    """Another manifest for the same files, with a right digest."""
     (folder / manifest.NAME).write_bytes(manifest.dump_manifest(replace(found, **changes)))
 
 
@@ -358,7 +355,6 @@ def test_a_name_that_safetensors_has_for_itself(tmp_path):
 
 
 def test_random_models(tmp_path):
-    """Of many shapes, in many pieces, against the values themselves."""
     pick = np.random.default_rng(5)
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
     for number in range(10):

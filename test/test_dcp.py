@@ -37,14 +37,12 @@ def trained(make):
 
 
 def by_name(model, optimizer):
-    """What ``full_optim_state_dict`` gives for a plain model."""
     names = [name for name, _ in model.named_parameters()]
     state = optimizer.state_dict()
     return {names[number]: values for number, values in state["state"].items()}
 
 
 def written_by_torch(tmp_path):
-    """The same state in every way that torch's users save it."""
     found = []
     for make in (adamw, asgd):
         model, optimizer = trained(make)
@@ -96,8 +94,6 @@ def read_here(rank, written):
 
 
 class Numbered(torch.nn.Module):
-    """Its parameters are named "0" and "1", as the groups of an optimizer."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -254,7 +250,6 @@ class Canary:
 
 
 def spoil(tmp_path):
-    """Directories that are refused."""
     state = plain_zoo().state_dict()
     dcp.save({"model": state}, checkpoint_id=tmp_path / "model", no_dist=True)
     dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)

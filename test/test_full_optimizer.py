@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from on_ranks import on_ranks
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from wrappings import assert_equal, mean_loss, plain_zoo, stacked, step, zoo
 from zoo import Scaled
 
@@ -82,7 +83,6 @@ def go_on(rank, size, make, build, first, second, by_number=False):
 
 
 def by_number_of(plain, plain_optimizer, optim):
-    """What plain torch loads."""
     number = {name: i for i, (name, _) in enumerate(plain.named_parameters())}
     groups = copy.deepcopy(plain_optimizer.state_dict()["param_groups"])
     assert set(optim["param_groups"][0]["params"]) == set(number)
@@ -167,8 +167,6 @@ def renumbered(state_dict, count):
 
 @on_ranks(3)
 def test_other_ways_to_give_the_state(rank, size, folder):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     plain = plain_zoo()
     names = [name for name, _ in plain.named_parameters()]
     one = adamw(plain.parameters())

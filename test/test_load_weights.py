@@ -29,7 +29,6 @@ AGAIN = "blocks.0.again.weight"
 
 
 def hub_folder(folder, state, pattern="model-{}-of-3.safetensors", save=save_file):
-    """As the hub has large models: several files and an index."""
     os.makedirs(folder)
     names = list(state)
     where = {name: pattern.format(1 + number % 3) for number, name in enumerate(names)}
@@ -52,7 +51,6 @@ def hub_cache(folder, source):
 
 
 def makes(tmp_path):
-    """Ways to keep the same weights, by path."""
     state = weights()
     save_file(state, tmp_path / "model.safetensors")
     for folder, name in (("one", "model"), ("odd", "zoo")):
@@ -124,7 +122,6 @@ class Canary:
 
 
 def spoilt(tmp_path):
-    """Paths that are refused, with the error and a part of its message."""
     state = weights()
     good = (tmp_path / "model.safetensors").read_bytes()
     cases = []

@@ -7,6 +7,8 @@ import torch
 from test_optim import EVERY, Block, plain, train, train_plain, wrapped
 from test_special_uses import whole
 
+import xla_fsdp
+from xla_fsdp.consolidate.errors import ModelMismatchError
 from xla_fsdp.optim import Adafactor, AdamW8bit, adam8bit
 from xla_fsdp.sharding.sharded_parameter import local
 
@@ -25,7 +27,6 @@ def unsharded(name: str) -> dict[str, torch.Tensor]:
 
 
 def state_of(model, optimizer):
-    """Every tensor of the state, by the parameters' names and keys."""
     return {
         (name, key): local(value.detach()).cpu()
         for name, parameter in model.named_parameters()
@@ -74,22 +75,20 @@ def close(found, expected, name):
 
 
 def save_and_go_on(rank, folder, kinds, expected):
-    from xla_fsdp import full_optim_state_dict, full_state_dict, load_checkpoint, save_checkpoint
-
     for kind, name in kinds:
         make, block = MAKES[name]
         model = wrapped(kind, block)
         optimizer = make(model.parameters())
         train(model, optimizer, block, (1, 2))
         path = f"{folder}/{name}-{kind}"
-        save_checkpoint(path, model, optimizer, step=2)
-        full = full_state_dict(model), full_optim_state_dict(model, optimizer)
+        xla_fsdp.save_checkpoint(path, model, optimizer, step=2)
+        full = xla_fsdp.full_state_dict(model), xla_fsdp.full_optim_state_dict(model, optimizer)
         if rank == 0:
             full_state_is_the_unsharded(name, full[1])
             torch.save(full, f"{path}.pt")
         again = wrapped(kind, block)
         resumed = make(again.parameters())
-        load_checkpoint(path, again, resumed)
+        xla_fsdp.load_checkpoint(path, again, resumed)
         # As they were, bit for bit.
         before, after = state_of(model, optimizer), state_of(again, resumed)
         assert before.keys() == after.keys()
@@ -106,27 +105,24 @@ def save_and_go_on(rank, folder, kinds, expected):
 
 
 def on_other_ranks(rank, folder, pairs, expected):
-    from xla_fsdp import load_checkpoint, load_full_optim_state_dict, load_full_state_dict
-    from xla_fsdp.consolidate.errors import ModelMismatchError
-
     for kind, other, name in pairs:
         make, block = MAKES[name]
         model = wrapped(other, block)
         optimizer = make(model.parameters())
         full = torch.load(f"{folder}/{name}-{kind}.pt") if rank == 0 else (None, None)
         if other == "flat":
-            load_full_state_dict(model, full[0])
-            load_full_optim_state_dict(model, optimizer, full[1])
+            xla_fsdp.load_full_state_dict(model, full[0])
+            xla_fsdp.load_full_optim_state_dict(model, optimizer, full[1])
         else:
-            load_checkpoint(f"{folder}/{name}-{kind}", model, optimizer)
+            xla_fsdp.load_checkpoint(f"{folder}/{name}-{kind}", model, optimizer)
         if name == "adafactor":
             wrong = torch.load(f"{folder}/{name}-{kind}.pt")[1]
             wrong["state"]["first.weight"]["row_var"] = torch.ones(3, 1)
             with pytest.raises(ModelMismatchError, match="'first.weight'.*'row_var' is .3, 1."):
-                load_full_optim_state_dict(model, optimizer, wrong)
+                xla_fsdp.load_full_optim_state_dict(model, optimizer, wrong)
             wrong["param_groups"][0]["maximize"] = True
             with pytest.raises(ModelMismatchError, match="trained with maximize"):
-                load_full_optim_state_dict(model, optimizer, {**wrong, "state": {}})
+                xla_fsdp.load_full_optim_state_dict(model, optimizer, {**wrong, "state": {}})
         train(model, optimizer, block, (3, 4))
         close(whole(model, model.state_dict()), expected[name], name)
 
@@ -157,7 +153,6 @@ def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(
 
 
 def in_plain_torch(path, expected, name):
-    """Goes on with the full state in the unsharded model."""
     weights, full = torch.load(path)
     make, block = MAKES[name]
     make = torch_adafactor if name == "adafactor" else make

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch_xla.core.xla_model as xm
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from wrappings import assert_equal
 
 import xla_fsdp
@@ -30,8 +32,6 @@ class Net(nn.Module):
 
 
 class OwnMethods(Net):
-    """Leaves entries out, and renames the others."""
-
     def state_dict(self, *args, **kwargs):
         own = super().state_dict(*args, **kwargs)
         return {f"net.{name}": value for name, value in own.items() if "b." not in name}
@@ -70,8 +70,6 @@ class WritesItself(nn.Linear):
 
 
 class Replaced(nn.Linear):
-    """Loads by new parameters and buffers."""
-
     def __init__(self, *args):
         super().__init__(*args)
         self.register_buffer("seen", torch.zeros(2))
@@ -187,8 +185,6 @@ def built(name, seed):
 
 
 def hooked_afterwards(model):
-    """Hooks on the model after it is wrapped."""
-
     def rename(module, state, prefix, metadata):
         state[prefix + "later"] = state.pop(prefix + "table")
 
@@ -224,8 +220,6 @@ def same(found, expected):
 
 
 def _hooks(rank, form):
-    from torch.nn.modules.module import _IncompatibleKeys
-
     for name in MODELS:
         if form != "class" and name in ("pre-hook that changes values",):
             continue
@@ -303,9 +297,6 @@ class Blocks(nn.Module):
 
 
 def _files(rank, folder):
-    """Files and directories of torch.distributed.checkpoint, and scanned blocks."""
-    import torch.distributed.checkpoint as dcp
-
     torch.manual_seed(3)
     expected = Blocks()
     torch.manual_seed(3)

@@ -60,8 +60,6 @@ def direct(module, x):
 
 
 class Net(nn.Module):
-    """Calls its layers as ``call`` says."""
-
     def __init__(self, call=direct):
         super().__init__()
         torch.manual_seed(0)
@@ -242,8 +240,6 @@ def by_checkpoint_module(model):
 
 
 def temporaries(cache, recompute):
-    """MiB of temporaries of four blocks of width 512 in one unit."""
-
     def block():
         return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
 
@@ -349,8 +345,6 @@ def test_states_have_the_names_of_the_module(rank, size, folder):
 
 
 class Scanned(nn.Module):
-    """A block that calls its own module as ``call`` says."""
-
     def __init__(self, call, wrap=lambda module: module):
         super().__init__()
         self.call = call
