@@ -10,8 +10,7 @@ from on_ranks import on_ranks
 from zoo import Zoo
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import save_checkpoint
-from xla_fsdp.checkpoint.inventory import make_inventory
+from xla_fsdp import full_optim_state_dict, full_state_dict, save_checkpoint
 from xla_fsdp.checkpoint.loading import Reader, prepare
 from xla_fsdp.checkpoint.rank_exchange import RankExchange
 from xla_fsdp.consolidate.errors import (
@@ -23,7 +22,6 @@ from xla_fsdp.consolidate.errors import (
 from xla_fsdp.consolidate.format.manifest import ShardingRule, State
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.sharding.layout import Layout
-from xla_fsdp.sharding.sharded_parameter import local
 
 FEW, MANY = (4,), (1, 2, 3, 4, 7, 8)
 # A wrapping for each number of ranks, so that every pair of counts also changes the wrapping.
@@ -31,42 +29,28 @@ BY_COUNT = dict(zip(MANY, WRAPPINGS, strict=True))
 slow = pytest.mark.slow
 
 
-def _held(run: Run) -> dict[str, tuple[int, torch.Tensor]]:
-    """Every run of elements that this rank holds, of parameters and optimizer state."""
-    found = {}
-    for shard in make_inventory(run.model).parameters:
-        state = run.optimizer.state.get(shard.holder, {})
-        for key, tensor in {"": local(shard.holder), **state}.items():
-            tensor = local(tensor)
-            if tensor.shape == local(shard.holder).shape and (shard.shape or key != "step"):
-                flat = tensor.detach().cpu().reshape(-1)
-                found[f"{shard.name} {key}"] = shard.begin, flat[shard.at : shard.at + shard.length]
-            else:
-                found[f"{shard.name} {key}"] = 0, tensor.detach().cpu().reshape(1).clone()
-    return found
-
-
-def _whole(ranks: list[dict]) -> dict[str, torch.Tensor]:
-    whole = {}
-    for name in ranks[0]:
-        pieces = {begin: piece for rank in ranks for begin, piece in [rank[name]] if piece.numel()}
-        ordered = [pieces[begin] for begin in sorted(pieces)]
-        whole[name] = torch.cat(ordered) if ordered else torch.empty(0)
-    return whole
+def _full(run: Run) -> dict[str, torch.Tensor]:
+    """Elements of the unsharded parameters and optimizer state."""
+    state = full_state_dict(run.model, rank0_only=False)
+    found = {f"{name} ": state[name] for name, _ in Zoo().named_parameters()}
+    optimizer = full_optim_state_dict(run.model, run.optimizer, rank0_only=False)["state"]
+    for name, values in optimizer.items():
+        found |= {f"{name} {key}": value for key, value in values.items()}
+    return {name: torch.as_tensor(value).reshape(-1) for name, value in found.items()}
 
 
 def _train_and_save(rank, size, kind, path, optimizer, until=2):
     run = Run(kind, rank, size, optimizer=optimizer)
     run.train(0, 2)
     run.save(path, 2, extra={"shape": (1, 2)})
-    return _held(run), run.train(2, until)
+    return _full(run), run.train(2, until)
 
 
 def _load_and_save(rank, size, kind, path, saved_as):
     run = Run(kind, rank, size, seed=9)
     assert run.load(path).extra == {"shape": (1, 2)}
     run.save(saved_as, 3, extra={"shape": (1, 2)})
-    return _held(run)
+    return _full(run)
 
 
 def _different(found: dict, expected: dict) -> list[str]:
@@ -78,7 +62,7 @@ def _different(found: dict, expected: dict) -> list[str]:
 def _read_as(path, layout_of, size: int, names) -> dict[str, torch.Tensor]:
     """What ``size`` ranks together would load, piece by piece, without being there."""
     checkpoint = ShardedCheckpoint(path)
-    whole = {}
+    found = {}
     for name, tensor in checkpoint.manifest.parameters.items():
         keys = ["", *checkpoint.manifest.optimizer.state.get(name, State({}, {})).sharded]
         layout = layout_of(tensor.shape, size)
@@ -87,23 +71,22 @@ def _read_as(path, layout_of, size: int, names) -> dict[str, torch.Tensor]:
             for rank in range(size):
                 ((begin, end, _),) = layout.pieces(rank)
                 pieces.append(checkpoint.read(name, begin, end, key or None))
-            whole[f"{name} {key}"] = torch.cat(pieces)
-    return {name: whole[name] for name in names if name in whole}
+            found[f"{name} {key}"] = torch.cat(pieces)
+    return {name: found[name] for name in names}
 
 
 @pytest.mark.parametrize("counts", [FEW, pytest.param(MANY, marks=slow)], ids=["few", "many"])
 def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path, counts):
-    ranks = run_ranks(_train_and_save, 3, 3, "nested", tmp_path / "start", adam)
-    expected = _whole([held for held, _ in ranks])
+    expected, _ = run_ranks(_train_and_save, 3, 3, "nested", tmp_path / "start", adam)[0]
     last = "start"
     for size in counts:
         places = tmp_path / last, tmp_path / str(size)
-        held = run_ranks(_load_and_save, size, size, BY_COUNT[size], *places)
-        assert not _different(_whole(held), expected), size
+        found = run_ranks(_load_and_save, size, size, BY_COUNT[size], *places)[0]
+        assert not _different(found, expected), size
         last = str(size)
     # The first number of ranks, of which a worker is still there.
-    held = run_ranks(_load_and_save, 3, 3, "rows", tmp_path / last, tmp_path / "again")
-    assert not _different(_whole(held), expected)
+    found = run_ranks(_load_and_save, 3, 3, "rows", tmp_path / last, tmp_path / "again")[0]
+    assert not _different(found, expected)
     elements = {name: value for name, value in expected.items() if not name.endswith(" step")}
     for saved in counts:
         for size in MANY if counts == MANY else (2, 7):
@@ -120,16 +103,15 @@ def _every_wrapping(rank, size, folder, pairs):
     first = Run("nested", rank, size)
     first.train(0, 2)
     first.save(f"{folder}/start", 2)
+    expected = _full(first)
     for kind in WRAPPINGS:
         run = Run(kind, rank, size, seed=3)
         run.load(f"{folder}/start")
         run.save(f"{folder}/{kind}", 2)
     runs = {kind: Run(kind, rank, size, seed=4) for kind in WRAPPINGS}
-    found = {}
     for saved, kind in pairs:
         runs[kind].load(f"{folder}/{saved}")
-        found[saved, kind] = _held(runs[kind])
-    return _held(first), found
+        assert not _different(_full(runs[kind]), expected), (saved, kind)
 
 
 IN_A_RING = list(zip(WRAPPINGS, (*WRAPPINGS[1:], WRAPPINGS[0]), strict=True))
@@ -144,10 +126,7 @@ ALL_PAIRS = list(itertools.product(WRAPPINGS, WRAPPINGS))
     ],
 )
 def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path, pairs):
-    ranks = run_ranks(_every_wrapping, 3, 3, tmp_path, pairs)
-    expected = _whole([held for held, _ in ranks])
-    for pair in ranks[0][1]:
-        assert not _different(_whole([found[pair] for _, found in ranks]), expected), pair
+    run_ranks(_every_wrapping, 3, 3, tmp_path, pairs)
 
 
 def _train_resume_train(rank, size, kind, path, optimizer):
@@ -155,16 +134,14 @@ def _train_resume_train(rank, size, kind, path, optimizer):
     run.train(0, 2)
     run.save(path, 2)
     draw = [torch.rand(3), torch.rand(3, device="xla").cpu()]
-    losses, held = run.train(2, 4), _held(run)
+    losses, expected = run.train(2, 4), _full(run)
     other = Run(kind, rank, size, seed=9, optimizer=optimizer)
     other.load(path)
     again = [torch.rand(3), torch.rand(3, device="xla").cpu()]
     assert torch.equal(draw[0], again[0]), "torch's random state"
     assert torch.equal(draw[1], again[1]), "XLA's random state"
     assert other.train(2, 4) == losses
-    resumed = _held(other)
-    for name, (begin, value) in held.items():
-        assert begin == resumed[name][0] and torch.equal(value, resumed[name][1]), name
+    assert not _different(_full(other), expected)
     assert run.scheduler.state_dict() == other.scheduler.state_dict()
 
 
