@@ -15,6 +15,7 @@ from sharded_files import small_checkpoint, write_checkpoint
 
 from xla_fsdp.consolidate import consolidate_checkpoint, errors, verify_checkpoint
 from xla_fsdp.consolidate.format import manifest, rank_file
+from xla_fsdp.consolidate.format.dtypes import copy_into
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.consolidate.stream.options import parse_size
 from xla_fsdp.consolidate.stream.tensors import pump
@@ -298,6 +299,14 @@ def test_pump_raises_what_either_side_raised(at, side, kind):
         pump(produce(), consume)
     assert threading.active_count() == before
     assert taken == list(range(at))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cast_is_that_of_torch(dtype):
+    values = torch.randn(100_001) * 1e5
+    values[:3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    out = torch.empty(100_001, dtype=dtype)
+    assert same(copy_into(out, values), values.to(dtype))
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 21, 1 << 30])
