@@ -227,10 +227,11 @@ def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
     assert all(state["step"] == 1 for state in own.optimizer.state.values())
     # Another scheduler is refused before anything changes.
     run.optimizer.param_groups[0]["lr"] = 0.5
-    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+    saved, run.scheduler = run.scheduler, torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
     with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):
         run.load(folder)
     assert run.optimizer.param_groups[0]["lr"] == 0.5
+    run.scheduler = saved
     if rank == 1:
         run.model.module.head.weight = torch.nn.Parameter(torch.zeros(2, 2, device="xla"))
     with pytest.raises((ModelMismatchError, OtherRankError), match="'head.weight'|rank 1 could"):

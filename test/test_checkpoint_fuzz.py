@@ -24,9 +24,8 @@ from sharded_files import everything
 from xla_fsdp.consolidate.errors import CheckpointError, UnsupportedValueError
 from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.container import layout, read_container
-from xla_fsdp.consolidate.format.digests import ChunkDigests, chunk_bytes, digest
+from xla_fsdp.consolidate.format.digests import chunk_bytes, digest
 from xla_fsdp.consolidate.format.dtypes import DTYPES, tensor_bytes
-from xla_fsdp.consolidate.format.folders import parse_folder_name
 from xla_fsdp.consolidate.format.manifest import (
     NOT_OPTIONS,
     Group,
@@ -396,27 +395,3 @@ def test_a_forged_checkpoint_is_refused_or_whole(checkpoint, rank, changes, byte
     except CheckpointError as error:
         assert str(folder) in str(error) or str(error).startswith("extra")
         assert len(str(error)) < 1500
-
-
-# --- the rest
-
-
-@fuzz
-@given(st.binary(max_size=40), st.integers(1, 9), st.lists(st.integers(0, 40), max_size=5))
-def test_digests_do_not_depend_on_how_bytes_come(data, chunk, cuts):
-    digests, begin = ChunkDigests(chunk), 0
-    for end in [*sorted(min(cut, len(data)) for cut in cuts), len(data)]:
-        digests.update(memoryview(data)[begin:end])
-        begin = end
-    assert digests.finish() == [digest(data[at : at + chunk]) for at in range(0, len(data), chunk)]
-
-
-@fuzz
-@example("step-00000001\n")
-@example("step-000000001")
-@example("step-00000001.1")
-@example("step-٠٠٠٠٠٠٠١")
-@given(st.from_regex(r"step-\d{7,19}(\.\d{1,3})?", fullmatch=True) | st.text(max_size=10))
-def test_a_name_is_of_the_place_that_it_means(name):
-    place = parse_folder_name(name)
-    assert place is None or place.name == name

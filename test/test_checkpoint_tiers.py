@@ -322,34 +322,34 @@ def _train_and_lose_a_host(rank, size, folder):
     if rank == 0:
         (damaged,) = Path(folder, "host0").glob("run-*/save-00000002-*/rank-00001-of-*.safetensors")
         files.flip(damaged, damaged.stat().st_size - 5)
-    healed = Run("nested", rank, size, seed=4)
-    with tiers() as checkpointer, warnings_of_ranks(rank) as said:
-        checkpointer.load(healed.model, healed.optimizer, healed.scheduler)
-    assert healed.train(2, 4) == expected
+
+    def resume(seed):
+        """What is loaded, the losses of steps 2 and 3, and the warnings."""
+        run = Run("nested", rank, size, seed=seed)
+        with tiers() as checkpointer, warnings_of_ranks(rank) as said:
+            loaded = checkpointer.load(run.model, run.optimizer, run.scheduler)
+        return loaded, run.train(loaded.step, 4)[-2:], said
+
+    _, found, said = resume(4)
+    assert found == expected
     if rank == 0:
         (warning,) = said
         assert warning.startswith("rank-00001-of-00004.safetensors of save-00000002-")
         files.flip(damaged, damaged.stat().st_size - 5)
         shutil.rmtree(f"{folder}/host1")
     xm.rendezvous("lost")
-    other = Run("nested", rank, size, seed=5)
-    with tiers() as checkpointer:
-        loaded = checkpointer.load(other.model, other.optimizer, other.scheduler)
-        assert (loaded.step, loaded.extra, loaded.world_size) == (2, {"at": 2}, size)
-        assert other.train(2, 4) == expected
+    loaded, found, _ = resume(5)
+    assert (loaded.step, loaded.extra, loaded.world_size) == (2, {"at": 2}, size)
+    assert found == expected
     xm.rendezvous("gone on")
     if rank == 0:
         shutil.rmtree(f"{folder}/host0")
     xm.rendezvous("lost, too")
-    last = Run("nested", rank, size, seed=6)
-    with tiers() as checkpointer:
-        loaded = checkpointer.load(last.model, last.optimizer, last.scheduler)
-        assert loaded.step == 1 and "durable" in loaded.path
-        assert last.train(1, 4)[1:] == expected
-        try:
-            checkpointer.load(last.model, step=9)
-        except errors.CheckpointNotFoundError as error:
-            return str(error)
+    loaded, found, _ = resume(6)
+    assert loaded.step == 1 and "durable" in loaded.path and found == expected
+    with tiers() as checkpointer, pytest.raises(errors.CheckpointNotFoundError) as caught:
+        checkpointer.load(run.model, step=9)
+    return str(caught.value)
 
 
 @pytest.mark.slow

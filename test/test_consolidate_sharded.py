@@ -245,35 +245,6 @@ def test_what_the_command_prints(tmp_path, capsys, monkeypatch):
     assert any("write: 100%" in line for line in err) and len(out) == 1
 
 
-def test_as_a_user_loads_it(tmp_path):
-    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    module(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    names = [name for name, _ in module.named_parameters()]
-    own = optimizer.state_dict()
-    write_checkpoint(
-        tmp_path / "ckpt",
-        dict(module.state_dict()),
-        {
-            "groups": [{**own["param_groups"][0], "params": names}],
-            "state": {names[n]: state for n, state in own["state"].items()},
-        },
-        world_size=4,
-    )
-    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", format="pth", optimizer=True)
-    loaded = torch.load(tmp_path / "out" / "optimizer.pth", weights_only=True)
-    number = {name: n for n, name in enumerate(names)}
-    loaded["state"] = {number[name]: state for name, state in loaded["state"].items()}
-    for group in loaded["param_groups"]:
-        group["params"] = [number[name] for name in group["params"]]
-    fresh = torch.optim.Adam(module.parameters())
-    fresh.load_state_dict(loaded)
-    assert fresh.state_dict()["param_groups"] == own["param_groups"]
-    for n, state in own["state"].items():
-        assert_same(fresh.state_dict()["state"][n], state)
-
-
 # --- the parts one by one
 
 

@@ -229,20 +229,17 @@ def test_other_ways_to_give_the_state(rank, size, folder):
 # --- options of groups, as torch's load_state_dict leaves them
 
 
-def halved(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+def halve(optimizer):
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 
 
-def nothing(optimizer):
-    pass
-
-
+# Whether a scheduler is attached before saving, and after it; groups.
 GROUPS = {
-    "without a scheduler": (nothing, nothing, ["all"]),
-    "with a key of the user": (nothing, nothing, ["all", "noted"]),
-    "a scheduler attached before saving, an empty group": (halved, nothing, ["all", "empty"]),
-    "a scheduler attached after saving": (nothing, halved, ["empty", "all", "empty"]),
-    "both": (halved, halved, ["all"]),
+    "without a scheduler": (False, False, ["all"]),
+    "with a key of the user": (False, False, ["all", "noted"]),
+    "a scheduler attached before saving, an empty group": (True, False, ["all", "empty"]),
+    "a scheduler attached after saving": (False, True, ["empty", "all", "empty"]),
+    "both": (True, True, ["all"]),
 }
 
 
@@ -270,47 +267,40 @@ def test_options_of_groups_are_what_torch_makes_of_them(run_ranks, tmp_path, sha
 
 
 def options_are_torchs(rank, shard, folder):
-    def build():
-        return torch.nn.Linear(6, 4)
-
-    def stepped(model, optimizer, x):
-        model(x).square().mean().backward()
+    def saved(model, kinds, before, device):
+        optimizer = grouped(model, kinds, 0.5)
+        if before:
+            halve(optimizer)
+        model(torch.ones(2, 6).to(device)).square().mean().backward()
         optimizer.step()
+        return optimizer
+
+    def loads(model, kinds, after, load):
+        optimizer = grouped(model, kinds, 9.0)
+        if after:
+            halve(optimizer)
+        load(model, optimizer)
+        return options_of_groups(optimizer)
 
     for number, (name, (before, after, kinds)) in enumerate(GROUPS.items()):
-        plain = build()
-        saved, expected = grouped(plain, kinds, 0.5), grouped(plain, kinds, 9.0)
-        before(saved)
-        stepped(plain, saved, torch.ones(2, 6))
-        after(expected)
-        expected.load_state_dict(saved.state_dict())
+        plain = torch.nn.Linear(6, 4)
+        state = saved(plain, kinds, before, "cpu").state_dict()
+        expected = loads(plain, kinds, after, lambda _, own, s=state: own.load_state_dict(s))
 
-        model = shard(build())
-        own = grouped(model, kinds, 0.5)
-        before(own)
-        stepped(model, own, torch.ones(2, 6).to("xla"))
+        model, path = shard(torch.nn.Linear(6, 4)), f"{folder}/{number}"
+        own = saved(model, kinds, before, "xla")
         full = full_optim_state_dict(model, own, rank0_only=False)
-        path = f"{folder}/{number}"
         to_dcp(f"{path}-dcp", model, own)
         save_checkpoint(path, model, own, step=1)
-
-        given = {
-            "by name": full,
-            "from rank 0": full if rank == 0 else None,
-            "by number": saved.state_dict(),
-        }
-        for how in (*given, "dcp", "checkpoint"):
-            model = shard(build())
-            loaded = grouped(model, kinds, 9.0)
-            after(loaded)
-            if how in given:
-                load_full_optim_state_dict(model, loaded, given[how])
-            elif how == "dcp":
-                from_dcp(f"{path}-dcp", model, loaded, allow_pickle=True)
-            else:
-                load_checkpoint(path, model, loaded)
-            found = options_of_groups(loaded)
-            assert found == options_of_groups(expected), (name, how, found)
+        for load in (
+            lambda m, o, s=full: load_full_optim_state_dict(m, o, s),
+            lambda m, o, s=full: load_full_optim_state_dict(m, o, s if rank == 0 else None),
+            lambda m, o, s=state: load_full_optim_state_dict(m, o, s),
+            lambda m, o, p=path: from_dcp(f"{p}-dcp", m, o, allow_pickle=True),
+            lambda m, o, p=path: load_checkpoint(p, m, o),
+        ):
+            found = loads(shard(torch.nn.Linear(6, 4)), kinds, after, load)
+            assert found == expected, (name, found)
 
 
 @on_ranks(2)

@@ -166,22 +166,20 @@ def spoilt(tmp_path):
     rank_file = {"model": state, "shard_metadata": {}}
     case(foreign, "one rank", "rank.pth", torch_file(rank_file))
     case(unsafe, "nothing was executed", "canary.pth", torch_file({"a": Canary()}))
-    case("InvalidMetadataError", "weight_map", "noindex", index({"weight_map": [1]}))
-    surrogate = {"weight_map": {"position": "\ud800"}}
-    case("InvalidMetadataError", "surrogates not allowed", "surrogate", index(surrogate))
     sparse = {**state, "position": torch.ones(5, 12).to_sparse()}
     case(foreign, "'position' is not the name of", "sparse.pth", torch_file(sparse))
-    outside = {"weight_map": {"position": "../model.safetensors"}}
-    case(unsafe, "only plain names", "outside", index(outside))
-    lacking = {"weight_map": {"nothing": "a.safetensors"}}
-    case(foreign, "lacks 'nothing'", "lacking", index(lacking))
-    partial = {"weight_map": {"position": "a.safetensors"}}
-    case(foreign, "does not list", "partial", index(partial))
     case(not_found, "has none of", "empty", lambda path: path.mkdir())
-    absent = {"weight_map": {"position": "b.safetensors"}}
-    case(f"{unreadable}|{not_found}", "b.safetensors", "absent", index(absent))
     case(f"{unreadable}|{not_found}", "exist|No such", "no.safetensors", str)
     case(not_found, "does not exist", "no.pth", str)
+    for kind, text, name, weight_map in (
+        ("InvalidMetadataError", "weight_map", "noindex", [1]),
+        ("InvalidMetadataError", "surrogates not allowed", "surrogate", {"position": "\ud800"}),
+        (unsafe, "only plain names", "outside", {"position": "../model.safetensors"}),
+        (foreign, "lacks 'nothing'", "lacking", {"nothing": "a.safetensors"}),
+        (foreign, "does not list", "partial", {"position": "a.safetensors"}),
+        (f"{unreadable}|{not_found}", "b.safetensors", "absent", {"position": "b.safetensors"}),
+    ):
+        case(kind, text, name, index({"weight_map": weight_map}))
     return cases
 
 
