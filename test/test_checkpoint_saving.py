@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
@@ -55,24 +54,6 @@ def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(rank, size, 
     else:
         run.save(folder, 1, keep_last=1)
     assert _kept(folder) == ["step-00000001", "step-00000002", "step-00000003.2"]
-
-
-@on_ranks(3)
-def test_object_stores_get_the_manifest_last_and_keep_nothing_else(rank, size, folder):
-    url = "memory://bucket/run"
-    run = Run("nested", rank, size)
-    run.train(0, 1)
-    assert run.save(url, 1) == f"{url}/step-00000001"
-    with xla_fsdp.AsyncCheckpointer(url, keep_last=1) as checkpointer:
-        checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)
-        expected = run.train(1, 2)
-    assert xla_fsdp.latest_checkpoint(url) == f"{url}/step-00000002"
-    other = Run("root", rank, size, seed=4)
-    assert other.load(url).path.endswith("/step-00000002")
-    assert other.train(1, 2) == expected
-    xm.rendezvous("tidied")
-    files = fsspec.filesystem("memory")
-    assert [name.rpartition("/")[2] for name in files.ls(url, detail=False)] == ["step-00000002"]
 
 
 @on_ranks(3)

@@ -34,35 +34,6 @@ def state_of(model, optimizer):
     }
 
 
-def full_state_is_the_unsharded(name, full):
-    """Of Adafactor that of torch's; 8 bits within the distance of two values of their block."""
-    make, block = MAKES[name]
-    make = make if name != "adafactor" else torch_adafactor
-    model = plain(block)
-    optimizer = make(model.parameters())
-    train_plain(model, optimizer, (1, 2))
-    expected = {
-        n: optimizer.state[p] for n, p in model.named_parameters() if optimizer.state.get(p)
-    }
-    assert full["state"].keys() == expected.keys()
-    for key, state in expected.items():
-        found = full["state"][key]
-        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in state.items()}
-        if "scales" not in state:
-            for what, value in state.items():
-                torch.testing.assert_close(found[what], value, rtol=2e-4, atol=1e-6)
-            continue
-        for number, signed in enumerate((True, False)):
-            what = ("exp_avg", "exp_avg_sq")[number]
-            assert found[what].dtype is torch.uint8
-            ours, theirs = (
-                adam8bit.decode(one[what], one["scales"].reshape(2, -1)[number], signed)
-                for one in (found, state)
-            )
-            # The block of a shard may be one of other blocks of a stack too.
-            assert (ours - theirs).abs().max() < 4 * 0.0071 * max(theirs.abs().max(), 0.5)
-
-
 def torch_adafactor(parameters):
     return torch.optim.Adafactor(parameters, lr=0.65, weight_decay=0.1)
 
@@ -84,7 +55,6 @@ def save_and_go_on(rank, folder, kinds, expected):
         xla_fsdp.save_checkpoint(path, model, optimizer, step=2)
         full = xla_fsdp.full_state_dict(model), xla_fsdp.full_optim_state_dict(model, optimizer)
         if rank == 0:
-            full_state_is_the_unsharded(name, full[1])
             torch.save(full, f"{path}.pt")
         again = wrapped(kind, block)
         resumed = make(again.parameters())
@@ -149,7 +119,8 @@ def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(
     run_ranks(save_and_go_on, 2, str(tmp_path), [(kind, name) for kind in here], expected)
     pairs = [(*pair, name) for pair in there]
     run_ranks(on_other_ranks, 4, str(tmp_path), pairs, expected)
-    in_plain_torch(f"{tmp_path}/{name}-{here[0]}.pt", expected[name], name)
+    for kind in here:
+        in_plain_torch(f"{tmp_path}/{name}-{kind}.pt", expected[name], name)
 
 
 def in_plain_torch(path, expected, name):
