@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint_files as files
@@ -19,25 +20,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from sharded_files import everything
+from sharded_files import everything, small_checkpoint
 
 from xla_fsdp.consolidate.errors import CheckpointError, UnsupportedValueError
 from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.container import layout, read_container
-from xla_fsdp.consolidate.format.digests import chunk_bytes, digest
 from xla_fsdp.consolidate.format.dtypes import DTYPES, tensor_bytes
-from xla_fsdp.consolidate.format.manifest import (
-    NOT_OPTIONS,
-    Group,
-    Manifest,
-    Optimizer,
-    State,
-    Tensor,
-    dump_manifest,
-    file_name,
-    load_manifest,
-)
-from xla_fsdp.consolidate.format.rank_file import FileRecord
+from xla_fsdp.consolidate.format.manifest import dump_manifest, load_manifest
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.consolidate.format.strict import read_json, write_json
 
@@ -248,78 +237,46 @@ def test_an_edited_container_is_read_strictly_or_refused(tensors, about, changes
 
 # --- manifests
 
-dtypes = st.sampled_from([*DTYPES])
 plain = st.none() | st.booleans() | st.integers() | st.text(max_size=4)
-options = st.dictionaries(
-    st.text(max_size=4).filter(lambda key: key not in NOT_OPTIONS), plain, max_size=3
+fields = st.fixed_dictionaries(
+    {
+        "save_id": st.text(max_size=4),
+        "step": st.integers(0, 2**63 - 1),
+        "scheduler": plain,
+        "extra": plain,
+        "extra_state": st.none() | st.dictionaries(st.text(max_size=4), plain, max_size=3),
+    }
 )
 
 
-@st.composite
-def manifests(draw):
-    found = draw(
-        st.lists(st.text(min_size=1, max_size=6), min_size=0, max_size=8, unique=True), "names"
-    )
-    made = [
-        Tensor(
-            (name, *(f"{name} tied {number}" for number in range(draw(st.integers(0, 1))))),
-            draw(dtypes),
-            draw(shapes),
-            draw(st.none() | dtypes),
-        )
-        for name in found
-    ]
-    names = [name for tensor in made for name in tensor.names]
-    if len(set(names)) != len(names):
-        made = []
-    cut = draw(st.integers(0, len(made)))
-    parameters = {tensor.name: tensor for tensor in made[:cut]}
-    world = draw(st.integers(1, 3))
-    sizes = [
-        draw(st.integers(0, 5) | st.sampled_from([2**20, 2**20 + 1, 2**31])) for _ in range(world)
-    ]
-    records = []
-    for rank, size in enumerate(sizes):
-        chunk = chunk_bytes(size)
-        digests = (digest(bytes([rank])),) * math.ceil(size / chunk)
-        records.append(FileRecord(file_name(rank, world), size, chunk, digests))
-    optimizer = None
-    if draw(st.booleans()):
-        order = draw(st.permutations([*parameters]))
-        at = draw(st.integers(0, len(order)))
-        groups = tuple(Group(tuple(part), draw(options)) for part in (order[:at], order[at:]))
-        state = {
-            name: State({"exp_avg": draw(dtypes)}, {"step": {"value": draw(plain)}})
-            for name in order
-            if draw(st.booleans())
-        }
-        optimizer = Optimizer(draw(st.text(max_size=4)), groups, state)
-    return Manifest(
-        save_id=draw(st.text(max_size=4)),
-        step=draw(st.integers(0, 2**63 - 1)),
-        world_size=world,
-        parameters=parameters,
-        buffers={tensor.name: tensor for tensor in made[cut:]},
-        files=tuple(records),
-        optimizer=optimizer,
-        scheduler=draw(plain),
-        extra=draw(plain),
-        extra_state=draw(st.none() | options),
-    )
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return Path(files.save(tmp_path_factory.mktemp("fuzz"), 5, 5.0))
+
+
+@pytest.fixture(scope="module")
+def manifests(checkpoint, tmp_path_factory):
+    """The second has tied names, cast buffers and several groups."""
+    folder = tmp_path_factory.mktemp("fuzz") / "small"
+    small_checkpoint(folder)
+    return [ShardedCheckpoint(each).manifest for each in (checkpoint, folder)]
 
 
 @fuzz
-@given(manifests())
-def test_manifests_come_back(manifest):
+@given(st.integers(0, 1), fields)
+def test_manifests_come_back(manifests, which, fields):
+    manifest = replace(manifests[which], **fields)
     data = dump_manifest(manifest)
     found = load_manifest(data, "file")
     assert found == manifest and dump_manifest(found) == data
 
 
 @fuzz
-@given(manifests(), edits, st.booleans())
-def test_an_edited_manifest_is_refused_or_means_something(manifest, changes, sealed):
-    data = dump_manifest(manifest)
+@given(st.integers(0, 1), fields, edits, st.booleans())
+def test_an_edited_manifest_is_refused_or_means_something(
+    manifests, which, fields, changes, sealed
+):
+    data = dump_manifest(replace(manifests[which], **fields))
     if sealed:
         body = data[data.index(b"\n") + 1 : -len(files.TAIL)]
         changed = files.seal(edited(body, changes))
@@ -337,17 +294,10 @@ def test_an_edited_manifest_is_refused_or_means_something(manifest, changes, sea
 # --- whole checkpoints, with right digests
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return Path(files.save(tmp_path_factory.mktemp("fuzz"), 5, 5.0))
-
-
-@st.composite
-def json_edits(draw):
-    """Changes of a JSON value at a random place, by a seed for where."""
-    return draw(
-        st.lists(st.tuples(st.integers(0, 10**6), scalars | json_values), min_size=1, max_size=2)
-    )
+# Changes of a JSON value at a random place, by a seed for where.
+json_edits = st.lists(
+    st.tuples(st.integers(0, 10**6), scalars | json_values), min_size=1, max_size=2
+)
 
 
 def edit_json(value, seed, new):
@@ -366,7 +316,7 @@ def edit_json(value, seed, new):
 
 
 @fuzz
-@given(rank=st.integers(-1, 2), changes=json_edits(), bytewise=edits, how=st.integers(0, 2))
+@given(rank=st.integers(-1, 2), changes=json_edits, bytewise=edits, how=st.integers(0, 2))
 def test_a_forged_checkpoint_is_refused_or_whole(checkpoint, rank, changes, bytewise, how):
     folder = checkpoint.parent.parent / "forged" / checkpoint.name
     shutil.rmtree(folder, ignore_errors=True)

@@ -163,19 +163,17 @@ def test_other_options_and_other_saves_replace(tmp_path):
         assert found["state"]["w"]["m"].tolist() == [number] * 2
 
 
-def test_leftovers_of_other_options_are_removed(tmp_path):
+def test_two_runs_at_once(tmp_path):
+    """The second one is refused, and leaves what the first is writing alone. What earlier runs with
+    other options have left is removed."""
     small_checkpoint(tmp_path / "ckpt")
+    target = tmp_path / "m.pth"
     other = tmp_path / ".m.pth.0123456789abcdef.partial"
     other.mkdir()
     (other / "m.pth").write_bytes(b"half")
-    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+    consolidate_checkpoint(tmp_path / "ckpt", target)
     assert sorted(os.listdir(tmp_path)) == ["ckpt", "m.pth"]
-
-
-def test_two_runs_at_once(tmp_path):
-    """The second one is refused, and leaves what the first is writing alone."""
-    small_checkpoint(tmp_path / "ckpt")
-    target = tmp_path / "m.pth"
+    target.unlink()
     # To learn the name of the folder, which is not removed, as if the run was killed.
     with pytest.raises(OutputError), mock.patch.object(LocalStore, "remove"):
         with Boundaries(str(tmp_path), 7, fill_disk, only=CHANGES):

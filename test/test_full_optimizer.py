@@ -152,6 +152,16 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
     assert [group["weight_decay"] for group in swapped.param_groups] == [0.01, 0.5]
     assert swapped.param_groups[0]["foreach"] is False
 
+    # Groups without parameters must be as many.
+    one, two = grouped_by(model, ["all"], 0.5), grouped_by(model, ["all", "empty"], 9.0)
+    state = full_optim_state_dict(model, one, rank0_only=False)
+    words = "make the optimizer with the groups"
+    refuses(words, load_full_optim_state_dict, model, two, state)
+    assert two.param_groups[0]["lr"] == 9.0
+    again = grouped_by(model, ["all"], 9.0)  # as the message says
+    load_full_optim_state_dict(model, again, state)
+    assert again.param_groups[0]["lr"] == 0.5
+
     some = next(iter(optimizer.state.values()))
     for value, what in ((torch.ones(5), "a tensor of shape"), (object(), "of type")):
         some["odd"] = value
@@ -243,7 +253,7 @@ GROUPS = {
 }
 
 
-def grouped(model, kinds, lr):
+def grouped_by(model, kinds, lr):
     groups = []
     for number, kind in enumerate(kinds):
         parameters = list(model.parameters()) if kind == "all" else []
@@ -268,7 +278,7 @@ def test_options_of_groups_are_what_torch_makes_of_them(run_ranks, tmp_path, sha
 
 def options_are_torchs(rank, shard, folder):
     def saved(model, kinds, before, device):
-        optimizer = grouped(model, kinds, 0.5)
+        optimizer = grouped_by(model, kinds, 0.5)
         if before:
             halve(optimizer)
         model(torch.ones(2, 6).to(device)).square().mean().backward()
@@ -276,7 +286,7 @@ def options_are_torchs(rank, shard, folder):
         return optimizer
 
     def loads(model, kinds, after, load):
-        optimizer = grouped(model, kinds, 9.0)
+        optimizer = grouped_by(model, kinds, 9.0)
         if after:
             halve(optimizer)
         load(model, optimizer)
@@ -301,16 +311,3 @@ def options_are_torchs(rank, shard, folder):
         ):
             found = loads(shard(torch.nn.Linear(6, 4)), kinds, after, load)
             assert found == expected, (name, found)
-
-
-@on_ranks(2)
-def test_groups_without_parameters_must_be_as_many(rank, size, folder):
-    model = FSDP(torch.nn.Linear(6, 4))
-    one, two = grouped(model, ["all"], 0.5), grouped(model, ["all", "empty"], 9.0)
-    state = full_optim_state_dict(model, one, rank0_only=False)
-    with pytest.raises(ModelMismatchError, match="make the optimizer with the groups"):
-        load_full_optim_state_dict(model, two, state)
-    assert two.param_groups[0]["lr"] == 9.0
-    again = grouped(model, ["all"], 9.0)  # as the message says
-    load_full_optim_state_dict(model, again, state)
-    assert again.param_groups[0]["lr"] == 0.5
