@@ -60,9 +60,6 @@ def _listed(root):
     return store.list(folder)
 
 
-# --- killed
-
-
 def _kill_everywhere(root, second, keep_last, at, stride):
     def killed(run, at):
         def work():
@@ -87,9 +84,6 @@ def _kill_everywhere(root, second, keep_last, at, stride):
 def test_killed_at_every_system_call(forks, tmp_path, second, keep_last, begin, stride):
     count, seen = forks(_kill_everywhere, str(tmp_path), second, keep_last, begin, stride)
     assert count > 50 and seen[2.0] > 5 / stride and seen[1.0] > (42 - begin) / stride
-
-
-# --- errors of the system
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
@@ -151,9 +145,6 @@ def test_files_that_become_too_large(forks, tmp_path):
     assert os.listdir(root) == ["step-00000001"] and read_value(root) == 1.0
     save(root, 2, 2.0)
     assert read_value(root) == 2.0
-
-
-# --- what stands in the way
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
@@ -244,9 +235,6 @@ def test_two_saves_in_one_folder_of_an_object_store():
     with pytest.raises(OutputError, match="step-00000001: another save into the same folder"):
         one[0].commit(written)
     assert read_value(root) == 2.0
-
-
-# --- stores that cannot rename
 
 
 class Stopped(BaseException):

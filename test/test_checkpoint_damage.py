@@ -69,9 +69,6 @@ def _refused(folder) -> CheckpointError:
     return caught.value
 
 
-# --- by accident
-
-
 def test_a_bit_flipped_anywhere_in_a_rank_file(saved, tmp_path):
     folder = copied(saved["five"], tmp_path)
     checkpoint = ShardedCheckpoint(folder)
@@ -350,9 +347,6 @@ def test_changed_by_hand(saved, tmp_path, kind, change):
     error = _refused(folder)
     assert isinstance(error, kind), repr(error)
     assert str(folder) in str(error) and _names_one_of(str(error), names), error
-
-
-# --- on ranks
 
 
 def symlinked_file(folder, saved):

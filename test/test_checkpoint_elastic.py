@@ -9,10 +9,7 @@ from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov
 from on_ranks import on_ranks
 from zoo import Zoo
 
-from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import full_optim_state_dict, full_state_dict, save_checkpoint
-from xla_fsdp.checkpoint.loading import Reader, prepare
-from xla_fsdp.checkpoint.rank_exchange import RankExchange
+from xla_fsdp import full_optim_state_dict, full_state_dict
 from xla_fsdp.consolidate.errors import (
     CoverageError,
     InvalidMetadataError,
@@ -222,25 +219,8 @@ def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
         run.load(folder)
 
 
-# --- the manifest has a rule of who holds what: a load opens only the files that it needs
-
-
 def _save_all(rank, size, folder):
     return {kind: Run(kind, rank, size).save(f"{folder}/{kind}", 1) for kind in WRAPPINGS}
-
-
-def _replicas(rank, size, folder):
-    torch.manual_seed(0)
-    model = FSDP(
-        Zoo(),
-        sharding_groups=[[0, 1], [2, 3]],
-        sharding_rank=rank % 2,
-        sharding_world_size=2,
-        replication_groups=[[0, 2], [1, 3]],
-    )
-    checkpoint = ShardedCheckpoint(save_checkpoint(folder, model, step=1))
-    prepare(Reader(checkpoint, RankExchange()), model, None, None, True, False)
-    return sorted(checkpoint._files)
 
 
 def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
@@ -281,10 +261,6 @@ def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
     with files.forged(path) as body:
         del body["spans"]  # as earlier versions wrote it
     ShardedCheckpoint(path).verify()
-
-
-def test_a_replica_opens_its_own_file_and_that_with_its_shard(run_ranks, tmp_path):
-    assert run_ranks(_replicas, 4, 4, str(tmp_path)) == [[0], [1], [0, 2], [1, 3]]
 
 
 def test_spans():

@@ -20,9 +20,6 @@ from xla_fsdp.consolidate.format.store import open_store
 SIZE = 3
 
 
-# --- errors of the n-th operation
-
-
 class Plan:
     def __init__(self, at):
         self.at, self.count, self.hit = at, 0, None
@@ -124,9 +121,6 @@ def test_an_error_at_every_operation(run_ranks, tmp_path, asynchronous, victims)
     assert len(set(counts)) == 1 and counts[0] > 8
 
 
-# --- AsyncCheckpointer
-
-
 @on_ranks(SIZE)
 def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, root):
     exchange, run = RankExchange(), Uniform()
@@ -169,8 +163,6 @@ def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, root):
     finally:
         use(...)
 
-
-# --- paths
 
 PATHS = ["a b/[ab]*?{1}", "ünï/ço", "new\nline%41", "-x:y", "~", "\udcff"]
 
@@ -224,9 +216,6 @@ def test_paths_that_cannot_be_saved_to(run_ranks, tmp_path):
     (tmp_path / "file").write_text("precious")
     run_ranks(_refused_paths, 2, str(tmp_path))
     assert (tmp_path / "file").read_text() == "precious"
-
-
-# --- real ranks, killed
 
 
 def _resume_and_save(rank, root, asynchronous, count):

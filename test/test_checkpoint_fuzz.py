@@ -41,8 +41,6 @@ fuzz = settings(
 )
 
 
-# --- values
-
 texts = st.text(max_size=8) | st.sampled_from(["$", "of", "\ud800", "a\udfffb", "\0", "é\n"])
 numbers = st.integers() | st.floats() | st.sampled_from([2**62, 2**63, -(2**64), 10**400, -0.0])
 tensors = st.builds(
@@ -154,8 +152,6 @@ def test_any_json_is_a_value_or_refused(value):
     assert same(values.decode(encoded, "value"), decoded)
 
 
-# --- JSON
-
 tokens = st.sampled_from(
     [b"{", b"}", b"[", b"]", b'"', b":", b",", b"null", b"true", b"NaN", b"-Infinity", b"1e999"]
     + [b"-0", b"9" * 30, b"9" * 5000, b'"\\ud800"', b"\\u0000", b'"a":', b"\xff", b" ", b"[" * 2000]
@@ -174,8 +170,6 @@ def test_any_bytes_are_json_or_refused(data):
         return
     assert same(read_json(write_json(value), "file"), value)
 
-
-# --- containers
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 tensor_names = st.text(min_size=1, max_size=5).filter(lambda name: name != "__metadata__")
@@ -235,8 +229,6 @@ def test_an_edited_container_is_read_strictly_or_refused(tensors, about, changes
     assert found.size == len(data)
 
 
-# --- manifests
-
 plain = st.none() | st.booleans() | st.integers() | st.text(max_size=4)
 fields = st.fixed_dictionaries(
     {
@@ -289,9 +281,6 @@ def test_an_edited_manifest_is_refused_or_means_something(
         return
     assert sealed or changed == data
     assert load_manifest(dump_manifest(found), "file") == found
-
-
-# --- whole checkpoints, with right digests
 
 
 # Changes of a JSON value at a random place, by a seed for where.

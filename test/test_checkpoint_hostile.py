@@ -43,9 +43,6 @@ def refused(folder, kind=errors.CheckpointError, name="") -> errors.CheckpointEr
     return caught.value
 
 
-# --- containers
-
-
 def container_of(data: bytes):
     return read_container(lambda begin, end: data[begin:end], len(data), "file")
 
@@ -173,8 +170,6 @@ def test_the_header_is_not_read_before_its_length_is_known_to_be_possible():
     assert asked == [(0, 8)]
 
 
-# --- manifests: every field, of every wrong type
-
 WRONG = [None, True, -1, 1.5, HUGE, 2**63, "", "../x", [], {}, [None], [[]], {"": None}, "\ud800"]
 # What is allowed to be anything, as far as reading the manifest goes.
 FREE = {"scheduler", "extra"}
@@ -275,9 +270,6 @@ def test_where_pieces_begin(folder, begins):
     refused(folder, name="rank-00001")
 
 
-# --- values
-
-
 def tensor(dtype, shape, data, **more):
     return {"$": "tensor", "of": {"dtype": dtype, "shape": shape, "data": data, **more}}
 
@@ -346,9 +338,6 @@ def test_values_that_could_be_saved_but_not_loaded(what):
     value = {"number": 10**5000, "text": half, "key": {half: 1}, "item": [half]}[what]
     with pytest.raises(errors.UnsupportedValueError, match="^extra|^a key of extra"):
         values.encode({"it": value}, "extra")
-
-
-# --- files that are something else
 
 
 def _canary(path) -> bytes:

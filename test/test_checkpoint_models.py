@@ -9,6 +9,8 @@ from zoo import Scaled
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.checkpoint.loading import Reader, prepare
+from xla_fsdp.checkpoint.rank_exchange import RankExchange
 from xla_fsdp.consolidate.errors import OtherRankError, UnsupportedValueError
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
@@ -213,10 +215,15 @@ def _groups(rank, folder):
     independent = FSDP(nn.Linear(40, 30), **options)
     with pytest.raises((ValueError, OtherRankError), match="pass replication_groups"):
         xla_fsdp.save_checkpoint(folder, independent, step=2)
+    checkpoint = ShardedCheckpoint(folder)
+    prepare(Reader(checkpoint, RankExchange()), model, None, None, True, False)
+    return sorted(checkpoint._files)
 
 
-def test_replicas_are_saved_once(run_ranks, tmp_path):
-    run_ranks(_groups, 4, str(tmp_path))
+def test_replicas_are_saved_once_and_open_their_own_file_and_that_with_their_shard(
+    run_ranks, tmp_path
+):
+    assert run_ranks(_groups, 4, str(tmp_path)) == [[0], [1], [0, 2], [1, 3]]
     checkpoint = ShardedCheckpoint(str(tmp_path))
     assert [file.length("weight") for file in checkpoint.files()] == [640, 560, 0, 0]
 

@@ -297,9 +297,6 @@ def test_a_host_that_says_nothing_is_given_up(started, monkeypatch):
         peer.close()
 
 
-# --- with ranks
-
-
 def _train_and_lose_a_host(rank, size, folder):
     def tiers(**options):
         return xla_fsdp.TieredCheckpointer(

@@ -148,9 +148,6 @@ def main(directory):
         write_case(Path(directory) / name, *case)
 
 
-# --- the tests
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, script_server):
     directory = tmp_path_factory.mktemp("intree")

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from consolidating import Harmful
 from test_full_optimizer import adamw, asgd
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -93,21 +94,16 @@ def read_here(rank, written):
         assert found.keys() == optim.keys()
 
 
-class Numbered(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.register_parameter("0", torch.nn.Parameter(torch.randn(4, 6)))
-        self.register_parameter("1", torch.nn.Parameter(torch.randn(6)))
-
-    def forward(self, x):
-        return (x @ getattr(self, "0") * getattr(self, "1")).square().mean()
+def numbered():
+    """Its parameters are named "0" and "1", as those of an optimizer."""
+    torch.manual_seed(0)
+    return torch.nn.ParameterList([torch.randn(4, 6), torch.randn(6)])
 
 
 def read_numbered(rank, root):
     found = {}
     for way in ("names", "flat", "numbers"):
-        model = FSDP(Numbered())
+        model = FSDP(numbered())
         optimizer = adamw(model.parameters())
         from_dcp(f"{root}/{way}", model, optimizer, allow_pickle=True)
         found[way] = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
@@ -115,9 +111,9 @@ def read_numbered(rank, root):
 
 
 def test_parameters_with_numbers_as_names(run_ranks, tmp_path):
-    model = Numbered()
+    model = numbered()
     optimizer = adamw(model.parameters())
-    model(torch.ones(2, 4)).backward()
+    (torch.ones(2, 4) @ model[0] * model[1]).square().mean().backward()
     optimizer.step()
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     ways = {
@@ -244,11 +240,6 @@ def refused(rank, folder, written):
     refuses("ValueError", "local directory", to_dcp, "memory://x", model)
 
 
-class Canary:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('executed')",)
-
-
 def spoil(tmp_path):
     state = plain_zoo().state_dict()
     dcp.save({"model": state}, checkpoint_id=tmp_path / "model", no_dist=True)
@@ -258,7 +249,7 @@ def spoil(tmp_path):
     for name, data in {
         "junk": b"junk",
         "foreign": pickle.dumps(Metadata({})),
-        "canary": pickle.dumps(Canary()),
+        "canary": pickle.dumps(Harmful(tmp_path / "executed")),
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").write_bytes(data)

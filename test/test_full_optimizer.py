@@ -236,9 +236,6 @@ def test_other_ways_to_give_the_state(rank, size, folder):
     assert held["step"].shape == () and held["exp_avg"].to_local().shape == (128,)
 
 
-# --- options of groups, as torch's load_state_dict leaves them
-
-
 def halve(optimizer):
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 

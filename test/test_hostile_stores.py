@@ -286,9 +286,6 @@ def test_a_load_waits_for_listings_that_are_late(store):
     assert not late and files.value_in(found) == 2.0
 
 
-# --- with ranks
-
-
 def _load_from_lies(rank):
     if rank == 0:
         Lying.begin()

@@ -6,6 +6,7 @@ import os
 import fsspec
 import pytest
 import torch
+from consolidating import Harmful
 from safetensors.torch import save_file
 from wrappings import assert_equal, plain_zoo, stacked, zoo
 
@@ -116,11 +117,6 @@ def named_otherwise(rank, folder):
     assert_equal(full_state_dict(remote, rank0_only=False), plain_zoo(9).state_dict())
 
 
-class Canary:
-    def __reduce__(self):
-        return os.system, ("exit 1",)
-
-
 def spoilt(tmp_path):
     state = weights()
     good = (tmp_path / "model.safetensors").read_bytes()
@@ -165,7 +161,12 @@ def spoilt(tmp_path):
     case(foreign, "not the name of a dense tensor", "epoch.pth", torch_file({"epoch": 1}))
     rank_file = {"model": state, "shard_metadata": {}}
     case(foreign, "one rank", "rank.pth", torch_file(rank_file))
-    case(unsafe, "nothing was executed", "canary.pth", torch_file({"a": Canary()}))
+    case(
+        unsafe,
+        "nothing was executed",
+        "canary.pth",
+        torch_file({"a": Harmful(tmp_path / "executed")}),
+    )
     sparse = {**state, "position": torch.ones(5, 12).to_sparse()}
     case(foreign, "'position' is not the name of", "sparse.pth", torch_file(sparse))
     case(not_found, "has none of", "empty", lambda path: path.mkdir())

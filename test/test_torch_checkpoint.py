@@ -78,23 +78,6 @@ def selective():
     return create_selective_checkpoint_contexts([torch.ops.aten.tanh.default])
 
 
-def by_keyword(layer, x):
-    return checkpoint(layer, x=x, scale=x.detach(), use_reentrant=False)
-
-
-def by_closure(layer, x):
-    return checkpoint(lambda: layer(x), use_reentrant=False)
-
-
-def by_its_call(layer, x):
-    """As diffusers and Transformers do."""
-    return checkpoint(layer.__call__, x, None, use_reentrant=False)
-
-
-def by_its_forward(layer, x):
-    return checkpoint(layer.forward, x, use_reentrant=False)
-
-
 def by_partial(layer, x):
     return checkpoint(functools.partial(layer, scale=x.detach()), x, use_reentrant=False)
 
@@ -131,10 +114,11 @@ CALLS = {
     "no random state": functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
     "to the end": functools.partial(checkpoint, use_reentrant=False, early_stop=False),
     "nested": lambda layer, x: checkpoint(CALLS["not reentrant"], layer, x, use_reentrant=False),
-    "by keyword": by_keyword,
-    "by closure": by_closure,
-    "by its call": by_its_call,
-    "by its forward": by_its_forward,
+    "by keyword": lambda layer, x: checkpoint(layer, x=x, scale=x.detach(), use_reentrant=False),
+    "by closure": lambda layer, x: checkpoint(lambda: layer(x), use_reentrant=False),
+    # As diffusers and Transformers do.
+    "by its call": lambda layer, x: checkpoint(layer.__call__, x, None, use_reentrant=False),
+    "by its forward": lambda layer, x: checkpoint(layer.forward, x, use_reentrant=False),
     "by partial": by_partial,
     "by itself": by_itself,
     "in a row": in_a_row,
