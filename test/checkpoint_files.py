@@ -38,8 +38,6 @@ class Small(nn.Module):
         return self.norm(self.linear(x)) * self.gain
 
 
-# --- made without ranks
-
 SHAPES = {
     "weight": (torch.float32, (5, 3)),
     "bias": (torch.bfloat16, (7,)),
@@ -110,9 +108,6 @@ def value_in(checkpoint: ShardedCheckpoint) -> float:
     return value
 
 
-# --- made by ranks
-
-
 class Tiny(torch.nn.Module):
     """All its numbers, and its optimizer's, are always the same: a mix of two saves shows."""
 
@@ -173,9 +168,6 @@ class Uniform:
     def start(self, checkpointer, step, value) -> None:
         self.set(value)
         checkpointer.save(self.model, self.optimizer, step=step, extra=value)
-
-
-# --- changed by hand
 
 
 def copied(folder, to) -> Path:

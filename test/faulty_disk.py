@@ -92,6 +92,10 @@ class Boundaries:
                 self.happen(name)
 
 
+class Stopped(BaseException):
+    """Not caught by anything: the process or rank does nothing any more."""
+
+
 class Interrupting:
     """A store in which something happens before each operation, with its name and path."""
 

@@ -14,7 +14,7 @@ import checkpoint_files as files
 import fsspec
 import pytest
 from checkpoint_files import read_value, save
-from faulty_disk import Boundaries, Interrupting, in_child, kill
+from faulty_disk import Boundaries, Interrupting, Stopped, in_child, kill
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
@@ -235,10 +235,6 @@ def test_two_saves_in_one_folder_of_an_object_store():
     with pytest.raises(OutputError, match="step-00000001: another save into the same folder"):
         one[0].commit(written)
     assert read_value(root) == 2.0
-
-
-class Stopped(BaseException):
-    """Not caught by anything: the rank does nothing any more."""
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
-from faulty_disk import Interrupting
+from faulty_disk import Interrupting, Stopped
 from rank_warnings import warnings_of_ranks
 
 import xla_fsdp
@@ -31,10 +31,6 @@ KEY = b"k" * 32
 LATE = "0123456789abcdef"
 
 
-class Died(BaseException):
-    """The process ends here."""
-
-
 def mortal_disk(at):
     """The process dies at the ``at``-th operation, of which some are reads: what is sent to others
     is read. After that it does nothing."""
@@ -42,7 +38,7 @@ def mortal_disk(at):
 
     def die(name, path):
         if next(numbers) >= at:
-            raise Died
+            raise Stopped
 
     return Interrupting(LocalStore(), die, (*Interrupting.CHANGES, "read_into"))
 
@@ -126,7 +122,7 @@ def test_a_process_that_is_killed_at_every_operation_and_then_its_host_is_lost(s
         shutil.copytree(started / "start", root)
         over = False
         with two_hosts(root, mortal_disk(at)) as hosts:
-            with contextlib.suppress(Died, errors.CheckpointError):
+            with contextlib.suppress(Stopped, errors.CheckpointError):
                 save_step(hosts, 2, 2.0)
                 over = True
         # The process comes back on the same host.

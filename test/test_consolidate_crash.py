@@ -191,18 +191,14 @@ def test_two_runs_at_once(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["ckpt", "m.pth"]
 
 
-def link(path, to):
-    os.symlink(to, path)
-
-
 @pytest.mark.parametrize(
     ("save_path", "make", "said"),
     [
-        ("m.pth", lambda p: link(p, "elsewhere"), "symbolic link"),
-        ("m.pth", lambda p: link(p, "."), "symbolic link"),
-        ("out", lambda p: link(p, "."), "symbolic link"),
-        ("m.pth", lambda p: link(p, "ckpt/manifest.json"), "would overwrite the input"),
-        ("out", lambda p: link(p, "ckpt"), "would overwrite the input"),
+        ("m.pth", lambda p: p.symlink_to("elsewhere"), "symbolic link"),
+        ("m.pth", lambda p: p.symlink_to("."), "symbolic link"),
+        ("out", lambda p: p.symlink_to("."), "symbolic link"),
+        ("m.pth", lambda p: p.symlink_to("ckpt/manifest.json"), "would overwrite the input"),
+        ("out", lambda p: p.symlink_to("ckpt"), "would overwrite the input"),
         ("m.pth", lambda p: os.link(p.parent / "ckpt" / "manifest.json", p), "would overwrite"),
         ("ckpt", lambda p: None, "would overwrite the input"),
         ("m.pth", lambda p: p.mkdir(), "is a directory"),

@@ -1,7 +1,6 @@
 """Consolidation of checkpoint folders: every option, and the values of what comes out."""
 
 import json
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from xla_fsdp.consolidate.format import rank_file
 from xla_fsdp.consolidate.format.dtypes import copy_into
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.consolidate.stream.options import parse_size
-from xla_fsdp.consolidate.stream.tensors import pump
 
 
 def metadata_of(path):
@@ -231,30 +229,6 @@ def test_what_the_command_prints(tmp_path, capsys, monkeypatch):
     assert err == ["found step 7 of 3 ranks in ckpt", "assembled 8 parameters"]
     _, out, err = run_cli(capsys, "--ckpt_prefix", "ckpt", "--format", "pth", "--progress")
     assert any("write: 100%" in line for line in err) and len(out) == 1
-
-
-@pytest.mark.parametrize("at", [0, 1, 50, 99])
-@pytest.mark.parametrize("side", ["produce", "consume"])
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_pump_raises_what_either_side_raised(at, side, kind):
-    taken = []
-
-    def produce():
-        for number in range(100):
-            if side == "produce" and number == at:
-                raise kind("here")
-            yield number
-
-    def consume(number):
-        if side == "consume" and number == at:
-            raise kind("here")
-        taken.append(number)
-
-    before = threading.active_count()
-    with pytest.raises(kind, match="here"):
-        pump(produce(), consume)
-    assert threading.active_count() == before
-    assert taken == list(range(at))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

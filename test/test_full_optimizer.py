@@ -169,12 +169,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
         refuses(words, full_optim_state_dict, model, optimizer, kind=TypeError)
 
 
-def renumbered(state_dict, count):
-    """For an optimizer that has the parameters in reverse."""
-    state = {count - 1 - number: values for number, values in state_dict["state"].items()}
-    return {**state_dict, "state": state}
-
-
 @on_ranks(3)
 def test_other_ways_to_give_the_state(rank, size, folder):
     plain = plain_zoo()
@@ -194,7 +188,10 @@ def test_other_ways_to_give_the_state(rank, size, folder):
     loads(model, adamw(model.parameters()), get_optimizer_state_dict(plain, one))
     # Numbers with names beside them, in another order; numbers of groups.
     backwards = adamw(reversed(list(plain.named_parameters())))
-    backwards.load_state_dict(renumbered(one.state_dict(), len(names)))
+    given = one.state_dict()
+    last = len(names) - 1
+    given["state"] = {last - number: values for number, values in given["state"].items()}
+    backwards.load_state_dict(given)
     reverse = adamw(reversed(list(model.parameters())))
     loads(model, reverse, backwards.state_dict())
     with pytest.raises(ModelMismatchError, match="in the order of the model"):

@@ -91,15 +91,12 @@ def by_itself(layer, x):
 def in_a_row(layer, x):
     """As timm's checkpoint_seq does."""
 
-    def through(functions):
-        def forward(x):
-            for function in functions:
-                x = function(x)
-            return x
+    def forward(x):
+        for function in (layer,):
+            x = function(x)
+        return x
 
-        return forward
-
-    return checkpoint(through([layer]), x, use_reentrant=True)
+    return checkpoint(forward, x, use_reentrant=True)
 
 
 def with_kept_module(layer, x):
