@@ -48,19 +48,17 @@ def _trained(seed):
     return model, optimizer
 
 
-def _save_twice(rank, root):
-    model, optimizer = _trained(seed=1)
-    return [save_checkpoint(root, model, optimizer, step=step, extra=step) for step in (5, 6)]
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The folders of two steps of a run, and of step 5 of another run, saved by three ranks."""
+
+    def save_twice(rank, root):
+        model, optimizer = _trained(seed=1)
+        return [save_checkpoint(root, model, optimizer, step=step, extra=step) for step in (5, 6)]
+
     roots = [tmp_path_factory.mktemp(name) for name in ("run", "other")]
-    (five, six), (other, _) = (
-        map(Path, run_in_ranks(_save_twice, WORLD, str(root))[0]) for root in roots
-    )
-    return {"five": five, "six": six, "other": other}
+    (five, six), (other, _) = (run_in_ranks(save_twice, WORLD, str(root))[0] for root in roots)
+    return {"five": Path(five), "six": Path(six), "other": Path(other)}
 
 
 def _refused(folder) -> CheckpointError:

@@ -3,8 +3,6 @@
 A few seconds by default, always the same examples; others, for ten minutes on two cores, with::
 
     FUZZ_EXAMPLES=10000 python -m pytest test/test_checkpoint_fuzz.py
-
-What that found is kept below as an ``@example``.
 """
 
 import json

@@ -92,7 +92,6 @@ def test_any_arguments_and_no_input_that_needs_a_gradient(rank, size, folder):
         table = torch.tensor([1, 2], device=device)
         out = module([inputs(0).to(device)], scale={"by": 3.0}, names=("a", "b"), table=table)
         assert out["rest"][1:] == ("text", None)
-        # No input needs a gradient, the parameter does.
         out["x"].sum().backward()
         grads.append(module.weight.grad.cpu())
     assert grads[0].abs().sum() > 0 and torch.equal(*grads)

@@ -230,7 +230,6 @@ def first_flat(about, change):
     flat[key] = change(*flat[key])
 
 
-# How rank 1's metadata are damaged.
 DAMAGES = {
     **{
         f"no {field}": lambda about, field=field: about.pop(field)

@@ -278,7 +278,6 @@ def two_groups(found):
     found["param_groups"] = [{**group, "params": part} for part in parts]
 
 
-# How the optimizer state of rank 1 is damaged.
 OPTIMIZERS = {
     "several groups": two_groups,
     "fewer parameters": lambda found: found["param_groups"][0]["params"].pop(),

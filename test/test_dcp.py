@@ -29,14 +29,6 @@ pytestmark = [
 ]
 
 
-def trained(make):
-    model = plain_zoo()
-    optimizer = make(model.parameters())
-    for number in range(2):
-        step(model, optimizer, number)
-    return model, optimizer
-
-
 def by_name(model, optimizer):
     names = [name for name, _ in model.named_parameters()]
     state = optimizer.state_dict()
@@ -46,7 +38,10 @@ def by_name(model, optimizer):
 def written_by_torch(tmp_path):
     found = []
     for make in (adamw, asgd):
-        model, optimizer = trained(make)
+        model = plain_zoo()
+        optimizer = make(model.parameters())
+        for number in range(2):
+            step(model, optimizer, number)
         state, optim = get_state_dict(model, optimizer)
         flat = get_state_dict(
             model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)

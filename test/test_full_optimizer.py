@@ -257,14 +257,6 @@ def grouped_by(model, kinds, lr):
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def options_of_groups(optimizer):
-    return [
-        # Not foreach, which is as the machine that goes on wants it.
-        {key: value for key, value in group.items() if key not in ("params", "foreach")}
-        for group in optimizer.param_groups
-    ]
-
-
 @pytest.mark.parametrize("shard", [FSDP, fully_shard])
 def test_options_of_groups_are_what_torch_makes_of_them(run_ranks, tmp_path, shard):
     run_ranks(options_are_torchs, 2, shard, str(tmp_path))
@@ -284,7 +276,11 @@ def options_are_torchs(rank, shard, folder):
         if after:
             halve(optimizer)
         load(model, optimizer)
-        return options_of_groups(optimizer)
+        # Not foreach, which is as the machine that goes on wants it.
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "foreach")}
+            for group in optimizer.param_groups
+        ]
 
     for number, (name, (before, after, kinds)) in enumerate(GROUPS.items()):
         plain = torch.nn.Linear(6, 4)

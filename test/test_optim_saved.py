@@ -20,12 +20,6 @@ MAKES = {
 }
 
 
-def unsharded(name: str) -> dict[str, torch.Tensor]:
-    make, block = MAKES[name]
-    model = plain(block)
-    return train_plain(model, make(model.parameters()), (1, 2, 3, 4))
-
-
 def state_of(model, optimizer):
     return {
         (name, key): local(value.detach()).cpu()
@@ -59,7 +53,6 @@ def save_and_go_on(rank, folder, kinds, expected):
         again = wrapped(kind, block)
         resumed = make(again.parameters())
         xla_fsdp.load_checkpoint(path, again, resumed)
-        # As they were, bit for bit.
         before, after = state_of(model, optimizer), state_of(again, resumed)
         assert before.keys() == after.keys()
         for (key, what), value in before.items():
@@ -115,7 +108,9 @@ SLOW = pytest.mark.slow
 def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(
     run_ranks, tmp_path, name, here, there
 ):
-    expected = {name: unsharded(name)}
+    make, block = MAKES[name]
+    model = plain(block)
+    expected = {name: train_plain(model, make(model.parameters()), (1, 2, 3, 4))}
     run_ranks(save_and_go_on, 2, str(tmp_path), [(kind, name) for kind in here], expected)
     pairs = [(*pair, name) for pair in there]
     run_ranks(on_other_ranks, 4, str(tmp_path), pairs, expected)

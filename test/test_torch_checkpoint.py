@@ -313,7 +313,6 @@ def test_states_have_the_names_of_the_module(rank, size, folder):
         assert set(model.state_dict()) == set(Net().state_dict())
         shards = model.get_shard_metadata()["parameters"] if name != "in place" else {}
         assert "_checkpoint_wrapped_module" not in str(shards)
-        # From one to the other, and back.
         load_full_state_dict(model, full_state_dict(plain[0], rank0_only=False))
         state = full_optim_state_dict(*plain, rank0_only=False)
         load_full_optim_state_dict(model, optimizer, state)
