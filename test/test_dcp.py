@@ -89,10 +89,16 @@ def read_here(rank, written):
         assert found.keys() == optim.keys()
 
 
-def numbered():
+class Numbered(torch.nn.ParameterList):
     """Its parameters are named "0" and "1", as those of an optimizer."""
+
+    def forward(self, x):
+        return (x @ self[0] * self[1]).square().mean()
+
+
+def numbered():
     torch.manual_seed(0)
-    return torch.nn.ParameterList([torch.randn(4, 6), torch.randn(6)])
+    return Numbered([torch.randn(4, 6), torch.randn(6)])
 
 
 def read_numbered(rank, root):
@@ -108,7 +114,7 @@ def read_numbered(rank, root):
 def test_parameters_with_numbers_as_names(run_ranks, tmp_path):
     model = numbered()
     optimizer = adamw(model.parameters())
-    (torch.ones(2, 4) @ model[0] * model[1]).square().mean().backward()
+    model(torch.ones(2, 4)).backward()
     optimizer.step()
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     ways = {
