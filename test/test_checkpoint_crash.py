@@ -46,7 +46,6 @@ def interrupt_everywhere(root, interrupted, at=1, stride=1):
         save(run, 1, 1.0, world=2)
         hit = interrupted(run, at)
         seen[assert_whole(run, (1.0, 2.0))] += 1
-        # A real run is started anew and saves on.
         save(run, 9, 9.0, world=2, keep_last=1)
         assert read_value(run) == 9.0, at
         assert _listed(run) == ["step-00000009"], at

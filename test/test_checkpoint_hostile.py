@@ -102,7 +102,6 @@ def test_container(what):
     assert len(str(caught.value)) < 500
 
 
-# Text that is not strict JSON, and words of the error.
 BAD_JSON = {
     "no UTF-8": (b'{"\xff\xfe": 1}', ""),
     "UTF-16": ("{}".encode("utf-16"), ""),

@@ -21,7 +21,6 @@ from xla_fsdp.checkpoint import dcp_writing
 
 RANKS = 3
 
-# torch says that it saves without a process group, and of its own deprecated calls.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -8,7 +8,6 @@ import torch.multiprocessing
 from torch import nn
 from wrappings import assert_equal
 
-# torch speaks of its own deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
 
 
