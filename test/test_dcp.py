@@ -88,22 +88,23 @@ def read_here(rank, written):
         assert found.keys() == optim.keys()
 
 
-class Numbered(torch.nn.ParameterList):
+class Numbered(torch.nn.Module):
     """Its parameters are named "0" and "1", as those of an optimizer."""
 
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_parameter("0", torch.nn.Parameter(torch.randn(4, 6)))
+        self.register_parameter("1", torch.nn.Parameter(torch.randn(6)))
+
     def forward(self, x):
-        return (x @ self[0] * self[1]).square().mean()
-
-
-def numbered():
-    torch.manual_seed(0)
-    return Numbered([torch.randn(4, 6), torch.randn(6)])
+        return (x @ getattr(self, "0") * getattr(self, "1")).square().mean()
 
 
 def read_numbered(rank, root):
     found = {}
     for way in ("names", "flat", "numbers"):
-        model = FSDP(numbered())
+        model = FSDP(Numbered())
         optimizer = adamw(model.parameters())
         from_dcp(f"{root}/{way}", model, optimizer, allow_pickle=True)
         found[way] = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
@@ -111,7 +112,7 @@ def read_numbered(rank, root):
 
 
 def test_parameters_with_numbers_as_names(run_ranks, tmp_path):
-    model = numbered()
+    model = Numbered()
     optimizer = adamw(model.parameters())
     model(torch.ones(2, 4)).backward()
     optimizer.step()
