@@ -12,27 +12,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from sharded_files import everything
+from sharded_files import describe, everything, items_of
 from torch import nn
 
 from xla_fsdp.checkpoint import saving
 from xla_fsdp.checkpoint.contents import Contents
-from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.digests import chunk_bytes, digest
 from xla_fsdp.consolidate.format.folders import CheckpointFolder
-from xla_fsdp.consolidate.format.manifest import (
-    NAME,
-    Group,
-    Manifest,
-    Optimizer,
-    State,
-    Tensor,
-    buffer_key,
-    file_name,
-    parameter_key,
-    state_key,
-)
-from xla_fsdp.consolidate.format.rank_file import Item
+from xla_fsdp.consolidate.format.manifest import NAME, file_name
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
 HEAD, MIDDLE, TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
@@ -51,47 +38,29 @@ class Small(nn.Module):
         return self.norm(self.linear(x)) * self.gain
 
 
-# --- made without ranks
-
-NAMED = {
-    "weight": ("F32", (5, 3)),
-    "bias": ("BF16", (7,)),
-    "gain": ("F32", ()),
-    "empty": ("F32", (0, 3)),
+SHAPES = {
+    "weight": (torch.float32, (5, 3)),
+    "bias": (torch.bfloat16, (7,)),
+    "gain": (torch.float32, ()),
+    "empty": (torch.float32, (0, 3)),
 }
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 def contents(rank: int, world: int, step: int, value: float, save_id: str) -> Contents:
     """What ``rank`` saves of a model in which every number is ``value``."""
-    parameters = {name: Tensor((name,), dtype, shape) for name, (dtype, shape) in NAMED.items()}
-    state = {"weight": State({"exp_avg": "F32"}, {"step": {"value": step}})}
-    options = {"lr": 0.1, "betas": values.encode((0.9, 0.95), "betas")}
-    manifest = Manifest(
-        save_id=save_id,
-        step=step,
-        world_size=world,
-        parameters=parameters,
-        buffers={"mean": Tensor(("mean",), "F32", (2,))},
-        files=(),
-        optimizer=Optimizer("AdamW", (Group(("weight", "bias", "gain"), options),), state),
-        extra=value if rank == 0 else None,
-    )
-    items, begins = [], {}
-    for name, tensor in parameters.items():
-        begin, end = (tensor.numel * r // world for r in (rank, rank + 1))
-        if begin == end:
-            continue
-        begins[name] = begin
-        items.append(_item(parameter_key(name), tensor.dtype, (end - begin,), value))
-        if name in state:
-            items.append(_item(state_key("exp_avg", name), "F32", (end - begin,), value))
-    items.append(_item(buffer_key("mean"), "F32", (2,), value))
-    return Contents(manifest, items, begins)
+    tensors = {name: torch.full(shape, value, dtype=d) for name, (d, shape) in SHAPES.items()}
+    optimizer = {
+        "groups": [{"params": ["weight", "bias", "gain"], "lr": 0.1, "betas": (0.9, 0.95)}],
+        "state": {"weight": {"exp_avg": tensors["weight"], "step": step}},
+    }
+    mean = torch.full((2,), value)
+    more = {"save_id": save_id, "extra": value if rank == 0 else None}
+    manifest = describe(tensors, optimizer, world, step, {"mean": (mean, None)}, **more)
 
+    def cut(name, count, world):
+        return [(count * r // world, count * (r + 1) // world) for r in range(world)]
 
-def _item(key, dtype, shape, value) -> Item:
-    return Item(key, dtype, shape, lambda: torch.full(shape, value, dtype=DTYPES[dtype]))
+    return Contents(manifest, *items_of(rank, manifest, tensors, optimizer, {"mean": mean}, cut))
 
 
 def begin(
@@ -133,14 +102,10 @@ def read_value(path) -> float:
 
 
 def value_in(checkpoint: ShardedCheckpoint) -> float:
-    """The same of a checkpoint that is open."""
     tensors = everything(checkpoint, range(checkpoint.manifest.world_size)).values()
     numbers = (number for tensor in tensors for number in tensor.flatten().tolist())
     (value,) = {checkpoint.manifest.extra, *numbers}
     return value
-
-
-# --- made by ranks
 
 
 class Tiny(torch.nn.Module):
@@ -205,9 +170,6 @@ class Uniform:
         checkpointer.save(self.model, self.optimizer, step=step, extra=value)
 
 
-# --- changed by hand
-
-
 def copied(folder, to) -> Path:
     """A copy under the same name, in a folder ``to`` of its own."""
     return Path(shutil.copytree(folder, Path(to) / Path(folder).name))
@@ -220,7 +182,6 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def seal(body: bytes) -> bytes:
-    """A manifest file of that body."""
     return HEAD + digest(body).encode() + MIDDLE + body + TAIL
 
 
@@ -253,7 +214,6 @@ def _describe(record: dict, data: bytes) -> None:
 
 
 def split(data: bytes) -> tuple[dict, bytes]:
-    """Header and tensors of a safetensors file."""
     end = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:end]), data[end:]
 

@@ -92,6 +92,36 @@ class Boundaries:
                 self.happen(name)
 
 
+class Stopped(BaseException):
+    """Not caught by anything: the process or rank does nothing any more."""
+
+
+class Interrupting:
+    """A store in which something happens before each operation, with its name and path."""
+
+    CHANGES = ("create", "make_folder", "rename", "remove", "sync_folder", "write", "close")
+    READS = ("size", "list", "is_folder", "read_into")
+
+    def __init__(self, inner, happen, operations=CHANGES, path=""):
+        self._inner, self._happen = inner, happen
+        self._operations, self._path = operations, path
+
+    def __getattr__(self, name):
+        value = getattr(self._inner, name)
+        if name not in self._operations:
+            return value
+
+        def call(*args):
+            path = self._path or args[0]
+            self._happen(name, path)
+            result = value(*args)
+            if name == "create":
+                return Interrupting(result, self._happen, self._operations, path)
+            return result
+
+        return call
+
+
 def kill(_name):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -165,7 +195,6 @@ class Scenario:
         (self.folder / "work").mkdir()
 
     def prepare(self):
-        """The old result in its place, if there is to be one."""
         self.fresh()
         old = self.snapshots["old"] if self.existing else None
         if isinstance(old, dict):
@@ -184,7 +213,6 @@ class Scenario:
         return sorted({*range(1, last, stride), *range(last - 12, last)})
 
     def content(self):
-        """What is at the target: bytes by name, None if there is nothing."""
         if self.target.is_dir():
             return {path.name: path.read_bytes() for path in self.target.iterdir()}
         return self.target.read_bytes() if self.target.exists() else None
@@ -200,7 +228,6 @@ class Scenario:
         return sorted(path.name for path in (self.folder / "work").iterdir())
 
     def check_next_run(self):
-        """It ends, with all of the new result and nothing else."""
         result = self.run("new")
         assert self.content() == self.snapshots["new"]
         assert self.leftovers() == [self.target.name]

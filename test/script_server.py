@@ -117,7 +117,6 @@ class ScriptServer:
 
 
 def _serve(listener):
-    """In a forked process, returns what it is to run."""
     waiting = []  # processes for those who ask
     while os.path.exists(f"/proc/{os.environ['TEST_PROCESS']}"):
         ready, _, _ = select.select([listener], [], [], 1.0)
@@ -138,7 +137,9 @@ def _for_one(asked):
     packet, descriptors, _, _ = socket.recv_fds(asked, _LARGEST, 2)
     pid = os.fork()
     if pid == 0:
-        _print_into(descriptors)
+        for standard, descriptor in enumerate(descriptors, 1):
+            os.dup2(descriptor, standard)
+            os.close(descriptor)
         return pickle.loads(packet)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -149,12 +150,6 @@ def _for_one(asked):
     if ended in ready:
         asked.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
-
-
-def _print_into(descriptors):
-    for standard, descriptor in enumerate(descriptors, 1):
-        os.dup2(descriptor, standard)
-        os.close(descriptor)
 
 
 def _prepare(command, folder, environment, set_by_imports):

@@ -31,21 +31,35 @@ def write_checkpoint(
     """Writes the folder ``path``; returns the manifest.
 
     tensors: {name, or tuple of tied names: tensor}. buffers: {name: (as stored, dtype to restore or
-    None)}. optimizer: {"groups": [{"params": [names], options}], "state": {name: {key: value}}};
-    of its values the tensors of the parameter's shape are cut like it. cut: see `random_cuts`.
-    more: fields of the manifest.
+    None)}, zeros on later ranks. optimizer: {"groups": [{"params": [names], options}], "state":
+    {name: {key: value}}}; of its values the tensors of the parameter's shape are cut like it. cut:
+    see `random_cuts`. more: fields of the manifest.
     """
     path.mkdir(parents=True)
-    tensors = {(k,) if isinstance(k, str) else k: v for k, v in tensors.items()}
-    by_name = {names[0]: tensor for names, tensor in tensors.items()}
-    buffers = buffers or {}
-    state = _state(by_name, optimizer)
-    manifest = Manifest(
-        save_id=more.pop("save_id", f"{zlib.crc32(str(path).encode()):016x}"),
+    save_id = more.pop("save_id", f"{zlib.crc32(str(path).encode()):016x}")
+    manifest = describe(tensors, optimizer, world_size, step, buffers, save_id=save_id, **more)
+    records = []
+    for rank in range(world_size):
+        own = {name: stored for name, (stored, _) in (buffers or {}).items()}
+        if rank:
+            own = {name: torch.zeros_like(stored) for name, stored in own.items()}
+        items, begins = items_of(rank, manifest, tensors, optimizer, own, cut)
+        metadata = {**manifest.identity(rank), "begins": write_json(begins).decode()}
+        target = str(path / file_name(rank, world_size))
+        records.append(write_file(LocalStore(), target, items, metadata))
+    manifest = Manifest(**{**vars(manifest), "files": tuple(records)})
+    (path / NAME).write_bytes(dump_manifest(manifest))
+    return manifest
+
+
+def describe(tensors, optimizer, world_size, step, buffers, **more):
+    """The manifest, without files."""
+    tied = {(k,) if isinstance(k, str) else k: v for k, v in tensors.items()}
+    return Manifest(
         step=step,
         world_size=world_size,
         parameters={
-            n[0]: Tensor(n, dtype_name(t.dtype, ""), tuple(t.shape)) for n, t in tensors.items()
+            n[0]: Tensor(n, dtype_name(t.dtype, ""), tuple(t.shape)) for n, t in tied.items()
         },
         buffers={
             name: Tensor(
@@ -54,37 +68,34 @@ def write_checkpoint(
                 tuple(stored.shape),
                 restore and dtype_name(restore, ""),
             )
-            for name, (stored, restore) in buffers.items()
+            for name, (stored, restore) in (buffers or {}).items()
         },
         files=(),
-        optimizer=_optimizer(optimizer, state),
+        optimizer=_optimizer(optimizer, _state(_by_name(tensors), optimizer)),
         **more,
     )
-    cuts = {
-        name: (cut or random_cuts)(name, tensor.numel(), world_size)
-        for name, tensor in by_name.items()
-    }
-    records = []
-    for rank in range(world_size):
-        items, begins = [], {}
-        for name, tensor in by_name.items():
-            begin, end = cuts[name][rank]
-            if begin == end:
-                continue
-            begins[name] = begin
-            items.append(_item(parameter_key(name), tensor.reshape(-1)[begin:end]))
-            for key in state[name][0] if name in state else ():
-                full = optimizer["state"][name][key]
-                items.append(_item(state_key(key, name), full.reshape(-1)[begin:end]))
-        for name, (stored, _) in buffers.items():
-            items.append(_item(buffer_key(name), stored if rank == 0 else torch.zeros_like(stored)))
-        items.append(_item("rank/random", torch.tensor([rank])))
-        metadata = {**manifest.identity(rank), "begins": write_json(begins).decode()}
-        target = str(path / file_name(rank, world_size))
-        records.append(write_file(LocalStore(), target, items, metadata))
-    manifest = Manifest(**{**vars(manifest), "files": tuple(records)})
-    (path / NAME).write_bytes(dump_manifest(manifest))
-    return manifest
+
+
+def items_of(rank, manifest, tensors, optimizer, buffers, cut=None):
+    """What the file of ``rank`` has, and where its pieces begin."""
+    items, begins = [], {}
+    for name, tensor in _by_name(tensors).items():
+        begin, end = (cut or random_cuts)(name, tensor.numel(), manifest.world_size)[rank]
+        if begin == end:
+            continue
+        begins[name] = begin
+        items.append(_item(parameter_key(name), tensor.reshape(-1)[begin:end]))
+        state = manifest.optimizer.state if manifest.optimizer else {}
+        for key in state[name].sharded if name in state else ():
+            full = optimizer["state"][name][key]
+            items.append(_item(state_key(key, name), full.reshape(-1)[begin:end]))
+    items += [_item(buffer_key(name), stored) for name, stored in buffers.items()]
+    items.append(_item("rank/random", torch.tensor([rank])))
+    return items, begins
+
+
+def _by_name(tensors):
+    return {k if isinstance(k, str) else k[0]: v for k, v in tensors.items()}
 
 
 def _item(key, tensor):
@@ -104,7 +115,6 @@ def random_cuts(name, count, world_size):
 
 
 def even_cuts(name, count, world_size):
-    """As a parameter that is sharded alone is cut."""
     part = -(-count // (world_size * 128)) * 128
     return [(min(r * part, count), min((r + 1) * part, count)) for r in range(world_size)]
 

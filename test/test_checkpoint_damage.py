@@ -37,7 +37,6 @@ ALL_FILES = [*RANK_FILES, NAME]
 
 
 def _trained(seed):
-    """A model and an optimizer that has a state."""
     torch.manual_seed(seed)
     model = FSDP(files.Small())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -49,19 +48,17 @@ def _trained(seed):
     return model, optimizer
 
 
-def _save_twice(rank, root):
-    model, optimizer = _trained(seed=1)
-    return [save_checkpoint(root, model, optimizer, step=step, extra=step) for step in (5, 6)]
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The folders of two steps of a run, and of step 5 of another run, saved by three ranks."""
+
+    def save_twice(rank, root):
+        model, optimizer = _trained(seed=1)
+        return [save_checkpoint(root, model, optimizer, step=step, extra=step) for step in (5, 6)]
+
     roots = [tmp_path_factory.mktemp(name) for name in ("run", "other")]
-    (five, six), (other, _) = (
-        map(Path, run_in_ranks(_save_twice, WORLD, str(root))[0]) for root in roots
-    )
-    return {"five": five, "six": six, "other": other}
+    (five, six), (other, _) = (run_in_ranks(save_twice, WORLD, str(root))[0] for root in roots)
+    return {"five": Path(five), "six": Path(six), "other": Path(other)}
 
 
 def _refused(folder) -> CheckpointError:
@@ -70,43 +67,32 @@ def _refused(folder) -> CheckpointError:
     return caught.value
 
 
-# --- by accident
-
-
-def test_a_bit_flipped_anywhere_in_a_rank_file(saved, tmp_path):
+@pytest.mark.parametrize("name", [RANK_FILES[2], NAME])
+def test_a_bit_flipped_anywhere(saved, tmp_path, name):
     folder = copied(saved["five"], tmp_path)
-    checkpoint = ShardedCheckpoint(folder)
-    rank = min(range(WORLD), key=lambda rank: (folder / RANK_FILES[rank]).stat().st_size)
-    path = folder / RANK_FILES[rank]
+    path, intact = folder / name, ShardedCheckpoint(folder)
+
+    def refuse(offset):
+        if name == NAME or offset % 100 == 0:  # opening all files takes long
+            return _refused(folder)
+        with pytest.raises(CheckpointError) as caught:
+            RankFile(intact.store, intact.folder, intact.manifest, 2).verify()
+        return caught.value
+
     with open(path, "r+b") as file:
         for offset, byte in enumerate(path.read_bytes()):
-            os.pwrite(file.fileno(), bytes([byte ^ 1 << offset % 8]), offset)
-            with pytest.raises(CorruptFileError) as caught:
-                RankFile(checkpoint.store, checkpoint.folder, checkpoint.manifest, rank).verify()
-            assert str(path) in str(caught.value), offset
-            if offset % 100 == 0:
-                assert isinstance(_refused(folder), CorruptFileError), offset
+            for bit in {offset % 8, 0}:
+                os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), offset)
+                error = refuse(offset)
+                assert isinstance(error, CorruptFileError) and str(path) in str(error), offset
             os.pwrite(file.fileno(), bytes([byte]), offset)
-    checkpoint.verify()
+    intact.verify()
 
 
 def test_a_manifest_that_no_reader_accepts_is_not_written(monkeypatch):
     monkeypatch.setattr(manifest, "MAX_BYTES", 100)
     with pytest.raises(UnsupportedValueError, match="but can have at most 100"):
         manifest.dump_manifest(files.contents(0, 1, 1, 1.0, save_id="1" * 16).manifest)
-
-
-def test_a_bit_flipped_anywhere_in_the_manifest(saved, tmp_path):
-    folder = copied(saved["five"], tmp_path)
-    path = folder / NAME
-    with open(path, "r+b") as file:
-        for offset, byte in enumerate(path.read_bytes()):
-            for bit in {offset % 8, 0}:
-                os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), offset)
-                error = _refused(folder)
-                assert isinstance(error, CorruptFileError) and str(path) in str(error), offset
-            os.pwrite(file.fileno(), bytes([byte]), offset)
-    ShardedCheckpoint(str(folder)).verify()
 
 
 def test_a_bit_flipped_in_every_chunk_of_a_larger_file(tmp_path):
@@ -170,7 +156,8 @@ def test_latest_falls_back_to_nothing_by_itself(saved, tmp_path):
     assert latest_checkpoint(tmp_path) == str(tmp_path / saved["five"].name)
 
 
-# --- by hand: each changes a copy of step 5, and returns what is to be named in the error
+# --- by hand: each changes a copy of step 5, and returns what is to be named in the error. After
+# adapted, in_manifest, in_header and lost all digests are right.
 
 
 def exchange(folder, saved):
@@ -191,8 +178,6 @@ def replaced(name, by, source=None, names=None):
 
 
 def damaged(name, how):
-    """``how`` is given the path of the file and its size."""
-
     def change(folder, saved):
         how(folder / name, (folder / name).stat().st_size)
         return name
@@ -205,8 +190,6 @@ def without(name):
 
 
 def adapted(change):
-    """All digests are right after the change."""
-
     def changed(folder, saved):
         with forged(folder):
             return change(folder, saved)
@@ -215,8 +198,6 @@ def adapted(change):
 
 
 def in_manifest(change, names=NAME):
-    """A change of the manifest; all digests are right afterwards."""
-
     def changed(folder, saved):
         with forged(folder) as body:
             change(body)
@@ -226,8 +207,6 @@ def in_manifest(change, names=NAME):
 
 
 def in_header(rank, change, names=None):
-    """A change of the header of a rank's file; all digests are right afterwards."""
-
     def changed(folder, saved):
         with forged_header(folder, rank) as header:
             change(header)
@@ -237,8 +216,6 @@ def in_header(rank, change, names=None):
 
 
 def lost(rank, *kinds, tensor="linear.weight", names=None):
-    """A rank's file lacks some kinds of a tensor; all digests are right afterwards."""
-
     def change(folder, saved):
         for kind in kinds:
             take_out(folder, rank, f"{kind}/{tensor}")
@@ -273,24 +250,32 @@ def folder_of_another_step(folder, saved):
 
 
 def dtype(key, name):
-    return lambda header: header[key].update(dtype=name)
+    return in_header(1, lambda header: header[key].update(dtype=name))
 
 
-def shifted(by):
+def shifted(rank, by, names=None):
     def change(header):
         begins = json.loads(header["__metadata__"]["begins"])
         begins["linear.weight"] += by
         header["__metadata__"]["begins"] = json.dumps(begins)
 
-    return change
+    return in_header(rank, change, names)
 
 
 def renamed(old, new):
-    return lambda header: header.update({new: header.pop(old)})
+    return in_header(0, lambda header: header.update({new: header.pop(old)}))
+
+
+def described(kind, number, names, **fields):
+    return in_manifest(lambda body: body[kind][number].update(fields), names)
 
 
 EVERY_KIND = ("parameter", "state/exp_avg", "state/exp_avg_sq")
 MEAN = {"tensor": "norm.running_mean"}
+OF_STEP_6 = replaced(RANK_FILES[2], "six")
+OF_OTHER_RUN = replaced(RANK_FILES[1], "other")
+NO_BEGINS = in_header(2, lambda header: header["__metadata__"].pop("begins"))
+VERSION_3 = in_manifest(lambda body: body.update(version=3))
 BY_HAND = {
     "exchange": (CorruptFileError, exchange),
     "exchange_and_adapt": (MixedSaveError, adapted(exchange)),
@@ -301,62 +286,43 @@ BY_HAND = {
     "stale_rank": (MixedSaveError, replaced(file_name(3, 3), "five", RANK_FILES[0])),
     "stale_world": (MixedSaveError, replaced(file_name(0, 2), "five", RANK_FILES[0])),
     "smaller_world": (MixedSaveError, smaller_world),
-    "of_another_step": (CorruptFileError, replaced(RANK_FILES[2], "six")),
-    "of_another_step_and_adapt": (MixedSaveError, adapted(replaced(RANK_FILES[2], "six"))),
-    "of_another_run": (CorruptFileError, replaced(RANK_FILES[1], "other")),
-    "of_another_run_and_adapt": (MixedSaveError, adapted(replaced(RANK_FILES[1], "other"))),
+    "of_another_step": (CorruptFileError, OF_STEP_6),
+    "of_another_step_and_adapt": (MixedSaveError, adapted(OF_STEP_6)),
+    "of_another_run": (CorruptFileError, OF_OTHER_RUN),
+    "of_another_run_and_adapt": (MixedSaveError, adapted(OF_OTHER_RUN)),
     "manifest_of_another_step": (MixedSaveError, replaced(NAME, "six")),
     "manifest_of_another_run": (CorruptFileError, replaced(NAME, "other", names=RANK_FILES)),
     "folder_of_another_step": (MixedSaveError, folder_of_another_step),
-    "file_of_another_dtype": (
-        ShardMismatchError,
-        in_header(1, dtype("parameter/linear.weight", "I32")),
-    ),
-    "state_of_another_dtype": (
-        ShardMismatchError,
-        in_header(1, dtype("state/exp_avg/linear.weight", "U32")),
-    ),
+    "file_of_another_dtype": (ShardMismatchError, dtype("parameter/linear.weight", "I32")),
+    "state_of_another_dtype": (ShardMismatchError, dtype("state/exp_avg/linear.weight", "U32")),
     "manifest_of_another_dtype": (
         ShardMismatchError,
-        in_manifest(lambda body: body["parameters"][1].update(dtype="I32"), RANK_FILES),
+        described("parameters", 1, RANK_FILES, dtype="I32"),
     ),
     **{
         f"manifest_of_another_shape_{shape}": (
             CoverageError,
-            in_manifest(lambda b, shape=shape: b["parameters"][1].update(shape=shape), "weight"),
+            described("parameters", 1, "weight", shape=shape),
         )
         for shape in ([41, 16], [2**40])
     },
     "manifest_of_another_buffer_shape": (
         ShardMismatchError,
-        in_manifest(lambda body: body["buffers"][0].update(shape=[41]), RANK_FILES),
+        described("buffers", 0, RANK_FILES, shape=[41]),
     ),
-    "gap": (CoverageError, in_header(1, shifted(1), RANK_FILES)),
-    "overlap": (CoverageError, in_header(1, shifted(-1), RANK_FILES)),
-    "begins_beyond_the_end": (CoverageError, in_header(2, shifted(1))),
-    "begins_of_nothing": (
-        InvalidMetadataError,
-        in_header(2, lambda header: header["__metadata__"].pop("begins")),
-    ),
-    "begins_of_an_unknown_parameter": (
-        InvalidMetadataError,
-        in_header(2, lambda header: header["__metadata__"].update(begins='{"unknown":0}')),
-    ),
+    "gap": (CoverageError, shifted(1, 1, RANK_FILES)),
+    "overlap": (CoverageError, shifted(1, -1, RANK_FILES)),
+    "begins_beyond_the_end": (CoverageError, shifted(2, 1)),
+    "begins_of_nothing": (InvalidMetadataError, NO_BEGINS),
     "lost_piece": (CoverageError, lost(1, *EVERY_KIND, names="linear.weight")),
     "lost_last_piece": (CoverageError, lost(2, *EVERY_KIND, names="linear.weight")),
     "lost_state": (CoverageError, lost(1, "state/exp_avg_sq")),
     "lost_parameter_of_a_state": (CoverageError, lost(1, "parameter")),
     "lost_buffer": (ShardMismatchError, lost(0, "buffer", **MEAN)),
     "lost_buffer_of_another_rank": (ShardMismatchError, lost(2, "buffer", **MEAN)),
-    "renamed_parameter": (
-        ShardMismatchError,
-        in_header(0, renamed("parameter/linear.weight", "parameter/unknown")),
-    ),
-    "of_unknown_kind": (
-        InvalidMetadataError,
-        in_header(0, renamed("buffer/norm.running_mean", "unknown")),
-    ),
-    "of_another_version": (InvalidMetadataError, in_manifest(lambda body: body.update(version=3))),
+    "renamed_parameter": (ShardMismatchError, renamed("parameter/linear.weight", "parameter/x")),
+    "of_unknown_kind": (InvalidMetadataError, renamed("buffer/norm.running_mean", "unknown")),
+    "of_another_version": (InvalidMetadataError, VERSION_3),
 }
 
 
@@ -371,9 +337,6 @@ def test_changed_by_hand(saved, tmp_path, kind, change):
     error = _refused(folder)
     assert isinstance(error, kind), repr(error)
     assert str(folder) in str(error) and _names_one_of(str(error), names), error
-
-
-# --- on ranks
 
 
 def symlinked_file(folder, saved):
@@ -410,7 +373,6 @@ def _snapshot(model, optimizer):
 
 
 def _load_all(rank, folders):
-    """What loading each of the folders raises, and that it changes nothing."""
     model, optimizer = _trained(seed=2)
     before = _snapshot(model, optimizer)
     outcomes = []

@@ -1,19 +1,22 @@
 """Saved by N ranks in one wrapping, loaded by M in another: same values, and training goes on."""
 
-import itertools
-
+import checkpoint_files as files
 import pytest
 import torch
 from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
 from on_ranks import on_ranks
 from zoo import Zoo
 
-from xla_fsdp.checkpoint.inventory import make_inventory
-from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
-from xla_fsdp.consolidate.format.manifest import State
+from xla_fsdp import full_optim_state_dict, full_state_dict
+from xla_fsdp.consolidate.errors import (
+    CoverageError,
+    InvalidMetadataError,
+    ModelMismatchError,
+    OtherRankError,
+)
+from xla_fsdp.consolidate.format.manifest import ShardingRule, State
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.sharding.layout import Layout
-from xla_fsdp.sharding.sharded_parameter import local
 
 FEW, MANY = (4,), (1, 2, 3, 4, 7, 8)
 # A wrapping for each number of ranks, so that every pair of counts also changes the wrapping.
@@ -21,43 +24,28 @@ BY_COUNT = dict(zip(MANY, WRAPPINGS, strict=True))
 slow = pytest.mark.slow
 
 
-def _held(run: Run) -> dict[str, tuple[int, torch.Tensor]]:
-    """Every run of elements that this rank holds, of parameters and optimizer state."""
-    found = {}
-    for shard in make_inventory(run.model).parameters:
-        state = run.optimizer.state.get(shard.holder, {})
-        for key, tensor in {"": local(shard.holder), **state}.items():
-            tensor = local(tensor)
-            if tensor.shape == local(shard.holder).shape and (shard.shape or key != "step"):
-                flat = tensor.detach().cpu().reshape(-1)
-                found[f"{shard.name} {key}"] = shard.begin, flat[shard.at : shard.at + shard.length]
-            else:
-                found[f"{shard.name} {key}"] = 0, tensor.detach().cpu().reshape(1).clone()
-    return found
+def _full(run: Run) -> dict[str, torch.Tensor]:
+    """Elements of the unsharded parameters and optimizer state."""
+    state = full_state_dict(run.model, rank0_only=False)
+    found = {f"{name} ": state[name] for name, _ in Zoo().named_parameters()}
+    optimizer = full_optim_state_dict(run.model, run.optimizer, rank0_only=False)["state"]
+    for name, values in optimizer.items():
+        found |= {f"{name} {key}": value for key, value in values.items()}
+    return {name: torch.as_tensor(value).reshape(-1) for name, value in found.items()}
 
 
-def _whole(ranks: list[dict]) -> dict[str, torch.Tensor]:
-    """The unsharded values, from what all ranks hold."""
-    whole = {}
-    for name in ranks[0]:
-        pieces = {begin: piece for rank in ranks for begin, piece in [rank[name]] if piece.numel()}
-        ordered = [pieces[begin] for begin in sorted(pieces)]
-        whole[name] = torch.cat(ordered) if ordered else torch.empty(0)
-    return whole
-
-
-def _train_and_save(rank, size, kind, path, optimizer, until=2):
-    run = Run(kind, rank, size, optimizer=optimizer)
+def _train_and_save(rank, size, kind, path):
+    run = Run(kind, rank, size)
     run.train(0, 2)
     run.save(path, 2, extra={"shape": (1, 2)})
-    return _held(run), run.train(2, until)
+    return _full(run)
 
 
 def _load_and_save(rank, size, kind, path, saved_as):
     run = Run(kind, rank, size, seed=9)
     assert run.load(path).extra == {"shape": (1, 2)}
     run.save(saved_as, 3, extra={"shape": (1, 2)})
-    return _held(run)
+    return _full(run)
 
 
 def _different(found: dict, expected: dict) -> list[str]:
@@ -66,80 +54,62 @@ def _different(found: dict, expected: dict) -> list[str]:
     return [name for name, value in expected.items() if not torch.equal(value, found[name])]
 
 
-def _read_as(path, layout_of, size: int, names) -> dict[str, torch.Tensor]:
+def _read_as(path, rows: bool, size: int, names) -> dict[str, torch.Tensor]:
     """What ``size`` ranks together would load, piece by piece, without being there."""
     checkpoint = ShardedCheckpoint(path)
-    whole = {}
+    found = {}
     for name, tensor in checkpoint.manifest.parameters.items():
         keys = ["", *checkpoint.manifest.optimizer.state.get(name, State({}, {})).sharded]
-        layout = layout_of(tensor.shape, size)
+        shape = tensor.shape
+        layout = Layout.rows(shape, size) if rows and shape else Layout.flat([shape], size)
         for key in keys:
             pieces = []
             for rank in range(size):
                 ((begin, end, _),) = layout.pieces(rank)
                 pieces.append(checkpoint.read(name, begin, end, key or None))
-            whole[f"{name} {key}"] = torch.cat(pieces)
-    return {name: whole[name] for name in names if name in whole}
+            found[f"{name} {key}"] = torch.cat(pieces)
+    return {name: found[name] for name in names}
 
 
 @pytest.mark.parametrize("counts", [FEW, pytest.param(MANY, marks=slow)], ids=["few", "many"])
 def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path, counts):
-    ranks = run_ranks(_train_and_save, 3, 3, "nested", tmp_path / "start", adam)
-    expected = _whole([held for held, _ in ranks])
+    expected = run_ranks(_train_and_save, 3, 3, "nested", tmp_path / "start")[0]
     last = "start"
     for size in counts:
         places = tmp_path / last, tmp_path / str(size)
-        held = run_ranks(_load_and_save, size, size, BY_COUNT[size], *places)
-        assert not _different(_whole(held), expected), size
+        found = run_ranks(_load_and_save, size, size, BY_COUNT[size], *places)[0]
+        assert not _different(found, expected), size
         last = str(size)
     # The first number of ranks, of which a worker is still there.
-    held = run_ranks(_load_and_save, 3, 3, "rows", tmp_path / last, tmp_path / "again")
-    assert not _different(_whole(held), expected)
+    found = run_ranks(_load_and_save, 3, 3, "rows", tmp_path / last, tmp_path / "again")[0]
+    assert not _different(found, expected)
     elements = {name: value for name, value in expected.items() if not name.endswith(" step")}
     for saved in counts:
         for size in MANY if counts == MANY else (2, 7):
-            for layout_of in (lambda shape, n: Layout.flat([shape], n), _rows):
-                read = _read_as(tmp_path / str(saved), layout_of, size, elements)
+            for rows in (False, True):
+                read = _read_as(tmp_path / str(saved), rows, size, elements)
                 assert not _different(read, elements), (saved, size)
 
 
-def _rows(shape, size: int) -> Layout:
-    return Layout.rows(shape, size) if shape else Layout.flat([shape], size)
-
-
-def _every_wrapping(rank, size, folder, pairs):
-    """Saves in every wrapping, and loads the pairs of saved and other wrapping."""
+def _every_wrapping(rank, size, folder):
     first = Run("nested", rank, size)
     first.train(0, 2)
     first.save(f"{folder}/start", 2)
+    expected = _full(first)
     for kind in WRAPPINGS:
-        run = Run(kind, rank, size, seed=3)
+        run = Run(kind, rank, size, seed=4)
         run.load(f"{folder}/start")
         run.save(f"{folder}/{kind}", 2)
-    runs = {kind: Run(kind, rank, size, seed=4) for kind in WRAPPINGS}
-    found = {}
-    for saved, kind in pairs:
-        runs[kind].load(f"{folder}/{saved}")
-        found[saved, kind] = _held(runs[kind])
-    return _held(first), found
+    for saved in WRAPPINGS:
+        for kind in WRAPPINGS:
+            other = Run(kind, rank, size, seed=5)
+            other.load(f"{folder}/{saved}")
+            assert not _different(_full(other), expected), (saved, kind)
 
 
-IN_A_RING = list(zip(WRAPPINGS, (*WRAPPINGS[1:], WRAPPINGS[0]), strict=True))
-ALL_PAIRS = list(itertools.product(WRAPPINGS, WRAPPINGS))
-
-
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        pytest.param(IN_A_RING, marks=slow, id="ring"),
-        pytest.param(ALL_PAIRS, marks=pytest.mark.full, id="all"),
-    ],
-)
-def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path, pairs):
-    ranks = run_ranks(_every_wrapping, 3, 3, tmp_path, pairs)
-    expected = _whole([held for held, _ in ranks])
-    for pair in ranks[0][1]:
-        assert not _different(_whole([found[pair] for _, found in ranks]), expected), pair
+@pytest.mark.full
+def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path):
+    run_ranks(_every_wrapping, 3, 3, tmp_path)
 
 
 def _train_resume_train(rank, size, kind, path, optimizer):
@@ -147,16 +117,14 @@ def _train_resume_train(rank, size, kind, path, optimizer):
     run.train(0, 2)
     run.save(path, 2)
     draw = [torch.rand(3), torch.rand(3, device="xla").cpu()]
-    losses, held = run.train(2, 4), _held(run)
+    losses, expected = run.train(2, 4), _full(run)
     other = Run(kind, rank, size, seed=9, optimizer=optimizer)
     other.load(path)
     again = [torch.rand(3), torch.rand(3, device="xla").cpu()]
     assert torch.equal(draw[0], again[0]), "torch's random state"
     assert torch.equal(draw[1], again[1]), "XLA's random state"
     assert other.train(2, 4) == losses
-    resumed = _held(other)
-    for name, (begin, value) in held.items():
-        assert begin == resumed[name][0] and torch.equal(value, resumed[name][1]), name
+    assert not _different(_full(other), expected)
     assert run.scheduler.state_dict() == other.scheduler.state_dict()
 
 
@@ -172,22 +140,6 @@ def _train_resume_train(rank, size, kind, path, optimizer):
 )
 def test_on_as_many_ranks_training_resumes_bit_for_bit(run_ranks, tmp_path, kind, optimizer):
     run_ranks(_train_resume_train, 3, 3, kind, tmp_path, optimizer)
-
-
-def _resume(rank, size, kind, path, optimizer):
-    run = Run(kind, rank, size, seed=9, optimizer=optimizer)
-    run.load(path)
-    return run.train(2, 4)
-
-
-@pytest.mark.parametrize(
-    "optimizer", [adam, pytest.param(averaged, marks=slow)], ids=lambda fn: fn.__name__
-)
-def test_on_other_ranks_training_resumes_to_rounding(run_ranks, tmp_path, optimizer):
-    _, expected = run_ranks(_train_and_save, 3, 3, "nested", tmp_path, optimizer, 4)[0]
-    resumed = run_ranks(_resume, 4, 4, "root", tmp_path, optimizer)
-    for losses in resumed:
-        torch.testing.assert_close(losses, expected, rtol=2e-5, atol=1e-5)
 
 
 @on_ranks(3)
@@ -219,6 +171,7 @@ def test_parameter_groups_are_found_by_the_names_in_them(rank, size, folder):
 @on_ranks(3)
 def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
     run = Run("nested", rank, size)
+    run.train(0, 1)
     run.save(folder, 1)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     own = Run("root", rank, size, seed=5)
@@ -230,35 +183,78 @@ def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
     after = own.model.state_dict()
     alike = [n for n, value in before.items() if n in after and after[n].shape == value.shape]
     assert all(torch.equal(before[n].cpu(), after[n].cpu()) for n in alike) and len(alike) > 20
+    # What the model lacks can be left out of the optimizer too.
+    smaller = Zoo()
+    smaller.norm = torch.nn.Identity()
+    own.model = wrapped("root", smaller)
+    own.optimizer = adam([p for p in own.model.parameters() if p.requires_grad])
+    with pytest.raises(ModelMismatchError, match="has 'norm.weight', .*unknown to the"):
+        own.load(folder)
+    own.load(folder, strict=False)
+    assert all(state["step"] == 1 for state in own.optimizer.state.values())
+    # Another scheduler is refused before anything changes.
+    run.optimizer.param_groups[0]["lr"] = 0.5
+    saved, run.scheduler = run.scheduler, torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+    with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):
+        run.load(folder)
+    assert run.optimizer.param_groups[0]["lr"] == 0.5
+    run.scheduler = saved
     if rank == 1:
         run.model.module.head.weight = torch.nn.Parameter(torch.zeros(2, 2, device="xla"))
     with pytest.raises((ModelMismatchError, OtherRankError), match="'head.weight'|rank 1 could"):
         run.load(folder)
 
 
-@on_ranks(2)
-def test_another_scheduler_is_refused_before_anything_changes(rank, size, folder):
-    run = Run("nested", rank, size)
-    run.save(folder, 1)
-    run.optimizer.param_groups[0]["lr"] = 0.5
-    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
-    with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):
-        run.load(folder)
-    assert run.optimizer.param_groups[0]["lr"] == 0.5
+def _save_all(rank, size, folder):
+    return {kind: Run(kind, rank, size).save(f"{folder}/{kind}", 1) for kind in WRAPPINGS}
 
 
-@on_ranks(2)
-def test_what_the_model_lacks_can_be_left_out_of_the_optimizer_too(rank, size, folder):
-    run = Run("nested", rank, size)
-    run.train(0, 1)
-    run.save(folder, 1)
-    other = Run("nested", rank, size, seed=5)
-    smaller = Zoo()
-    smaller.norm = torch.nn.Identity()
-    other.model = wrapped("root", smaller)
-    other.optimizer = adam([p for p in other.model.parameters() if p.requires_grad])
-    other.scheduler = None
-    with pytest.raises(ModelMismatchError, match="has 'norm.weight', .*unknown to the"):
-        other.load(folder)
-    other.load(folder, strict=False)
-    assert all(state["step"] == 1 for state in other.optimizer.state.values())
+def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
+    for path in run_ranks(_save_all, 3, 3, str(tmp_path))[0].values():
+        checkpoint, partly = ShardedCheckpoint(path), ShardedCheckpoint(path)
+        for name, tensor in checkpoint.manifest.parameters.items():
+            rule = checkpoint.manifest.sharding_rules[name]
+            by_rule = list(rule.pieces(tensor.numel, 0, tensor.numel))
+            assert by_rule == checkpoint.pieces(name), (path, name)
+            if tensor.numel:
+                whole = checkpoint.read(name, 0, tensor.numel)
+                part = partly.read(name, tensor.numel // 2, tensor.numel)
+                assert torch.equal(part, whole[tensor.numel // 2 :])
+        fresh = ShardedCheckpoint(path)
+        fresh.read(next(iter(checkpoint.manifest.parameters)), 0, 1)
+        assert len(fresh._files) == 1
+    parameters = checkpoint.manifest.parameters
+    name = max(parameters, key=lambda name: parameters[name].numel)  # more than a shard
+    with files.forged(path) as body:
+        right = body["spans"][name]
+        body["spans"][name] = [3, 1, right[2], right[3]]  # ranks 3, 4, ...
+    with pytest.raises(CoverageError, match="says that rank 3 has elements 0 to .*3 ranks"):
+        ShardedCheckpoint(path).read(name, 0, 1)
+    for wrong in ([0, 1, 0, 0], [0, 0, 5, 0], [0, 1, 5], [0, 1, -5, 0], [0, 1, 5, True], "all"):
+        with files.forged(path) as body:
+            body["spans"][name] = wrong
+        with pytest.raises(InvalidMetadataError, match="the span of"):
+            ShardedCheckpoint(path)
+    with files.forged(path) as body:
+        body["spans"][name] = [0, 1, right[2] + 1, right[3]]
+    for look in (lambda c: c.read(name, 0, 1), lambda c: c.verify()):
+        with pytest.raises(CoverageError, match="the manifest says"):
+            look(ShardedCheckpoint(path))
+    with files.forged(path) as body:
+        del body["spans"][name]
+    with pytest.raises(InvalidMetadataError, match="the span of .* is None"):
+        ShardedCheckpoint(path)
+    with files.forged(path) as body:
+        del body["spans"]  # as earlier versions wrote it
+    ShardedCheckpoint(path).verify()
+
+
+def test_spans():
+    # A vector of 100 and 60 elements in shards of 64, of ranks 1, 3, 5.
+    first, second = ShardingRule(1, 2, 64, 0), ShardingRule(1, 2, 64, 100)
+    assert list(first.pieces(100, 0, 100)) == [(0, 64, 1), (64, 100, 3)]
+    assert list(second.pieces(60, 0, 60)) == [(0, 28, 3), (28, 60, 5)]
+    assert list(second.pieces(60, 28, 29)) == [(28, 60, 5)] and not list(second.pieces(60, 5, 5))
+    assert [second.range_of_rank(rank, 60) for rank in range(7)] == [
+        (0, 0), (0, 0), (0, 0), (0, 28), (0, 0), (28, 60), (0, 0)
+    ]  # fmt: skip

@@ -4,14 +4,15 @@ import os
 import random
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 from checkpoint_files import Uniform, read_value
-from faulty_disk import Boundaries, in_child, kill
+from faulty_disk import Boundaries, Interrupting, in_child, kill
 from on_ranks import on_ranks
-from test_checkpoint_crash import Interrupting
 
+import xla_fsdp
+from xla_fsdp.checkpoint import saving
+from xla_fsdp.checkpoint.rank_exchange import RankExchange
 from xla_fsdp.consolidate.errors import CheckpointNotFoundError, OutputError
 from xla_fsdp.consolidate.format.reader import latest_checkpoint
 from xla_fsdp.consolidate.format.store import open_store
@@ -19,12 +20,7 @@ from xla_fsdp.consolidate.format.store import open_store
 SIZE = 3
 
 
-# --- errors of the n-th operation
-
-
 class Plan:
-    """Of one rank: which of its operations fails, and whether it did."""
-
     def __init__(self, at):
         self.at, self.count, self.hit = at, 0, None
 
@@ -42,7 +38,6 @@ _plans = {}  # by thread: a rank opens its stores on its own
 
 def _failing_stores(exchange):
     """``use(plan)``: stores that this rank opens from now on follow it; ``...`` ends that."""
-    from xla_fsdp.checkpoint import saving
 
     def opened(path, *args):
         store, folder = open_store(path, *args)
@@ -61,15 +56,12 @@ def _failing_stores(exchange):
 
 
 def _fail_everywhere(rank, root, asynchronous, victims):
-    """At every operation of the victims, in turn. Returns how many there were."""
-    import xla_fsdp
-    from xla_fsdp.checkpoint.rank_exchange import RankExchange
-
+    """At every operation of the victims, in turn. Returns how many saves there were."""
     exchange, run = RankExchange(), Uniform()
     use = _failing_stores(exchange)
     checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
     run.save(root, 1, 1.0)
-    good, at, hits = 1.0, 0, []
+    good, at = 1.0, 0
     try:
         while True:
             at += 1
@@ -103,13 +95,12 @@ def _fail_everywhere(rank, root, asynchronous, victims):
                 assert now in allowed, (at, now, allowed, everybody)
                 good = now
             exchange.gather_values("looked", None)
-            hits.append(hit)
             if not hit:
                 break
             good = run.save(root, step, value + 0.5, keep_last=1) and value + 0.5
         assert run.load(root) == value
         assert exchange.rank or os.listdir(root) == [f"step-{step:08d}"]
-        return len(hits)
+        return at
     finally:
         use(...)
 
@@ -130,14 +121,8 @@ def test_an_error_at_every_operation(run_ranks, tmp_path, asynchronous, victims)
     assert len(set(counts)) == 1 and counts[0] > 8
 
 
-# --- AsyncCheckpointer
-
-
 @on_ranks(SIZE)
 def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, root):
-    import xla_fsdp
-    from xla_fsdp.checkpoint.rank_exchange import RankExchange
-
     exchange, run = RankExchange(), Uniform()
     checkpointer = xla_fsdp.AsyncCheckpointer(root)
     for step in range(1, 6):  # each begins while the one before may still be written
@@ -179,14 +164,10 @@ def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, root):
         use(...)
 
 
-# --- paths
-
 PATHS = ["a b/[ab]*?{1}", "ünï/ço", "new\nline%41", "-x:y", "~", "\udcff"]
 
 
 def _save_to(rank, paths):
-    import xla_fsdp
-
     run = Uniform()
     not_found = xla_fsdp.consolidate.errors.OtherRankError if rank else CheckpointNotFoundError
     for number, path in enumerate(paths, 1):
@@ -211,8 +192,6 @@ def test_any_path(run_ranks, tmp_path):
 
 
 def _refused_paths(rank, root):
-    import xla_fsdp
-
     run = Uniform()
     for path, kind in (
         (f"{root}/file", OutputError),
@@ -239,12 +218,7 @@ def test_paths_that_cannot_be_saved_to(run_ranks, tmp_path):
     assert (tmp_path / "file").read_text() == "precious"
 
 
-# --- real ranks, killed
-
-
 def _resume_and_save(rank, root, asynchronous, count):
-    import xla_fsdp
-
     run = Uniform()
     done = int(run.load(root)) if latest_checkpoint(root) else 0
     checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
@@ -261,8 +235,6 @@ def _life(root, asynchronous, count, at=None):
     """One process with three ranks, to be killed at a system call. The signal that ended it."""
 
     def work():
-        import xla_fsdp
-
         with Boundaries(root, at or 0, kill):
             xla_fsdp.launch(_resume_and_save, (root, asynchronous, count), SIZE)
 
@@ -289,51 +261,3 @@ def _kill_ranks(root, asynchronous, seed):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
     forks(_kill_ranks, str(tmp_path / "run"), asynchronous, 3)
-
-
-def _hang_one(rank, root, victim):
-    import xla_fsdp
-    from xla_fsdp.checkpoint import saving
-
-    run = Uniform()
-    run.save(root, 1, 1.0)
-    real = saving.IncompleteSave.write
-    waiting = threading.Event()
-
-    def write(self):
-        if self.rank == victim:
-            waiting.wait()  # for ever
-        return real(self)
-
-    saving.IncompleteSave.write = write
-    run.start(xla_fsdp.AsyncCheckpointer(root), 2, 2.0)
-    others = [r for r in range(SIZE) if r != victim]
-    while rank == 0 and not all(_is_written(root, r) for r in others):
-        threading.Event().wait(0.01)
-    if rank == 0:
-        assert read_value(latest_checkpoint(root)) == 1.0
-        os.kill(os.getpid(), signal.SIGKILL)
-    waiting.wait()
-
-
-def _is_written(root, rank):
-    return any(Path(root).glob(f".step*/rank-{rank:05d}-of*"))
-
-
-def _hang(root, victim):
-    def work():
-        import xla_fsdp
-
-        xla_fsdp.launch(_hang_one, (root, victim), SIZE)
-
-    return in_child(work)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_one_rank_hangs_in_an_async_save_until_all_are_killed(forks, tmp_path, victim):
-    root = str(tmp_path / "run")
-    assert forks(_hang, root, victim) == signal.SIGKILL
-    assert read_value(root) == 1.0 and len(os.listdir(root)) == 2
-    assert forks(_life, root, True, 1) == 0
-    assert os.listdir(root) == ["step-00000002"] and read_value(root) == 2.0

@@ -8,8 +8,6 @@ import socket
 import subprocess
 import sys
 import tracemalloc
-import zipfile
-import zlib
 from operator import setitem
 from pathlib import Path
 
@@ -17,15 +15,9 @@ import checkpoint_files as files
 import pytest
 import torch
 from checkpoint_files import forged, forged_header, seal, unsplit
-from test_consolidate_refusals import Harmful
+from consolidating import Harmful
 
-from xla_fsdp.consolidate.errors import (
-    CheckpointError,
-    CorruptFileError,
-    InvalidMetadataError,
-    UnreadableFileError,
-    UnsupportedValueError,
-)
+from xla_fsdp.consolidate import errors
 from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.container import read_container
 from xla_fsdp.consolidate.format.digests import digest
@@ -43,7 +35,7 @@ def folder(tmp_path):
     return Path(files.save(tmp_path, 5, 5.0))
 
 
-def refused(folder, kind=CheckpointError, name="") -> CheckpointError:
+def refused(folder, kind=errors.CheckpointError, name="") -> errors.CheckpointError:
     with pytest.raises(kind) as caught:
         ShardedCheckpoint(folder).verify()
     assert str(folder) in str(caught.value) and name in str(caught.value)
@@ -51,15 +43,11 @@ def refused(folder, kind=CheckpointError, name="") -> CheckpointError:
     return caught.value
 
 
-# --- containers
-
-
 def container_of(data: bytes):
     return read_container(lambda begin, end: data[begin:end], len(data), "file")
 
 
 def described(**tensors) -> bytes:
-    """A container of 8 bytes of data with that header."""
     return unsplit(tensors, bytes(8))
 
 
@@ -73,52 +61,20 @@ BAD_CONTAINERS = {
     "header of 2**64 - 1 bytes": b"\xff" * 8 + b"{}",
     "header longer than the file": (100).to_bytes(8, "little") + b"{}",
     "header of no bytes": bytes(8),
-    "header that is no UTF-8": unsplit(b'{"\xff\xfe": 1}', b""),
-    "header in UTF-16": unsplit("{}".encode("utf-16"), b""),
-    "header with a byte order mark": unsplit(b"\xef\xbb\xbf{}", b""),
     "header that is a list": unsplit(b"[]", b""),
     "header that is null": unsplit(b"null", b""),
-    "header that is nested": unsplit(b"[" * DEEP + b"]" * DEEP, b""),
-    "objects that are nested": unsplit(b'{"a":' * DEEP + b"1" + b"}" * DEEP, b""),
-    "two values": unsplit(b"{}{}", b""),
-    "a comment": unsplit(b"{}//", b""),
-    "a key twice": unsplit(b'{"a":1,"a":1}', b""),
     "a tensor twice": unsplit(
         b'{"a":%b,"a":%b}' % (json.dumps(GOOD).encode(), json.dumps(GOOD).encode()), bytes(8)
     ),
-    "NaN": unsplit(b'{"a":NaN}', b""),
-    "half of a surrogate pair": unsplit(b'{"a":"\\ud800"}', b""),
-    "half of a pair as a key": unsplit(b'{"\\uDC00":1}', b""),
-    "a pair the wrong way round": unsplit(b'{"a":"\\ude00\\ud83d"}', b""),
-    "a number of 5000 digits": unsplit(b'{"a":' + b"9" * 5000 + b"}", b""),
-    "1e999": unsplit(b'{"a":1e999}', b""),
     "metadata that are no object": unsplit(b'{"__metadata__":[]}', b""),
     "metadata that are no strings": unsplit(b'{"__metadata__":{"a":1}}', b""),
     "metadata that are null": unsplit(b'{"__metadata__":null}', b""),
     "a tensor that is a number": described(a=1),
-    "a tensor that is a list": described(a=[]),
     "a tensor without a shape": described(a={"dtype": "F32", "data_offsets": [0, 8]}),
     "a tensor with something more": described(a=entry(more=1)),
     "unknown dtype": described(a=entry("F31")),
     "dtype that is a list": described(a=entry(["F32"])),
-    "dtype that is null": described(a=entry(None)),
-    "shape that is a number": described(a=entry(shape=2)),
-    "shape that is a string": described(a=entry(shape="2")),
-    "negative shape": described(a=entry(shape=(-2,))),
-    "shape of two negatives": described(a=entry(shape=(-2, -1))),
-    "shape of floats": described(a=entry(shape=(2.0,))),
-    "shape of booleans": described(a=entry(shape=(True, 2))),
-    "shape of NaN": described(a=entry(shape=(float("nan"),))),
-    "shape of infinity": described(a=entry(shape=(float("inf"),))),
     "shape of 2**40": described(a=entry(shape=(2**40,))),
-    "shape of 2**63": described(a=entry(shape=(2**63,))),
-    "shape of 4000 digits": described(a=entry(shape=(HUGE,))),
-    "shape that overflows": described(a=entry(shape=(2**62, 4))),
-    "shape that overflows to the right size": described(a=entry(shape=(2**63 + 2,))),
-    "shape that overflows with a zero": described(
-        a=entry(shape=(2**62, 2**62, 0), data_offsets=(0, 0)), b=GOOD
-    ),
-    "shape of a million dimensions": described(a=entry(shape=(1,) * 1_000_000)),
     "negative offsets": described(a=entry(data_offsets=(-8, 0))),
     "offsets of floats": described(a=entry(data_offsets=(0.0, 8.0))),
     "offsets of 2**63": described(a=entry(data_offsets=(2**63, 2**63 + 8))),
@@ -140,9 +96,60 @@ BAD_CONTAINERS = {
 
 @pytest.mark.parametrize("what", BAD_CONTAINERS)
 def test_container(what):
-    with pytest.raises((InvalidMetadataError, UnreadableFileError), match="^file: ") as caught:
+    refused = errors.InvalidMetadataError, errors.UnreadableFileError
+    with pytest.raises(refused, match="^file: ") as caught:
         container_of(BAD_CONTAINERS[what])
     assert len(str(caught.value)) < 500
+
+
+BAD_JSON = {
+    "no UTF-8": (b'{"\xff\xfe": 1}', ""),
+    "UTF-16": ("{}".encode("utf-16"), ""),
+    "a byte order mark": (b"\xef\xbb\xbf{}", ""),
+    "nested lists": (b"[" * DEEP + b"]" * DEEP, "nested"),
+    "nested objects": (b'{"a":' * DEEP + b"1" + b"}" * DEEP, "nested"),
+    "two values": (b"{}{}", ""),
+    "a comment": (b"{}//", ""),
+    "a key twice": (b'{"a":1,"a":1}', "'a' occurs twice"),
+    "half of a surrogate pair": (b'{"a":"\\ud800"}', ""),
+    "half of a pair as a key": (b'{"\\uDC00":1}', ""),
+    "a pair the wrong way round": (b'{"a":"\\ude00\\ud83d"}', ""),
+    "a number of 5000 digits": (b'{"a":' + b"9" * 5000 + b"}", ""),
+    **{
+        number: (f'{{"a":{number}}}'.encode(), "")
+        for number in ("NaN", "Infinity", "-Infinity", "1e999", "01", "0x10", "1_0", "+1")
+    },
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_JSON.values(), ids=BAD_JSON)
+def test_text_that_is_not_strict_json(text, words):
+    for read in (
+        lambda: container_of(unsplit(text, b"")),
+        lambda: load_manifest(seal(text), "file"),
+    ):
+        with pytest.raises(errors.InvalidMetadataError, match=f"^file: .*{words}") as caught:
+            read()
+        assert len(str(caught.value)) < 500
+
+
+# Each means two elements, or none, to those who multiply without looking.
+BAD_SHAPES = [
+    *(2, "2", [-2], [-2, -1], [2.0], [float("nan")], [True, 2], [2**62, 4], [2**63 + 2]),
+    *([HUGE, 0], [2**62, 2**62, 0], [1] * 64 + [2], [1] * 1_000_000 + [2]),
+]
+
+
+@pytest.mark.parametrize("shape", BAD_SHAPES, ids=lambda shape: f"{shape!s:.20}")
+def test_shapes_in_a_container_a_value_and_a_manifest(folder, shape):
+    size = 0 if isinstance(shape, list) and shape[-1] == 0 else 8
+    with pytest.raises(errors.InvalidMetadataError, match="^file: .*(must be lists|not a JSON)"):
+        container_of(unsplit({"a": entry("F32", shape, (0, size))}, bytes(size)))
+    with pytest.raises(errors.InvalidMetadataError, match="^label: .*is not a shape"):
+        values.decode(tensor("U8", shape, "AAA=" if size else ""), "label")
+    with forged(folder) as body:
+        body["parameters"][0].update(shape=shape)
+    refused(folder, errors.InvalidMetadataError, NAME)
 
 
 def test_a_good_container_is_read():
@@ -157,12 +164,10 @@ def test_the_header_is_not_read_before_its_length_is_known_to_be_possible():
         asked.append((begin, end))
         return b"\xff" * (end - begin)
 
-    with pytest.raises(UnreadableFileError):
+    with pytest.raises(errors.UnreadableFileError):
         read_container(read, 1 << 60, "file")
     assert asked == [(0, 8)]
 
-
-# --- manifests: every field, of every wrong type
 
 WRONG = [None, True, -1, 1.5, HUGE, 2**63, "", "../x", [], {}, [None], [[]], {"": None}, "\ud800"]
 # What is allowed to be anything, as far as reading the manifest goes.
@@ -170,7 +175,6 @@ FREE = {"scheduler", "extra"}
 
 
 def _places(value, path=()):
-    """Where there is something in a JSON value."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield (*path, key)
@@ -195,7 +199,7 @@ def _loads_or_refuses(body) -> bool:
     data = seal(json.dumps(body).encode())
     try:
         load_manifest(data, "manifest")
-    except (InvalidMetadataError, CorruptFileError) as error:
+    except (errors.InvalidMetadataError, errors.CorruptFileError) as error:
         assert str(error).startswith("manifest: ") and len(str(error)) < 1000
         return False
     return True
@@ -220,48 +224,16 @@ def test_a_manifest_with_a_wrong_value_anywhere(folder):
     assert not {kind for name, kind in accepted if name in ("files", "format", "version")}
 
 
-@pytest.mark.parametrize("size", [0, 2**40, 2**63 - 1, 2**63, -1, 1e300, 10**99, True, None, "1"])
-def test_sizes_of_files(folder, size):
-    body = files.read_body(folder)
-    body["files"][1]["size"] = size
-    files.write_body(folder, body)
-    refused(folder)
-
-
-# Changes of the manifest's text, and the words of the error.
-TEXTS = {
-    **{
-        text: (lambda body, text=text: body.replace('"step": 5', f'"step": {text}', 1), "")
-        for text in ("NaN", "Infinity", "-Infinity", "1e999", "01", "0x10", "1_0", "+1")
-    },
-    "a key twice": (lambda body: body.replace("{", '{"step": 6, ', 1), "step"),
-    "lists": (lambda body: "[" * DEEP, "nested"),
-    "objects": (lambda body: '{"a":' * DEEP, "nested"),
-    "closed lists": (lambda body: "[" * DEEP + "]" * DEEP, "nested"),
-}
-
-
-@pytest.mark.parametrize(("change", "words"), TEXTS.values(), ids=TEXTS)
-def test_text_that_is_not_strict_json(folder, change, words):
-    (folder / NAME).write_bytes(seal(change(json.dumps(files.read_body(folder))).encode()))
-    assert words in str(refused(folder, InvalidMetadataError, NAME))
-
-
 def of_weight(body):
     return body["optimizer"]["state"]["weight"]
 
 
 ELSEWHERE = ["../rank-00000-of-00003.safetensors", "/etc/passwd", "", "rank-0-of-3.safetensors"]
-NO_SHAPES = {"2**80": [2**40, 2**40], "0": [2**62, 2**62, 0], "65 sizes": [1] * 65, "big": [2**63]}
 # Changes of the manifest that contradict its other fields, or that no tensor or file can have.
 BODIES = {
     **{
         f"file called {name!r}": lambda body, name=name: body["files"][0].update(name=name)
         for name in (*ELSEWHERE, NAME)
-    },
-    **{
-        f"shape of {name}": lambda body, shape=shape: body["parameters"][0].update(shape=shape)
-        for name, shape in NO_SHAPES.items()
     },
     "a parameter twice": lambda body: body["parameters"].append(body["parameters"][0]),
     "a parameter as a buffer": lambda body: body["buffers"].append(body["parameters"][0]),
@@ -282,7 +254,7 @@ BODIES = {
 def test_a_manifest_that_contradicts_itself(folder, change):
     with forged(folder) as body:
         change(body)
-    refused(folder, InvalidMetadataError, NAME)
+    refused(folder, errors.InvalidMetadataError, NAME)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +269,6 @@ def test_where_pieces_begin(folder, begins):
     refused(folder, name="rank-00001")
 
 
-# --- values
-
-
 def tensor(dtype, shape, data, **more):
     return {"$": "tensor", "of": {"dtype": dtype, "shape": shape, "data": data, **more}}
 
@@ -307,16 +276,12 @@ def tensor(dtype, shape, data, **more):
 BAD_VALUES = {
     "unknown kind": {"$": "object", "of": "os.system"},
     "kind that is a list": {"$": [], "of": []},
-    "kind that is null": {"$": None, "of": []},
     "something more": {"$": "tuple", "of": [], "more": 1},
     "nothing in it": {"$": "tuple"},
     "float": {"$": "float", "of": "1"},
-    "float of a list": {"$": "float", "of": []},
     "bytes": {"$": "bytes", "of": "*"},
-    "bytes of a number": {"$": "bytes", "of": 5},
     "bytes beyond ASCII": {"$": "bytes", "of": "é"},
     "tuple of a string": {"$": "tuple", "of": "ab"},
-    "tuple of an object": {"$": "tuple", "of": {"a": 1}},
     "set of lists": {"$": "set", "of": [[]]},
     "set with an item twice": {"$": "set", "of": [1, 1]},
     "dict of strings": {"$": "dict", "of": ["ab"]},
@@ -326,26 +291,18 @@ BAD_VALUES = {
     "dict with a key twice": {"$": "dict", "of": [[1, 1], [1, 2]]},
     "counter of numbers": {"$": "counter", "of": [1]},
     "tensor of a list": {"$": "tensor", "of": []},
-    "tensor of null": {"$": "tensor", "of": None},
     "tensor of an unknown dtype": tensor("X", [], ""),
     "tensor of a dtype that is a list": tensor([], [], ""),
     "tensor with too little": tensor("F32", [1], ""),
     "tensor with too much": tensor("U8", [1], "AAAA"),
     "tensor with something more": tensor("U8", [3], "AAAA", more=1),
     "tensor of 2**40": tensor("U8", [2**40], "AAAA"),
-    "tensor of a shape that overflows": tensor("U8", [2**62, 2**62, 0], ""),
-    "tensor of 4000 digits and zero": tensor("U8", [HUGE, 0], ""),
-    "tensor of a negative shape": tensor("U8", [-3, -1], "AAAA"),
-    "tensor of a shape of booleans": tensor("U8", [True, 3], "AAAA"),
-    "tensor of a shape that is a string": tensor("U8", "", "AA=="),
-    "tensor of a shape that is an object": tensor("U8", {}, "AA=="),
-    "tensor of a million dimensions": tensor("U8", [1] * 1_000_000, "AA=="),
 }
 
 
 @pytest.mark.parametrize("what", BAD_VALUES)
 def test_value(what):
-    with pytest.raises(InvalidMetadataError, match="^label: ") as caught:
+    with pytest.raises(errors.InvalidMetadataError, match="^label: ") as caught:
         values.decode(BAD_VALUES[what], "label")
     assert len(str(caught.value)) < 400
 
@@ -355,12 +312,12 @@ def test_deep_values():
     for _ in range(400):
         nested, tagged = [nested], {"$": "tuple", "of": [tagged]}
     for value in (nested, tagged):
-        with pytest.raises(InvalidMetadataError, match="deep"):
+        with pytest.raises(errors.InvalidMetadataError, match="deep"):
             values.decode(value, "label")
     endless = []
     endless.append(endless)
     for value in (nested, endless):
-        with pytest.raises(UnsupportedValueError, match="deep"):
+        with pytest.raises(errors.UnsupportedValueError, match="deep"):
             values.encode(value, "extra")
     # What can be written can be read, also from deeper in the stack.
     value = {}
@@ -378,15 +335,11 @@ def test_deep_values():
 def test_values_that_could_be_saved_but_not_loaded(what):
     half = "\ud800"  # of a pair
     value = {"number": 10**5000, "text": half, "key": {half: 1}, "item": [half]}[what]
-    with pytest.raises(UnsupportedValueError, match="^extra|^a key of extra"):
+    with pytest.raises(errors.UnsupportedValueError, match="^extra|^a key of extra"):
         values.encode({"it": value}, "extra")
 
 
-# --- files that are something else
-
-
 def _canary(path) -> bytes:
-    """A torch file; whoever unpickles it makes a folder."""
     buffer = io.BytesIO()
     torch.save({"model": Harmful(path)}, buffer)
     return buffer.getvalue()
@@ -402,22 +355,10 @@ def test_a_pickle_is_not_executed(folder, tmp_path, name, make, adapted):
         with forged(folder):
             pass
     refused(folder, name=name)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(errors.CheckpointError):
         latest_checkpoint(folder.parent)
         ShardedCheckpoint(folder).file(1)
     assert not (tmp_path / "executed").exists()
-
-
-def test_a_zip_bomb_is_not_unpacked(folder):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("data.pkl", bytes(100 << 20))
-    for data in (buffer.getvalue(), zlib.compress(bytes(100 << 20))):
-        (folder / "rank-00001-of-00003.safetensors").write_bytes(data)
-        refused(folder, CorruptFileError, "rank-00001")
-        with forged(folder):
-            pass
-        refused(folder, UnreadableFileError, "rank-00001")
 
 
 @pytest.mark.parametrize("name", [NAME, "rank-00001-of-00003.safetensors"])
@@ -426,7 +367,7 @@ def test_a_gigantic_file_is_not_read(folder, name):
         os.truncate(folder / name, 0)
         os.truncate(folder / name, size)
         tracemalloc.start()
-        refused(folder, CorruptFileError, name)
+        refused(folder, errors.CorruptFileError, name)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         tracemalloc.stop()
 
@@ -452,13 +393,13 @@ def test_something_else_in_place_of_a_file(folder, monkeypatch, name, kind):
     (folder / name).rename(folder / "elsewhere")
     monkeypatch.chdir(folder)  # names of sockets are short
     OTHER_KINDS[kind](Path(name))
-    error = refused(folder, UnreadableFileError, name)
+    error = refused(folder, errors.UnreadableFileError, name)
     assert "symbolic link" in str(error) or "link" not in kind
 
 
 def test_a_pipe_that_takes_the_place_of_a_file_while_it_is_read(folder):
     os.mkfifo(folder / "pipe")
-    with pytest.raises(UnreadableFileError, match="pipe"):
+    with pytest.raises(errors.UnreadableFileError, match="pipe"):
         LocalStore().read_into(str(folder / "pipe"), 0, memoryview(bytearray(8)))
 
 
@@ -468,7 +409,6 @@ def test_digests_are_those_of_xxh3():
 
 @pytest.mark.full
 def test_the_same_without_assertions():
-    """What raises does so under ``python -O``, too."""
     command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
         [*command, "-k", "container or value or pickle", __file__],

@@ -9,6 +9,8 @@ from zoo import Scaled
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.checkpoint.loading import Reader, prepare
+from xla_fsdp.checkpoint.rank_exchange import RankExchange
 from xla_fsdp.consolidate.errors import OtherRankError, UnsupportedValueError
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
@@ -17,11 +19,6 @@ def _gradients(model, seed: int) -> None:
     model.zero_grad()
     x = torch.randn(4, model[0].in_features, generator=torch.Generator().manual_seed(seed))
     model(x.to("xla")).square().sum().backward()
-
-
-def _same_values(one, other) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
 FEW = ["Adam", "AdamW", "ASGD", "SGD"]
@@ -54,7 +51,8 @@ def _optimizers(rank, folder, names):
         _gradients(other, 3)
         again.step()
         torch_xla.sync()
-        assert _same_values(model, other), name
+        for one, resumed in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one.cpu(), resumed.cpu()), name
         mine, theirs = optimizer.state_dict(), again.state_dict()
         assert mine["param_groups"] == theirs["param_groups"], name
         for number, state in mine["state"].items():
@@ -75,12 +73,17 @@ def test_every_optimizer_of_torch_goes_on_as_if_nothing_had_happened(run_ranks, 
 
 
 @on_ranks(3)
-def test_state_that_depends_on_the_matrix_raises(rank, size, folder):
+def test_state_that_cannot_be_saved_raises(rank, size, folder):
     model = FSDP(nn.Sequential(nn.Linear(12, 8)), shard_param_on_dim_0=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model[0].weight]["row_var"] = torch.ones(3, 1, device="xla")
-    with pytest.raises(UnsupportedValueError, match="'row_var' of '0.weight' has shape"):
-        xla_fsdp.save_checkpoint(folder, model, optimizer, step=1)
+    narrow = FSDP(nn.Sequential(nn.Linear(1, 8)), shard_param_on_dim_0=True)
+    for which, state, words in (
+        (model, {"row_var": torch.ones(3, 1)}, "'row_var' of '0.weight' has shape"),
+        (narrow, {"scale": torch.ones(1) * (1 + rank)}, "different single values"),
+    ):
+        optimizer = torch.optim.SGD(which.parameters(), lr=0.1)
+        optimizer.state[which[0].weight] = {key: value.to("xla") for key, value in state.items()}
+        with pytest.raises(UnsupportedValueError, match=words):
+            xla_fsdp.save_checkpoint(folder, which, optimizer, step=1)
     factored = torch.optim.Adafactor(model.parameters())
     _gradients(model, 1)
     with pytest.raises(xla_fsdp.ShardedParameterError, match="NO_SHARD"):
@@ -88,8 +91,6 @@ def test_state_that_depends_on_the_matrix_raises(rank, size, folder):
 
 
 class _Noted(nn.Module):
-    """Buffers of every kind, and state that is no tensor."""
-
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
@@ -210,21 +211,17 @@ def _groups(rank, folder):
     independent = FSDP(nn.Linear(40, 30), **options)
     with pytest.raises((ValueError, OtherRankError), match="pass replication_groups"):
         xla_fsdp.save_checkpoint(folder, independent, step=2)
+    checkpoint = ShardedCheckpoint(folder)
+    prepare(Reader(checkpoint, RankExchange()), model, None, None, True, False)
+    return sorted(checkpoint._files)
 
 
-def test_replicas_are_saved_once(run_ranks, tmp_path):
-    run_ranks(_groups, 4, str(tmp_path))
+def test_replicas_are_saved_once_and_open_their_own_file_and_that_with_their_shard(
+    run_ranks, tmp_path
+):
+    assert run_ranks(_groups, 4, str(tmp_path)) == [[0], [1], [0, 2], [1, 3]]
     checkpoint = ShardedCheckpoint(str(tmp_path))
     assert [file.length("weight") for file in checkpoint.files()] == [640, 560, 0, 0]
-
-
-@on_ranks(2)
-def test_single_values_that_differ_between_ranks_are_refused(rank, size, folder):
-    model = FSDP(nn.Sequential(nn.Linear(1, 8)), shard_param_on_dim_0=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model[0].weight]["scale"] = torch.ones(1, device="xla") * (1 + rank)
-    with pytest.raises(UnsupportedValueError, match="different single values"):
-        xla_fsdp.save_checkpoint(folder, model, optimizer, step=1)
 
 
 @on_ranks(1)

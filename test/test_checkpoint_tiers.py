@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,10 @@ from unittest import mock
 import checkpoint_files as files
 import pytest
 import torch
+import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
+from faulty_disk import Interrupting, Stopped
 from rank_warnings import warnings_of_ranks
-from test_checkpoint_crash import Interrupting
 
 import xla_fsdp
 from xla_fsdp.checkpoint.tiers.checkpointer import choose_save, describe_save
@@ -31,10 +31,6 @@ KEY = b"k" * 32
 LATE = "0123456789abcdef"
 
 
-class Died(BaseException):
-    """The process ends here."""
-
-
 def mortal_disk(at):
     """The process dies at the ``at``-th operation, of which some are reads: what is sent to others
     is read. After that it does nothing."""
@@ -42,7 +38,7 @@ def mortal_disk(at):
 
     def die(name, path):
         if next(numbers) >= at:
-            raise Died
+            raise Stopped
 
     return Interrupting(LocalStore(), die, (*Interrupting.CHANGES, "read_into"))
 
@@ -85,7 +81,6 @@ def two_hosts(root, store=None):
 
 
 def opened(hosts, reader=0):
-    """What ``hosts`` have whole, as host ``reader`` reads it."""
     choice = choose_save([host.listed() for host in hosts])
     assert choice.save is not None, choice.skipped
     cards = {card.rank: card for host in hosts for card in host.tier.cards(choice.save)}
@@ -103,7 +98,6 @@ def value_of(hosts, reader=0):
 
 
 def save_step(hosts, step, value, save_id=LATE):
-    """What the ranks do for a save: write, send a copy, and when all have, forget the last."""
     save = Save(step, save_id)
     for host in hosts:
         host.write(save, value, hosts[1 - host.number])
@@ -113,7 +107,6 @@ def save_step(hosts, step, value, save_id=LATE):
 
 @pytest.fixture
 def started(tmp_path):
-    """Step 1 is whole on two hosts."""
     with two_hosts(tmp_path / "start") as hosts:
         save_step(hosts, 1, 1.0)
         assert value_of(hosts, 0) == value_of(hosts, 1) == 1.0
@@ -129,7 +122,7 @@ def test_a_process_that_is_killed_at_every_operation_and_then_its_host_is_lost(s
         shutil.copytree(started / "start", root)
         over = False
         with two_hosts(root, mortal_disk(at)) as hosts:
-            with contextlib.suppress(Died, errors.CheckpointError):
+            with contextlib.suppress(Stopped, errors.CheckpointError):
                 save_step(hosts, 2, 2.0)
                 over = True
         # The process comes back on the same host.
@@ -178,7 +171,6 @@ def test_any_mix_of_ages_resolves_to_what_all_have():
 
 
 def told():
-    """That a file is read from another host."""
     return pytest.warns(UserWarning, match="it is read from another host. Check the memory")
 
 
@@ -301,12 +293,7 @@ def test_a_host_that_says_nothing_is_given_up(started, monkeypatch):
         peer.close()
 
 
-# --- with ranks
-
-
 def _train_and_lose_a_host(rank, size, folder):
-    import torch_xla.core.xla_model as xm
-
     def tiers(**options):
         return xla_fsdp.TieredCheckpointer(
             f"{folder}/durable", fast=f"{folder}/host{rank // 2}", host=f"host{rank // 2}",
@@ -328,34 +315,34 @@ def _train_and_lose_a_host(rank, size, folder):
     if rank == 0:
         (damaged,) = Path(folder, "host0").glob("run-*/save-00000002-*/rank-00001-of-*.safetensors")
         files.flip(damaged, damaged.stat().st_size - 5)
-    healed = Run("nested", rank, size, seed=4)
-    with tiers() as checkpointer, warnings_of_ranks(rank) as said:
-        checkpointer.load(healed.model, healed.optimizer, healed.scheduler)
-    assert healed.train(2, 4) == expected
+
+    def resume(seed):
+        """What is loaded, the losses of steps 2 and 3, and the warnings."""
+        run = Run("nested", rank, size, seed=seed)
+        with tiers() as checkpointer, warnings_of_ranks(rank) as said:
+            loaded = checkpointer.load(run.model, run.optimizer, run.scheduler)
+        return loaded, run.train(loaded.step, 4)[-2:], said
+
+    _, found, said = resume(4)
+    assert found == expected
     if rank == 0:
         (warning,) = said
         assert warning.startswith("rank-00001-of-00004.safetensors of save-00000002-")
         files.flip(damaged, damaged.stat().st_size - 5)
         shutil.rmtree(f"{folder}/host1")
     xm.rendezvous("lost")
-    other = Run("nested", rank, size, seed=5)
-    with tiers() as checkpointer:
-        loaded = checkpointer.load(other.model, other.optimizer, other.scheduler)
-        assert (loaded.step, loaded.extra, loaded.world_size) == (2, {"at": 2}, size)
-        assert other.train(2, 4) == expected
+    loaded, found, _ = resume(5)
+    assert (loaded.step, loaded.extra, loaded.world_size) == (2, {"at": 2}, size)
+    assert found == expected
     xm.rendezvous("gone on")
     if rank == 0:
         shutil.rmtree(f"{folder}/host0")
     xm.rendezvous("lost, too")
-    last = Run("nested", rank, size, seed=6)
-    with tiers() as checkpointer:
-        loaded = checkpointer.load(last.model, last.optimizer, last.scheduler)
-        assert loaded.step == 1 and "durable" in loaded.path
-        assert last.train(1, 4)[1:] == expected
-        try:
-            checkpointer.load(last.model, step=9)
-        except errors.CheckpointNotFoundError as error:
-            return str(error)
+    loaded, found, _ = resume(6)
+    assert loaded.step == 1 and "durable" in loaded.path and found == expected
+    with tiers() as checkpointer, pytest.raises(errors.CheckpointNotFoundError) as caught:
+        checkpointer.load(run.model, step=9)
+    return str(caught.value)
 
 
 @pytest.mark.slow
@@ -365,12 +352,9 @@ def test_training_goes_on_from_the_other_host_bit_for_bit(run_ranks, tmp_path):
 
 
 def _damaged_wherever_it_is(rank, size, folder):
-    import torch_xla.core.xla_model as xm
-
     run = files.Uniform()
 
     def damage(step):
-        """The same byte of what rank 1 saved, its own and the copy."""
         xm.rendezvous(f"before the damage of {step}")
         if rank == 0:
             pattern = f"host*/run-*/save-{step:08d}-*/rank-00001-of-*.safetensors"
@@ -435,45 +419,43 @@ def test_damage_on_all_hosts_falls_back_to_what_is_older(run_ranks, tmp_path):
     assert "has no checkpoint, and step 2: damaged" in second and "step 3" not in second
 
 
-def _saves_again(rank, folder):
-    model = torch.nn.Linear(1, 1)
-    with xla_fsdp.TieredCheckpointer(f"{folder}/durable", fast=folder, drain_every=0) as tiers:
-        for value, clock in ((1.0, time.time_ns()), (2.0, 10**18)):
-            torch.nn.init.constant_(model.weight, value)
-            with mock.patch("time.time_ns", return_value=clock):
-                tiers.save(model, step=5)
-            tiers.wait()
-        torch.nn.init.zeros_(model.weight)
-        tiers.load(model)
-    return model.weight.item()
-
-
-def test_the_later_save_of_a_step_is_loaded_also_if_the_clock_went_back(run_ranks, tmp_path):
-    assert run_ranks(_saves_again, 1, str(tmp_path)) == [2.0]
-
-
-def _two_paths_in_one_folder(rank, folder):
-    """The second run begins again at step 1, and keeps only its newest save in memory."""
+def _save_and_load(rank, folder, runs):
+    """runs: (name, [(step, value, clock)]). What is loaded of each after all have saved."""
     model = torch.nn.Linear(1, 1)
 
     def tiers(name):
         return xla_fsdp.TieredCheckpointer(f"{folder}/{name}", fast=folder, drain_every=0)
 
-    for name, steps in (("first", (1, 9)), ("second", (1, 2))):
+    for name, saves in runs:
         with tiers(name) as checkpointer:
-            for step in steps:
-                torch.nn.init.constant_(model.weight, float(step))
-                checkpointer.save(model, step=step)
+            for step, value, clock in saves:
+                torch.nn.init.constant_(model.weight, value)
+                with mock.patch("time.time_ns", return_value=clock):
+                    checkpointer.save(model, step=step)
+                checkpointer.wait()
     loaded = []
-    for name in ("first", "second"):
+    for name, _ in runs:
         with tiers(name) as checkpointer:
             loaded.append((checkpointer.load(model).step, model.weight.item()))
     return loaded
 
 
-def test_runs_in_one_folder_do_not_remove_saves_of_each_other(run_ranks, tmp_path):
-    (loaded,) = run_ranks(_two_paths_in_one_folder, 1, str(tmp_path))
-    assert loaded == [(9, 9.0), (2, 2.0)]
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        pytest.param(
+            [("run", [(5, 1.0, 2 * 10**18), (5, 2.0, 10**18)])], [(5, 2.0)], id="clock went back"
+        ),
+        pytest.param(
+            [("first", [(1, 1.0, 1), (9, 9.0, 2)]), ("second", [(1, 1.0, 3), (2, 2.0, 4)])],
+            [(9, 9.0), (2, 2.0)],
+            id="two runs in one folder",
+        ),
+    ],
+)
+def test_the_newest_save_of_a_run_is_loaded(run_ranks, tmp_path, runs, expected):
+    (loaded,) = run_ranks(_save_and_load, 1, str(tmp_path), runs)
+    assert loaded == expected
 
 
 def _one_rank_cannot_write(rank, size, folder):

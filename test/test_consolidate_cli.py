@@ -6,17 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_consolidate_support import (
-    SUFFIX,
-    assert_same,
-    expected_state_dict,
-    loaded,
-    path_of,
-    rank_files,
-    run_cli,
-    save,
-    small_model,
-)
+from consolidating import assert_same, loaded, run_cli
+from per_rank_files import SUFFIX, expected_state_dict, path_of, rank_files, save, small_model
 
 from xla_fsdp.consolidate import __main__ as cli
 
@@ -68,16 +59,7 @@ def test_refusal_of_the_command(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        [],
-        ["--ckpt_suffix", "*"],
-        ["--ckpt_prefix"],
-        ["--ckpt_prefix", "p", "--nonsense"],
-        ["--ckpt_prefix", "p", "surplus"],
-        ["--ckpt_pre", "p"],
-        ["--ckpt_prefix", "p", "--tied", "a"],
-        ["--ckpt_prefix", "p", "--tied", "=a"],
-    ],
+    [[], ["--ckpt_pre", "p"], *(["--ckpt_prefix", "p", "--tied", t] for t in ("a", "=a"))],
 )
 def test_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
@@ -86,34 +68,19 @@ def test_wrong_usage(arguments, capsys):
     assert (exit_.value.code, said.out) == (2, "") and "usage:" in said.err
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["--help"])
-    assert exit_.value.code == 0
-    out = capsys.readouterr().out
-    assert all(option in out for option in ("--ckpt_prefix", "--ckpt_suffix", "--save_path"))
-
-
-def test_default_save_path(tmp_path, capsys):
-    prefix = save(rank_files(small_model(), 2), tmp_path)
-    for said in ("wrote {}: ", "up to date: {}"):
-        code, out, _ = run_cli(capsys, "--ckpt_prefix", prefix)
-        assert code == 0
-        assert out[-1].startswith(said.format(f"{prefix}_consolidated.pth"))
-
-
-def test_message_is_one_line_whatever_the_file_is_called(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "two\\nlines.pth"),
+        ("unknown://bucket/run", "OptionsError: path "),
+        ("file://run", "OptionsError: path "),
+    ],
+)
+def test_message_is_one_line(tmp_path, capsys, path, words):
     (tmp_path / "two\nlines.pth").write_bytes(b"")
-    code, out, err = run_cli(capsys, "--ckpt_prefix", f"{tmp_path}/")
+    code, out, err = run_cli(capsys, "--ckpt_prefix", path or f"{tmp_path}/")
     assert (code, out, len(err)) == (2, [], 1)
-    assert "two\\nlines.pth" in err[0]
-
-
-@pytest.mark.parametrize("path", ["unknown://bucket/run", "file://run"])
-def test_path_that_cannot_be_opened_is_said_in_one_line(path, capsys):
-    code, out, err = run_cli(capsys, "--ckpt_prefix", path)
-    assert (code, out, len(err)) == (2, [], 1)
-    assert err[0].startswith("OptionsError: path ") and path in err[0]
+    assert words in err[0] and path in err[0]
 
 
 def test_interrupt(tmp_path, capsys, monkeypatch):

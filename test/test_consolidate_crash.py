@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from consolidating import run_cli
 from faulty_disk import CHANGES, SCENARIOS, Boundaries, Scenario, fill_disk
 from sharded_files import small_checkpoint, write_checkpoint
-from test_consolidate_support import run_cli
 
 from xla_fsdp.consolidate import OutputError, consolidate_checkpoint, reshard_checkpoint
 from xla_fsdp.consolidate.format.local import FolderLock, LocalStore
@@ -163,19 +163,17 @@ def test_other_options_and_other_saves_replace(tmp_path):
         assert found["state"]["w"]["m"].tolist() == [number] * 2
 
 
-def test_leftovers_of_other_options_are_removed(tmp_path):
+def test_two_runs_at_once(tmp_path):
+    """The second one is refused, and leaves what the first is writing alone. What earlier runs with
+    other options have left is removed."""
     small_checkpoint(tmp_path / "ckpt")
+    target = tmp_path / "m.pth"
     other = tmp_path / ".m.pth.0123456789abcdef.partial"
     other.mkdir()
     (other / "m.pth").write_bytes(b"half")
-    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+    consolidate_checkpoint(tmp_path / "ckpt", target)
     assert sorted(os.listdir(tmp_path)) == ["ckpt", "m.pth"]
-
-
-def test_two_runs_at_once(tmp_path):
-    """The second one is refused, and leaves what the first is writing alone."""
-    small_checkpoint(tmp_path / "ckpt")
-    target = tmp_path / "m.pth"
+    target.unlink()
     # To learn the name of the folder, which is not removed, as if the run was killed.
     with pytest.raises(OutputError), mock.patch.object(LocalStore, "remove"):
         with Boundaries(str(tmp_path), 7, fill_disk, only=CHANGES):
@@ -193,18 +191,14 @@ def test_two_runs_at_once(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["ckpt", "m.pth"]
 
 
-def link(path, to):
-    os.symlink(to, path)
-
-
 @pytest.mark.parametrize(
     ("save_path", "make", "said"),
     [
-        ("m.pth", lambda p: link(p, "elsewhere"), "symbolic link"),
-        ("m.pth", lambda p: link(p, "."), "symbolic link"),
-        ("out", lambda p: link(p, "."), "symbolic link"),
-        ("m.pth", lambda p: link(p, "ckpt/manifest.json"), "would overwrite the input"),
-        ("out", lambda p: link(p, "ckpt"), "would overwrite the input"),
+        ("m.pth", lambda p: p.symlink_to("elsewhere"), "symbolic link"),
+        ("m.pth", lambda p: p.symlink_to("."), "symbolic link"),
+        ("out", lambda p: p.symlink_to("."), "symbolic link"),
+        ("m.pth", lambda p: p.symlink_to("ckpt/manifest.json"), "would overwrite the input"),
+        ("out", lambda p: p.symlink_to("ckpt"), "would overwrite the input"),
         ("m.pth", lambda p: os.link(p.parent / "ckpt" / "manifest.json", p), "would overwrite"),
         ("ckpt", lambda p: None, "would overwrite the input"),
         ("m.pth", lambda p: p.mkdir(), "is a directory"),

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_consolidate_support import assert_equal, assert_refused, loaded, run_cli
+from consolidating import assert_equal, assert_refused, loaded, run_cli
 from torch import nn
 
 from xla_fsdp.consolidate import (
-    InvalidMetadataError,
-    ShardMismatchError,
     consolidate_checkpoint,
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
+    errors,
 )
 
 DIM0 = {"shard_param_on_dim_0": True}
@@ -76,8 +75,6 @@ class Tied(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module, wrapped by itself, used under two names."""
-
     def __init__(self):
         super().__init__()
         self.block = nn.Linear(3, 3)
@@ -100,7 +97,6 @@ class Named(nn.Module):
 
 
 def build(kind, options):
-    """The unwrapped model; the same weights at every call."""
     torch.manual_seed(0)
     if kind == "tied":
         return Tied()
@@ -150,9 +146,6 @@ def main(directory):
     gc.freeze()  # the class collects all garbage for each wrapper: not among what is imported
     for name, case in CASES.items():
         write_case(Path(directory) / name, *case)
-
-
-# --- the tests
 
 
 @pytest.fixture(scope="module")
@@ -232,13 +225,11 @@ def first_shard(about):
 
 
 def first_flat(about, change):
-    """Changes the names, shapes and numels of the first flat parameter."""
     flat = about["flatten_info"]
     key = next(iter(flat))
     flat[key] = change(*flat[key])
 
 
-# How rank 1's metadata are damaged.
 DAMAGES = {
     **{
         f"no {field}": lambda about, field=field: about.pop(field)
@@ -256,25 +247,16 @@ DAMAGES = {
 @pytest.mark.parametrize("what", [*DAMAGES, "undescribed shard"])
 def test_contradictory_metadata(written, tmp_path, capsys, what):
     files = contents(written, "flat-2")
-    error, words = InvalidMetadataError, what.removeprefix("no ") if "no " in what else ""
+    error, words = errors.InvalidMetadataError, what.removeprefix("no ") if "no " in what else ""
     if what in DAMAGES:
         DAMAGES[what](files[1]["shard_metadata"])
     else:
-        error, words = ShardMismatchError, "block._fsdp_shard_other"
+        error, words = errors.ShardMismatchError, "block._fsdp_shard_other"
         files[1]["model"][words] = torch.zeros(3)
     for index, file in enumerate(files):
         torch.save(file, tmp_path / f"ckpt{index}.pth")
     mentioned = tmp_path / "ckpt1.pth", words
     assert_refused(capsys, tmp_path, f"{tmp_path}/", error, *mentioned, suffix="ckpt*.pth")
-
-
-def test_suffix_and_output_of_the_huggingface_trainer(written, tmp_path):
-    for rank, file in enumerate(contents(written, "flat-2")):
-        torch.save(file, tmp_path / f"rank{rank}-of-2-pytorch_model.bin")
-    full, _ = consolidate_sharded_model_checkpoints(
-        ckpt_prefix=f"{tmp_path}/", ckpt_suffix="rank*-of-*-pytorch_model.bin", save_model=False
-    )
-    assert_equal(full, torch.load(written / "flat-2" / "plain.pt", weights_only=True))
 
 
 if __name__ == "__main__":

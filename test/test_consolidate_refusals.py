@@ -1,22 +1,13 @@
 """Rank files that are damaged or do not belong together raise an error, and nothing is written."""
 
-import os
 import pickle
 import zipfile
 
 import pytest
 import torch
-from test_consolidate_support import (
-    SUFFIX,
-    Entry,
-    assert_refused,
-    path_of,
-    rank_files,
-    save,
-    small_model,
-)
+from consolidating import Harmful, assert_refused
+from per_rank_files import Entry, path_of, rank_files, save, small_model
 
-from xla_fsdp import consolidate
 from xla_fsdp.consolidate import consolidate_sharded_state_dicts, errors
 
 WORLD_SIZES = [1, 2, 3, 4, 8]
@@ -119,16 +110,6 @@ def test_unreadable(tmp_path, capsys, damage):
     assert_refused(capsys, tmp_path, prefix, errors.UnreadableFileError, path)
 
 
-class Harmful:
-    """Leaves a trace when unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("writer", ["zip", "legacy", "pickle"])
 def test_unsafe_content_is_not_executed(tmp_path, capsys, writer):
     trace, path = tmp_path / "executed", path_of(tmp_path, 1, 2)
@@ -144,33 +125,55 @@ def test_unsafe_content_is_not_executed(tmp_path, capsys, writer):
     assert not trace.exists()
 
 
-def set_or_remove(values, key, value):
-    if value is None:
-        del values[key]
-    else:
-        values[key] = value
+def put(*path, value):
+    """A damage that sets one entry of a rank's file; `value` None deletes it."""
+
+    def damage(file):
+        for step in path[:-1]:
+            file = file[step]
+        if value is None:
+            del file[path[-1]]
+        else:
+            file[path[-1]] = value
+
+    return damage
 
 
-# What differs in one rank: the key that the message names, and its value there, None for nothing.
+MEMBER = ("shard_metadata", "parameters", "norm.weight", "members", 0)
+BUFFER_DTYPE = ("shard_metadata", "buffers", "norm.mean")
+# What differs in one rank, and the key that the message names. Which of two ranks is wrong cannot
+# be known in general.
 OTHER_TENSORS = {
-    "drop key": ("norm.weight", None),
-    "drop buffer": ("norm.mean", None),
-    "add key": ("surplus", torch.zeros(2)),
-    "longer shard": ("norm.weight", torch.zeros(9)),
-    "other rows": ("emb.weight", torch.zeros(3, 4)),
-    "other dtype": ("norm.weight", torch.zeros(2, dtype=torch.float64)),
-    "no tensor": ("norm.weight", 3),
-    "other buffer": ("norm.mean", torch.zeros(4, dtype=torch.bfloat16)),
+    "drop key": put("model", "norm.weight", value=None),
+    "drop buffer": put("model", "norm.mean", value=None),
+    "add key": put("model", "surplus", value=torch.zeros(2)),
+    "longer shard": put("model", "norm.weight", value=torch.zeros(9)),
+    "other rows": put("model", "emb.weight", value=torch.zeros(3, 4)),
+    "other dtype": put("model", "norm.weight", value=torch.zeros(2, dtype=torch.float64)),
+    "no tensor": put("model", "norm.weight", value=3),
+    "other buffer": put("model", "norm.mean", value=torch.zeros(4, dtype=torch.bfloat16)),
+}
+KEYS = {"add key": "surplus", "other rows": "emb.weight"}
+OTHER_MODELS = {
+    "members": put(*MEMBER, "shape", value=[1, 3]),
+    "name": put(*MEMBER, "names", value=["norm.bias"]),
+    "buffer dtype": put(*BUFFER_DTYPE, value="float64"),
+    "no buffer dtype": put(*BUFFER_DTYPE, value=None),
 }
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("key", "value"), OTHER_TENSORS.values(), ids=OTHER_TENSORS)
-def test_ranks_with_different_tensors(tmp_path, capsys, key, value, rank):
+@pytest.mark.parametrize("what", [*OTHER_TENSORS, *OTHER_MODELS])
+def test_ranks_that_differ(tmp_path, capsys, what, rank):
     files = rank_files(small_model(), 2)
-    set_or_remove(files[rank]["model"], key, value)
-    # Which of the two ranks is wrong cannot be known in general: the message names a file and key.
-    refused(capsys, tmp_path, files, errors.ShardMismatchError, tmp_path, ".pth: ", key)
+    if what in OTHER_TENSORS:
+        OTHER_TENSORS[what](files[rank])
+        mentioned = tmp_path, ".pth: ", KEYS.get(what, "norm.")
+        refused(capsys, tmp_path, files, errors.ShardMismatchError, *mentioned)
+    else:
+        OTHER_MODELS[what](files[rank])
+        mentioned = path_of(tmp_path, 1, 2), path_of(tmp_path, 0, 2), "norm."
+        refused(capsys, tmp_path, files, errors.MetadataMismatchError, *mentioned)
 
 
 def test_parameters_that_no_rank_stores(tmp_path, capsys):
@@ -186,82 +189,50 @@ def test_parameters_that_no_rank_stores(tmp_path, capsys):
     refused(capsys, tmp_path, files, errors.ShardMismatchError, path, words)
 
 
-def put(*path, value):
-    """A damage that sets one entry of the metadata; `value` None deletes it."""
-
-    def damage(meta):
-        for step in path[:-1]:
-            meta = meta[step]
-        set_or_remove(meta, path[-1], value)
-
-    return damage
-
-
-MEMBER = ("parameters", "norm.weight", "members", 0)
-DIFFERENT = {
-    "members": put(*MEMBER, "shape", value=[1, 3]),
-    "name": put(*MEMBER, "names", value=["norm.bias"]),
-    "buffer dtype": put("buffers", "norm.mean", value="float64"),
-    "no buffer dtype": put("buffers", "norm.mean", value=None),
-}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("damage", DIFFERENT.values(), ids=DIFFERENT)
-def test_ranks_that_describe_different_models(tmp_path, capsys, damage, rank):
-    files = rank_files(small_model(), 2)
-    damage(files[rank]["shard_metadata"])
-    paths = path_of(tmp_path, 1, 2), path_of(tmp_path, 0, 2)
-    refused(capsys, tmp_path, files, errors.MetadataMismatchError, *paths, "norm.")
+def about(*path, value):
+    return put("shard_metadata", *path, value=value)
 
 
 BLOCK = ("parameters", "block.flat_param_0")
 DAMAGES = {
-    "format": put("format", value="other"),
-    "version": put("version", value=2),
-    "no-version": put("version", value=None),
-    "no-world-size": put("world_size", value=None),
-    "no-rank": put("rank", value=None),
-    "no-parameters": put("parameters", value=None),
-    "no-buffers": put("buffers", value=None),
-    "world-size-0": put("world_size", value=0),
-    "world-size-text": put("world_size", value="2"),
-    "rank-bool": put("rank", value=True),
-    "rank-negative": put("rank", value=-1),
-    "parameters-list": put("parameters", value=[1]),
-    "parameters-int-keys": put("parameters", value={1: {}}),
-    "parameter-list": put(*BLOCK, value=[1]),
-    "layout-unknown": put(*BLOCK, "layout", value="columns"),
-    "layout-dim0-of-several": put(*BLOCK, "layout", value="dim0"),
-    "layout-dim0-of-scalar": put("parameters", "scalar", "layout", value="dim0"),
-    "numel-wrong": put(*BLOCK, "numel", value=15),
-    "numel-missing": put(*BLOCK, "numel", value=None),
-    "members-missing": put(*BLOCK, "members", value=None),
-    "members-none": put("parameters", "nothing", "members", value=[]),
-    "member-int": put(*BLOCK, "members", 0, value=3),
-    "member-without-name": put(*BLOCK, "members", 0, "names", value=[]),
-    "member-name-int": put(*BLOCK, "members", 0, "names", value=[3]),
-    "member-shape-wrong": put(*BLOCK, "members", 0, "shape", value=[3, 5]),
-    "member-shape-negative": put(*BLOCK, "members", 0, "shape", value=[-3, -4]),
-    "member-shape-text": put(*BLOCK, "members", 0, "shape", value="3"),
-    "members-overlap": put(*BLOCK, "members", 3, "offset", value=11),
-    "members-gap": put(*BLOCK, "members", 0, "offset", value=1),
-    "name-twice": put(*BLOCK, "members", 1, "names", value=["block.fc.weight"]),
-    "name-of-buffer": put(*BLOCK, "members", 1, "names", value=["scalar"]),
-    "dtype-unknown": put("buffers", "norm.mean", value="float31"),
-    "dtype-not-a-dtype": put("buffers", "norm.mean", value="nn"),
-    "dtype-int": put("buffers", "norm.mean", value=4),
+    "format": about("format", value="other"),
+    "version": about("version", value=2),
+    "no-version": about("version", value=None),
+    "no-world-size": about("world_size", value=None),
+    "no-rank": about("rank", value=None),
+    "no-parameters": about("parameters", value=None),
+    "no-buffers": about("buffers", value=None),
+    "world-size-0": about("world_size", value=0),
+    "rank-negative": about("rank", value=-1),
+    "parameters-list": about("parameters", value=[1]),
+    "parameters-int-keys": about("parameters", value={1: {}}),
+    "layout-unknown": about(*BLOCK, "layout", value="columns"),
+    "layout-dim0-of-several": about(*BLOCK, "layout", value="dim0"),
+    "layout-dim0-of-scalar": about("parameters", "scalar", "layout", value="dim0"),
+    "numel-wrong": about(*BLOCK, "numel", value=15),
+    "numel-missing": about(*BLOCK, "numel", value=None),
+    "members-missing": about(*BLOCK, "members", value=None),
+    "members-none": about("parameters", "nothing", "members", value=[]),
+    "member-without-name": about(*BLOCK, "members", 0, "names", value=[]),
+    "member-name-int": about(*BLOCK, "members", 0, "names", value=[3]),
+    "member-shape-wrong": about(*BLOCK, "members", 0, "shape", value=[3, 5]),
+    "members-overlap": about(*BLOCK, "members", 3, "offset", value=11),
+    "members-gap": about(*BLOCK, "members", 0, "offset", value=1),
+    "name-twice": about(*BLOCK, "members", 1, "names", value=["block.fc.weight"]),
+    "name-of-buffer": about(*BLOCK, "members", 1, "names", value=["scalar"]),
+    "dtype-unknown": about("buffers", "norm.mean", value="float31"),
+    "dtype-not-a-dtype": about("buffers", "norm.mean", value="nn"),
+    "metadata-list": put("shard_metadata", value=[1]),
+    "metadata-empty": put("shard_metadata", value={}),
+    "metadata-rank": put("shard_metadata", value={"rank": 0}),
+    "metadata-3": put("shard_metadata", value=3),
 }
-KINDS = {"metadata-list": [1], "metadata-empty": {}, "metadata-rank": {"rank": 0}, "metadata-3": 3}
 
 
-@pytest.mark.parametrize("what", [*DAMAGES, *KINDS])
-def test_metadata_that_contradicts_itself(tmp_path, capsys, what):
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_metadata_that_contradicts_itself(tmp_path, capsys, damage):
     files = rank_files(small_model(), 2)
-    if what in KINDS:
-        files[1]["shard_metadata"] = KINDS[what]
-    else:
-        DAMAGES[what](files[1]["shard_metadata"])
+    damage(files[1])
     refused(capsys, tmp_path, files, errors.InvalidMetadataError, path_of(tmp_path, 1, 2))
 
 
@@ -269,10 +240,3 @@ def test_model_that_is_no_state_dict(tmp_path, capsys):
     files = rank_files(small_model(), 2)
     files[1]["model"] = [1]
     refused(capsys, tmp_path, files, errors.ForeignFileError, path_of(tmp_path, 1, 2))
-
-
-def test_one_base_class():
-    found = [getattr(consolidate, name) for name in consolidate.__all__ if name.endswith("Error")]
-    assert len(found) == 21
-    assert all(issubclass(error, errors.CheckpointError) for error in found)
-    assert SUFFIX == "_rank-*-of-*.pth"  # that of the documentation

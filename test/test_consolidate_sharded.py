@@ -3,21 +3,19 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from checkpoint_files import forged
+from consolidating import assert_equal, assert_same, loaded, run_cli, same
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sharded_files import small_checkpoint, write_checkpoint
-from test_consolidate_support import assert_equal, assert_same, loaded, run_cli
 
-from xla_fsdp.consolidate import (
-    CorruptFileError,
-    IncompleteCheckpointError,
-    MissingRankError,
-    OptionsError,
-    consolidate_checkpoint,
-    verify_checkpoint,
-)
+from xla_fsdp.consolidate import consolidate_checkpoint, errors, verify_checkpoint
+from xla_fsdp.consolidate.format import rank_file
+from xla_fsdp.consolidate.format.dtypes import copy_into
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.consolidate.stream.options import parse_size
 
 
@@ -80,15 +78,14 @@ def test_max_shard_size(tmp_path, size):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("5GB", 5 * 10**9), ("2GiB", 2**31), ("500mb", 5 * 10**8), ("1.5KB", 1500), (7, 7), ("8", 8)],
+    [("5GB", 5 * 10**9), ("2GiB", 2**31), ("500mb", 5 * 10**8), ("1.5KB", 1500), (7, 7), ("8", 8)]
+    + [(text, None) for text in ("", "GB", "-5GB", "5 parsecs", "0", "nan", "1e9", "0.1B")],
 )
 def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 parsecs", "0", "nan", "1e9", "0.1B"])
-def test_wrong_sizes(text):
-    with pytest.raises(OptionsError, match="size"):
+    if size is not None:
+        assert parse_size(text) == size
+        return
+    with pytest.raises(errors.OptionsError, match="size"):
         parse_size(text)
 
 
@@ -186,20 +183,16 @@ def test_default_places(tmp_path):
         ({"save_path": "m", "dtype": "int8"}, "expected one of bfloat16"),
         ({"save_path": "m", "format": "onnx"}, "expected one of"),
         ({"save_path": "m", "tied": {"a": "b"}}, "Remove --tied"),
+        ({"path": "bare", "save_path": "m", "optimizer": True}, "has no optimizer"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     small_checkpoint(tmp_path / "ckpt")
-    with pytest.raises(OptionsError, match=said):
-        consolidate_checkpoint("ckpt", **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-
-
-def test_no_optimizer(tmp_path):
-    write_checkpoint(tmp_path / "ckpt", {"w": torch.ones(3)})
-    with pytest.raises(OptionsError, match="has no optimizer"):
-        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", optimizer=True)
+    write_checkpoint(tmp_path / "bare", {"w": torch.ones(3)})
+    with pytest.raises(errors.OptionsError, match=said):
+        consolidate_checkpoint(**{"path": "ckpt", **options})
+    assert {path.name for path in tmp_path.iterdir()} == {"bare", "ckpt"}
 
 
 def test_verify(tmp_path, capsys):
@@ -216,34 +209,13 @@ def test_damage_is_found_and_nothing_written(tmp_path, capsys):
     file = tmp_path / "ckpt" / "rank-00001-of-00003.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-3] + bytes([data[-3] ^ 16]) + data[-2:])
-    with pytest.raises(CorruptFileError, match=str(file)):
+    with pytest.raises(errors.CorruptFileError, match=str(file)):
         verify_checkpoint(tmp_path / "ckpt")
     for arguments in (["--verify"], ["--format", "pth"], [], ["--reshard", "2"]):
         code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", *arguments)
         assert (code, out) == (2, [])
         assert err[-1].startswith(f"CorruptFileError: {file}")
         assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-
-
-def test_missing_parts(tmp_path, capsys):
-    small_checkpoint(tmp_path / "run" / "step-00000007")
-    (tmp_path / "run" / "step-00000007" / "rank-00002-of-00003.safetensors").unlink()
-    with pytest.raises(MissingRankError):
-        consolidate_checkpoint(tmp_path / "run")
-    (tmp_path / "run" / "step-00000007" / "manifest.json").unlink()
-    with pytest.raises(IncompleteCheckpointError):
-        consolidate_checkpoint(tmp_path / "run")
-    code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "run", "--verify")
-    assert (code, out, len(err)) == (2, [], 1)
-
-
-def test_progress_bar(tmp_path, capsys):
-    small_checkpoint(tmp_path / "ckpt")
-    _, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt")
-    assert not any("%" in line for line in err)
-    options = ("--ckpt_prefix", tmp_path / "ckpt", "--format", "pth", "--progress")
-    _, out, err = run_cli(capsys, *options)
-    assert any("write: 100%" in line for line in err) and len(out) == 1
 
 
 def test_what_the_command_prints(tmp_path, capsys, monkeypatch):
@@ -255,33 +227,74 @@ def test_what_the_command_prints(tmp_path, capsys, monkeypatch):
     said = f"wrote m.safetensors: 8 parameters ({elements} elements), {size} bytes"
     assert (code, out) == (0, [said])
     assert err == ["found step 7 of 3 ranks in ckpt", "assembled 8 parameters"]
+    _, out, err = run_cli(capsys, "--ckpt_prefix", "ckpt", "--format", "pth", "--progress")
+    assert any("write: 100%" in line for line in err) and len(out) == 1
 
 
-def test_as_a_user_loads_it(tmp_path):
-    """Into a module with tied weights, and its optimizer, by name."""
-    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    module(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    names = [name for name, _ in module.named_parameters()]
-    own = optimizer.state_dict()
-    write_checkpoint(
-        tmp_path / "ckpt",
-        dict(module.state_dict()),
-        {
-            "groups": [{**own["param_groups"][0], "params": names}],
-            "state": {names[n]: state for n, state in own["state"].items()},
-        },
-        world_size=4,
-    )
-    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", format="pth", optimizer=True)
-    loaded = torch.load(tmp_path / "out" / "optimizer.pth", weights_only=True)
-    number = {name: n for n, name in enumerate(names)}
-    loaded["state"] = {number[name]: state for name, state in loaded["state"].items()}
-    for group in loaded["param_groups"]:
-        group["params"] = [number[name] for name in group["params"]]
-    fresh = torch.optim.Adam(module.parameters())
-    fresh.load_state_dict(loaded)
-    assert fresh.state_dict()["param_groups"] == own["param_groups"]
-    for n, state in own["state"].items():
-        assert_same(fresh.state_dict()["state"][n], state)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cast_is_that_of_torch(dtype):
+    values = torch.randn(100_001) * 1e5
+    values[:3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    out = torch.empty(100_001, dtype=dtype)
+    assert same(copy_into(out, values), values.to(dtype))
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 21, 1 << 30])
+def test_any_range_of_elements(tmp_path, monkeypatch, limit):
+    values = torch.arange(1_500_000, dtype=torch.float32)
+    small = torch.arange(77, dtype=torch.int32)
+    write_checkpoint(tmp_path / "ckpt", {"v": values, "s": small}, world_size=3)
+    monkeypatch.setattr(rank_file, "_CACHED_BYTES", limit)
+    checkpoint = ShardedCheckpoint(tmp_path / "ckpt")
+    pick = np.random.default_rng(0)
+    for _ in range(60):
+        begin, end = sorted(pick.integers(0, len(values) + 1, 2).tolist())
+        assert same(checkpoint.read("v", begin, end), values[begin:end])
+        begin, end = sorted(pick.integers(0, 78, 2).tolist())
+        assert same(checkpoint.read("s", begin, end), small[begin:end])
+    for begin, end in [(-1, 2), (3, 2), (0, 78), (100, 101)]:
+        with pytest.raises(ValueError, match="'s' has 77 elements"):
+            checkpoint.read("s", begin, end)
+
+
+@pytest.mark.parametrize("wrong", [5, {"on": "host"}, {"value": {"$": "code", "of": "x"}}])
+def test_single_values_that_are_none(tmp_path, wrong):
+    small_checkpoint(tmp_path / "ckpt")
+    with forged(tmp_path / "ckpt") as body:
+        body["optimizer"]["state"]["fc.bias"]["single"]["a"] = wrong
+    words = "fc.bias.*state 'a'|state 'a' of 'fc.bias'"
+    with pytest.raises(errors.InvalidMetadataError, match=words):
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "o", format="pth", optimizer=True)
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_parameter_of_a_terabyte_that_nobody_holds(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    with forged(tmp_path / "ckpt") as body:
+        (bias,) = (each for each in body["parameters"] if each["names"] == ["fc.bias"])
+        bias["shape"] = [1 << 40]
+    with pytest.raises(errors.CoverageError, match="no rank has"):
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+
+
+def test_a_name_that_safetensors_has_for_itself(tmp_path):
+    write_checkpoint(tmp_path / "ckpt", {"__metadata__": torch.ones(3), "../../x": torch.ones(2)})
+    with pytest.raises(errors.UnsupportedValueError, match="use --format pth"):
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+    assert loaded(tmp_path / "m.pth").keys() == {"__metadata__", "../../x"}
+
+
+def test_random_models(tmp_path):
+    pick = np.random.default_rng(5)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+    for number in range(10):
+        model = {}
+        for index in range(pick.integers(1, 8)):
+            shape = pick.integers(0, 40, pick.integers(0, 4)).tolist()
+            dtype = dtypes[pick.integers(len(dtypes))]
+            model[f"p{index}"] = (torch.randn(shape) * 9).to(dtype)
+        folder = tmp_path / str(number)
+        write_checkpoint(folder, model, world_size=int(pick.integers(1, 9)))
+        consolidate_checkpoint(folder, f"{folder}.pth")
+        assert_same(loaded(f"{folder}.pth"), model)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from consolidating import Harmful
 from test_full_optimizer import adamw, asgd
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -17,11 +18,9 @@ from wrappings import assert_equal, plain_zoo, stacked, step, zoo
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict, to_dcp
 from xla_fsdp.checkpoint import dcp_writing
-from xla_fsdp.checkpoint.dcp_reading import split_index_range
 
 RANKS = 3
 
-# torch says that it saves without a process group, and of its own deprecated calls.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -29,43 +28,19 @@ pytestmark = [
 ]
 
 
-def trained(make):
-    model = plain_zoo()
-    optimizer = make(model.parameters())
-    for number in range(2):
-        step(model, optimizer, number)
-    return model, optimizer
-
-
 def by_name(model, optimizer):
-    """What ``full_optim_state_dict`` gives for a plain model."""
     names = [name for name, _ in model.named_parameters()]
     state = optimizer.state_dict()
     return {names[number]: values for number, values in state["state"].items()}
 
 
-def test_boxes_are_every_run_of_elements():
-    for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 2, 3)]:
-        count = torch.Size(shape).numel()
-        whole = torch.arange(count).reshape(shape)
-        for begin, end in itertools.combinations_with_replacement(range(count + 1), 2):
-            found = split_index_range(shape, begin, end)
-            assert len(found) <= max(2 * len(shape) - 1, 1)
-            elements = []
-            for box in found:
-                part = whole
-                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                    part = part.narrow(dim, offset, size)
-                assert part.numel() == box.sizes.numel() and part.flatten()[0] == box.begin
-                elements += part.flatten().tolist()
-            assert elements == list(range(begin, end))
-
-
 def written_by_torch(tmp_path):
-    """The same state in every way that torch's users save it."""
     found = []
     for make in (adamw, asgd):
-        model, optimizer = trained(make)
+        model = plain_zoo()
+        optimizer = make(model.parameters())
+        for number in range(2):
+            step(model, optimizer, number)
         state, optim = get_state_dict(model, optimizer)
         flat = get_state_dict(
             model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
@@ -114,7 +89,7 @@ def read_here(rank, written):
 
 
 class Numbered(torch.nn.Module):
-    """Its parameters are named "0" and "1", as the groups of an optimizer."""
+    """Its parameters are named "0" and "1", as those of an optimizer."""
 
     def __init__(self):
         super().__init__()
@@ -266,13 +241,7 @@ def refused(rank, folder, written):
     refuses("ValueError", "local directory", to_dcp, "memory://x", model)
 
 
-class Canary:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('executed')",)
-
-
 def spoil(tmp_path):
-    """Directories that are refused."""
     state = plain_zoo().state_dict()
     dcp.save({"model": state}, checkpoint_id=tmp_path / "model", no_dist=True)
     dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
@@ -281,7 +250,7 @@ def spoil(tmp_path):
     for name, data in {
         "junk": b"junk",
         "foreign": pickle.dumps(Metadata({})),
-        "canary": pickle.dumps(Canary()),
+        "canary": pickle.dumps(Harmful(tmp_path / "executed")),
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").write_bytes(data)

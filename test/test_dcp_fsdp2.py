@@ -8,7 +8,6 @@ import torch.multiprocessing
 from torch import nn
 from wrappings import assert_equal
 
-# torch speaks of its own deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
 
 
@@ -29,38 +28,23 @@ def step(model, optimizer, seed, device="cpu"):
     optimizer.zero_grad()
 
 
-def wrapped(flat=False):
+def ours(rank, folder, writes):
+    """Trains and writes, or reads in another wrapping; the full state."""
+    import xla_fsdp
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
-    if flat:
-        return FSDP(build(), flatten_parameters=True)
-    return FSDP(nn.Sequential(*map(FSDP, build())))
-
-
-def full(model, optimizer):
-    from xla_fsdp import full_optim_state_dict, full_state_dict
-
-    state = full_state_dict(model, rank0_only=False)
-    return state, full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-
-
-def writes(rank, folder):
-    from xla_fsdp import to_dcp
-
-    model = wrapped()
+    if writes:
+        model = FSDP(nn.Sequential(*map(FSDP, build())))
+    else:
+        model = FSDP(build(), flatten_parameters=True)
     optimizer = adamw(model)
-    step(model, optimizer, 1, "xla")
-    to_dcp(folder, model, optimizer)
-    return full(model, optimizer)
-
-
-def reads(rank, folder):
-    from xla_fsdp import from_dcp
-
-    model = wrapped(flat=True)
-    optimizer = adamw(model)
-    from_dcp(folder, model, optimizer, allow_pickle=True)
-    return full(model, optimizer)
+    if writes:
+        step(model, optimizer, 1, "xla")
+        xla_fsdp.to_dcp(folder, model, optimizer)
+    else:
+        xla_fsdp.from_dcp(folder, model, optimizer, allow_pickle=True)
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    return state, xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
 
 
 def fsdp_of_torch(rank, folder):
@@ -98,11 +82,11 @@ def fsdp_of_torch(rank, folder):
 
 @pytest.mark.slow
 def test_torch_goes_on_where_we_were_and_we_where_it_was(run_ranks, tmp_path):
-    written = run_ranks(writes, 3, str(tmp_path / "ours"))[0]
+    written = run_ranks(ours, 3, str(tmp_path / "ours"), True)[0]
     torch.multiprocessing.spawn(fsdp_of_torch, (str(tmp_path),), nprocs=2)
     for found, expected in (
         (torch.load(tmp_path / "loaded"), written),
-        (run_ranks(reads, 3, str(tmp_path / "theirs"))[0], torch.load(tmp_path / "saved")),
+        (run_ranks(ours, 3, str(tmp_path / "theirs"), False)[0], torch.load(tmp_path / "saved")),
     ):
         assert_equal(found[0], dict(expected[0]))
         assert found[1].keys() == expected[1].keys()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from on_ranks import on_ranks
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from wrappings import assert_equal, mean_loss, plain_zoo, stacked, step, zoo
 from zoo import Scaled
 
@@ -82,7 +83,6 @@ def go_on(rank, size, make, build, first, second, by_number=False):
 
 
 def by_number_of(plain, plain_optimizer, optim):
-    """What plain torch loads."""
     number = {name: i for i, (name, _) in enumerate(plain.named_parameters())}
     groups = copy.deepcopy(plain_optimizer.state_dict()["param_groups"])
     assert set(optim["param_groups"][0]["params"]) == set(number)
@@ -152,6 +152,16 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
     assert [group["weight_decay"] for group in swapped.param_groups] == [0.01, 0.5]
     assert swapped.param_groups[0]["foreach"] is False
 
+    # Groups without parameters must be as many.
+    one, two = grouped_by(model, ["all"], 0.5), grouped_by(model, ["all", "empty"], 9.0)
+    state = full_optim_state_dict(model, one, rank0_only=False)
+    words = "make the optimizer with the groups"
+    refuses(words, load_full_optim_state_dict, model, two, state)
+    assert two.param_groups[0]["lr"] == 9.0
+    again = grouped_by(model, ["all"], 9.0)  # as the message says
+    load_full_optim_state_dict(model, again, state)
+    assert again.param_groups[0]["lr"] == 0.5
+
     some = next(iter(optimizer.state.values()))
     for value, what in ((torch.ones(5), "a tensor of shape"), (object(), "of type")):
         some["odd"] = value
@@ -159,16 +169,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
         refuses(words, full_optim_state_dict, model, optimizer, kind=TypeError)
 
 
-def renumbered(state_dict, count):
-    """For an optimizer that has the parameters in reverse."""
-    state = {count - 1 - number: values for number, values in state_dict["state"].items()}
-    return {**state_dict, "state": state}
-
-
 @on_ranks(3)
 def test_other_ways_to_give_the_state(rank, size, folder):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     plain = plain_zoo()
     names = [name for name, _ in plain.named_parameters()]
     one = adamw(plain.parameters())
@@ -186,7 +188,10 @@ def test_other_ways_to_give_the_state(rank, size, folder):
     loads(model, adamw(model.parameters()), get_optimizer_state_dict(plain, one))
     # Numbers with names beside them, in another order; numbers of groups.
     backwards = adamw(reversed(list(plain.named_parameters())))
-    backwards.load_state_dict(renumbered(one.state_dict(), len(names)))
+    given = one.state_dict()
+    last = len(names) - 1
+    given["state"] = {last - number: values for number, values in given["state"].items()}
+    backwards.load_state_dict(given)
     reverse = adamw(reversed(list(model.parameters())))
     loads(model, reverse, backwards.state_dict())
     with pytest.raises(ModelMismatchError, match="in the order of the model"):
@@ -228,27 +233,21 @@ def test_other_ways_to_give_the_state(rank, size, folder):
     assert held["step"].shape == () and held["exp_avg"].to_local().shape == (128,)
 
 
-# --- options of groups, as torch's load_state_dict leaves them
+def halve(optimizer):
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 
 
-def halved(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-
-
-def nothing(optimizer):
-    pass
-
-
+# Whether a scheduler is attached before saving, and after it; groups.
 GROUPS = {
-    "without a scheduler": (nothing, nothing, ["all"]),
-    "with a key of the user": (nothing, nothing, ["all", "noted"]),
-    "a scheduler attached before saving, an empty group": (halved, nothing, ["all", "empty"]),
-    "a scheduler attached after saving": (nothing, halved, ["empty", "all", "empty"]),
-    "both": (halved, halved, ["all"]),
+    "without a scheduler": (False, False, ["all"]),
+    "with a key of the user": (False, False, ["all", "noted"]),
+    "a scheduler attached before saving, an empty group": (True, False, ["all", "empty"]),
+    "a scheduler attached after saving": (False, True, ["empty", "all", "empty"]),
+    "both": (True, True, ["all"]),
 }
 
 
-def grouped(model, kinds, lr):
+def grouped_by(model, kinds, lr):
     groups = []
     for number, kind in enumerate(kinds):
         parameters = list(model.parameters()) if kind == "all" else []
@@ -258,71 +257,47 @@ def grouped(model, kinds, lr):
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def options_of_groups(optimizer):
-    return [
-        # Not foreach, which is as the machine that goes on wants it.
-        {key: value for key, value in group.items() if key not in ("params", "foreach")}
-        for group in optimizer.param_groups
-    ]
-
-
 @pytest.mark.parametrize("shard", [FSDP, fully_shard])
 def test_options_of_groups_are_what_torch_makes_of_them(run_ranks, tmp_path, shard):
     run_ranks(options_are_torchs, 2, shard, str(tmp_path))
 
 
 def options_are_torchs(rank, shard, folder):
-    def build():
-        return torch.nn.Linear(6, 4)
-
-    def stepped(model, optimizer, x):
-        model(x).square().mean().backward()
+    def saved(model, kinds, before, device):
+        optimizer = grouped_by(model, kinds, 0.5)
+        if before:
+            halve(optimizer)
+        model(torch.ones(2, 6).to(device)).square().mean().backward()
         optimizer.step()
+        return optimizer
+
+    def loads(model, kinds, after, load):
+        optimizer = grouped_by(model, kinds, 9.0)
+        if after:
+            halve(optimizer)
+        load(model, optimizer)
+        # Not foreach, which is as the machine that goes on wants it.
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "foreach")}
+            for group in optimizer.param_groups
+        ]
 
     for number, (name, (before, after, kinds)) in enumerate(GROUPS.items()):
-        plain = build()
-        saved, expected = grouped(plain, kinds, 0.5), grouped(plain, kinds, 9.0)
-        before(saved)
-        stepped(plain, saved, torch.ones(2, 6))
-        after(expected)
-        expected.load_state_dict(saved.state_dict())
+        plain = torch.nn.Linear(6, 4)
+        state = saved(plain, kinds, before, "cpu").state_dict()
+        expected = loads(plain, kinds, after, lambda _, own, s=state: own.load_state_dict(s))
 
-        model = shard(build())
-        own = grouped(model, kinds, 0.5)
-        before(own)
-        stepped(model, own, torch.ones(2, 6).to("xla"))
+        model, path = shard(torch.nn.Linear(6, 4)), f"{folder}/{number}"
+        own = saved(model, kinds, before, "xla")
         full = full_optim_state_dict(model, own, rank0_only=False)
-        path = f"{folder}/{number}"
         to_dcp(f"{path}-dcp", model, own)
         save_checkpoint(path, model, own, step=1)
-
-        given = {
-            "by name": full,
-            "from rank 0": full if rank == 0 else None,
-            "by number": saved.state_dict(),
-        }
-        for how in (*given, "dcp", "checkpoint"):
-            model = shard(build())
-            loaded = grouped(model, kinds, 9.0)
-            after(loaded)
-            if how in given:
-                load_full_optim_state_dict(model, loaded, given[how])
-            elif how == "dcp":
-                from_dcp(f"{path}-dcp", model, loaded, allow_pickle=True)
-            else:
-                load_checkpoint(path, model, loaded)
-            found = options_of_groups(loaded)
-            assert found == options_of_groups(expected), (name, how, found)
-
-
-@on_ranks(2)
-def test_groups_without_parameters_must_be_as_many(rank, size, folder):
-    model = FSDP(torch.nn.Linear(6, 4))
-    one, two = grouped(model, ["all"], 0.5), grouped(model, ["all", "empty"], 9.0)
-    state = full_optim_state_dict(model, one, rank0_only=False)
-    with pytest.raises(ModelMismatchError, match="make the optimizer with the groups"):
-        load_full_optim_state_dict(model, two, state)
-    assert two.param_groups[0]["lr"] == 9.0
-    again = grouped(model, ["all"], 9.0)  # as the message says
-    load_full_optim_state_dict(model, again, state)
-    assert again.param_groups[0]["lr"] == 0.5
+        for load in (
+            lambda m, o, s=full: load_full_optim_state_dict(m, o, s),
+            lambda m, o, s=full: load_full_optim_state_dict(m, o, s if rank == 0 else None),
+            lambda m, o, s=state: load_full_optim_state_dict(m, o, s),
+            lambda m, o, p=path: from_dcp(f"{p}-dcp", m, o, allow_pickle=True),
+            lambda m, o, p=path: load_checkpoint(p, m, o),
+        ):
+            found = loads(shard(torch.nn.Linear(6, 4)), kinds, after, load)
+            assert found == expected, (name, found)

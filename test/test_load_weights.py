@@ -6,6 +6,7 @@ import os
 import fsspec
 import pytest
 import torch
+from consolidating import Harmful
 from safetensors.torch import save_file
 from wrappings import assert_equal, plain_zoo, stacked, zoo
 
@@ -29,7 +30,6 @@ AGAIN = "blocks.0.again.weight"
 
 
 def hub_folder(folder, state, pattern="model-{}-of-3.safetensors", save=save_file):
-    """As the hub has large models: several files and an index."""
     os.makedirs(folder)
     names = list(state)
     where = {name: pattern.format(1 + number % 3) for number, name in enumerate(names)}
@@ -52,7 +52,6 @@ def hub_cache(folder, source):
 
 
 def makes(tmp_path):
-    """Ways to keep the same weights, by path."""
     state = weights()
     save_file(state, tmp_path / "model.safetensors")
     for folder, name in (("one", "model"), ("odd", "zoo")):
@@ -118,13 +117,7 @@ def named_otherwise(rank, folder):
     assert_equal(full_state_dict(remote, rank0_only=False), plain_zoo(9).state_dict())
 
 
-class Canary:
-    def __reduce__(self):
-        return os.system, ("exit 1",)
-
-
 def spoilt(tmp_path):
-    """Paths that are refused, with the error and a part of its message."""
     state = weights()
     good = (tmp_path / "model.safetensors").read_bytes()
     cases = []
@@ -168,23 +161,26 @@ def spoilt(tmp_path):
     case(foreign, "not the name of a dense tensor", "epoch.pth", torch_file({"epoch": 1}))
     rank_file = {"model": state, "shard_metadata": {}}
     case(foreign, "one rank", "rank.pth", torch_file(rank_file))
-    case(unsafe, "nothing was executed", "canary.pth", torch_file({"a": Canary()}))
-    case("InvalidMetadataError", "weight_map", "noindex", index({"weight_map": [1]}))
-    surrogate = {"weight_map": {"position": "\ud800"}}
-    case("InvalidMetadataError", "surrogates not allowed", "surrogate", index(surrogate))
+    case(
+        unsafe,
+        "nothing was executed",
+        "canary.pth",
+        torch_file({"a": Harmful(tmp_path / "executed")}),
+    )
     sparse = {**state, "position": torch.ones(5, 12).to_sparse()}
     case(foreign, "'position' is not the name of", "sparse.pth", torch_file(sparse))
-    outside = {"weight_map": {"position": "../model.safetensors"}}
-    case(unsafe, "only plain names", "outside", index(outside))
-    lacking = {"weight_map": {"nothing": "a.safetensors"}}
-    case(foreign, "lacks 'nothing'", "lacking", index(lacking))
-    partial = {"weight_map": {"position": "a.safetensors"}}
-    case(foreign, "does not list", "partial", index(partial))
     case(not_found, "has none of", "empty", lambda path: path.mkdir())
-    absent = {"weight_map": {"position": "b.safetensors"}}
-    case(f"{unreadable}|{not_found}", "b.safetensors", "absent", index(absent))
     case(f"{unreadable}|{not_found}", "exist|No such", "no.safetensors", str)
     case(not_found, "does not exist", "no.pth", str)
+    for kind, text, name, weight_map in (
+        ("InvalidMetadataError", "weight_map", "noindex", [1]),
+        ("InvalidMetadataError", "surrogates not allowed", "surrogate", {"position": "\ud800"}),
+        (unsafe, "only plain names", "outside", {"position": "../model.safetensors"}),
+        (foreign, "lacks 'nothing'", "lacking", {"nothing": "a.safetensors"}),
+        (foreign, "does not list", "partial", {"position": "a.safetensors"}),
+        (f"{unreadable}|{not_found}", "b.safetensors", "absent", {"position": "b.safetensors"}),
+    ):
+        case(kind, text, name, index({"weight_map": weight_map}))
     return cases
 
 

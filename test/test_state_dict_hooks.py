@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch_xla.core.xla_model as xm
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from wrappings import assert_equal
 
 import xla_fsdp
@@ -29,24 +31,14 @@ class Net(nn.Module):
         return self.tied(self.b(self.a(x)))
 
 
-class LeavesOut(Net):
-    def state_dict(self, *args, **kwargs):
-        kept = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in kept.items() if "b." not in name}
-
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        own = nn.Module.state_dict(self)
-        return super().load_state_dict({**own, **state_dict}, *args, **kwargs)
-
-
-class Renames(Net):
+class OwnMethods(Net):
     def state_dict(self, *args, **kwargs):
         own = super().state_dict(*args, **kwargs)
-        return {f"net.{name}": value for name, value in own.items()}
+        return {f"net.{name}": value for name, value in own.items() if "b." not in name}
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        own = {name.removeprefix("net."): value for name, value in state_dict.items()}
-        return super().load_state_dict(own, *args, **kwargs)
+        given = {name.removeprefix("net."): value for name, value in state_dict.items()}
+        return super().load_state_dict({**nn.Module.state_dict(self), **given}, *args, **kwargs)
 
 
 class Folded(nn.Linear):
@@ -78,8 +70,6 @@ class WritesItself(nn.Linear):
 
 
 class Replaced(nn.Linear):
-    """Loads by new parameters and buffers."""
-
     def __init__(self, *args):
         super().__init__(*args)
         self.register_buffer("seen", torch.zeros(2))
@@ -172,8 +162,7 @@ def parametrized():
 
 
 MODELS = {
-    "leaves out": LeavesOut,
-    "renames": Renames,
+    "state_dict and load_state_dict": OwnMethods,
     "_save_to_state_dict": lambda: with_b(Folded),
     "data": lambda: with_b(WritesItself),
     "replaced": lambda: with_b(Replaced),
@@ -196,8 +185,6 @@ def built(name, seed):
 
 
 def hooked_afterwards(model):
-    """Hooks on the model after it is wrapped."""
-
     def rename(module, state, prefix, metadata):
         state[prefix + "later"] = state.pop(prefix + "table")
 
@@ -233,8 +220,6 @@ def same(found, expected):
 
 
 def _hooks(rank, form):
-    from torch.nn.modules.module import _IncompatibleKeys
-
     for name in MODELS:
         if form != "class" and name in ("pre-hook that changes values",):
             continue
@@ -312,9 +297,6 @@ class Blocks(nn.Module):
 
 
 def _files(rank, folder):
-    """Files and directories of torch.distributed.checkpoint, and scanned blocks."""
-    import torch.distributed.checkpoint as dcp
-
     torch.manual_seed(3)
     expected = Blocks()
     torch.manual_seed(3)
@@ -325,7 +307,8 @@ def _files(rank, folder):
     xla_fsdp.load_full_state_dict(model, other if rank == 0 else None)
     same(xla_fsdp.full_state_dict(model, rank0_only=False), other)
 
-    for name in ("renames", "leaves out", "hooks", "_save_to_state_dict", "hook after loading"):
+    own_methods = "state_dict and load_state_dict"
+    for name in (own_methods, "hooks", "_save_to_state_dict", "hook after loading"):
         given = built(name, 2).state_dict()
         given = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
         path = f"{folder}/{name}.pth"

@@ -1,18 +1,13 @@
-"""What the tests of `xla_fsdp.consolidate` share: a tiny writer of this package's format.
+"""Writes per-rank torch files as the format says, without the training code.
 
-A model is a list of `Entry`; the writer pads and slices it exactly as the format says, so that the
-tests do not depend on the training code.
+A model is a list of `Entry`.
 """
 
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 import torch
-
-from xla_fsdp.consolidate import __main__ as cli
-from xla_fsdp.consolidate import consolidate_sharded_model_checkpoints
 
 SUFFIX = "_rank-*-of-*.pth"
 
@@ -43,7 +38,6 @@ def shards_of(entry, world_size, multiple=1):
 
 
 def rank_files(entries, world_size, multiple=1):
-    """The content of every rank's file."""
     parameters, buffers = {}, {}
     state_dicts = [{} for _ in range(world_size)]
     for entry in entries:
@@ -83,7 +77,6 @@ def rank_files(entries, world_size, multiple=1):
 
 
 def expected_state_dict(entries):
-    """The unsharded state_dict, in order."""
     full = {}
     for entry in entries:
         for names, tensor in entry.members:
@@ -129,56 +122,3 @@ def save(files, directory, prefix="ckpt"):
 
 def path_of(directory, rank, world_size, prefix="ckpt"):
     return Path(directory) / f"{prefix}_rank-{rank}-of-{world_size}.pth"
-
-
-def same(one, other):
-    """Bit for bit, of any dtype."""
-    assert one.dtype == other.dtype and one.shape == other.shape
-    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*flat)
-
-
-def assert_equal(found, expected):
-    """Same keys, and bit for bit the same tensors."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert same(found[name], tensor), name
-
-
-def assert_same(found, expected):
-    """In the same order, too."""
-    assert list(found) == list(expected)
-    assert_equal(found, expected)
-
-
-def run_cli(capsys, *arguments):
-    """Exit code, stdout lines and stderr lines of the command in this process."""
-    capsys.readouterr()
-    code = cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out.splitlines(), captured.err.splitlines()
-
-
-def loaded(path):
-    """The model in a result of consolidation."""
-    return torch.load(path, weights_only=True, mmap=True)["model"]
-
-
-def assert_refused(capsys, directory, prefix, error, *mentioned, suffix=SUFFIX, save_path=None):
-    """The library raises `error`, the command exits 2 with one line, and nothing is written."""
-    save_path = str(Path(directory) / "full.pth" if save_path is None else save_path)
-    before = {path: path.lstat().st_mtime_ns for path in Path(directory).rglob("*")}
-    with pytest.raises(error) as raised:
-        consolidate_sharded_model_checkpoints(prefix, suffix, save_path)
-    assert type(raised.value) is error
-    for text in mentioned:
-        assert str(text) in str(raised.value)
-
-    options = ("--ckpt_prefix", prefix, "--ckpt_suffix", suffix, "--save_path", save_path)
-    code, out, err = run_cli(capsys, *options)
-    assert (code, out) == (2, [])
-    assert err[-1].startswith(f"{error.__name__}: ")
-    assert all(str(text) in err[-1] for text in mentioned)
-    assert len([line for line in err if "Error" in line]) == 1
-    after = {path: path.lstat().st_mtime_ns for path in Path(directory).rglob("*")}
-    assert after == before
