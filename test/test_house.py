@@ -67,15 +67,50 @@ def test_attributes_on_others_objects_have_one_meaning():
     assert found and not {name: times for name, times in found.items() if times > 1}
 
 
-GUESSES = ("_getframe", "f_back", "f_locals", "import dis", "__code__", "gc.get_objects")
+GUESSES = (
+    r"_getframe", r"f_back", r"f_locals", r"(import dis|from dis)", r"__code__ =",
+    r"gc\.get_objects",
+)  # fmt: skip
+ENGINE = ("sharding/**/*.py", "scan/**/*.py", "collectives/**/*.py", "optim/**/*.py",
+          "layers/**/*.py", "*.py")  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", ["sharding/**/*.py", "optim/**/*.py", "offload.py"])
+@pytest.mark.parametrize("pattern", ENGINE)
 def test_the_engine_inspects_no_frames_and_no_code(pattern):
     found = {
         (path.name, word)
         for path in sorted((ROOT / "xla_fsdp").glob(pattern))
         for word in GUESSES
-        if re.search(rf"\b{re.escape(word)}\b", path.read_text(encoding="utf-8"))
+        if re.search(rf"\b{word}(?!\w)", path.read_text(encoding="utf-8"))
     }
     assert found == set()
+
+
+def replaced_functions(tree):
+    """Assignments to attributes of libraries: ``nn.Module.to =``, ``vars(xm)[...] =``, and all
+    calls of ``setattr`` on a module whose name a variable has."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else ()
+        for target in map(ast.unparse, targets):
+            if re.match(r"(vars\()?(torch|nn|xm|torch_xla|F|xr)\b|xlac\.\w+\.value", target):
+                yield target
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith("setattr(_module, _name"):
+            yield ast.unparse(node)
+
+
+def test_the_engine_replaces_no_other_functions_of_libraries():
+    found = {
+        (path.name, one)
+        for pattern in ENGINE
+        for path in (ROOT / "xla_fsdp").glob(pattern)
+        for one in replaced_functions(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == {
+        # torch_xla makes new parameters in `to`: shared weights, hooks and attributes were lost.
+        ("moves.py", "nn.Module.to"),
+        # torch.utils.checkpoint, so that XLA frees and recomputes.
+        ("remat.py", "setattr(_module, _name, _own)"),
+        # They would mix shards of different parameters: they raise.
+        ("optimizer_hook.py", "vars(xm)['broadcast_master_param']"),
+        ("optimizer_hook.py", "xlac.gradients_to_average.value"),
+    }
