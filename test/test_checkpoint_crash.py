@@ -161,6 +161,7 @@ def test_things_of_others_are_neither_read_nor_removed(tmp_path):
     root = str(tmp_path)
     names = "step-00000007 step-000000008 step-00000009.1 step-٠٠٠٠٠٠٠٩ .step-1.partial"
     foreign = names.split()
+    assert not any(map(folders.parse_folder_name, [*foreign[1:], "step-00000001\n"]))
     for name in foreign:
         os.mkdir(f"{root}/{name}")
         Path(root, name, "weights").write_text("precious")

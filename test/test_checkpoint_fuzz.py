@@ -189,7 +189,6 @@ def test_containers_come_back(tensors, about):
     written, header = layout(tensors, about)
     data = header + bytes(written.size - len(header))
     assert _read(data) == written and written.data_begin % 8 == 0
-    # Others read it too.
     from safetensors import SafetensorError, safe_open  # noqa: F401
     from safetensors.torch import load
 
