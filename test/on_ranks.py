@@ -3,32 +3,26 @@
 import inspect
 
 
-def on_ranks(size):
-    """Decorates ``test_...(rank, size, folder)``: ``size`` ranks run it, and share ``folder``."""
-
-    def as_test(function):
-        def test(run_ranks, tmp_path):
-            run_ranks(function, size, size, str(tmp_path))
-
-        test.__name__, test.__doc__ = function.__name__, function.__doc__
-        return test
-
-    return as_test
-
-
 def on_each_rank(size=None, timeout=600):
     """Decorates ``test_...(rank, ...)``: ``size`` ranks run it with the test's other parameters.
 
-    Without ``size``, the test's parameter ``ranks`` says how many.
+    Without ``size``, the test's parameter ``ranks`` says how many. A function with the parameters
+    ``size`` and ``folder`` gets that number, and a folder that the ranks share.
     """
 
     def as_test(function):
+        names = list(inspect.signature(function).parameters)[1:]
+
         def test(run_ranks, **values):
             count = size or values.pop("ranks")
+            if "size" in names:
+                values["size"] = count
+            if "folder" in names:
+                values["folder"] = str(values.pop("tmp_path"))
             run_ranks(_call_on_rank, count, test, values, timeout=timeout)
 
-        names = list(inspect.signature(function).parameters)[1:]
-        return _as_test(test, function, ["run_ranks", *names, *([] if size else ["ranks"])])
+        fixtures = ["tmp_path" if name == "folder" else name for name in names if name != "size"]
+        return _as_test(test, function, ["run_ranks", *fixtures, *([] if size else ["ranks"])])
 
     return as_test
 

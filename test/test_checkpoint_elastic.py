@@ -4,7 +4,7 @@ import checkpoint_files as files
 import pytest
 import torch
 from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
-from on_ranks import on_ranks
+from on_ranks import on_each_rank
 from zoo import Zoo
 
 from xla_fsdp import full_optim_state_dict, full_state_dict
@@ -142,7 +142,7 @@ def test_on_as_many_ranks_training_resumes_bit_for_bit(run_ranks, tmp_path, kind
     run_ranks(_train_resume_train, 3, 3, kind, tmp_path, optimizer)
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_parameter_groups_are_found_by_the_names_in_them(rank, size, folder):
     def make(kind, swapped=False, one=False):
         run = Run(kind, rank, size)
@@ -168,7 +168,7 @@ def test_parameter_groups_are_found_by_the_names_in_them(rank, size, folder):
         run.load(folder)
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
     run = Run("nested", rank, size)
     run.train(0, 1)

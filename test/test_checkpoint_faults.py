@@ -8,7 +8,7 @@ import threading
 import pytest
 from checkpoint_files import Uniform, read_value
 from faulty_disk import Boundaries, Interrupting, in_child, kill
-from on_ranks import on_ranks
+from on_ranks import on_each_rank
 
 import xla_fsdp
 from xla_fsdp.checkpoint import saving
@@ -121,7 +121,7 @@ def test_an_error_at_every_operation(run_ranks, tmp_path, asynchronous, victims)
     assert len(set(counts)) == 1 and counts[0] > 8
 
 
-@on_ranks(SIZE)
+@on_each_rank(SIZE)
 def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, root):
     exchange, run = RankExchange(), Uniform()
     checkpointer = xla_fsdp.AsyncCheckpointer(root)

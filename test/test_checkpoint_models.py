@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch_xla
-from on_ranks import on_ranks
+from on_ranks import on_each_rank
 from torch import nn
 from zoo import Scaled
 
@@ -72,7 +72,7 @@ def test_every_optimizer_of_torch_goes_on_as_if_nothing_had_happened(run_ranks, 
     run_ranks(_optimizers, 2, str(tmp_path), names)
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_state_that_cannot_be_saved_raises(rank, size, folder):
     model = FSDP(nn.Sequential(nn.Linear(12, 8)), shard_param_on_dim_0=True)
     narrow = FSDP(nn.Sequential(nn.Linear(1, 8)), shard_param_on_dim_0=True)
@@ -181,7 +181,7 @@ def _train(model, optimizer) -> list[float]:
     return losses
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_scanned_blocks_exchange_checkpoints_with_blocks_wrapped_singly(rank, size, folder):
     for scanned in (True, False):
         model, optimizer = _stack(scanned, 0)
@@ -224,7 +224,7 @@ def test_replicas_are_saved_once_and_open_their_own_file_and_that_with_their_sha
     assert [file.length("weight") for file in checkpoint.files()] == [640, 560, 0, 0]
 
 
-@on_ranks(1)
+@on_each_rank(1)
 def test_state_of_a_single_number_is_told_from_a_count(rank, size, folder):
     builds = {"alone": Scaled, "sharded": lambda: FSDP(Scaled(), flatten_parameters=True)}
     values = {}
@@ -247,7 +247,7 @@ def test_state_of_a_single_number_is_told_from_a_count(rank, size, folder):
     assert len({value.item() for value in values.values()}) == 1, values
 
 
-@on_ranks(1)
+@on_each_rank(1)
 def test_a_backward_after_loading_is_not_that_of_the_forward(rank, size, folder):
     model = nn.Linear(3, 2).to("xla")
     path = xla_fsdp.save_checkpoint(folder, model, step=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
-from on_ranks import on_ranks
+from on_ranks import on_each_rank
 
 import xla_fsdp
 from xla_fsdp.checkpoint import rank_exchange, saving
@@ -26,7 +26,7 @@ def _kept(folder) -> list[str]:
     return _names(folder)
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(rank, size, folder):
     folder += "/a [b] *ü"
     run = Run("nested", rank, size)
@@ -56,7 +56,7 @@ def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(rank, size, 
     assert _kept(folder) == ["step-00000001", "step-00000002", "step-00000003.2"]
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(rank, size, folder):
     run = Run("nested", rank, size)
     for options, kind, message in (
@@ -116,7 +116,7 @@ os.chdir("/")
     assert later == f"{tmp_path}/run/step-00000008", done.stderr
 
 
-@on_ranks(2)
+@on_each_rank(2)
 def test_hosts_that_share_no_file_system_are_refused(rank, size, folder):
     """Ranks with a file system each: rank 1 looks into another folder."""
     run = Run("nested", rank, size)
@@ -142,7 +142,7 @@ def test_hosts_that_share_no_file_system_are_refused(rank, size, folder):
     assert _names(folder) == []
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_saves_under_way_are_no_leftovers_to_each_other(rank, size, folder):
     """A save on demand (of a preemption handler, say) while another is being written."""
     run = Run("nested", rank, size)

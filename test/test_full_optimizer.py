@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from on_ranks import on_ranks
+from on_ranks import on_each_rank
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from wrappings import assert_equal, mean_loss, plain_zoo, stacked, step, zoo
 from zoo import Scaled
@@ -110,7 +110,7 @@ def full_optim_of(model, optimizer, **options):
     return state
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
     model = zoo("nested")
 
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
         refuses(words, full_optim_state_dict, model, optimizer, kind=TypeError)
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_other_ways_to_give_the_state(rank, size, folder):
     plain = plain_zoo()
     names = [name for name, _ in plain.named_parameters()]

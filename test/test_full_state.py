@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_ranks
+from on_ranks import on_each_rank
 from test_comm_hooks import hybrid
 from test_full_optimizer import go_on, sgd
 from wrappings import KINDS, assert_equal, plain_zoo, stacked, zoo
@@ -154,7 +154,7 @@ def test_state_of_every_wrapping_out_and_in(run_ranks, ranks):
     run_ranks(run, ranks)
 
 
-@on_ranks(3)
+@on_each_rank(3)
 def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
     model = zoo("nested")
     good = plain_zoo(9).state_dict()
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
     assert_equal(full_state_dict(model, rank0_only=False), plain_zoo().state_dict())
 
 
-@on_ranks(2)
+@on_each_rank(2)
 def test_what_is_loaded_over_changed_values_is_what_is_read_afterwards(rank, size, folder):
     other = plain_zoo(9).state_dict()
     for kind in ("nested", "flat", "none"):

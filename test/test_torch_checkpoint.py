@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_ranks
+from on_ranks import on_each_rank
 from test_special_uses import WIDTH, inputs, trace_as_on_tpu, wrapped
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
@@ -176,7 +176,7 @@ def test_calls_inside_of_sharded_models(run_ranks, sharding):
     run_ranks(called, 2, sharding)
 
 
-@on_ranks(1)
+@on_each_rank(1)
 def test_recomputation_is_kept_apart_from_the_forward(rank, size, folder):
     """What the recomputed layers of one unit are tied to, by how they are recomputed."""
     trace_as_on_tpu()
@@ -278,7 +278,7 @@ WRAPPINGS = {
 
 
 @pytest.mark.slow
-@on_ranks(2)
+@on_each_rank(2)
 def test_states_have_the_names_of_the_module(rank, size, folder):
     """Training and states have the numbers and the names of a model that is not recomputed."""
     device = torch_xla.device()
@@ -336,7 +336,7 @@ class Scanned(nn.Module):
         return x + self.call(self.inner, x)
 
 
-@on_ranks(2)
+@on_each_rank(2)
 def test_checkpoints_in_scanned_blocks(rank, size, folder):
     """Scanned blocks are computed again as a whole, whatever else they would have recomputed."""
 
