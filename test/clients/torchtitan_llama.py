@@ -1,11 +1,11 @@
 """torchtitan's LLaMA, parallelized, trained and clipped by its own code, against plain torch."""
 
-from types import SimpleNamespace
-
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.llama3.infra import parallelize
 from torchtitan.models.llama3.model.args import TransformerModelArgs
@@ -18,12 +18,14 @@ RANKS, STEPS, VOCABULARY, SEQUENCE = 2, 3, 32, 8
 parallelize.fully_shard = xla_fsdp.fully_shard
 parallelize.MixedPrecisionPolicy = xla_fsdp.MixedPrecisionPolicy
 
-# One dimension of ranks, in the place of torch's mesh of process groups.
-DIMS = SimpleNamespace(
-    world_mesh={("dp_shard_cp",): list(range(RANKS))}, seq_len_divisor=1, tp_enabled=False,
-    fsdp_enabled=True, dp_replicate_enabled=False, cp_enabled=False, pp_enabled=False,
-    ep_enabled=False,
-)  # fmt: skip
+# The device line: torchtitan finds no accelerator, and its mesh is of CPUs.
+parallel_dims.device_type = "cpu"
+
+
+def dims() -> ParallelDims:
+    return ParallelDims(
+        dp_replicate=1, dp_shard=RANKS, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=RANKS
+    )
 
 
 def job() -> JobConfig:
@@ -43,7 +45,7 @@ def on_meta() -> Transformer:
 
 
 def train(model: Transformer, device: str, rank: int = 0, ranks: int = 1):
-    optimizers = build_optimizers([model], JobConfig().optimizer, DIMS)
+    optimizers = build_optimizers([model], JobConfig().optimizer, dims())
     found = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -59,7 +61,7 @@ def train(model: Transformer, device: str, rank: int = 0, ranks: int = 1):
 
 
 def main(rank: int, config: JobConfig):
-    model = parallelize.parallelize_llama(on_meta(), DIMS, config)
+    model = parallelize.parallelize_llama(on_meta(), dims(), config)
     model.to_empty(device="xla")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -69,6 +71,8 @@ def main(rank: int, config: JobConfig):
 
 
 if __name__ == "__main__":
+    # For the mesh. CPU ranks are threads, which share one process group of torch.
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     results = xla_fsdp.launch(main, (job(),), num_devices=RANKS)
     before, _, after = results[0]
     plain = on_meta().to_empty(device="cpu")
