@@ -293,7 +293,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(
-    "names,size,made,taken",
+    "names,heads,made,taken",
     [
         (NAMES[0], {"head_dim": 6}, True, True),
         (NAMES[1], {"attention_head_size": 6}, True, True),
@@ -304,8 +304,8 @@ NAMES = [
     ],
 )
 @on_each_rank(1)
-def test_heads_are_made_and_taken_in_the_products(rank, names, size, made, taken):
-    model = fsdp(Attention(names=names, **size))
+def test_heads_are_made_and_taken_in_the_products(rank, names, heads, made, taken):
+    model = fsdp(Attention(names=names, **heads))
     x = torch.randn(2, 5, 16).to("xla")
     torch_xla.sync()
     with torch.no_grad():
