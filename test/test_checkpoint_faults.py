@@ -122,18 +122,18 @@ def test_an_error_at_every_operation(run_ranks, tmp_path, asynchronous, victims)
 
 
 @on_each_rank(SIZE)
-def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, root):
+def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, folder):
     exchange, run = RankExchange(), Uniform()
-    checkpointer = xla_fsdp.AsyncCheckpointer(root)
+    checkpointer = xla_fsdp.AsyncCheckpointer(folder)
     for step in range(1, 6):  # each begins while the one before may still be written
         run.start(checkpointer, step, float(step))
         run.set(-1.0)  # what happens now is not in the checkpoint
     names = [f"xla_fsdp checkpoint, rank {rank}" for rank in range(SIZE)]
     mine = [each for each in threading.enumerate() if each.name in names]
     assert not any(each.daemon for each in mine)  # a program that ends completes the checkpoint
-    assert checkpointer.wait() == f"{root}/step-00000005"
+    assert checkpointer.wait() == f"{folder}/step-00000005"
     assert checkpointer.wait() is None  # nothing is left to wait for
-    assert [read_value(f"{root}/step-0000000{step}") for step in range(1, 6)] == [1, 2, 3, 4, 5]
+    assert [read_value(f"{folder}/step-0000000{step}") for step in range(1, 6)] == [1, 2, 3, 4, 5]
 
     use = _failing_stores(exchange)
     try:
@@ -149,17 +149,17 @@ def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, root):
                 else:
                     getattr(checkpointer, call)()
             exchange.gather_values("all raised", None)
-            assert read_value(latest_checkpoint(root)) == 5.0
-            assert not [name for name in os.listdir(root) if "partial" in name]
+            assert read_value(latest_checkpoint(folder)) == 5.0
+            assert not [name for name in os.listdir(folder) if "partial" in name]
         # So does leaving a `with` block, but not in place of another error.
         with pytest.raises(kind, match="injected"):
-            with xla_fsdp.AsyncCheckpointer(root) as inner:
+            with xla_fsdp.AsyncCheckpointer(folder) as inner:
                 use(Plan(4) if rank == 2 else None)
                 run.start(inner, 6, 6.0)
                 use(None)
         run.start(checkpointer, 8, 8.0)
         checkpointer.close()
-        assert read_value(latest_checkpoint(root)) == 8.0
+        assert read_value(latest_checkpoint(folder)) == 8.0
     finally:
         use(...)
 
