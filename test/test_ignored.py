@@ -86,6 +86,11 @@ def test_training_is_that_of_plain_torch(rank, kind):
             # Ranks whose ignored gradients differ must scale alike.
             order = 2.0 if step else torch.inf
             grads = [p.grad for p in model.parameters() if p.grad is not None]
+            for parameter in before.values():
+                if parameter.grad is not None:
+                    on_host = parameter.grad.to("cpu")
+                    assert type(on_host) is type(copy.deepcopy(parameter.grad)) is torch.Tensor
+                    assert on_host.norm().item() >= 0  # of this rank: no collective
             own = model.clip_grad_norm_(1e9, order)
             for torchs in (
                 nn.utils.get_total_norm(grads, order),

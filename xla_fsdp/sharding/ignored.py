@@ -14,7 +14,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..names import dotted, is_wrapper
-from .shard_reductions import largest_of_replicated, norm_of_replicated
+from .shard_reductions import OF_REPLICATED, reduce_replicated
 from .sharded_tensor import sharded_tensor_of
 
 # On a module: its id, which differs for a copy. On a parameter: its IgnoredMark.
@@ -38,20 +38,19 @@ class IgnoredGradient(torch.Tensor):
         if any(kind is not cls and kind is not IgnoredParameter for kind in types):
             return NotImplemented  # sharded tensors handle lists that contain both
         with torch._C.DisableTorchFunctionSubclass():
-            if func in (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm):
-                return norm_of_replicated(func, args, kwargs or {})
-            if func in (torch.max, torch.Tensor.max) and len(args) == 1 and not kwargs:
-                return largest_of_replicated(args[0])
+            if func in OF_REPLICATED and args and isinstance(args[0], cls):
+                return reduce_replicated(func, args, kwargs or {})
             found = func(*args, **(kwargs or {}))
-            if type(found) is torch.Tensor and getattr(func, "__name__", "") in _SAME_ELEMENTS:
-                found.__class__ = cls  # torch_xla's clipping detaches gradients
+            if getattr(func, "__name__", "") in _SAME_ELEMENTS and type(found) is torch.Tensor:
+                # torch_xla's clipping detaches gradients. A copy on the host is plain.
+                found.__class__ = cls if found.device.type == "xla" else torch.Tensor
             return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), self.detach().clone())
+        return memo.setdefault(id(self), self.as_subclass(torch.Tensor).detach().clone())
 
 
 _SAME_ELEMENTS = frozenset("abs detach clone contiguous to float double half bfloat16 type".split())

@@ -319,28 +319,30 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
     return PendingNorm.of(power, spec.world, spec, order, kept)
 
 
-def norm_of_replicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-    """A norm of a replicated tensor: of the mean of all ranks' powers. ``func``: torch's norm."""
+_NORMS = (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm)
+_MAXIMA = (torch.max, torch.Tensor.max)
+OF_REPLICATED = frozenset([*_NORMS, *_MAXIMA])
+
+
+def reduce_replicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A norm, of the mean of all ranks' powers, or the largest element on any rank, of a replicated
+    tensor. With other arguments, this rank's result."""
     value, *rest = args
     given = {n: one for n, one in kwargs.items() if one is not None and one is not False}
+    if func in _MAXIMA and not (rest or given):
+        world = World.to_reduce_over(None, value.device)
+        return _Largest.apply(_wide(value).max(), world).to(value.dtype)
     order = rest.pop(0) if rest else given.pop("p", given.pop("ord", None))
     order = 2.0 if order is None or order == "fro" else order
     dtype = given.pop("dtype", None)
-    if rest or given or not isinstance(order, (int, float)) or order <= 0:
-        plain: torch.Tensor = func(*args, **kwargs)
-        return plain
+    numeric = isinstance(order, (int, float)) and order > 0
+    if func not in _NORMS or rest or given or not numeric:
+        return func(*args, **kwargs)
     found = torch.linalg.vector_norm(value if dtype is None else value.to(dtype), order)
     wide = _wide(found)
     power = wide if math.isinf(order) else wide ** float(order)
     world = World.to_reduce_over(None, value.device)
     return PendingNorm.of(power, world, None, float(order), found.dtype)
-
-
-def largest_of_replicated(value: torch.Tensor) -> torch.Tensor:
-    """The largest element on any rank."""
-    world = World.to_reduce_over(None, value.device)
-    largest: torch.Tensor = _Largest.apply(_wide(value).max(), world)
-    return largest.to(value.dtype)
 
 
 def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

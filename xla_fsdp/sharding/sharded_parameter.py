@@ -466,15 +466,9 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         of = torch.norm if name == "_foreach_norm" else torch.max
         order = args[1:] or ([kwargs["ord"]] if "ord" in kwargs else [])
         dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
-        of_replicated = (
-            reductions.norm_of_replicated
-            if name == "_foreach_norm"
-            else lambda func, given, _: reductions.largest_of_replicated(given[0])
-        )
+        reduce = {False: _reduction, True: reductions.reduce_replicated}
         return [
-            of_replicated(of, (each, *order), dtype)
-            if getattr(type(each), "replicated", False)
-            else _reduction(of, (each, *order), dtype)
+            reduce[getattr(type(each), "replicated", False)](of, (each, *order), dtype)
             for each in args[0]
         ]
     given = (*args, *kwargs.values())
