@@ -13,7 +13,7 @@ from torch import nn
 
 from .names import dotted, is_wrapper
 from .sharded_module import ShardedModule, make_unit
-from .sharding.comm_plan import Divisors
+from .sharding.comm_plan import Divisors, checked_factor
 from .sharding.cpu_offload import CPUOffload
 from .sharding.deferred_values import UninitializedTensor, remaining_uninitialized
 from .sharding.gathering import computing_passes
@@ -332,9 +332,7 @@ class FSDPModule(ShardedModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides reduced gradients by ``factor`` instead of the number of ranks."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
-            raise ValueError(f"factor must be a positive number, got {factor!r}")
-        self._unit.comms.divisors = Divisors(1.0, float(factor))
+        self._unit.comms.divisors = Divisors(1.0, checked_factor("factor", factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 

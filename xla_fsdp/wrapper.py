@@ -15,7 +15,7 @@ from .names import WRAPPED, is_wrapper
 from .sharded_module import ShardedModule, make_unit
 from .sharding import metadata
 from .sharding.comm_hook import Hook, register
-from .sharding.comm_plan import Divisors
+from .sharding.comm_plan import Divisors, checked_factor
 from .sharding.options import WRAPPER, FSDPOptions, constructor
 from .sharding.sharded_tensor import raise_replaced
 from .sharding.state import unique_units, unit_of
@@ -236,11 +236,9 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
         The default is the mean over all ranks. ``recursive``: also in all wrappers inside.
         """
-        for name, value in (("pre", pre), ("post", post)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        divisors = Divisors(checked_factor("pre", pre), checked_factor("post", post))
         for unit in unique_units(self) if recursive else [self._unit]:
-            unit.comms.divisors = Divisors(float(pre), float(post))
+            unit.comms.divisors = divisors
 
     @property
     def gradient_predivide_factor(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,19 +95,26 @@ class Divisors:
         return self.before * self.after
 
 
+def checked_factor(name: str, value: Any) -> float:
+    """Raises ValueError unless ``value`` is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
 def reduced_in(dtype: torch.dtype, options: FSDPOptions) -> torch.dtype:
     return torch.float32 if dtype in NARROW and options.fp32_reduce_scatter else dtype
 
 
 def gather_waits(options: FSDPOptions, world: World, backward: bool) -> tuple[Wait, ...]:
     """The events that the gathers of a unit wait for."""
-    if not world.as_on_tpu:
-        return ()
     if backward:
-        if not options.optimization_barrier_in_backward:
-            return ()
-        return waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
-    return waits_of_forward(options.forward_prefetch) * options.optimization_barrier_in_forward
+        barrier = options.optimization_barrier_in_backward
+        waits = waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
+    else:
+        barrier = options.optimization_barrier_in_forward
+        waits = waits_of_forward(options.forward_prefetch)
+    return waits if barrier and world.as_on_tpu else ()
 
 
 def plan_gathers(

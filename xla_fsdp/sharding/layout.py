@@ -208,8 +208,13 @@ class ShardSpec:
 
     @property
     def name(self) -> str:
-        owner = None if self.owner is None else self.owner()
-        return "of a model that no longer exists" if owner is None else str(owner.name)
+        tensor = self.tensor
+        return "of a model that no longer exists" if tensor is None else str(tensor.name)
+
+    @property
+    def tensor(self) -> Any | None:
+        """The ``ShardedTensor`` that it describes; ``None`` if that no longer exists."""
+        return None if self.owner is None else self.owner()
 
     @property
     def several(self) -> bool:

@@ -71,11 +71,11 @@ _OF_THE_PARAMETER = frozenset(
 
 
 def has_unreduced(spec: ShardSpec) -> bool:
-    owner = None if spec.owner is None else spec.owner()
-    return owner is not None and bool(owner.unreduced)
+    tensor = spec.tensor
+    return tensor is not None and bool(tensor.unreduced)
 
 
 def drop_unreduced(spec: ShardSpec) -> None:
-    owner = None if spec.owner is None else spec.owner()
-    if owner is not None:
-        owner.drop_unreduced()
+    tensor = spec.tensor
+    if tensor is not None:
+        tensor.drop_unreduced()
