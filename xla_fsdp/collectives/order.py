@@ -49,24 +49,6 @@ class Wait:
     before: int
 
 
-def waits_of_forward(prefetch: bool) -> tuple[Wait, ...]:
-    return (Wait(Event.INPUTS, 1 if prefetch else 0),)
-
-
-def waits_of_backward(prefetch: BackwardPrefetch | None, limit: bool) -> tuple[Wait, ...]:
-    """The events that the gathers of a backward wait for.
-
-    ``limit``: full gradients of at most two units exist.
-    """
-    early = prefetch is BackwardPrefetch.BACKWARD_PRE
-    waits = [Wait(Event.GRADIENT, 1 if early else 0)]
-    if limit:
-        waits.append(Wait(Event.REDUCTIONS, 2))
-        if prefetch is None:
-            waits.append(Wait(Event.REDUCTIONS, 1))
-    return tuple(waits)
-
-
 # Inputs are copied from the host while the previous recomputation runs, for two units at most.
 WAITS_OF_RECOMPUTATION = (Wait(Event.RECOMPUTATION, 1), Wait(Event.REDUCTIONS, 2))
 

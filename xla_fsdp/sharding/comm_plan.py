@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..collectives.order import Event, Wait, waits_of_backward, waits_of_forward
+from ..collectives.order import BackwardPrefetch, Event, Wait
 from ..collectives.routes import Route
 from ..collectives.world import World
 from ..tpu.slices import Groups
@@ -108,13 +108,18 @@ def reduced_in(dtype: torch.dtype, options: FSDPOptions) -> torch.dtype:
 
 def gather_waits(options: FSDPOptions, world: World, backward: bool) -> tuple[Wait, ...]:
     """The events that the gathers of a unit wait for."""
-    if backward:
-        barrier = options.optimization_barrier_in_backward
-        waits = waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
-    else:
-        barrier = options.optimization_barrier_in_forward
-        waits = waits_of_forward(options.forward_prefetch)
-    return waits if barrier and world.as_on_tpu else ()
+    barriers = options.optimization_barrier_in_forward, options.optimization_barrier_in_backward
+    if not (barriers[backward] and world.as_on_tpu):
+        return ()
+    if not backward:
+        return (Wait(Event.INPUTS, 1 if options.forward_prefetch else 0),)
+    prefetch = options.backward_prefetch
+    waits = [Wait(Event.GRADIENT, 1 if prefetch is BackwardPrefetch.BACKWARD_PRE else 0)]
+    if options.limit_all_gathers:  # full gradients of at most two units exist
+        waits.append(Wait(Event.REDUCTIONS, 2))
+        if prefetch is None:
+            waits.append(Wait(Event.REDUCTIONS, 1))
+    return tuple(waits)
 
 
 def plan_gathers(
