@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+import xla_fsdp
 from xla_fsdp import xlac
 from xla_fsdp.compiled import cache
 
@@ -103,10 +105,6 @@ def test_nothing_is_kept_by_default(run_script, tmp_path):
 
 def test_workers_of_this_suite_keep_programs_where_conftest_says(run_ranks):
     def count(rank, length):
-        import torch
-
-        import xla_fsdp
-
         assert torch.ones(length).to("xla").sum().item() == length
         return xla_fsdp.compilation_counts().compiled
 

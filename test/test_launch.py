@@ -1,5 +1,6 @@
 """``xla_fsdp.launch`` on CPU: what it runs, returns, compiles and refuses."""
 
+import gc
 import os
 import random
 import time
@@ -11,6 +12,7 @@ from lazy_modules import torch_xla, xm
 from on_ranks import on_each_rank
 
 import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.ranks.rank import current_rank
 
 
@@ -36,10 +38,6 @@ def test_programs_do_not_depend_on_the_garbage_collector(run_ranks, tmp_path):
     collected = tmp_path / "collected"
 
     def train(rank):
-        import gc
-
-        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
         def backward(model):
             model(torch.ones(2, 6).to("xla")).sum().backward()
             return model.weight.grad

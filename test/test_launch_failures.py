@@ -11,6 +11,7 @@ from launch_scripts import HEAD
 from lazy_modules import torch_xla, xm
 
 import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.testing import CollectiveMismatchError, RankError
 
 # What waits for ever ends by this, with a RankTimeoutError: no slow machine comes near it.
@@ -233,8 +234,6 @@ def test_others_are_named_by_the_users_lines(fails):
             raise ValueError("no data")
 
     def one_syncs_on_autograds_thread(rank):
-        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
         model = FSDP(torch.nn.Linear(4, 4), sync_on_finalization=True)
         loss = model(torch.ones(2, 4).to("xla")).sum()
         if rank == 0:

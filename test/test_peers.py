@@ -12,6 +12,8 @@ from reports import make
 from benchmarks.peers import JAX, SPMD, plan_peer
 from benchmarks.peers.child import Request, lower
 from benchmarks.peers.sizes import AGAIN, REMATERIALISED, SCANNED, WAYS, Sizes
+from benchmarks.planned import FIGURES, OURS, TABLES, by_compiler, differences, page
+from benchmarks.workload_s import Network, step_of
 from xla_fsdp.planning.foreign import plan_partitioned
 from xla_fsdp.planning.program.flops import model_flops
 from xla_fsdp.planning.tracing.step import trace_step
@@ -50,9 +52,9 @@ def test_peers_send_what_they_should(cache):
     assert plain.bound_wire_bytes == pytest.approx(3 * parts, abs=2)
     assert all(c.group_size == 8 for c in plain.schedule.collectives)
     spmd = plan_peer(SPMD, V3, TINY, cache=cache, progress=False)
-    for report, most, rel in ((plain, 1.02, 0.02), (spmd, 2, 0.1)):
+    for report, least, most, rel in ((plain, 0.98, 1.02, 0.02), (spmd, 1, 2, 0.1)):
         sent = _sent(report)
-        assert 0.98 * parts <= sent["all-gather"] <= most * parts
+        assert least * parts <= sent["all-gather"] <= most * parts
         # On a torus a reduce-scatter over all devices is an all-reduce: twice the bytes.
         reduced = sent["all-reduce"] + 2 * sent["reduce-scatter"]
         assert reduced == pytest.approx(2 * parts, rel=rel)
@@ -109,8 +111,6 @@ def test_flops_are_those_of_the_traced_step(cache):
     """What the peers are told, and what a plan counts in the program of this package's class."""
     from jax._src.lib import xla_client
 
-    from benchmarks.workload_s import step_of
-
     hlo = trace_step(step_of("ours"), 0, 8).program.hlo
     module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(hlo)
     assert model_flops(module.to_string()) == Sizes().model_flops
@@ -130,7 +130,6 @@ def test_jax_trains_the_same_network():
     import torch
 
     from benchmarks.peers import jax_fsdp
-    from benchmarks.workload_s import Network
 
     torch_xla.device()  # this process also plans, which a backward before this would prevent
     jax.config.update("jax_platforms", "cpu")
@@ -209,8 +208,6 @@ def test_only_shardings_of_one_dimension_are_resized():
 
 
 def test_the_benchmark_has_a_row_for_every_slice_and_name():
-    from benchmarks.planned import FIGURES, TABLES, page
-
     report = make()
     tables = {
         kind: {where: dict.fromkeys(table.names, report) for where in (V3, "v6e-8")}
@@ -226,8 +223,6 @@ def test_the_benchmark_has_a_row_for_every_slice_and_name():
 
 
 def test_the_benchmark_lists_what_two_compilers_make_of_a_row():
-    from benchmarks.planned import OURS, by_compiler, differences
-
     old = make()
     new = replace(old, memory=replace(old.memory, temporaries=2 * old.memory.temporaries))
     both = {by_compiler(OURS, "0.0.21"): old, by_compiler(OURS, "0.0.51"): new}

@@ -383,13 +383,14 @@ def test_where_a_script_does_not_fit_what_is_next_at_hand_is_compiled_next():
 
 def test_a_deep_model_is_first_compiled_with_few_blocks():
     """Of 40 blocks a program of 2 and one of 4, if these compile faster than one of all."""
-    asked, settings, cost, largest = [], ShardingSettings(), {40: 100.0}, [40]
+    asked, settings, cost, largest = [], ShardingSettings(), {40: 100.0}, {"that fits": 40}
 
     def compiled(name, step, host):
         depth = getattr(step(), "depth", 40)
         asked.append(depth)
-        times = (1.0 + depth, depth, depth / 2, depth) if depth <= largest[0] else (0.0,) * 4
-        return Measured(*times, depth <= largest[0], 0.5, cost.get(depth, 1.0))
+        fits = depth <= largest["that fits"]
+        figures = (1.0 + depth, depth, depth / 2, depth) if fits else (0.0,) * 4
+        return Measured(*figures, fits, 0.5, cost.get(depth, 1.0))
 
     target = Target(V3, find_compiler(None), "xla_fsdp", {}, None, None)
     steps = _Steps(lambda settings: settings, target, None)
@@ -398,10 +399,10 @@ def test_a_deep_model_is_first_compiled_with_few_blocks():
     assert asked == [2, 4] and found.extrapolated and found.compilations == 2
     figures = (found.seconds, found.compute, found.exposed, found.hbm, found.mfu)
     assert figures == pytest.approx((41.0, 40.0, 20.0, 40.0, 0.5)) and found.fits
-    largest[0] = 2
+    largest["that fits"] = 2
     found = steps.measure(settings, False)
-    assert (found.fits, found.seconds, largest.pop()) == (False, 0.0, 2)
-    largest.append(40)
+    assert (found.fits, found.seconds) == (False, 0.0)
+    largest["that fits"] = 40
     assert not steps.measure(settings, True).extrapolated and asked[4:] == [40]
     scanned = settings.changed(scan=True, recompute="all")
     for other in (scanned, settings.changed(recompute=20), settings.changed(kept_blocks=1)):
