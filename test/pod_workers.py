@@ -1,4 +1,4 @@
-"""What test_pod_scripts.py puts in the place of gcloud: folders instead of the workers of a slice.
+"""What test_pod_recipes.py puts in the place of gcloud: folders instead of the workers of a slice.
 
 Called as ``python pod_workers.py FOLDER gcloud-arguments...``; FOLDER holds a home for each worker,
 named like its host, the file "calls", a line of JSON for each call, and, unless the slice is READY,

@@ -1,12 +1,12 @@
 """Processes that tests start: how they begin, and what became of those nobody waits for."""
 
 import gc
+import subprocess
 import time
 from pathlib import Path
 
 
 def import_for_good():
-    """Imports what takes longest. Collections need not look through it, now or later."""
     gc.disable()
     import torch_xla.core.xla_model  # noqa: F401
 
@@ -35,3 +35,11 @@ def _runs(pid):
         return False
     # Its name stands in brackets and may hold anything, brackets as well.
     return stat.rpartition(") ")[2][0] not in "ZX"
+
+
+def run_command(*words, code=0, **how):
+    """What the command printed; it has ended with ``code``, or with any for None."""
+    how = {"capture_output": True, "text": True, "timeout": 1500, **how}
+    done = subprocess.run([str(word) for word in words], **how)
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done

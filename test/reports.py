@@ -3,16 +3,8 @@
 import dataclasses
 import itertools
 
-from xla_fsdp.planning.records import (
-    WORK,
-    Buffer,
-    Collective,
-    CompilerMemory,
-    Op,
-    Schedule,
-    Slot,
-    Timing,
-)
+from xla_fsdp.planning import records
+from xla_fsdp.planning.records import WORK, Buffer, CompilerMemory, Op, Schedule, Slot, Timing
 from xla_fsdp.planning.reporting.report import Report
 
 GIB, MS = 2**30, 1e-3
@@ -35,7 +27,7 @@ def make(blocks=2, steps=3, **changes):
             ready = bool(block % 2)
             name, ranks = f"all-gather.{place}", (tuple(range(8)),)
             collectives.append(
-                Collective(
+                records.Collective(
                     "all-gather", 8_000_000, ranks, index=place, done=place + 2 * ready, name=name,
                     asked="all-gather", dtype="bf16", group_size=8, wire_bytes=7_000_000,
                     asynchronous=ready, overlap_cycles=100 * ready, module=module, phase=phase,
@@ -65,27 +57,15 @@ def make(blocks=2, steps=3, **changes):
     peak = max(range(place), key=curve.__getitem__)
     schedule = Schedule(place, tuple(ops), tuple(collectives), tuple(buffers), curve, peak)
     timing = Timing(0.018, 0.004, 0.002, 0.002, now, 1e12, 0.42, tuple(slots))
-    report = Report(
-        topology="v3-128",
-        chip="TPU v3",
-        devices=128,
-        hbm_capacity=4 * GIB,
-        hbm_source="libtpu",
-        memory=CompilerMemory(GIB, GIB, GIB, GIB // 2, GIB // 8, max(curve)),
-        schedule=schedule,
-        timing=timing,
-        bound_wire_bytes=14_000_000,
-        bound_label="two gathers, one reduce-scatter",
-        link_model="a ring of 70 GB/s links",
-        compile_seconds=12.5,
-        program_bytes=2**20,
-        ranks_traced=(0, 1, 127),
-        executables=1,
-        title="ours",
-        versions={"torch": "2.9.0"},
+    figures = dict(
+        topology="v3-128", chip="TPU v3", devices=128, hbm_capacity=4 * GIB, hbm_source="libtpu",
+        memory=CompilerMemory(GIB, GIB, GIB, GIB // 2, GIB // 8, max(curve)), schedule=schedule,
+        timing=timing, bound_wire_bytes=14_000_000, bound_label="two gathers, one reduce-scatter",
+        link_model="a ring of 70 GB/s links", compile_seconds=12.5, program_bytes=2**20,
+        ranks_traced=(0, 1, 127), executables=1, title="ours", versions={"torch": "2.9.0"},
         warnings=("The last block is not wrapped.",),
-    )
-    return dataclasses.replace(report, **changes)
+    )  # fmt: skip
+    return Report(**figures | changes)
 
 
 def refused(**changes):

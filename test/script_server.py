@@ -1,9 +1,8 @@
 """Scripts in processes of their own that need not import torch and torch_xla anew.
 
 A process that has imported them, and started neither a thread nor an XLA runtime, forks itself for
-each script: 8 seconds of the processor less. The script gets arguments, environment, folder and
-output of its own and ends like any Python process, with exit handlers and its status. What scripts
-start as ``sys.executable`` may come from such a process too, see ``ScriptServer.python``.
+each script: 8 seconds of the processor less. The script has its own arguments, environment, folder
+and output, and ends like any Python process, with exit handlers and its status.
 """
 
 import fcntl
@@ -42,16 +41,9 @@ os._exit(status)
 
 
 class ScriptServer:
-    """Runs scripts; usable from several threads, and the same server from several processes.
-
-    Args:
-        folder: is made, or has the server that another process has started. That ends with the
-            process ``TEST_PROCESS``, which conftest.py names.
-        modules: what the scripts need not import.
-
-    Attributes:
-        python: a file that runs scripts, and consolidation, like a Python interpreter.
-    """
+    """Runs scripts that need not import ``modules``. Several processes share the server in a
+    folder, which ends with the process ``TEST_PROCESS``. ``python``: a file that runs scripts, and
+    consolidation, like a Python interpreter."""
 
     def __init__(self, folder, *modules):
         folder = Path(folder)
@@ -81,11 +73,8 @@ class ScriptServer:
         os.chmod(self.python, 0o700)
 
     def run(self, command, *, cwd, env, timeout, python=None):
-        """``command``: a script and its arguments, or ``-m``, a module and its arguments.
-        ``python``: what is ``sys.executable`` there, if not this process's.
-
-        Returns and raises what ``subprocess.run(..., capture_output=True, text=True)`` does.
-        """
+        """As ``subprocess.run(..., capture_output=True, text=True)``, of a script, or ``-m`` and a
+        module, and arguments. ``python``: ``sys.executable`` there, if not this process's."""
         folder = str(Path(cwd or os.getcwd()).absolute())
         environment = {**env, _EXECUTABLE: python or sys.executable}
         request = pickle.dumps(([str(part) for part in command], folder, environment))
@@ -132,8 +121,7 @@ def _serve(listener):
 
 
 def _for_one(asked):
-    """In a fork of this process, returns what it is to run. This one waits for it, and ends it if
-    nobody waits for this one any more."""
+    """Returns, in a fork, what to run. Here: waits for it, and ends it if the client is gone."""
     packet, descriptors, _, _ = socket.recv_fds(asked, _LARGEST, 2)
     pid = os.fork()
     if pid == 0:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lazy_modules import torch_xla, xr
 from torch import nn
 
 import xla_fsdp
@@ -12,13 +13,10 @@ class Planted(nn.Module):
 
     def __init__(self, where, rank, at):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.spectrum = Spectrum()
+        self.linear, self.spectrum = nn.Linear(8, 8), Spectrum()
         self.where, self.rank, self.at, self.calls = where, rank, at, 0
 
     def forward(self, x):
-        import torch_xla.runtime as xr
-
         self.calls += 1
         bad = float("nan") if (xr.global_ordinal(), self.calls) == (self.rank, self.at) else 1.0
         # Data, not a number in the program, which all ranks share.
@@ -64,16 +62,14 @@ class Model(nn.Module):
         return x
 
 
-def train(rank, where, planted_on, at, every=1, checkpointed=False, tell=None, steps=4):
-    import torch_xla
-
+def train(rank, where, planted_on, at, every=1, checkpointed=False, tell=None):
     torch.manual_seed(0)
     model = xla_fsdp.XlaFullyShardedDataParallel(Model(where, planted_on, at, checkpointed))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     try:
         with xla_fsdp.detect_divergence(model, every=every) as divergence:
-            for step in range(1, steps + 1):
+            for step in range(1, 5):
                 x = torch.full((2, 8), rank + 1.0).to("xla")
                 loss = model(x).square().mean()
                 loss.backward()

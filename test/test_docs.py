@@ -1,16 +1,24 @@
-"""What the documents point to is there, and reference pages list what the code has."""
+"""Documents: what they point to is there, their code runs, and the site has no dead link."""
 
 import ast
+import base64
+import os
 import re
+import sys
+from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 import torch_xla
 from conftest import ROOT
+from nbclient import NotebookClient
+from on_ranks import on_each_rank
+from processes import run_command
 from torch import nn
 
 import xla_fsdp
-from xla_fsdp import XlaFullyShardedDataParallel
+from xla_fsdp import XlaFullyShardedDataParallel, consolidate, optim
 from xla_fsdp.sharding.options import FSDPOptions
 
 DOCUMENTS = sorted(
@@ -91,7 +99,10 @@ def test_the_readme_example_prints_what_it_returns(run_script):
     assert re.fullmatch(r"\[(\d\.\d+(, )?){4}\]\n", done.stdout)
 
 
-def accumulates_saves_and_resumes(rank, script):
+@on_each_rank(2)
+def test_the_readme_example_of_accumulation_runs(rank, folder):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    script = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("runs/vit", folder)
     torch.manual_seed(0)
     model = XlaFullyShardedDataParallel(nn.Linear(16, 16))  # 128 weights on each of 2 ranks
     optimizer = torch.optim.AdamW(model.parameters())
@@ -106,13 +117,6 @@ def accumulates_saves_and_resumes(rank, script):
         assert names["predictions"].shape == (3, 16) and not names["predictions"].requires_grad
         model.train()
     assert not torch.equal(model.weight.to_local().cpu(), before)
-
-
-def test_the_readme_example_of_accumulation_runs(run_ranks, tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    script = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    assert script.count('"runs/vit"') == 2
-    run_ranks(accumulates_saves_and_resumes, 2, script.replace("runs/vit", str(tmp_path)))
 
 
 @pytest.mark.full
@@ -138,9 +142,6 @@ def test_the_laptop_scripts(run_script, tmp_path):
     planned = run_script(planning)
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.startswith("FITS: ") and "v5litepod-8, 8 devices" in planned.stdout
-
-
-# -- reference pages list what the code has --------------------------------------------------------
 
 
 def test_every_option_is_listed_with_its_default_and_who_takes_it():
@@ -197,3 +198,77 @@ def test_the_messages_on_the_page_of_errors_are_those_of_the_code():
     classes = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
     errors = set(re.findall(r"`(\w+Error)`", page)) - {"ValueError", "TypeError", "ImportError"}
     assert [one for one in sorted(errors) if f"class {one}(" not in classes] == []
+
+
+@pytest.mark.slow
+def test_the_site_has_no_dead_link_no_files_of_its_hook_and_loads_nothing_from_elsewhere(tmp_path):
+    """mkdocs.yml has it warn of links and anchors that lead nowhere, unless it is quiet."""
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    words = (sys.executable, "-m", "mkdocs", "build", "--no-strict", "--site-dir", tmp_path)
+    told = run_command(*words, cwd=ROOT, env=environment).stderr.splitlines()
+    assert [one for one in told if "WARN" in one and 'not included in the "nav"' not in one] == []
+    assert "built" in told[-1]
+    files = {path.name for path in tmp_path.rglob("*")}
+    assert len(files) > 50 and not files & {"hooks.py", "__pycache__"}
+    loads = re.compile(r"<(?:link(?! rel=.canonical)|script|img)\b[^>]*?\b(?:href|src)=.([^\s>]+)")
+    found = [one for page in tmp_path.rglob("*.html") for one in loads.findall(page.read_text())]
+    assert len(found) > 500 and [one for one in found if "//" in one] == []
+
+
+def test_every_public_name_is_described():
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (REFERENCE / "api").glob("*.md"))
+    described = re.findall(r"^::: xla_fsdp\.([\w.]+)$", pages, re.MULTILINE)
+    public = [*xla_fsdp.__all__, *(f"optim.{name}" for name in optim.__all__)]
+    public += [f"consolidate.{name}" for name in consolidate.__all__ if name not in public]
+    assert sorted(set(public) - set(described)) == []
+    assert len(described) == len(set(described))
+
+
+NOTEBOOK = ROOT / "examples/quickstart.ipynb"
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """``execute(notebook)`` runs it in an empty folder; what its code cells printed."""
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_THREAD_POOL_SIZE", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "settings"))
+    folder = tmp_path / "notebook"
+    folder.mkdir()
+
+    def run(notebook):
+        at = {"metadata": {"path": str(folder)}}
+        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=at).execute()
+        return [
+            "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+            for cell in notebook.cells
+            if cell.cell_type == "code"
+        ]
+
+    return run
+
+
+@pytest.mark.full
+def test_quickstart(execute):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert len(notebook.cells) == 10
+    assert not any(cell.get("outputs") for cell in notebook.cells), "committed with outputs"
+
+    _, _, trained, planned, _, joined = execute(notebook)
+
+    assert "4 ranks, each with 36,608 of 137,802 elements\n" in trained
+    first, last = map(float, re.search(r"loss (.+) -> (.+)", trained).groups())
+    assert 2 < first < 3 and last < 0.5
+    accuracy = re.search(r"accuracy (.+)% on held-out images", trained)[1]
+    assert 80 < float(accuracy) < 100
+    assert planned.startswith("FITS: ") and "v5litepod-8, 8 devices (v5e)" in planned
+    assert re.search(r"sent / bound +1.00 ×", planned)
+    assert re.search(r"executables +1 of 3 ", planned)
+    (picture,) = notebook.cells[7].outputs
+    assert base64.b64decode(picture.data["image/png"])[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "wrote joined: 30 parameters (137802 elements)" in joined
+    assert f"accuracy {accuracy}% in plain torch, {accuracy}% in shards" in joined

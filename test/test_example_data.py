@@ -1,13 +1,15 @@
-"""The images that the examples train on: the same in every run, whoever reads them."""
+"""The images that the examples train on, the same whoever reads them, and learning rates."""
 
 import os
 import random
-from pathlib import Path
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from conftest import EXAMPLES
 from PIL import Image
+from torch.optim.lr_scheduler import LambdaLR
 from torchvision import transforms
 
 
@@ -23,14 +25,13 @@ def loader(common, tmp_path):
     data = common.images.training_images(str(tmp_path))
     vary = common.images.RandomCrop(16)
 
-    def make(rank=0, world_size=1, workers=0, seed=1, batch_size=6):
-        how = {}
-        if workers:
-            how = {"num_workers": workers, "persistent_workers": True}
-            how["multiprocessing_context"] = "forkserver"
+    def make(rank=0, world_size=1, workers=0, seed=1):
+        how = {"num_workers": workers, "persistent_workers": True}
+        how["multiprocessing_context"] = "forkserver"
         return common.sampling.training_batches(
-            data, rank, world_size, batch_size // world_size, seed=seed, transform=vary, **how
-        )
+            data, rank, world_size, 6 // world_size, seed=seed, transform=vary,
+            **(how if workers else {}),
+        )  # fmt: skip
 
     return make
 
@@ -52,7 +53,6 @@ def test_images_depend_on_seed_and_epoch_only(loader):
     several = loader(workers=2)
     assert torch.equal(epoch(several, 0), first) and torch.equal(epoch(several, 1), second)
     assert torch.equal(epoch(loader(workers=1), 1), second)
-    # On two ranks.
     halves = [epoch(loader(rank, 2), 1) for rank in range(2)]
     assert torch.equal(torch.stack(halves, dim=1).flatten(0, 1), second)
     # What a rank saves as its random state is not drawn from.
@@ -70,8 +70,8 @@ def test_parts_are_chosen_as_torchvision_does(common):
     expected = torch.tensor(parts, dtype=torch.float32)
     found = torch.tensor([ours.choose(100, 60, draw) for _ in range(4000)], dtype=torch.float32)
     # Means and deviations of top, left, height and width, in pixels.
-    torch.testing.assert_close(found.mean(0), expected.mean(0), atol=1, rtol=0)
-    torch.testing.assert_close(found.std(0), expected.std(0), atol=1, rtol=0)
+    for mean in (torch.mean, torch.std):
+        torch.testing.assert_close(mean(found, 0), mean(expected, 0), atol=1, rtol=0)
 
     for width, height in ((200, 10), (10, 200), (1, 1000), (1000, 1)):
         narrow = Image.new("RGB", (width, height))
@@ -87,12 +87,13 @@ def test_parts_are_chosen_as_torchvision_does(common):
     assert mirrored == {True, False}
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_large_test_batch_reads_every_image_once(common, ranks):
+@pytest.mark.parametrize("ranks, size, batches", [(1, 1000, 1), (4, 1000, 1), (4, 8, 10)])
+def test_every_held_out_image_counts_once(common, ranks, size, batches):
     data = [(torch.zeros(1), label) for label in range(297)]
-    shares = [common.sampling.test_batches(data, rank, ranks, 100_000) for rank in range(ranks)]
+    shares = [common.sampling.test_batches(data, rank, ranks, size) for rank in range(ranks)]
     labels = [[labels for _, labels in share] for share in shares]
-    assert {len(batch) for share in labels for batch in share} == {-(-297 // ranks)}
+    assert {len(share) for share in labels} == {batches}
+    assert {len(batch) for share in labels for batch in share} == {min(size, -(-297 // ranks))}
     found = torch.cat([batch for share in labels for batch in share])
     assert found[found >= 0].sort().values.tolist() == list(range(297))
     # A quick look at fake images reads no more than there would be.
@@ -134,10 +135,81 @@ def test_two_first_starts_may_write_the_digits(common, tmp_path, monkeypatch):
     assert common.digits.write(str(folder)) == str(folder)
     assert os.listdir(tmp_path) == ["digits"]
 
-    def fails(source, target):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "rename", fails)
-    other = Path(tmp_path, "other")
+    refuse = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(common.script.Stop, match="cannot be written to .*other: Permission"):
-        common.digits.write(str(other))
+        common.digits.write(str(tmp_path / "other"))
+
+
+def rates_of(factor, steps):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    scheduler = LambdaLR(optimizer, factor)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found, optimizer.param_groups[0]["lr"]
+
+
+def test_steps_down_as_published(common):
+    factor = partial(common.schedules.steps_down, warmup=5 * 10, every=30 * 10, divisor=10)
+    rates, _ = rates_of(factor, 1000)
+    assert rates[0] == pytest.approx(0.4 / 50) and rates[24] == pytest.approx(0.2)
+    for epoch, rate in ((5, 0.4), (29, 0.4), (30, 0.04), (60, 0.004), (99, 0.0004)):
+        assert rates[epoch * 10] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("warmup, divisor", [(2, 1e200), (2_000_000, 1e308)])
+def test_the_rate_is_never_nought_nor_too_small_to_compute(common, warmup, divisor):
+    factor = partial(common.schedules.steps_down, warmup=warmup, every=2, divisor=divisor)
+    rates, _ = rates_of(factor, 10)
+    assert all(0 < rate < 1e-29 for rate in rates[2:])
+
+
+def test_half_a_cosine_to_nought(common):
+    rates, after = rates_of(partial(common.schedules.half_cosine, warmup=10, total=110), 110)
+    assert rates[9] == rates[10] == pytest.approx(0.4) and rates[60] == pytest.approx(0.2)
+    assert min(rates) > 0 and after == pytest.approx(0, abs=1e-12)
+
+
+def test_the_decay_is_that_of_fairseq(common):
+    factor = partial(common.schedules.polynomial, warmup=5, total=25, end=0.1)
+    linear = [factor(step, power=1.0) for step in (0, 4, 5, 15, 25, 99)]
+    assert linear == pytest.approx([0.2, 1.0, 1.0, 0.55, 0.1, 0.1])
+    assert factor(15, power=2.0) == pytest.approx(0.1 + 0.9 / 4)
+
+
+@pytest.mark.parametrize("kind", ["step", "cosine"])
+def test_goes_on_by_epochs_and_as_the_flags_say_now(common, kind):
+    """Epochs of 20 steps, and after the second, on half the ranks, of 40; another rate."""
+
+    def factor(steps):
+        if kind == "step":
+            down = common.schedules.steps_down
+            return partial(down, warmup=steps, every=2 * steps, divisor=10)
+        return partial(common.schedules.half_cosine, warmup=steps, total=5 * steps)
+
+    def optimizer(lr, momentum):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        return torch.optim.SGD([parameter], lr=lr, momentum=momentum)
+
+    before = optimizer(0.4, 0.9)
+    schedule = LambdaLR(before, factor(20))
+    for _ in range(2 * 20):
+        before.step()
+        schedule.step()
+    after = optimizer(0.1, 0.8)
+    then = LambdaLR(after, factor(40))
+    given = common.schedules.settings(after)
+    after.load_state_dict(before.state_dict())
+    then.load_state_dict(schedule.state_dict())
+    common.schedules.resume(after, then, given, 2 * 40)
+    found = []
+    for _ in range(3 * 40):
+        found.append(after.param_groups[0]["lr"])
+        after.step()
+        then.step()
+    whole, _ = rates_of(factor(40), 5 * 40)
+    assert found == pytest.approx([rate / 4 for rate in whole[2 * 40 :]])
+    assert after.param_groups[0]["momentum"] == 0.8

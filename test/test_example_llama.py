@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from conftest import EXAMPLES
 from example_runs import table
+from processes import run_command
 
 from xla_fsdp.integrations import attention
 
@@ -29,8 +29,6 @@ def validations(done):
 
 @pytest.mark.full
 def test_trains_then_adapts_and_agrees(tmp_path, run_example):
-    """Scanned, consolidated and continued by LoRA; the library's own model, in plain torch, finds
-    the losses of both."""
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / f"text/{number:02}.txt").write_text(f"{number} and {number + 1}. " * 3)
@@ -50,7 +48,6 @@ def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     second = run(*FLAGS, *lora)
     assert table(second)["agree"] == "yes"
     before, after = validations(second)
-    # It starts where the first one ended.
     assert before == pytest.approx(validations(first)[-1], abs=2e-4) and after != before
     adapter = {path.name for path in (tmp_path / "lora/ckpt_consolidated/adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= adapter
@@ -87,10 +84,8 @@ print(json.dumps(told))
 
 def plain_python(script, folder, *args):
     """What a script prints last. Not by the script server, whose processes have torch_xla."""
-    command = [sys.executable, "-c", script, *args]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = run_command(sys.executable, "-c", script, *args, cwd=folder).stdout
+    return json.loads(printed.splitlines()[-1])
 
 
 SECOND_OPINION = """
@@ -149,9 +144,8 @@ def test_a_sample_ends_with_the_positions(common):
     """Of a configuration with several end tokens, as Llama 3.1 has."""
     llama = common.llama
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 99}
-    config = llama.LlamaConfig(
-        intermediate_size=8, max_position_embeddings=16, eos_token_id=[98, 97], **sizes
-    )
+    sizes |= {"intermediate_size": 8, "max_position_embeddings": 16}
+    config = llama.LlamaConfig(eos_token_id=[98, 97], **sizes)
     torch.manual_seed(0)
     model = llama.LlamaForCausalLM(config).eval()
     told = llama.generate(model, [1, 2, 3], config, most=60, temperature=0.0, seed=1)
@@ -189,7 +183,6 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
 
 
 def test_a_damaged_folder_is_refused(common, monkeypatch):
-    """Weights of another model, told in one line."""
     llama = common.llama
 
     def refuse(*args, **kwargs):

@@ -11,7 +11,6 @@ from torch import nn, optim
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.sharding.optimizer_hook import _CHOSEN
-from xla_fsdp.testing import run_in_ranks
 
 OPTIMIZERS = {
     "AdamW": lambda p: optim.AdamW(p, lr=0.01),
@@ -49,17 +48,10 @@ def train(make, wrap, device):
     return weights, state, [b - a for a, b in zip(programs, programs[1:], strict=False)]
 
 
-@pytest.fixture(scope="module")
-def on_a_rank():
-    def every(rank):
-        return {name: train(make, FSDP, "xla") for name, make in OPTIMIZERS.items()}
-
-    return run_in_ranks(every, 1)[0]
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_program_for_all_steps(name, on_a_rank):
-    weights, state, programs = on_a_rank[name]
+@on_each_rank(1)
+def test_one_program_for_all_steps(rank, name):
+    weights, state, programs = train(OPTIMIZERS[name], FSDP, "xla")
     assert programs[1:] == [int(name == "SGD, dampening"), 0]
     plain_weights, plain_state, _ = train(OPTIMIZERS[name], lambda model: model, "cpu")
     assert [values.keys() for values in state] == [values.keys() for values in plain_state]
@@ -71,23 +63,21 @@ def test_one_program_for_all_steps(name, on_a_rank):
         torch.testing.assert_close(values, plain.flatten(), rtol=1e-4, atol=1e-6)
 
 
-def test_other_constants_stay_constants(run_ranks):
-    def texts(rank):
-        class Makes(optim.Optimizer):
-            def step(self):
-                with torch.no_grad():
-                    inside = torch.zeros(3, device="xla"), torch.full_like(value, 2.0)
-                with torch.enable_grad():  # as the forward of a closure
-                    return *inside, torch.zeros(3), torch.zeros(3, device="xla")
+@on_each_rank(1)
+def test_other_constants_stay_constants(rank):
+    class Makes(optim.Optimizer):
+        def step(self):
+            with torch.no_grad():
+                inside = torch.zeros(3, device="xla"), torch.full_like(value, 2.0)
+            with torch.enable_grad():  # as the forward of a closure
+                return *inside, torch.zeros(3), torch.zeros(3, device="xla")
 
-        value = torch.ones(2).to("xla")
-        *inside, on_host, forward = Makes([value], {}).step()
-        assert on_host.device.type == "cpu"
-        with torch.no_grad():
-            after = torch.zeros(3, device="xla")
-        return [torch_xla._XLAC._get_xla_tensors_text([t]) for t in (*inside, forward, after)]
-
-    (texts,) = run_ranks(texts, 1)
+    value = torch.ones(2).to("xla")
+    *inside, on_host, forward = Makes([value], {}).step()
+    assert on_host.device.type == "cpu"
+    with torch.no_grad():
+        after = torch.zeros(3, device="xla")
+    texts = [torch_xla._XLAC._get_xla_tensors_text([t]) for t in (*inside, forward, after)]
     assert ["device_data" in text for text in texts] == [True, True, False, False]
 
 

@@ -3,20 +3,23 @@
 import os
 import pickle
 import time
+from functools import partial
 
 import pytest
 import torch
+from launch_scripts import HEAD
 from lazy_modules import torch_xla, xm
 
 import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.testing import CollectiveMismatchError, RankError
 
 # What waits for ever ends by this, with a RankTimeoutError: no slow machine comes near it.
 FOR_EVER = 300.0
 
 
-def gather(value=1.0, shape=(4,), dtype=torch.float32):
-    return xm.all_gather(torch.full(shape, value, dtype=dtype).to("xla"))
+def gather(shape=(4,), dtype=torch.float32):
+    return xm.all_gather(torch.ones(shape, dtype=dtype).to("xla"))
 
 
 def sync():
@@ -24,7 +27,6 @@ def sync():
 
 
 def ready(rank):
-    """What any healthy process of ranks can do; its process."""
     gather()
     sync()
     return os.getpid()
@@ -44,13 +46,6 @@ def fails(run_ranks):
         return info.value
 
     return run
-
-
-class Odd(Exception):
-    """Cannot be pickled."""
-
-    def __init__(self):
-        super().__init__(lambda: 0)
 
 
 class Faulty(torch.autograd.Function):
@@ -84,23 +79,17 @@ def raise_error(error):
     raise error
 
 
-def loop(rank):
+def forever(does):
     while True:
-        time.sleep(0.01)
+        does()
 
 
-def compute(rank):
-    while True:
+def swallow():
+    try:
+        gather()
+        sync()
+    except Exception:
         pass
-
-
-def swallow(rank):
-    while True:
-        try:
-            gather()
-            sync()
-        except Exception:
-            pass
 
 
 def raise_while_cleaning_up(rank):
@@ -116,14 +105,6 @@ def reduce_at_a_rendezvous(rank):
     xm.rendezvous("end")
 
 
-def all_reduce(rank):
-    xm.all_reduce("sum", torch.ones(4).to("xla"))
-
-
-def rendezvous(tag):
-    xm.rendezvous(tag)
-
-
 def backward(rank, reads):
     Faulty.apply(torch.ones(4, device="xla", requires_grad=True), rank, reads).sum().backward()
     sync()
@@ -137,27 +118,27 @@ def route(rank, name="XlaFullyShardedDataParallel"):
 
 DOES = {
     "gather": lambda rank: gather(),
-    "gather5": lambda rank: gather(1.0, (5,)),
+    "gather5": lambda rank: gather((5,)),
     "gather of bfloat16": lambda rank: gather(dtype=torch.bfloat16),
-    "gather another shape": lambda rank: gather(1.0, (2 + rank,)),
-    "reduce": all_reduce,
+    "gather another shape": lambda rank: gather((2 + rank,)),
+    "reduce": lambda rank: xm.all_reduce("sum", torch.ones(4).to("xla")),
     "sync": lambda rank: sync(),
     "read": lambda rank: gather().sum().item(),
-    "read another shape": lambda rank: gather(1.0, (2 + rank,)).sum().item(),
+    "read another shape": lambda rank: gather((2 + rank,)).sum().item(),
     "sleep": lambda rank: time.sleep(1.0),
-    "loop": loop,
-    "compute": compute,
-    "swallow": swallow,
+    "loop": lambda rank: forever(partial(time.sleep, 0.01)),
+    "compute": lambda rank: forever(lambda: None),
+    "swallow": lambda rank: forever(swallow),
     "train": lambda rank: [DOES[what](rank) for _ in range(1000) for what in ("gather", "sync")],
     "raise": lambda rank: raise_error(ValueError("no data")),
-    "raise an odd one": lambda rank: raise_error(Odd()),
+    "raise what cannot be pickled": lambda rank: raise_error(Exception("odd", lambda: 0)),
     "exit 0": lambda rank: raise_error(SystemExit(0)),
     "exit 3": lambda rank: raise_error(SystemExit(3)),
     "interrupt": lambda rank: raise_error(KeyboardInterrupt()),
     "clean up": raise_while_cleaning_up,
     "mesh": reduce_at_a_rendezvous,
-    "save": lambda rank: rendezvous("saved"),
-    "load": lambda rank: rendezvous("loaded"),
+    "save": lambda rank: xm.rendezvous("saved"),
+    "load": lambda rank: xm.rendezvous("loaded"),
     "backward": lambda rank: backward(rank, False),
     "backward that reads": lambda rank: backward(rank, True),
     "route": route,
@@ -175,14 +156,13 @@ def follow(rank, scripts):
     "n, scripts, rank, cause, words",
     [
         (1, ["raise"], 0, ValueError, ["ValueError: no data", "in raise_error"]),
-        (2, ["raise", "read"], 0, ValueError, []),
         (4, ["read", "raise", "read"], 1, ValueError, []),
         (4, ["gather, gather, sync", "gather, raise", "gather, gather, sync"], 1, ValueError, []),
         (3, ["gather, sync, gather, sync, raise", "train"], 0, ValueError, []),
         (2, ["mesh"], 1, ZeroDivisionError, []),
         (3, ["backward"], 1, ArithmeticError, []),
         (3, ["backward that reads"], 1, ArithmeticError, []),
-        (2, ["raise an odd one", "read"], 0, None, ["Odd"]),
+        (2, ["raise what cannot be pickled", "read"], 0, None, ["Exception: ('odd', <function"]),
         (2, ["read", "exit 3"], 1, SystemExit, []),
         (2, ["read", "interrupt"], 1, KeyboardInterrupt, []),
         (2, ["compute", "raise"], 1, ValueError, []),
@@ -232,15 +212,13 @@ def test_ranks_that_disagree_are_named(fails, n, scripts, words):
 def test_an_interrupt_in_a_destructor_is_repeated(fails, capfd):
     class Loader:
         def __del__(self):
-            while True:
-                time.sleep(0.05)
+            forever(partial(time.sleep, 0.05))
 
     def step(rank):
         if rank == 1:
             raise ValueError("no data")
         Loader()  # the first interrupt ends only its destructor
-        while True:
-            time.sleep(0.05)
+        forever(partial(time.sleep, 0.05))
 
     assert fails(step, 2).rank == 1
     assert "Exception ignored" not in capfd.readouterr().err
@@ -256,8 +234,6 @@ def test_others_are_named_by_the_users_lines(fails):
             raise ValueError("no data")
 
     def one_syncs_on_autograds_thread(rank):
-        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
         model = FSDP(torch.nn.Linear(4, 4), sync_on_finalization=True)
         loss = model(torch.ones(2, 4).to("xla")).sum()
         if rank == 0:
@@ -290,28 +266,6 @@ def test_stuck_in_c_is_left_behind(run_ranks):
     assert run_ranks(ready, 2) != before, "a new process: the old one has a rank left in it"
 
 
-# Calls ``before()`` before the program of rank 1 starts.
-LATE = """
-import time, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import RankError, launch
-
-dispatch = torch_xla._XLAC._xla_step_marker
-
-def late(device, *args, **kwargs):
-    if device == "xla:1":
-        before()
-    dispatch(device, *args, **kwargs)
-
-torch_xla._XLAC._xla_step_marker = late
-"""
-
-# Each runs in a process of its own.
-HEAD = """
-import threading, time, torch, torch_xla
-import torch_xla.core.xla_model as xm
-from xla_fsdp import CollectiveMismatchError, RankError, RankTimeoutError, launch
-"""
 SCRIPTS = {
     "places in a script without a file": """
 source = '''
@@ -320,13 +274,8 @@ def step(rank):
     torch_xla.sync()
 '''
 exec(compile(source, "<stdin>", "exec"))
-try:
-    launch(step, (), 2)
-except CollectiveMismatchError as error:
-    for line in (3, 4):
-        assert str(error).count(f"<stdin>:{line} in step") == 2, error
-else:
-    raise AssertionError("no error")
+text = str(raises(CollectiveMismatchError, [], step, (), 2))
+assert text.count("<stdin>:3 in step") == text.count("<stdin>:4 in step") == 2, text
 """,
     "tensors that were kept are usable": """
 kept = {}
@@ -350,12 +299,7 @@ def go_on(rank):
     return total, values
 
 for _ in range(2):
-    try:
-        launch(fail, (), 2)
-    except CollectiveMismatchError as error:
-        kept_error = error  # keeps frames, and with them tensors
-    else:
-        raise AssertionError("no error")
+    kept_error = raises(CollectiveMismatchError, [], fail, (), 2)  # keeps frames: tensors
     for rank, (total, values) in enumerate(launch(go_on, (), 2)):
         assert total.tolist() == [1.0] * 3
         assert values["ready"] == [float(rank)] * 3
@@ -380,21 +324,23 @@ def step(rank):
     torch_xla.sync()
     return xm.all_gather(torch.ones(2).to("xla")).sum().item()
 
-try:
-    launch(fail, (), 2)
-except RankError as error:
-    assert error.rank == 0
-try:
-    launch(step, (), 2)
-except RuntimeError as error:
-    assert "Start a new process" in str(error) and "rank 1" in str(error), error
-else:
-    raise AssertionError("launched beside it")
+assert raises(RankError, [], fail, (), 2).rank == 0
+raises(RuntimeError, ["Start a new process", "rank 1"], step, (), 2)
 left = [thread for thread in threading.enumerate() if thread.name == "rank 1"]
 go_on.set()
 for thread in left:
     thread.join()
 assert launch(step, (), 2) == [4.0, 4.0]
+""",
+    "an operator on the CPU that one rank alone reads with": """
+def step(rank):
+    gathered = xm.all_gather(torch.ones(2).to("xla"))
+    if rank == 0:
+        torch.frexp(gathered)
+    xm.rendezvous("here")
+
+words = ["rank 0: an operator that reads pending collectives, at", "script.py:18 in step"]
+raises(CollectiveMismatchError, ["rank 1: torch_xla.sync()", *words], step, (), 2)
 """,
     "a rank that keeps others waiting": """
 def step(rank):
@@ -402,17 +348,19 @@ def step(rank):
         time.sleep(0.1)
     xm.rendezvous("here")
 
-try:
-    launch(step, (), 2, timeout=1)
-except RankTimeoutError as error:
-    assert "rank 0: xm.rendezvous('here')" in str(error), error
-    assert "rank 1: running, at" in str(error) and "in step" in str(error), error
-else:
-    raise AssertionError("no error")
+words = ["rank 0: xm.rendezvous('here')", "rank 1: running, at", "in step"]
+raises(RankTimeoutError, words, step, (), 2, timeout=1)
 """,
     # All ranks read inside of XLA. Later, rank 1 starts its program late.
-    "programs after one that no hook has seen": f"""{LATE}
-before = lambda: time.sleep(1.5)
+    "programs after one that no hook has seen": """
+dispatch = torch_xla._XLAC._xla_step_marker
+
+def late(device, *args, **kwargs):
+    if device == "xla:1":
+        time.sleep(1.5)
+    dispatch(device, *args, **kwargs)
+
+torch_xla._XLAC._xla_step_marker = late
 
 def step(rank):
     gathered = xm.all_gather(torch.ones(2).to("xla"))
@@ -436,14 +384,9 @@ def step(rank):
     near.wait()
     raise ValueError("rank 1 fails")
 
-try:
-    launch(step, (), 2)
-except RankError as error:
-    assert error.rank == 1, error
-def again(rank):
-    return xm.all_gather(torch.ones(2).to("xla")).tolist()
-
-assert launch(again, (), 2) == [[1.0] * 4] * 2
+assert raises(RankError, [], step, (), 2).rank == 1
+again = launch(lambda rank: xm.all_gather(torch.ones(2).to("xla")).tolist(), (), 2)
+assert again == [[1.0] * 4] * 2
 """,
 }
 
@@ -454,36 +397,9 @@ def test_in_a_process_of_its_own(run_script, name):
     assert (result.stdout, result.returncode) == ("done\n", 3), result.stderr
 
 
-def test_an_operator_on_the_cpu_that_one_rank_alone_reads_with(run_script):
-    result = run_script(
-        HEAD
-        + """
-def step(rank):
-    gathered = xm.all_gather(torch.ones(2).to("xla"))
-    if rank == 0:
-        torch.frexp(gathered)  # runs on the CPU, alone, inside XLA
-    xm.rendezvous("here")
-
-launch(step, (), 2)
-"""
-    )
-    assert result.returncode == 1, result.stderr
-    report = result.stderr.split("CollectiveMismatchError")[-1]
-    assert "rank 1: torch_xla.sync()" in report, report
-    assert "rank 0: an operator that reads pending collectives, at" in report, report
-    assert "script.py:9 in step" in report
-
-
 def test_an_error_is_printed_once(run_script):
-    done = run_script(
-        HEAD
-        + """
-def step(rank):
-    raise ValueError("no data")
-
-launch(step, num_devices=2)
-"""
-    )
+    step = 'def step(rank):\n    raise ValueError("no data")\n'
+    done = run_script(f"{HEAD}{step}launch(step, num_devices=2)")
     assert done.returncode == 1
     for line in ('raise ValueError("no data")', "\nValueError: no data\n"):
         assert done.stderr.count(line) == 1, done.stderr

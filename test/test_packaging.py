@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -14,36 +13,27 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from processes import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_FROM = "setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md".split()
-# Packages, and where their files are in a checkout.
 FOLDERS = {"xla_fsdp": ROOT / "xla_fsdp", "xla_fsdp/consolidate": ROOT / "consolidate"}
 
 
 def call(*arguments, cwd):
     """What the command printed. Nothing leads it to this checkout."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    done = subprocess.run(
-        [str(argument) for argument in arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_command(*arguments, cwd=cwd, env=environment).stdout
 
 
 def sources():
     """The Python files that must be in a wheel, by their names there."""
-    names = set()
-    for package, folder in FOLDERS.items():
-        for path in folder.rglob("*.py"):
-            name = path.relative_to(folder).as_posix()
-            if not name.startswith("consolidate/"):  # a link to the other folder
-                names.add(f"{package}/{name}")
+    names = {
+        f"{package}/{path.relative_to(folder).as_posix()}"
+        for package, folder in FOLDERS.items()
+        for path in folder.rglob("*.py")
+    }
+    assert any(name.startswith("xla_fsdp/consolidate/") for name in names)
     return names
 
 
@@ -62,7 +52,6 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(checkout):
-    """The folder with both; the wheel is built from the source distribution."""
     # Without a download of setuptools: the one that is here will do, an old one, too.
     call(sys.executable, "-m", "build", "--no-isolation", checkout, cwd=checkout)
     return checkout / "dist"
@@ -70,15 +59,14 @@ def built(checkout):
 
 @pytest.fixture
 def empty(tmp_path):
-    """The Python of an environment in which only what this one's packages need is installed."""
     venv.create(tmp_path / "environment", with_pip=False)
     return tmp_path / "environment/bin/python"
 
 
-def pip_install(python):
-    """The command that installs, but for what; nothing is downloaded."""
-    pip = (sys.executable, "-m", "pip", "--python", python, "install")
-    return *pip, "--no-deps", "--no-index", "--disable-pip-version-check"
+def pip_install(python, *what, cwd):
+    """Nothing is downloaded."""
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+    call(*pip, "install", "--no-deps", "--no-index", *what, cwd=cwd)
 
 
 def lend_packages(python):
@@ -87,25 +75,28 @@ def lend_packages(python):
     (Path(there.strip()) / "lent.pth").write_text(sysconfig.get_path("purelib"))
 
 
-def test_a_wheel_has_every_file(built):
-    (wheel,) = built.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+@pytest.fixture(scope="module")
+def wheel(built):
+    """Names of files, and metadata."""
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
         metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    return names, Parser().parsestr(metadata)
+
+
+def test_a_wheel_has_every_file(wheel):
+    names, fields = wheel
     found = {name for name in names if name.endswith(".py")}
     assert found == sources(), "a folder without __init__.py is no package"
-    assert any(name.endswith("/LICENSE") or name.endswith("/licenses/LICENSE") for name in names)
-    fields = Parser().parsestr(metadata)
+    assert any(name.endswith("/LICENSE") for name in names)
     assert "Apache-2.0" in (fields["License"], fields["License-Expression"])
     assert "demo" in fields.get_all("Provides-Extra")
 
 
-def test_both_ends_of_the_ranges_of_hf_are_tested(built):
+def test_both_ends_of_the_ranges_of_hf_are_tested(wheel):
     """`make test` has the newest releases, and `make test-oldest` the lower ends."""
-    (wheel,) = built.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA")))
-    found = map(Requirement, Parser().parsestr(metadata.decode()).get_all("Requires-Dist"))
+    found = map(Requirement, wheel[1].get_all("Requires-Dist"))
     hf = [one for one in found if one.marker and one.marker.evaluate({"extra": "hf"})]
     assert {one.name for one in hf} == {"transformers", "accelerate", "peft"}
     oldest, newest = (
@@ -131,7 +122,7 @@ def test_a_source_distribution_has_every_file(built):
 @pytest.mark.slow
 def test_a_wheel_is_used_where_it_is_installed(built, empty, tmp_path):
     (wheel,) = built.glob("*.whl")
-    call(*pip_install(empty), wheel, cwd=tmp_path)
+    pip_install(empty, wheel, cwd=tmp_path)
     # Without torch: names are imported when they are used.
     where = "import xla_fsdp; print(xla_fsdp.__file__, xla_fsdp.__version__)"
     path, version = call(empty, "-c", where, cwd=tmp_path).split()
@@ -148,10 +139,7 @@ def test_a_wheel_is_used_where_it_is_installed(built, empty, tmp_path):
 @pytest.mark.full
 def test_pip_installs_a_checkout(checkout, empty, tmp_path):
     lend_packages(empty)  # setuptools is one of them
-    options = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
-    call(
-        sys.executable, "-m", "pip", "--python", empty, "install", *options, checkout, cwd=tmp_path
-    )
+    pip_install(empty, "--no-build-isolation", checkout, cwd=tmp_path)
     script = "import xla_fsdp.consolidate.format as f; print(f.__file__)"
     path = Path(call(empty, "-c", script, cwd=tmp_path).strip())
     assert path.is_relative_to(tmp_path / "environment")

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from functools import partial
 
 import pytest
 import torch
+from on_ranks import without_ranks
+from processes import run_command
 from test_topology import check_slices
 from torch import nn
 
-from xla_fsdp import UnusableCompilerError
+from xla_fsdp import (
+    CompileError,
+    UnusableCompilerError,
+    XlaFullyShardedDataParallel,
+    plan,
+    plan_compiler,
+)
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.compiled.host_options import HostOptions
+from xla_fsdp.layers import scaled_dot_product_attention
 from xla_fsdp.plan_compiler import (
     COMMAND,
     TESTED,
-    Compiler,
     changed_environment,
     find_compiler,
     install,
     main,
-    refusal_of,
 )
+from xla_fsdp.planning.compiling.cache import PlanCache
+from xla_fsdp.planning.compiling.compile_child import Names, _leave_out_tilings
+from xla_fsdp.planning.compiling.compiler import Target
+from xla_fsdp.planning.compiling.progress import Progress
+from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.tpu.chips import CHIPS
+from xla_fsdp.tpu.topology import resolve
 
 OWN = find_compiler().versions["libtpu"]
 
@@ -39,13 +52,14 @@ def interpreter(folder, script):
 
 
 def says(tmp_path, folder="env", **found):
-    """An interpreter that says what it has."""
     text = json.dumps({"jax": "1", "jaxlib": "1", "python": "3.99", "library": "/x.so", **found})
     return interpreter(tmp_path / folder / "bin", f"echo '{text}'")
 
 
 class TestFinding:
     def test_the_default_is_this_environment(self):
+        with pytest.raises(TypeError, match="a version of libtpu, a folder or an interpreter"):
+            find_compiler(51)
         found = find_compiler()
         assert found.python == sys.executable and found.library.endswith("libtpu.so")
         assert found.versions["libtpu"] == "0.0.21" and found.versions["jax"] == "0.7.1"
@@ -69,7 +83,7 @@ class TestFinding:
         assert told["TPU_LIBRARY_PATH"] == "/x.so" and "PYTHONPATH" not in told
 
     @pytest.mark.parametrize(
-        ("wanted", "message"),
+        ("wanted", "message"),  # a list is what an interpreter runs, a mapping what it says
         [
             ("0.0.51", rf"compiler='0.0.51' is not installed: {COMMAND}$"),
             ("0.0.33", r"'0.0.33' is not installed and was not tested: pass one of 0.0.51, "),
@@ -78,14 +92,12 @@ class TestFinding:
             ("/etc/passwd", r"/etc/passwd does not run as a Python interpreter \(.*denied"),
             (["echo gone >&2; exit 3"], r"exit status 3 \(gone\): install one"),
             (["echo hello"], r"does not run as a Python interpreter"),
-            (["true"], r"does not run as a Python interpreter"),
             ({"libtpu": ""}, "has no libtpu: install one"),
             ({"jax": "", "jaxlib": "", "libtpu": "1"}, "has no jax, jaxlib: install one"),
             ({"libtpu": "1", "library": ""}, "has no libtpu.so"),
         ],
     )
     def test_what_is_none(self, tmp_path, wanted, message):
-        """Text is given as it is, a list is what an interpreter runs, a mapping what it says."""
         if isinstance(wanted, list):
             wanted = interpreter(tmp_path, *wanted)
         elif isinstance(wanted, dict):
@@ -93,26 +105,16 @@ class TestFinding:
         with pytest.raises(UnusableCompilerError, match=message) as info:
             find_compiler(wanted)
         assert "\n" not in str(info.value) and COMMAND in str(info.value)
-        with pytest.raises(TypeError, match="a version of libtpu, a folder or an interpreter"):
-            find_compiler(51)
 
     def test_a_real_interpreter_without_the_compiler(self, tmp_path):
-        command = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty")]
-        subprocess.run(command, check=True)
+        run_command(sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty")
         with pytest.raises(UnusableCompilerError, match="has no jax, jaxlib, libtpu"):
             find_compiler(tmp_path / "empty")
 
-    def test_a_chip_that_it_is_known_to_refuse(self):
-        with pytest.raises(UnusableCompilerError) as info:
-            find_compiler().require_knows(CHIPS["tpu7x"])
-        assert str(info.value) == (
-            "libtpu 0.0.21 does not compile for tpu7x: "
-            f"plan with compiler='0.0.51', after: {COMMAND}"
-        )
+    def test_a_refusal_of_the_compiler_names_the_slice(self):
         find_compiler().require_knows(CHIPS["v6e"])
-        assert refusal_of("0.0.51", "v6e:2x4", "no\nsuch").endswith(
-            "for v6e:2x4 (no such): name another slice"
-        )
+        told = plan_compiler.refusal_of("0.0.51", "v6e:2x4", "no\nsuch")
+        assert told.endswith("for v6e:2x4 (no such): name another slice")
 
 
 class TestInstalling:
@@ -160,8 +162,6 @@ class TestInstalling:
 
 def step(width=1024):
     def run():
-        from xla_fsdp import XlaFullyShardedDataParallel
-
         fsdp = partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
         model = fsdp(nn.Sequential(*(fsdp(nn.Linear(width, width)) for _ in range(2))))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -172,9 +172,6 @@ def step(width=1024):
 
 
 def attention_step():
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp.layers import scaled_dot_product_attention
-
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,10 +188,9 @@ def attention_step():
     optimizer.step()
 
 
-def tilings_that_say_nothing():
+@without_ranks
+def test_tilings_that_say_nothing():
     """Kernels lose an attribute of jaxlib 0.12 that is empty, and keep one that is not."""
-    from xla_fsdp.planning.compiling.compile_child import Names, _leave_out_tilings
-
     jax = Names()
     text = """func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {{
       %0 = stablehlo.custom_call @tpu_custom_call(%x) {{result_tilings = {}}}
@@ -208,20 +204,8 @@ def tilings_that_say_nothing():
             assert ("result_tilings" in str(module)) == stays and "tpu_custom_call" in str(module)
 
 
-def test_tilings_that_say_nothing(elsewhere):
-    elsewhere(tilings_that_say_nothing)
-
-
-def one_line_for_what_cannot_compile(folder):
-    """The child process says what it lacks, and the caller what to do."""
-    from xla_fsdp import plan
-    from xla_fsdp.compiled.host_options import HostOptions
-    from xla_fsdp.planning.compiling.cache import PlanCache
-    from xla_fsdp.planning.compiling.compiler import Target
-    from xla_fsdp.planning.compiling.progress import Progress
-    from xla_fsdp.planning.tracing.traced import PartitionedProgram
-    from xla_fsdp.tpu.topology import resolve
-
+@without_ranks
+def test_one_line_for_what_cannot_compile(tmp_path):
     text = b"module { func.func @main() { return } }"
     program = PartitionedProgram(text, "nothing", False, 8, (), {}, 1, 4, 1.0)
 
@@ -234,30 +218,32 @@ def one_line_for_what_cannot_compile(folder):
 
     found = find_compiler()
     message = refused("tpu7x-8", found)
-    assert re.search(
-        r"libtpu 0.0.21 does not compile for tpu7x-8 \(tpu7x:2x2x1\) \(.*TPU7x", message
-    )
+    assert re.search(r"0.0.21 does not compile for tpu7x-8 \(tpu7x:2x2x1\) \(.*TPU7x", message)
     assert message.endswith(f"plan with compiler='0.0.51', after: {COMMAND}")
-    # A release of jax that has moved what is needed.
-    os.makedirs(os.path.join(folder, "jax"))
-    open(os.path.join(folder, "jax", "__init__.py"), "w").close()
-    moved = Compiler(found.python, found.versions, found.library, {"PYTHONPATH": folder})
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").touch()
+    moved = plan_compiler.Compiler(
+        found.python, found.versions, found.library, {"PYTHONPATH": str(tmp_path)}
+    )
     message = refused("v6e-8", moved)
     assert re.search(r"jax 0.7.1 of .* has no jax\.experimental\.topologies\.get_topology", message)
     assert message.endswith(f"install a tested release: {COMMAND}")
     with pytest.raises(UnusableCompilerError, match="is not installed"):
         plan(step(), "v6e-8", compiler="0.0.51")
-    with pytest.raises(UnusableCompilerError, match="libtpu 0.0.21 does not compile for tpu7x"):
+    message = f"for tpu7x: plan with compiler='0.0.51', after: {COMMAND}"
+    with pytest.raises(UnusableCompilerError, match=f"libtpu 0.0.21 does not compile {message}$"):
         plan(step(), "tpu7x-8")
 
 
-def test_one_line_for_what_cannot_compile(elsewhere, tmp_path):
-    elsewhere(one_line_for_what_cannot_compile, str(tmp_path))
-
-
-def planned_by_both(newest, cache):
-    """The same program by both: the same arguments and bytes sent; TPU7x by the newest only."""
-    from xla_fsdp import CompileError, plan
+@pytest.mark.full
+@without_ranks
+def test_an_installed_compiler_plans_the_same_program(installed, tmp_path):
+    newest, cache = installed, tmp_path
+    found = find_compiler(installed)
+    assert found.versions["libtpu"] == "0.0.51" and found.versions["jax"] == TESTED["0.0.51"].jax
+    listed = run_command(found.python, "-m", "pip", "list").stdout
+    assert "jax" in listed and "torch" not in listed
+    assert [one.name for one in installed.parent.iterdir()] == ["0.0.51"]
 
     def report(name, compiler):
         return plan(step(), name, compiler=compiler, cache=cache, progress=False, ranks=[0])
@@ -295,7 +281,6 @@ def planned_by_both(newest, cache):
     old, new = kernels.values()
     assert new.timing.model_flops == old.timing.model_flops
 
-    # Programs with which libtpu 0.0.51 crashes: one line with what to do.
     with pytest.raises(CompileError) as info:
         plan(step(256), "v6e-8", compiler=newest, cache=cache, ranks=[0])
     message = str(info.value)
@@ -306,18 +291,6 @@ def planned_by_both(newest, cache):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     return install("0.0.51", tmp_path_factory.mktemp("compilers") / "0.0.51")
-
-
-@pytest.mark.full
-def test_an_installed_compiler_plans(elsewhere, tmp_path, installed):
-    found = find_compiler(installed)
-    assert found.versions["libtpu"] == "0.0.51" and found.versions["jax"] == TESTED["0.0.51"].jax
-    listed = subprocess.run(
-        [found.python, "-m", "pip", "list"], capture_output=True, text=True, check=True
-    ).stdout
-    assert "jax" in listed and "torch" not in listed
-    assert [one.name for one in installed.parent.iterdir()] == ["0.0.51"]
-    elsewhere(planned_by_both, str(installed), str(tmp_path))
 
 
 @pytest.mark.full

@@ -1,5 +1,4 @@
-"""Tracing a step as a rank of a slice that is not there. Runs in a process of its own: torch_xla's
-runtime can start only once, and here it starts without ranks."""
+"""Tracing a step as a rank of a slice that is not there."""
 
 from __future__ import annotations
 
@@ -13,25 +12,31 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
+from on_ranks import without_ranks
 from torch import nn
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
 
 import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.planning.records import Schedule
+from xla_fsdp.planning.reporting.advice import warnings
 from xla_fsdp.planning.tracing import simulated_rank
 from xla_fsdp.planning.tracing import step as traced_step
+from xla_fsdp.planning.tracing.live import LiveTensors
 from xla_fsdp.planning.tracing.step import trace_step
 
 
-def _model(fsdp, width=256, blocks=2):
+def _model(fsdp=FSDP, width=256, blocks=2):
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(blocks)]
     return fsdp(nn.Sequential(*[fsdp(part) for part in parts]))
 
 
-def _step(fsdp=None, end="return", steps=1, optimizer=torch.optim.AdamW, lr=1e-3):
+def _step(fsdp=FSDP, end="return", steps=1, optimizer=torch.optim.AdamW, lr=1e-3):
     """A training step; ``end`` says how it ends: "return", "sync" or "item"."""
 
     def step():
-        model = _model(fsdp or xla_fsdp.XlaFullyShardedDataParallel)
+        model = _model(fsdp)
         stepper = optimizer(model.parameters(), lr=lr)
         for _ in range(steps):
             x = torch.randn(4, 256).to("xla")
@@ -52,26 +57,24 @@ def _elements(traced):
     return sum(unit.elements for unit in traced.units)
 
 
-def every_end_of_a_step_gives_the_same_program():
+@without_ranks
+def test_every_end_of_a_step_gives_the_same_program():
     programs = {
-        (end, steps): trace_step(_step(end=end, steps=steps), 0, 8).fingerprint
+        trace_step(_step(end=end, steps=steps), 0, 8).fingerprint
         for end, steps in (("return", 1), ("sync", 1), ("sync", 3), ("item", 3))
     }
-    assert programs["sync", 1] == programs["sync", 3] == programs["item", 3]
-    assert programs["return", 1] == programs["sync", 1]
+    assert len(programs) == 1
 
 
-def our_ranks_share_a_program_and_the_in_tree_ones_do_not():
-    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
-
-    def programs(fsdp):
-        return {trace_step(_step(fsdp), r, 8).fingerprint for r in (0, 1, 7)}
-
-    assert len(programs(None)) == 1
-    assert len(programs(InTree)) == 3
+@without_ranks
+def test_our_ranks_share_a_program_and_the_in_tree_ones_do_not():
+    for fsdp, programs in ((FSDP, 1), (InTree, 3)):
+        found = {trace_step(_step(fsdp), rank, 8).fingerprint for rank in (0, 1, 7)}
+        assert len(found) == programs
 
 
-def state_exists_and_is_donated():
+@without_ranks
+def test_state_exists_and_is_donated():
     for optimizer, a_parameter in (
         (torch.optim.SGD, 0),
         (functools.partial(torch.optim.SGD, momentum=0.9), 1),
@@ -87,12 +90,12 @@ def state_exists_and_is_donated():
         assert len(set(program.donated.values())) == len(names)
 
 
-def what_was_there_before_is_untouched():
+@without_ranks
+def test_what_was_there_before_is_untouched():
     model = nn.Linear(16, 16).to("xla")
     stepper = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     x = torch.ones(2, 16).to("xla")
     model(x).sum().backward()
-    pending = x * 3
     torch_xla.sync()
     pending = x * 3
     before = [p.detach().cpu().clone() for p in model.parameters()]
@@ -114,12 +117,13 @@ def what_was_there_before_is_untouched():
     assert torch.equal(pending.cpu(), torch.full((2, 16), 3.0))
 
 
-def reads_leave_the_rest_of_the_step_alone():
+@without_ranks
+def test_reads_leave_the_rest_of_the_step_alone():
     """Guards against NaN, losses that are logged, masks: the program stays the whole step."""
 
     def step(read):
         def run():
-            model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+            model = _model()
             stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             for _ in range(2):
                 loss = model(torch.randn(4, 256).to("xla")).square().mean()
@@ -142,7 +146,7 @@ def reads_leave_the_rest_of_the_step_alone():
     assert len(with_reads.program.donated) == len(plain.program.donated) == 8
 
     def masked():
-        model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+        model = _model()
         stepper = torch.optim.SGD(model.parameters(), lr=0.1)
         out = model(torch.randn(4, 256).to("xla"))
         chosen = out[out > 0]
@@ -155,11 +159,8 @@ def reads_leave_the_rest_of_the_step_alone():
     assert not traced.reads and not traced.untrained and traced.trained == 4
 
 
-def experts_that_values_choose_are_all_planned():
-    """And parameters that get no gradient are named."""
-    from xla_fsdp.planning.records import Schedule
-    from xla_fsdp.planning.reporting.advice import warnings
-
+@without_ranks
+def test_experts_that_values_choose_are_all_planned():
     class Experts(nn.Module):
         def __init__(self, choose):
             super().__init__()
@@ -177,7 +178,7 @@ def experts_that_values_choose_are_all_planned():
 
     def step(choose):
         def run():
-            model = xla_fsdp.XlaFullyShardedDataParallel(Experts(choose))
+            model = FSDP(Experts(choose))
             stepper = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.randn(4, 8).to("xla")).sum().backward()
             stepper.step()
@@ -192,13 +193,14 @@ def experts_that_values_choose_are_all_planned():
     assert any("depends on values" in one and "test_plan_tracing.py" in one for one in said)
     traced = trace_step(step(lambda hits: (hits > 0).nonzero(as_tuple=True)[0].tolist()), 0, 4)
     assert traced.untrained == ("unused.weight", "unused.bias")
-    traced = trace_step(step(lambda hits: (hits > 0).nonzero()[:, 0].add_(0).tolist()), 0, 4)
-    assert traced.reads  # a value that was changed is not known
+    # A value that was changed is not known.
+    assert trace_step(step(lambda hits: (hits > 0).nonzero()[:, 0].add_(0).tolist()), 0, 4).reads
     traced = trace_step(step(lambda hits: [0]), 0, 4)
     assert "experts.2.bias" in traced.untrained and len(traced.untrained) == 6
 
 
-def steps_without_end_say_where():
+@without_ranks
+def test_steps_without_end_say_where():
     def spins():
         flag = torch.zeros(1).to("xla") + 1
         while not (flag * 2).item():
@@ -222,7 +224,8 @@ def steps_without_end_say_where():
     assert trace_step(_step(), 0, 8).has_optimizer  # the next one is planned
 
 
-def an_optimizer_from_outside_is_put_back():
+@without_ranks
+def test_an_optimizer_from_outside_is_put_back():
     model = nn.Linear(8, 8).to("xla")
     stepper = torch.optim.Adam(model.parameters(), lr=0.1)
 
@@ -244,12 +247,13 @@ def an_optimizer_from_outside_is_put_back():
         trace_step(lambda: trace_step(step, 0, 8), 0, 8)
 
 
-def parameters_that_step_themselves():
+@without_ranks
+def test_parameters_that_step_themselves():
     """An optimizer that is none of torch's: tracing stops at its first step all the same."""
     steps = []
 
     def step():
-        model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+        model = _model()
         for _ in range(5):
             model(torch.randn(4, 256).to("xla")).sum().backward()
             with torch.no_grad():
@@ -263,31 +267,29 @@ def parameters_that_step_themselves():
     assert len(steps) == 1 and traced.has_optimizer and len(traced.program.donated) == 4
 
 
-def micro_batches_are_counted():
-    def step():
-        model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+@without_ranks
+def test_micro_batches_are_counted_and_a_forward_alone_is_a_program_too():
+    def accumulation():
+        model = _model()
         stepper = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.randn(4, 256).to("xla")).sum().backward()
+        for _ in range(4):
             torch_xla.sync()
-        model(torch.randn(4, 256).to("xla")).sum().backward()
+            model(torch.randn(4, 256).to("xla")).sum().backward()
         stepper.step()
 
-    assert trace_step(step, 0, 8).programs_before == 3
-
-
-def a_forward_alone_is_a_program_too():
-    def step():
+    def forward():
         with torch.no_grad():
-            out = _model(xla_fsdp.XlaFullyShardedDataParallel)(torch.randn(4, 256).to("xla"))
+            out = _model()(torch.randn(4, 256).to("xla"))
             torch_xla.sync()
             out.cpu()
 
-    traced = trace_step(step, 0, 8)
+    assert trace_step(accumulation, 0, 8).programs_before == 3
+    traced = trace_step(forward, 0, 8)
     assert not traced.has_optimizer and _elements(traced) == 2 * (256 * 256 + 256)
 
 
-def errors_of_the_step_come_out_and_leave_nothing_behind():
+@without_ranks
+def test_errors_of_the_step_come_out_and_leave_nothing_behind():
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     import xla_fsdp.sharded_module  # noqa: F401  # registers a hook, which stays
@@ -312,7 +314,9 @@ def errors_of_the_step_come_out_and_leave_nothing_behind():
     assert (x + 1).sum().item() == 6.0  # the runtime still runs
 
 
-def large_parameters_take_up_no_memory():
+@pytest.mark.slow
+@without_ranks
+def test_large_parameters_take_up_no_memory():
     """25 GB on one device: shards, and twice as much optimizer state, however the model is made."""
     import copy
 
@@ -322,19 +326,17 @@ def large_parameters_take_up_no_memory():
             self.bias.data.zero_()
 
     ways = {
-        "plain": lambda: [nn.Linear(16384, 16384) for _ in range(6)],
-        "drawn": lambda: [Drawn(16384, 16384) for _ in range(6)],
-        "copied": lambda: [copy.deepcopy(one) for one in [nn.Linear(16384, 16384)] * 6],
-        "converted": lambda: [nn.Linear(16384, 16384).double().to(torch.float32) for _ in range(6)],
-        "moved": lambda: [nn.Linear(16384, 16384).to("xla") for _ in range(6)],
-        "meta": lambda: [nn.Linear(16384, 16384, device="meta") for _ in range(6)],
+        "plain": lambda: nn.Linear(16384, 16384),
+        "drawn": lambda: Drawn(16384, 16384),
+        "copied": lambda: copy.deepcopy(nn.Linear(16384, 16384)),
+        "converted": lambda: nn.Linear(16384, 16384).double().to(torch.float32),
+        "moved": lambda: nn.Linear(16384, 16384).to("xla"),
+        "meta": lambda: nn.Linear(16384, 16384, device="meta"),
     }
 
     def step(way, scanned=False, **options):
-        fsdp = functools.partial(
-            xla_fsdp.XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16, **options
-        )
-        blocks = ways[way]()
+        fsdp = functools.partial(FSDP, compute_dtype=torch.bfloat16, **options)
+        blocks = [ways[way]() for _ in range(6)]
         if scanned:
             model = fsdp(nn.Sequential(xla_fsdp.scan_blocks(blocks, compute_dtype=torch.bfloat16)))
         else:
@@ -346,11 +348,11 @@ def large_parameters_take_up_no_memory():
     offload = {"cpu_offload": xla_fsdp.CPUOffload()}
     mapped = _mapped_bytes()
     programs = set()
-    for way, options in [
-        *((way, {}) for way in ways),
+    for way, options in (
+        *((w, {}) for w in ways),
         ("plain", offload),
         ("plain", {"scanned": True}),
-    ]:
+    ):
         traced = trace_step(functools.partial(step, way, **options), 0, 1)
         assert _elements(traced) == 6 * (16384**2 + 16384)
         peak = _peak_bytes()
@@ -373,8 +375,8 @@ def _mapped_bytes():
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def values_from_outside_survive():
-    """What a step converts, copies or sends keeps values that it had before the step."""
+@without_ranks
+def test_values_from_outside_survive():
     torch.manual_seed(0)
     outer, table = nn.Linear(512, 512), torch.arange(1 << 17)
     before = outer.weight.detach().clone()
@@ -395,27 +397,25 @@ def values_from_outside_survive():
     assert torch.equal(read, table) and torch.equal(read_half, half)
 
 
-def an_initialization_that_leaves_something_out_is_noticed():
-    """On the meta device, as without a plan; only values of large tensors are not needed."""
-
+@without_ranks
+def test_an_initialization_that_leaves_something_out_is_noticed():
     class Forgetful(nn.Linear):
         def reset_parameters(self):
             nn.init.zeros_(self.weight)
 
     def step():
-        model = xla_fsdp.XlaFullyShardedDataParallel(Forgetful(512, 512, device="meta"))
+        model = FSDP(Forgetful(512, 512, device="meta"))
         model(torch.ones(4, 512).to("xla")).sum().backward()
 
     with pytest.raises(RuntimeError, match="does not initialize its parameter 'bias'"):
         trace_step(step, 0, 8)
 
 
-def other_threads_make_tuples_meanwhile():
+@without_ranks
+def test_other_threads_make_tuples_meanwhile():
     """Who looks through all objects holds those that a thread is about to make, too."""
     import threading
     import time
-
-    from xla_fsdp.planning.tracing.live import LiveTensors
 
     failed, over = [], threading.Event()
 
@@ -440,47 +440,13 @@ def other_threads_make_tuples_meanwhile():
     assert not failed
 
 
-CHECKS = [
-    every_end_of_a_step_gives_the_same_program,
-    our_ranks_share_a_program_and_the_in_tree_ones_do_not,
-    state_exists_and_is_donated,
-    what_was_there_before_is_untouched,
-    reads_leave_the_rest_of_the_step_alone,
-    experts_that_values_choose_are_all_planned,
-    steps_without_end_say_where,
-    an_optimizer_from_outside_is_put_back,
-    parameters_that_step_themselves,
-    micro_batches_are_counted,
-    a_forward_alone_is_a_program_too,
-    errors_of_the_step_come_out_and_leave_nothing_behind,
-    pytest.param(large_parameters_take_up_no_memory, marks=pytest.mark.slow),
-    values_from_outside_survive,
-    an_initialization_that_leaves_something_out_is_noticed,
-    other_threads_make_tuples_meanwhile,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_tracing(elsewhere, check):
-    elsewhere(check)
-
-
 RUNTIME = """
-import os, sys
-import torch, torch_xla
-sys.path.insert(0, os.path.dirname({file!r}))
+import sys
+import torch_xla
+sys.path.insert(0, sys.argv[1])
 from test_plan_tracing import _step
 from xla_fsdp.planning.tracing.step import trace_step
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
-def run():
-    m = model.to("xla")
-    stepper = torch.optim.AdamW(m.parameters(), lr=1e-3)
-    for _ in range(3):
-        m(torch.ones(4, 32).to("xla")).sum().backward()
-        stepper.step()
-        stepper.zero_grad()
-        torch_xla.sync()
+run = _step(lambda module: module.to("xla"), end="sync", steps=3)
 run()
 torch_xla.sync(wait=True)
 print(len(trace_step(run, 0, 1).program.donated))
@@ -489,9 +455,9 @@ print(len(trace_step(run, 0, 1).program.donated))
 
 def test_donates_what_the_runtime_donates(run_script, tmp_path):
     """The same step, run by torch_xla, which states its donations in the program it compiles."""
-    script = RUNTIME.format(file=__file__)
     dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
-    done = run_script(script, env={"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump})
+    env = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump}
+    done = run_script(RUNTIME, os.path.dirname(__file__), env=env)
     assert done.returncode == 0, done.stderr
     programs = [path.read_text() for path in tmp_path.glob("*before_optimizations.txt")]
     heads = [re.search(r"buffer_donor=\{(.*?)\}, entry", text) for text in programs]

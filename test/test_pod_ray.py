@@ -2,12 +2,12 @@
 
 import os
 import socket
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-from processes import ended
+from processes import ended, run_command
 
 POD = Path(__file__).resolve().parent.parent / "examples" / "pod"
 
@@ -15,16 +15,12 @@ POD = Path(__file__).resolve().parent.parent / "examples" / "pod"
 @pytest.fixture
 def ray_train(monkeypatch):
     monkeypatch.syspath_prepend(str(POD))
-    import ray_train
-
-    return ray_train
+    return import_module("ray_train")
 
 
 @pytest.fixture
 def ray_host(ray_train):
-    import ray_host
-
-    return ray_host
+    return import_module("ray_host")
 
 
 class LocalHosts:
@@ -62,8 +58,7 @@ def watch(ray_train, ray_host):
 
 def test_output_of_every_host_and_success(watch):
     code, lines = watch("echo $POD_HOST says hello", "sleep 0.3; echo $POD_HOST says hello")
-    assert code == 0
-    assert sorted(lines) == ["[host 0] 0 says hello", "[host 1] 1 says hello"]
+    assert (code, sorted(lines)) == (0, ["[host 0] 0 says hello", "[host 1] 1 says hello"])
 
 
 def test_a_failing_host_ends_the_others_and_what_was_started(watch, tmp_path):
@@ -110,27 +105,20 @@ host = Host(["bash", "-c", "echo $$; sleep 600"], {})
 print(host.poll(300).lines[0], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", text], cwd=POD, capture_output=True, text=True)
-    assert done.returncode == -9 and ended(done.stdout)
+    assert ended(run_command(sys.executable, "-c", text, cwd=POD, code=-9).stdout)
 
 
-def script(*arguments):
-    command = [sys.executable, str(POD / "ray_train.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=1500)
+def script(*arguments, code=0):
+    return run_command(sys.executable, POD / "ray_train.py", *arguments, code=code)
 
 
 def test_dry_run_says_what_it_asks_ray_for():
     done = script("--slice=v4-32", "--env=A=b=c", "--cwd=/x", "--dry_run", "--", "python", "a b.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "actors: 4, one a host (placement group, STRICT_SPREAD)",
-        "slice: the one whose first host has {'TPU-v4-32-head': 1}",
-        "each host: {'CPU': 1, 'TPU': 4, '<name of the slice>': 1}",
-        "environment: A=b=c",
-        "environment: PJRT_DEVICE=TPU",
-        "folder: /x",
-        "command: python 'a b.py'",
-    ]
+    actors, slice, host, *rest = done.stdout.splitlines()
+    assert actors == "actors: 4, one a host (placement group, STRICT_SPREAD)"
+    assert "first host has {'TPU-v4-32-head': 1}" in slice and "{'CPU': 1, 'TPU': 4, " in host
+    assert rest[:2] == ["environment: A=b=c", "environment: PJRT_DEVICE=TPU"]
+    assert rest[2:] == ["folder: /x", "command: python 'a b.py'"]
     done = script("--cpu_hosts=2", "--dry_run", "--", "true")
     assert "each host: {'CPU': 1}\nenvironment: PJRT_DEVICE=CPU\n" in done.stdout
 
@@ -149,8 +137,8 @@ def test_dry_run_says_what_it_asks_ray_for():
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(arguments, message):
-    done = script(*arguments)
-    assert done.returncode == 2 and not done.stdout
+    done = script(*arguments, code=2)
+    assert not done.stdout
     assert len(done.stderr.splitlines()) == 1 and message in done.stderr
 
 
@@ -167,12 +155,11 @@ def test_an_address_where_nothing_is_ends_at_once():
         bound.bind(("127.0.0.1", 0))  # and does not listen
         for scheme in ("", "ray://"):
             address = f"{scheme}127.0.0.1:{bound.getsockname()[1]}"
-            done = script(f"--address={address}", "--cpu_hosts=2", "--", "true")
-            assert done.returncode == 2
+            done = script(f"--address={address}", "--cpu_hosts=2", "--", "true", code=2)
             said = f"ray_train.py: --address={address}: no Ray cluster can be reached there: "
             assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
-    done = script("--address=127.0.0.1:x", "--cpu_hosts=2", "--", "true")
-    assert done.returncode == 2 and "must be HOST:PORT" in done.stderr
+    done = script("--address=127.0.0.1:x", "--cpu_hosts=2", "--", "true", code=2)
+    assert "must be HOST:PORT" in done.stderr
 
 
 ON_RAY = """

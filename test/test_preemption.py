@@ -3,23 +3,27 @@
 import contextlib
 import functools
 import os
+import queue
 import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from lazy_modules import xm
 from processes import ended
 from safetensors.torch import load_file
 from web_server import Server, answering
 
 import xla_fsdp
 from xla_fsdp.pods import preemption
-from xla_fsdp.pods.metadata_server import KEYS, notice
+from xla_fsdp.pods.metadata_server import notice
 from xla_fsdp.pods.preemption import _Agreement, poll_metadata_server
 from xla_fsdp.ranks.channel import Channel
+from xla_fsdp.ranks.errors import CollectiveMismatchError, Preempted
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -63,11 +67,10 @@ def test_a_run_that_is_taken_away_goes_on_where_it_was(run_script, tmp_path):
         expected, found = load_file(file), load_file(tmp_path / "taken/step-00000001" / file.name)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            if name.startswith("rank/rng."):
-                continue  # moves on with every program, and there was one more
-            # Batch statistics were averaged once more, which is the same but for rounding.
-            rounding = 1e-6 if ".running_" in name else 0.0
-            assert (found[name].double() - value.double()).abs().max() <= rounding, name
+            if not name.startswith("rank/rng."):  # moves on with every program: there was one more
+                # Batch statistics were averaged once more, which is the same but for rounding.
+                rounding = 1e-6 if ".running_" in name else 0.0
+                assert (found[name].double() - value.double()).abs().max() <= rounding, name
 
 
 # Ranks in processes, as on TPU, but forked, which saves imports. Nothing but the agreement holds
@@ -112,23 +115,24 @@ spawned.run(train, sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("whom", ["launcher", "one rank"])
-def test_processes_save_the_same_step(run_script, tmp_path, whom):
+@pytest.fixture
+def there(tmp_path):
     (tmp_path / "there").mkdir()
-    done = run_script(SPAWNED, whom, tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=900)
+    return tmp_path / "there"
+
+
+@pytest.mark.parametrize("whom", ["launcher", "one rank", "stuck"])
+def test_processes_save_the_same_step(run_script, there, whom):
+    done = run_script(SPAWNED, whom, there, env={"PJRT_DEVICE": "CPU"}, timeout=900)
     assert done.returncode == 75, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert [line.rpartition(" ")[0] for line in lines] == ["rank 0 saves", "rank 1 saves"]
     assert len({line.split()[-1] for line in lines}) == 1
-    assert "Traceback" not in done.stderr and "SIGTERM on rank " in done.stderr
-
-
-def test_a_rank_that_does_not_end_in_time_is_ended_and_told_of(run_script, tmp_path):
-    (tmp_path / "there").mkdir()
-    done = run_script(SPAWNED, "stuck", tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=900)
-    assert done.returncode == 75 and "rank 0 saves" in done.stdout, done.stderr
-    assert "rank 1 has not ended within 3 s, so its process is ended now" in done.stderr
-    assert "in train\n" in done.stderr  # where it slept
+    if whom == "stuck":
+        assert "rank 1 has not ended within 3 s, so its process is ended now" in done.stderr
+        assert "in train\n" in done.stderr  # where it slept
+    else:
+        assert "Traceback" not in done.stderr and "SIGTERM on rank " in done.stderr
 
 
 CARELESS = """
@@ -153,9 +157,8 @@ print("went on")
 """
 
 
-def test_without_preemption_a_signal_ends_all(run_script, tmp_path):
-    (tmp_path / "there").mkdir()
-    done = run_script(CARELESS, tmp_path / "there", timeout=900)
+def test_without_preemption_a_signal_ends_all(run_script, there):
+    done = run_script(CARELESS, there, timeout=900)
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert ended(done.stdout)  # and nothing was printed after the number
 
@@ -179,11 +182,8 @@ def test_ranks_agree_however_they_run(tmp_path):
                     return
             raise AssertionError("never reached")
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(run, range(size)))
         for agreement in agreements:
             agreement.close()
         assert len(stops) == size and len(set(stops.values())) == 1, stops
@@ -191,11 +191,7 @@ def test_ranks_agree_however_they_run(tmp_path):
 
 
 def test_a_rank_that_leaves_alone_is_a_mismatch(run_ranks):
-    from xla_fsdp.ranks.errors import CollectiveMismatchError, Preempted
-
     def alone(rank):
-        import torch_xla.core.xla_model as xm
-
         if rank:
             raise Preempted("nothing")
         xm.rendezvous("all")
@@ -242,18 +238,15 @@ def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
     assert asked == {(f"/computeMetadata/v1/instance/{key}", "Google") for key in keys}
 
 
-def notices(host, timeout=3.0):
-    """What is announced, by key."""
-    found = {key: notice(host, key, timeout) for key in KEYS}
-    return {key: value for key, value in found.items() if value is not None}
-
-
 def test_what_a_metadata_server_may_say(metadata):
-    assert notices(metadata.host) == {}
-    metadata.said = {"preempted": "TRUE\n"}
-    assert notices(metadata.host) == {"preempted": "TRUE"}
-    metadata.said = {"maintenance-event": "SOON", "preempted": "true" + "x" * 100_000}
-    assert notices(metadata.host) == {}
+    for said, found in (
+        (metadata.said, [None, None]),
+        ({"preempted": "TRUE\n"}, [None, "TRUE"]),
+        ({"maintenance-event": "SOON", "preempted": "true" + "x" * 100_000}, [None, None]),
+    ):
+        metadata.said = said
+        keys = ("maintenance-event", "preempted")
+        assert [notice(metadata.host, key, timeout=3.0) for key in keys] == found
     for answer in (
         google(b"TRUE", 302, Location="http://127.0.0.1:1/"),
         google(b"TRUE", 503),
@@ -265,7 +258,7 @@ def test_what_a_metadata_server_may_say(metadata):
     ):
         metadata.said = {"preempted": answer}
         with pytest.raises(OSError):
-            notices(metadata.host, timeout=0.3)
+            notice(metadata.host, "preempted", timeout=0.3)
 
 
 def drip(before, piece):
@@ -299,20 +292,16 @@ def test_a_server_that_never_ends_is_given_up(metadata, answer):
 
 def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):
     monkeypatch.setattr(preemption, "_SECONDS_AFTER_NO_ANSWER", 0.01)
-    ask = preemption.metadata_server.notice
-    monkeypatch.setattr(
-        preemption.metadata_server, "notice", lambda *given: ask(*given, timeout=0.1)
-    )
+    impatient = functools.partial(notice, timeout=0.1)
+    monkeypatch.setattr(preemption.metadata_server, "notice", impatient)
     metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
-    heard, told, over = [], threading.Event(), threading.Event()
-    listen = lambda word: (heard.append(word), told.set())  # noqa: E731
-    threading.Thread(target=poll_metadata_server, args=(metadata.host, listen, over)).start()
+    heard, over = queue.Queue(), threading.Event()
+    threading.Thread(target=poll_metadata_server, args=(metadata.host, heard.put, over)).start()
     while sum(path.endswith("preempted") for path, _ in metadata.asked) < 2:
         time.sleep(0.01)
     metadata.said["preempted"] = "TRUE"
-    assert told.wait(30)
+    assert heard.get(timeout=30) == "preempted TRUE"
     over.set()
-    assert heard[0] == "preempted TRUE"
 
 
 def test_wrong_use_is_told():

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from types import MappingProxyType
+from unittest import mock
 
 import numpy
 import pytest
@@ -23,21 +24,14 @@ def test_text_says_whether_it_fits_and_names_units():
     lines = str(make()).splitlines()
     assert lines[0] == "FITS: 1.6 of 4.0 GiB a device on v3-128 (59 % headroom)"
     assert len(lines) <= 70 and max(map(len, lines)) <= 110
-    text = "\n".join(lines)
     for pattern in (
-        r"HBM of a device +GiB +how obtained",
-        r"required +1\.625 ",
-        r"capacity +4\.000 +libtpu",
+        r"HBM of a device +GiB +how obtained", r"required +1\.625 ", r"capacity +4\.000 +libtpu",
         r"bf16\[2000,2000\] +7\.6 +all-gather +blocks\.\d\.mlp +temporary, \w+ward",
-        r"all-gather +4 +2 +2 +0 +28\.0",
-        r"sent / bound +2\.00 ×",
-        r"MODEL",
-        r"exposed +2\.00 ms",
-        r"MFU +42\.0 %",
-        r"compile time +12\.5 s",
+        r"all-gather +4 +2 +2 +0 +28\.0", r"sent / bound +2\.00 ×", r"exposed +2\.00 ms",
+        r"MFU +42\.0 %", r"compile time +12\.5 s",
         r"executables +1 of 3 +ranks 0, 1, 127: all run one program",
-    ):
-        assert re.search(pattern, text), pattern
+    ):  # fmt: skip
+        assert re.search(pattern, "\n".join(lines)), pattern
     assert lines[-1] == "  * The last block is not wrapped."
 
 
@@ -45,9 +39,8 @@ def test_where_the_time_goes():
     """Two blocks forward and backward, three operations each: a matmul, a kernel and another. The
     first of each backward is recomputed."""
     report = make()
-    found = report.time_by_kind
     one = report.timing.compute / 12
-    assert found == pytest.approx(
+    assert report.time_by_kind == pytest.approx(
         {
             "matmuls and what is fused with them": 2 * one,
             "attention and other Pallas kernels": 4 * one,
@@ -56,11 +49,8 @@ def test_where_the_time_goes():
             "collectives, exposed": report.timing.exposed,
         }
     )
-    assert json.loads(report.to_json())["time_by_kind"] == found
-    text = str(report)
-    assert re.search(r"recomputation +3\.00 ms +\d", text)
     # Equal blocks are one row: forward, recomputed, backward, optimizer, other.
-    assert re.search(r"blocks\.N \(2\) +9\.00 +3\.00 +6\.00 +0\.00 +0\.00", text)
+    assert re.search(r"blocks\.N \(2\) +9\.00 +3\.00 +6\.00 +0\.00 +0\.00", str(report))
     ops = tuple(dataclasses.replace(op, phase="optimizer") for op in report.schedule.ops)
     report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
     assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
@@ -75,6 +65,7 @@ def test_text_page_and_json_agree(form):
     if form == "page":
         cells = re.sub(r"</td><td[^>]*>", "  ", re.sub("<img[^>]*>", "", page(report)))
         written = re.sub("<[^>]+>", "\n", cells.replace("</tr>", "\n\n"))
+    assert data["time_by_kind"] == report.time_by_kind
     expected = {
         "Where the time goes: MODEL": [
             f"{kind}  {1e3 * seconds:.2f} ms  {100 * seconds / report.timing.step:.1f} %"
@@ -116,23 +107,18 @@ def test_host_memory_of_planning():
 
 def test_text_of_changes():
     schedule = make().schedule
-    # Loops count as often as they run.
     change = {"kind": "all-reduce", "asked": "reduce-scatter", "times": 10, "bytes": 100}
     looped = dataclasses.replace(schedule.collectives[0], **change)
     name = "blocks.3.f1.weight"
-    named = tuple(
-        dataclasses.replace(one, name=f"exp_avg of {name}", module=name)
-        for one in schedule.buffers
-        if one.category == "argument"
-    )
-    for changes, pattern in (
-        ({"collectives": (looped, *schedule.collectives[1:])},
-         r"all-reduce \(traced as reduce-scatter\) +10 +10 +0 +10 +70\.0"),
-        ({"buffers": named}, r"parameter +exp_avg of blocks\.3\.f1\.weight +argument\n"),
-    ):  # fmt: skip
-        report = make(schedule=dataclasses.replace(schedule, **changes))
+    named = dataclasses.replace(schedule.buffers[-1], name=f"exp_avg of {name}", module=name)
+    changed = {"collectives": (looped, *schedule.collectives[1:]), "buffers": (named,)}
+    report = make(schedule=dataclasses.replace(schedule, **changed))
+    for pattern in (
+        r"all-reduce \(traced as reduce-scatter\) +10 +10 +0 +10 +70\.0",
+        r"parameter +exp_avg of blocks\.3\.f1\.weight +argument\n",
+    ):
         assert re.search(pattern, str(report)), pattern
-        assert report.wire_bytes == (13 if "collectives" in changes else 4) * 7_000_000
+    assert report.wire_bytes == 13 * 7_000_000
     text = str(make(memory=CompilerMemory(2**20, 0, 0, 2**21, 2**20, 2**21), ranks_traced=(0,)))
     assert text.startswith("FITS: 4.0 MiB of 4.0 GiB")
     assert re.search(r"HBM of a device +MiB .*\n +arguments +1\.0 ", text)
@@ -140,6 +126,9 @@ def test_text_of_changes():
 
 
 def test_text_of_what_does_not_fit():
+    for name, figure in (("devices", 0), ("hbm_capacity", -1)):
+        with pytest.raises(ValueError, match=f"{name} is {figure}"):
+            make(**{name: figure})
     report = make(hbm_capacity=GIB, bound_wire_bytes=None)
     assert not report.fits and report.headroom < 0 and report.wire_ratio is None
     text = str(report)
@@ -149,7 +138,6 @@ def test_text_of_what_does_not_fit():
 
 
 def test_hbm_at_the_peak_by_kind():
-    """Equal blocks count together, and the parameters of an optimizer's state are known by it."""
     report = make()
     at = report.schedule.peak_index
 
@@ -165,10 +153,8 @@ def test_hbm_at_the_peak_by_kind():
         held("grad", 4 * GIB, phase="backward"),
     )
     curve = tuple(16 * GIB for _ in report.schedule.curve)
-    text = str(make(
-        schedule=dataclasses.replace(report.schedule, buffers=buffers, curve=curve),
-        hbm_capacity=16 * GIB,
-    ))  # fmt: skip
+    schedule = dataclasses.replace(report.schedule, buffers=buffers, curve=curve)
+    text = str(make(schedule=schedule, hbm_capacity=16 * GIB))
     section = text[text.index("HBM at the peak, by kind") :].partition("\n\n")[0]
     for row in (
         r"parameters +1\.000 +6\.2 %", r"optimizer state +2\.000", r"other arguments +1\.000",
@@ -177,25 +163,22 @@ def test_hbm_at_the_peak_by_kind():
     ):  # fmt: skip
         assert re.search(row, section), (row, section)
     assert "activations of d" not in section
-    # Collectives of equal blocks are one row, too.
     assert re.search(r"blocks\.N \(2\) +4 +2 +2 +0", text) and "others (" not in text
 
 
 def test_a_program_without_names():
     text = make().to_json().replace("blocks.0.mlp", "").replace("blocks.1.mlp", "")
-    schedule = Report.from_json(text).schedule
-    noted = dataclasses.replace(schedule, notes=("A trip count was assumed.",))
-    written = str(make(schedule=noted, warnings=()))
+    noted = dataclasses.replace(Report.from_json(text).schedule, notes=("A count was assumed.",))
+    written = str(make(schedule=noted))
     assert "by module" in str(make()) and "by module" not in written
-    assert "\nNotes\n  * A trip count was assumed.\n" in written
+    assert "\nNotes\n  * A count was assumed.\n" in written
 
 
 def test_text_of_what_the_compiler_refused():
     report = refused(hbm_capacity=100 * GIB)
     assert not report.fits and not report.timed and report.placed
-    # Kernels say themselves what they compute: that is not the step's time.
     kernels = dataclasses.replace(refused().timing, compute=0.003, step=0.007)
-    assert not refused(timing=kernels).timed
+    assert not refused(timing=kernels).timed  # kernels state their time, which is not the step's
     text = str(refused())
     assert text.startswith("DOES NOT FIT: 6.0 of 4.0 GiB a device")
     said = "\nRan out of memory in memory space hbm. Used 19.06G of 15.48G hbm. .* by 3.57G.\n"
@@ -268,7 +251,6 @@ def test_compare():
         comparison["speed"]
     with pytest.raises(TypeError, match="cannot compare dict"):
         make().compare({})
-    # What is unknown.
     comparison = refused().compare(make())
     assert comparison["step (model)"].left is None and comparison["code"].left is None
     assert comparison["sent"].ratio == 1 and comparison["required HBM"].left == 6
@@ -278,30 +260,17 @@ def test_compare():
     assert comparison["required HBM"].right is None and comparison["sent"].ratio is None
 
 
-@pytest.mark.parametrize("name, figure", [("devices", 0), ("hbm_capacity", -1)])
-def test_impossible_reports(name, figure):
-    with pytest.raises(ValueError, match=f"{name} is {figure}"):
-        make(**{name: figure})
-
-
-@pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.jpeg"])
-def test_other_suffixes_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"allowed are \.png, \.html, \.trace\.json"):
-        make().plot(tmp_path / name)
-    assert not list(tmp_path.iterdir())
-
-
-def test_missing_folder_and_failed_write(tmp_path, monkeypatch):
+def test_other_suffixes_missing_folders_and_failed_writes(tmp_path, monkeypatch):
+    for name in ("plan.pdf", "plan"):
+        with pytest.raises(ValueError, match=r"allowed are \.png, \.html, \.trace\.json"):
+            make().plot(tmp_path / name)
     for write in (make().save, make().plot):
         with pytest.raises(FileNotFoundError, match="make the folder"):
             write(tmp_path / "none" / "plan.html")
     path = tmp_path / "plan.json"
     make().save(path)
 
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         make(title="new").save(path)
     assert Report.load(path).title == "ours" and len(list(tmp_path.iterdir())) == 1

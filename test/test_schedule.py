@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from processes import run_command
 
 from xla_fsdp.planning.program.assignment import read_assignment
 from xla_fsdp.planning.program.schedule import read_schedule
 
-# libtpu compiles for any topology on a machine that has none, in a process of its own: jax here
-# must not meet the one that torch_xla brings into the tests.
+# In a process of its own: jax here must not meet the one that torch_xla brings into the tests.
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
@@ -99,21 +98,11 @@ def compiled(tmp_path_factory):
     def programs(topology):
         folder = tmp_path_factory.mktemp("schedules")
         (folder / "script.py").write_text(SCRIPT)
-        paths = [str(folder / name) for name in ("script.py", "out.json", "dump")]
-        result = subprocess.run(
-            [sys.executable, *paths, topology],
-            env={
-                **os.environ,
-                "XLA_FLAGS": f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text",
-                "JAX_PLATFORMS": "cpu",
-                "TPU_SKIP_MDS_QUERY": "1",
-                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            },
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert result.returncode == 0, result.stderr[-3000:]
+        dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
+        quiet = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+        quiet |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": dump}
+        paths = [folder / name for name in ("script.py", "out.json", "dump")]
+        run_command(sys.executable, *paths, topology, env={**os.environ, **quiet})
         found = json.loads((folder / "out.json").read_text())
         for one in found.values():
             one["schedule"] = read_schedule(one["text"], read_assignment(one["assignment"]))
@@ -125,16 +114,10 @@ def compiled(tmp_path_factory):
 TOPOLOGIES = ["v3:2x2", "v5e:2x4"]
 
 
-def only(program):
-    (one,) = program.schedule.collectives
-    return one
-
-
 @pytest.mark.parametrize(
     "topology, name, asked, kind, size, times",
     [
         ("v5e:2x4", "gather", "all-gather", "all-gather", 8192 * 512 * 2, 1),
-        # Needed immediately.
         ("v5e:2x4", "before", "all-gather", "all-gather", 2048 * 2048 * 2, 1),
         # Of one dimension: all-reduce and slice, twice the bytes.
         *((one, "flat", "reduce-scatter", "all-reduce", 4 << 20, 2) for one in TOPOLOGIES),
@@ -142,7 +125,7 @@ def only(program):
     ],
 )
 def test_one_collective(compiled, topology, name, asked, kind, size, times):
-    one = only(compiled(topology)[name])
+    (one,) = compiled(topology)[name].schedule.collectives
     assert (one.kind, one.asked, one.bytes) == (kind, asked, size)
     assert one.wire_bytes == times * size * 7 // 8
     assert one.dtype == ("bf16" if kind == "all-gather" else "f32")
@@ -156,7 +139,7 @@ def test_a_gather_beside_compute(compiled):
     """Cut into pieces that sit in the fusions that overlap it, and counted once."""
     program = compiled("v5e:2x4")["beside"]
     assert program.text.count(" all-gather(") > 2
-    one = only(program)
+    (one,) = program.schedule.collectives
     assert (one.kind, one.asynchronous, one.fused) == ("all-gather", True, False)
     assert one.bytes == 2048 * 2048 * 2 and one.wire_bytes == one.bytes * 7 // 8
     assert one.module == "f1.weight"
@@ -171,9 +154,8 @@ def test_a_gather_beside_compute(compiled):
 
 def test_groups_of_a_mesh(compiled):
     """Neither the padding of 1000 × 100 nor the other axis counts."""
-    pairs, fours = sorted(
-        compiled("v5e:2x4")["both"].schedule.collectives, key=lambda c: c.group_size
-    )
+    found = compiled("v5e:2x4")["both"].schedule.collectives
+    pairs, fours = sorted(found, key=lambda one: one.group_size)
     assert pairs.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert fours.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert (pairs.bytes, pairs.wire_bytes) == (400_000, 200_000)
@@ -183,9 +165,8 @@ def test_groups_of_a_mesh(compiled):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_loop(compiled, topology):
     schedule = compiled(topology)["loop"].schedule
-    one = only(compiled(topology)["loop"])
-    assert (one.times, one.bytes) == (5, 1024 * 1024 * 2)
-    assert not schedule.notes
+    (one,) = schedule.collectives
+    assert (one.times, one.bytes) == (5, 1024 * 1024 * 2) and not schedule.notes
     assert {op.times for op in schedule.ops if op.cycles > 5500} == {5}
 
 

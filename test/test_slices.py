@@ -11,16 +11,22 @@ import pytest
 import torch
 from checkpoint_runs import Run
 from lazy_modules import torch_xla
+from on_ranks import on_each_rank
 from safetensors.torch import load_file
 from test_special_uses import mlp
 from test_strategy import assert_trains_alike
 from torch import nn
 
 import xla_fsdp
-from xla_fsdp import xlac
+from xla_fsdp import ShardingStrategy as S
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import fully_shard, scan_blocks, xlac
 from xla_fsdp.checkpoint.tiers.hosts import hosts_apart
 from xla_fsdp.collectives.routes import attributes_of
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+from xla_fsdp.integrations.sharding import meant_by_name
+from xla_fsdp.planning.tuning.settings import _mesh
+from xla_fsdp.ranks import channel, launch
 from xla_fsdp.ranks import slices as ours
 from xla_fsdp.ranks.errors import RankError
 from xla_fsdp.ranks.rank import current_rank
@@ -45,7 +51,6 @@ def said(count="2", number="1", coordinator="10.0.0.2:8080", port="8080"):
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
-        ({}, None),
         ({"MEGASCALE_PORT": "8081"}, None),
         (said("", "", "", ""), None),  # emptied is not there
         (said("1"), None),  # one of several, alone
@@ -107,33 +112,28 @@ def tpu_host(monkeypatch):
     return host
 
 
-def test_the_environment_goes_before_the_metadata_of_a_tpu_vm(tpu_host, monkeypatch):
+def test_the_environment_goes_before_the_metadata_of_a_tpu_vm(tpu_host):
     metadata = {"WORKER_ID": 0, COUNT: 2, NUMBER: 1, COORDINATOR: "10.0.0.2:8080"}
-    tpu_host(metadata)
-    assert ours.place() == PlaceAmongSlices(2, 1, "10.0.0.2")
-    tpu_host({"WORKER_ID": 0, COUNT: None, NUMBER: None, COORDINATOR: None})  # keys without values
-    assert ours.place() is None
-    tpu_host(metadata, **{COUNT: "1"})
-    assert ours.place() is None
-    tpu_host(metadata, **{COUNT: "3", NUMBER: "2"})
-    assert ours.place() == PlaceAmongSlices(3, 2, "10.0.0.2")
-    tpu_host({}, PJRT_DEVICE="CPU", **said())
-    assert ours.place() is None  # CPU ranks are all in one process
+    for given, environment, place in (
+        (metadata, {}, PlaceAmongSlices(2, 1, "10.0.0.2")),
+        ({"WORKER_ID": 0, COUNT: None, NUMBER: None, COORDINATOR: None}, {}, None),
+        (metadata, {COUNT: "1"}, None),
+        (metadata, {COUNT: "3", NUMBER: "2"}, PlaceAmongSlices(3, 2, "10.0.0.2")),
+        ({}, {"PJRT_DEVICE": "CPU", **said()}, None),  # CPU ranks are all in one process
+    ):
+        tpu_host(given, **environment)
+        assert ours.place() == place
 
 
 def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     import torch_xla.runtime as xr
 
-    from xla_fsdp.ranks import channel, launch
-
-    def on_hosts(addresses, number):
-        monkeypatch.setattr(xlac, "addresses_of_hosts", lambda: addresses)
-        monkeypatch.setattr(xlac, "number_of_host", lambda: number)
-
     # The store of all ranks is on the first host of the first slice.
     for place, worker, served in (("0", 0, 0), ("0", 1, 1), ("1", 0, 1), ("1", 1, 1)):
         tpu_host({}, **said(number=place))
-        on_hosts([f"10.0.{place}.2", f"10.0.{place}.3"], worker)
+        addresses = [f"10.0.{place}.2", f"10.0.{place}.3"]
+        monkeypatch.setattr(xlac, "addresses_of_hosts", lambda found=addresses: found)
+        monkeypatch.setattr(xlac, "number_of_host", lambda found=worker: found)
         hosts, number = channel._hosts()
         assert (hosts[0], number) == ("10.0.0.2", served)
     for port in ("twelve", "0", "65536"):
@@ -181,9 +181,8 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     ours.require_all_slices()
     monkeypatch.setattr(xr, "global_runtime_device_attributes", lambda: devices[:4])
     monkeypatch.setattr(xr, "world_size", lambda: 4)
-    with pytest.raises(
-        RuntimeError, match="MEGASCALE_NUM_SLICES=2, but the XLA runtime .* 1 slice,"
-    ):
+    message = "MEGASCALE_NUM_SLICES=2, but the XLA runtime .* 1 slice,"
+    with pytest.raises(RuntimeError, match=message):
         ours.require_all_slices()
 
 
@@ -228,10 +227,8 @@ def test_slices_are_simulated_on_cpu_ranks(run_script):
     assert all(one.startswith("TypeError slices must be a number") for one in refused[2:])
     told = [line for line in done.stderr.splitlines() if line.startswith("xla_fsdp: ")]
     words = "the model is sharded within each slice and replicated over the slices. Pass"
-    assert [line.partition(words)[0] for line in told] == [
-        "xla_fsdp: 4 slices of 1 ranks: ",
-        "xla_fsdp: 2 slices of 2 ranks: ",
-    ]
+    sizes = [line.partition(words)[0] for line in told]
+    assert sizes == ["xla_fsdp: 4 slices of 1 ranks: ", "xla_fsdp: 2 slices of 2 ranks: "]
     # Replicas that began with other weights would stay others for ever.
     alike, _, different = done.stderr.partition("warned")
     assert "ranks built" not in alike
@@ -242,13 +239,8 @@ def on_two_slices() -> None:
     current_rank().slices = equal_parts(4, 2)
 
 
-def defaults(rank):
-    from xla_fsdp import ShardingStrategy as S
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import fully_shard, scan_blocks
-    from xla_fsdp.integrations.sharding import meant_by_name
-    from xla_fsdp.planning.tuning.settings import _mesh
-
+@on_each_rank(4, timeout=1500)
+def test_sharded_within_a_slice_and_replicated_over_them(rank):
     on_two_slices()
     model = assert_trains_alike(rank, 4)
     for wrapper in FSDP.fsdp_modules(model):
@@ -269,7 +261,6 @@ def defaults(rank):
     assert fully_shard(mlp(), mesh=range(4))._unit.world.replicas == 1
     blocks = scan_blocks([nn.Linear(4, 4) for _ in range(2)])
     assert (blocks.world_size, blocks._unit.world.replicas) == (2, 2)
-    # What tune calls sharded over all is that.
     assert _mesh(None) == [0, 1, 2, 3] and _mesh(2) == [[0, 1], [2, 3]]
     # As configurations of Accelerate and the Trainer have it.
     assert meant_by_name("hybrid_shard") == {"sharding_strategy": S.HYBRID_SHARD}
@@ -278,10 +269,6 @@ def defaults(rank):
         FSDP(mlp())
     assert FSDP(mlp(), sharding_strategy=S.FULL_SHARD).world_size == 4
     torch_xla.sync()
-
-
-def test_sharded_within_a_slice_and_replicated_over_them(run_ranks):
-    run_ranks(defaults, 4, timeout=1500)
 
 
 DIE_AT, STEPS = 3, 5
@@ -307,18 +294,15 @@ def until_a_slice_is_lost(rank, folder):
     return losses, run.train(DIE_AT, STEPS)
 
 
-def go_on(rank, folder, size):
+def go_on(rank, folder, size, from_memory=False):
     run = Run("nested", rank, size, seed=5)
     assert run.model.world_size == size  # one slice
-    assert run.load(folder / "runs").step == DIE_AT
-    return run.train(DIE_AT, STEPS)
-
-
-def go_on_from_memory(rank, folder):
-    run = Run("nested", rank, 2, seed=6)
-    with tiers(folder, 2 + rank) as checkpointer:
-        loaded = checkpointer.load(run.model, run.optimizer, run.scheduler)
-    assert loaded.step == DIE_AT and "store" not in loaded.path
+    if from_memory:
+        with tiers(folder, 2 + rank) as checkpointer:
+            loaded = checkpointer.load(run.model, run.optimizer, run.scheduler)
+        assert loaded.step == DIE_AT and "store" not in loaded.path
+    else:
+        assert run.load(folder / "runs").step == DIE_AT
     return run.train(DIE_AT, STEPS)
 
 
@@ -334,7 +318,6 @@ def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path, si
         run_ranks(until_a_slice_is_lost, 4, tmp_path)
     died = min(path.stat().st_mtime for path in tmp_path.glob("died *"))
     assert lost.value.rank in (2, 3) and time.time() - died < 10  # 5 s, and to be told of it
-    # Every element is written once, by the first slice.
     (saved,) = (tmp_path / "runs").iterdir()
     manifest = ShardedCheckpoint(saved).manifest
     held = [
@@ -343,9 +326,8 @@ def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path, si
     ]
     kept = manifest.optimizer.state
     state = {name: len(kept[name].sharded) if name in kept else 0 for name in manifest.parameters}
-    elements = sum(
-        math.prod(one.shape) * (1 + state[name]) for name, one in manifest.parameters.items()
-    )
+    shapes = {name: one.shape for name, one in manifest.parameters.items()}
+    elements = sum(math.prod(shape) * (1 + state[name]) for name, shape in shapes.items())
     floats = [one for one in manifest.buffers.values() if one.dtype.startswith("F")]
     assert sum(held) == elements + sum(math.prod(one.shape) for one in floats)
     assert max(state.values()) == 2 and held[2:] == [0, 0]  # AdamW's moments
@@ -355,15 +337,13 @@ def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path, si
     # What was in the memory of the first slice, which has all that is trained, the other one has.
     for host in ("host0", "host1"):
         shutil.rmtree(tmp_path / host)
-    losses = run_ranks(go_on_from_memory, 2, tmp_path)
+    losses = run_ranks(go_on, 2, tmp_path, 2, True)
     torch.testing.assert_close(losses[0], expected[DIE_AT:], rtol=1e-5, atol=1e-6)
 
 
 def test_copies_of_a_host_are_on_another_slice():
-    assert hosts_apart([0, 4, 8, 12], ()) == 1
     assert hosts_apart([0, 4, 8, 12], equal_parts(16, 2)) == 2
-    assert hosts_apart([0, 4, 8, 12], equal_parts(16, 4)) == 1
-    assert hosts_apart([0, 8], equal_parts(16, 2)) == 1
+    assert hosts_apart([0, 4, 8, 12], equal_parts(16, 4)) == hosts_apart([0, 4, 8, 12], ()) == 1
     assert hosts_apart([0], equal_parts(4, 2)) == 1  # simulated on one host
     assert hosts_apart([0, 1, 2, 3], ((0, 2), (1, 3))) == 1  # no whole hosts follow one another
     assert hosts_apart([0, 4, 8], equal_parts(12, 2)) == 1

@@ -51,10 +51,8 @@ def advice(*what, required=2 * GIB, temporaries=0, capacity=16 * GIB, flops=0.0,
     parts = {"ops": Op, "collectives": Collective, "buffers": Buffer, "host_copies": HostCopy}
     sorted_ = {name: tuple(w for w in what if isinstance(w, k)) for name, k in parts.items()}
     schedule = Schedule(100, curve=(1,) * 100, peak_index=50, **sorted_)
-    host = fields.pop("on_host", 0)
-    memory = CompilerMemory(
-        required - temporaries, 0, 0, temporaries, 0, required, host_temporaries=host
-    )
+    figures = required - temporaries, 0, 0, temporaries, 0, required
+    memory = CompilerMemory(*figures, host_temporaries=fields.pop("on_host", 0))
     found = Situation(
         schedule, time_step(schedule, V5E, flops), memory, capacity, False, fields.pop("units", ()),
         lambda other: time_step(other, V5E, flops).step, **fields,
@@ -118,7 +116,6 @@ def test_bfloat16_for_units_that_send_in_float32():
     assert one.startswith("compute_dtype=torch.bfloat16 (counted: bytes sent")
     assert one.endswith(" 48 % (model)")  # half of what is not compute
     assert not advice(op(1, 1), gather(0, 10**9), units=UNITS)
-    # One of two units: half of its bytes only, and its name.
     (one,) = advice(op(1, 1), *sent, units=(unit(""), unit("blocks.0", itemsize=4)))
     assert one.startswith("compute_dtype=torch.bfloat16 for blocks.0 (counted: bytes sent")
     assert one.endswith(" 24 % (model)")
@@ -155,11 +152,9 @@ def test_no_offload_where_inputs_fit():
 def test_vmem_where_compute_is_most_of_a_step_and_nobody_has_set_it():
     (one,) = advice(op(1, 10), flops=1e12, temporaries=15 * GIB, scoped_vmem_kib=98304)
     assert one.startswith("compiler_options=limit_scoped_vmem(98304)")
-    assert limit_scoped_vmem(98304) == {"xla_tpu_scoped_vmem_limit_kib": "98304"}
     assert one.endswith("the gain is not modelled, plan it")
-    name = "xla_tpu_scoped_vmem_limit_kib"
     given = {"flops": 1e12, "temporaries": 15 * GIB, "scoped_vmem_kib": 98304}
-    assert not advice(op(1, 10), options=frozenset({name}), **given)
+    assert not advice(op(1, 10), options=frozenset(limit_scoped_vmem(98304)), **given)
     assert not advice(op(1, 10), **{**given, "scoped_vmem_kib": None})
     assert not advice(op(1, 1), gather(0, 10**9), **given)  # it mostly waits
 
@@ -281,9 +276,8 @@ def live(size, phase="forward", module="blocks.0.mlp"):
 def test_what_does_not_fit_is_told_what_frees_most():
     over = {"required": 20 * GIB, "units": UNITS}
     first, second = advice(op(1, 1), gather(0, 10**8), live(6 * GIB), **over)
-    assert first == (
-        "checkpoint_module on each block: recompute activations: frees at most 6.0 GiB of HBM"
-    )
+    assert first.startswith("checkpoint_module on each block: recompute activations: frees at most")
+    assert first.endswith(" 6.0 GiB of HBM")
     assert second.startswith("reshard_after_forward=True (ZeRO-3): frees at most 0.0 GiB")
     again = [*RECOMPUTED, gather(2, 10**8, "backward")]
     (one,) = advice(*again, live(2 * GIB), **over)
@@ -317,12 +311,12 @@ def test_at_most_five_the_one_that_saves_most_first():
     assert not advice(scoped_vmem_kib=98304, units=UNITS)  # no time is known
 
 
-@pytest.mark.parametrize("phase, updated", [("backward", False), ("backward", True), ("", False)])
-def test_a_backward_without_an_update_gives_a_warning(phase, updated):
-    step = TracedStep(TracedProgram(b"", {}, ()), None, (), 0, has_optimizer=updated)
-    schedule = Schedule(1, (), (gather(0, 10**6, phase),), (), (1,), 0)
-    found = [w for w in warnings(schedule, step, 1, (0,), 0.5) if "nothing updates" in w]
-    assert len(found) == (phase == "backward" and not updated)
+def test_a_backward_without_an_update_gives_a_warning():
+    for phase, updated, warned in (("backward", False, 1), ("backward", True, 0), ("", False, 0)):
+        step = TracedStep(TracedProgram(b"", {}, ()), None, (), 0, has_optimizer=updated)
+        schedule = Schedule(1, (), (gather(0, 10**6, phase),), (), (1,), 0)
+        found = [w for w in warnings(schedule, step, 1, (0,), 0.5) if "nothing updates" in w]
+        assert len(found) == warned, (phase, updated)
 
 
 @pytest.mark.parametrize("again", [True, False])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+from processes import run_command
 
 from xla_fsdp.tpu.topology import UnknownTopologyError, names, resolve
 
@@ -18,22 +18,16 @@ class TestNames:
         ("name", "libtpu_name", "devices", "chips", "hosts"),
         [
             ("v2-8", "v2:2x2", 8, 4, 1),
-            ("v2-512", "v2:16x16", 512, 256, 64),
-            ("v3-128", "v3:8x8", 128, 64, 16),
             ("v3-2048", "v3:32x32", 2048, 1024, 256),
-            ("v4-512", "v4:4x8x8", 256, 256, 64),
             ("v4-4096", "v4:8x16x16", 2048, 2048, 512),
-            ("v5litepod-16", "v5e:4x4", 16, 16, 4),
             ("v5litepod-256", "v5e:16x16", 256, 256, 64),
             ("v5p-640", "v5p:4x4x20", 320, 320, 80),
             ("v5p-12288", "v5p:16x16x24", 6144, 6144, 1536),
             ("v6e-4", "v6e:2x2", 4, 4, 1),
             ("tpu7x-8", "tpu7x:2x2x1", 8, 4, 1),
-            ("tpu7x-128", "tpu7x:4x4x4", 128, 64, 16),
             ("tpu7x-4224", "tpu7x:4x12x44", 4224, 2112, 528),
             ("tpu7x-18432", "tpu7x:16x24x24", 18432, 9216, 2304),
             ("v4:4x4x12", "v4:4x4x12", 192, 192, 48),
-            ("v5e:2x4", "v5e:2x4", 8, 8, 1),
         ],
     )
     def test_means_the_documented_slice(self, name, libtpu_name, devices, chips, hosts):
@@ -67,11 +61,9 @@ class TestWiring:
         [
             ("v3-128", (False, False)),
             ("v3-1024", (False, True)),
-            ("v3-2048", (True, True)),
             ("v2-512", (True, True)),
             ("v4-64", (False, False, False)),
             ("v4-128", (True, True, True)),
-            ("v5litepod-64", (False, False)),
             ("v5litepod-128", (False, True)),
             ("v6e-256", (True, True)),
             ("tpu7x-128", (True, True, True)),
@@ -85,7 +77,6 @@ class TestWiring:
         assert found.options == {"chips_per_host_bounds": [2, 2, 1], "wrap": [0, 1, 0]}
         ringless = dataclasses.replace(found, wraps=(False, False))
         assert ringless.options["wrap"] == [0, 0, 0]
-        # One device a chip.
         assert resolve("v4-8").options["chip_config_name"] == "megacore"
 
 
@@ -94,22 +85,18 @@ class TestRefusals:
         ("name", "reason", "closest"),
         [
             ("v3-12", "no v3 slice of 12 TensorCores", "v3-8"),
-            ("v3-100", "no v3 slice of 100 TensorCores", "v3-128"),
             ("v5e-7", "no v5e slice of 7 chips", "v5litepod-8"),
             ("v4-130", "no v4 slice of 130 TensorCores", "v4-128"),
-            ("tpu7x-12", "no tpu7x slice of 12 TensorCores", "tpu7x-8"),
             ("tpu7x:4x8x2", "all multiples of 4", None),
             ("v7-8", "no TPU family 'v7'", "v4-8"),
             ("v3:8x8x2", "2 axes, not 3", "v3:8x8"),
             ("v4:4x4", "3 axes, not 2", "v4:4x4x8"),
             ("v5e:32x32", "pod has 16x16 chips", None),
             ("v4:32x32x32", "32768 chips; the largest v4 slice has 4096", None),
-            ("v4:2x4x8", "all multiples of 4", None),
             ("v5e:3x5", "must be even", None),
             ("v3:1x1", "smallest v3 slice", None),
             ("v3:8x0", "at least one chip", None),
             ("v4:4xfourx4", "chips along each axis", None),
-            ("v4:", "chips along each axis", None),
             ("", "no TPU family ''", None),
         ],
     )
@@ -128,6 +115,20 @@ class TestRefusals:
     def test_a_name_is_a_string(self):
         with pytest.raises(TypeError, match="v3-128"):
             resolve(8)
+
+
+def test_names_of_several_slices():
+    two = resolve("2xv5litepod-256")
+    assert (two.devices, two.chips, two.hosts, two.count) == (512, 512, 128, 2)
+    assert two.options["num_slices"] == 2 and "num_slices" not in resolve("v5litepod-256").options
+    assert two.coordinates() == resolve("v5litepod-256").coordinates()
+    assert resolve("4xv4:2x2x1").devices == 16
+    assert resolve("1xv3-8").devices == 8
+    for name, reason in (("2xv3-8", "v3 slices are not joined"), ("0xv4-8", "0 slices")):
+        with pytest.raises(UnknownTopologyError, match=reason):
+            resolve(name)
+    with pytest.raises(UnknownTopologyError, match="no v5litepod slice of 7"):
+        resolve("2xv5litepod-7")
 
 
 # What the compiler says, in a process of its own: libtpu must not meet torch_xla's.
@@ -155,14 +156,7 @@ def check_slices(names, python=sys.executable, environment=os.environ):
     slices = [resolve(name) for name in names]
     question = json.dumps([(found.libtpu_name, found.options) for found in slices])
     quiet = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = subprocess.run(
-        [python, "-c", ASK, question],
-        env={**environment, **quiet},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_command(python, "-c", ASK, question, env={**environment, **quiet})
     answers = json.loads(done.stdout)
     for found, answer in zip(slices, answers, strict=True):
         assert answer["ids"] == list(range(found.devices)), found

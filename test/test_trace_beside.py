@@ -1,13 +1,20 @@
-"""A recorded trace beside a plan: matched by names, told, drawn; of another model, refused."""
+"""A trace: recorded with the names of a plan, matched with a plan, drawn; of others, refused."""
 
+import contextlib
 import dataclasses
+import json
 import random
+import warnings
 from contextlib import nullcontext
 
 import pytest
+import torch
+from lazy_modules import torch_xla, xm
 from reports import HOSTILE, given_up, make, refused
 from test_report_pictures import Page
+from torch import nn
 
+import xla_fsdp
 from xla_fsdp.planning import recorded as reading
 from xla_fsdp.planning.__main__ import main
 from xla_fsdp.planning.recorded import messages, read_trace
@@ -18,11 +25,13 @@ def table(beside, title):
     return {row[0]: dict(zip(found.columns, row[1:], strict=True)) for row in found.rows}
 
 
-def refuses(report, path):
-    with pytest.raises(ValueError) as caught:
-        report.compare_trace(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
+def refusal(report, path):
+    """An error in one line, or None."""
+    try:
+        assert str(report.compare_trace(path))
+    except ValueError as error:
+        assert str(path) in str(error) and "\n" not in str(error) and len(str(error)) < 400
+        return error
 
 
 def test_a_damaged_trace_is_refused(tmp_path):
@@ -31,19 +40,16 @@ def test_a_damaged_trace_is_refused(tmp_path):
     data = tpu_trace(hlo_proto())
     for cut in [0, 1, 2, 9, *(draw.randrange(len(data)) for _ in range(30))]:
         path.write_bytes(data[:cut])
-        refuses(report, path)
+        assert refusal(report, path)
     for wrong in (b"PK\x03\x04" * 99, bytes(500), b"\x0a\x05hello", data[::-1]):
         path.write_bytes(wrong)
-        refuses(report, path)
+        assert refusal(report, path)
     for _ in range(12):
         changed = bytearray(data)
         for _ in range(8):
             changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
-        try:
-            assert str(report.compare_trace(path))
-        except ValueError as error:
-            assert str(path) in str(error) and "\n" not in str(error)
+        refusal(report, path)
 
 
 def test_what_is_no_trace_is_refused(tmp_path, capsys):
@@ -59,8 +65,6 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out == f"{make()}\n"
 
-
-# --- a trace as a TPU writes it, made by hand: no TPU has recorded one here
 
 MS = 10**9  # picoseconds
 HLO = """HloModule step, is_scheduled=true
@@ -168,21 +172,18 @@ def test_a_trace_of_a_tpu(tmp_path):
     assert (recorded.device, recorded.on_cpu, recorded.steps) == ("TPU:0", False, 3)
     assert recorded.seconds == pytest.approx(13e-3)
     assert recorded.period == pytest.approx(20.5e-3)  # of 20 and 21
-    found = {}
-    for share in recorded.shares:
-        key = share.kind, share.phase, share.module
-        found[key] = (
-            *found.get(key, ()),
-            (round(1e3 * share.seconds, 6), round(1e3 * share.waited, 6)),
-        )
-    assert found == {
-        ("all-gather", "forward", "blocks.0.mlp.weight"): ((4.0, 1.0),),
-        ("compute", "forward", "blocks.0.mlp"): ((2.9, 0.0),),
-        ("compute", "forward", "blocks.1.mlp"): ((1.5, 0.0),),  # in the loop, three times
-        ("compute", "backward", "blocks.1.mlp"): ((2.0, 0.0),),
-        ("all-reduce", "backward", "blocks.1.mlp.bias"): ((3.0, 3.0),),
-        ("compute", "optimizer", ""): ((1.0, 0.0),),
-    }
+    found = [
+        (one.kind, one.phase, one.module, round(1e3 * one.seconds, 6), round(1e3 * one.waited, 6))
+        for one in recorded.shares
+    ]
+    assert sorted(found) == [
+        ("all-gather", "forward", "blocks.0.mlp.weight", 4.0, 1.0),
+        ("all-reduce", "backward", "blocks.1.mlp.bias", 3.0, 3.0),
+        ("compute", "backward", "blocks.1.mlp", 2.0, 0.0),
+        ("compute", "forward", "blocks.0.mlp", 2.9, 0.0),
+        ("compute", "forward", "blocks.1.mlp", 1.5, 0.0),  # in the loop, three times
+        ("compute", "optimizer", "", 1.0, 0.0),
+    ]
     slots = [(s.label, round(1e3 * s.begin, 6), round(1e3 * s.end, 6)) for s in recorded.slots]
     assert slots[:2] == [("gather", 0.0, 4.0), ("neg.1", 0.1, 3.0)]
     assert [name for name, _, _ in slots].count("inner") == 3 and len(slots) == 8
@@ -194,7 +195,6 @@ def test_a_trace_of_a_tpu(tmp_path):
     }  # fmt: skip
     assert table(beside, "By kind")["forward compute"]["ratio"] == "0.24"  # 4.4 of 18
     assert "are not those of a TPU" not in str(beside)
-    # Names are escaped on the page.
     report = dataclasses.replace(make(), title=HOSTILE, topology=HOSTILE)
     report.compare_trace(path).plot(tmp_path / "both.html")
     written = (tmp_path / "both.html").read_text(encoding="utf-8")
@@ -220,3 +220,140 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path, monkeypatc
     monkeypatch.setattr(reading, "_TO_TEXT", "import os; os.abort()")
     with pytest.raises(ValueError, match="host.xplane.pb: XLA cannot read a program"):
         read_trace(path)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        wrap = xla_fsdp.XlaFullyShardedDataParallel
+        self.blocks = nn.ModuleList([wrap(nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def train(rank, folder, steps, rows=2, enter_late=False):
+    torch.manual_seed(0)
+    model = xla_fsdp.XlaFullyShardedDataParallel(Model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, compiled = [], []
+
+    def step():
+        loss = model(torch.full((rows, 8), rank + 1.0).to("xla")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        losses.append(loss.item())
+        compiled.append(xla_fsdp.compilation_counts().compiled)
+
+    if enter_late:
+        step()
+    recording = xla_fsdp.profile(folder, steps) if steps else contextlib.nullcontext()
+    # What catches warnings is the process's, and ranks are its threads.
+    with contextlib.ExitStack() as only_rank_0:
+        caught = []
+        if rank == 0:
+            caught = only_rank_0.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+        xm.rendezvous("warnings are caught")
+        with recording as profiler:
+            for _ in range(5):
+                step()
+                if steps:
+                    profiler.step()
+        xm.rendezvous("all have warned")
+    told = [str(one.message) for one in caught if "no names" in str(one.message)]
+    return losses, compiled, steps and profiler.file, told, torch_xla._XLAC._get_ir_debug()
+
+
+# First in this file: a trace also holds the programs that its process ran before.
+def test_a_trace_without_names_is_told_of(run_ranks, tmp_path):
+    (_, _, file, told, _), _ = run_ranks(train, 2, str(tmp_path), (1, 2), rows=3, enter_late=True)
+    assert file is not None and "compiled before xla_fsdp.profile was entered" in told[0]
+
+
+def test_a_trace_has_the_names_of_a_plan_and_is_compared_with_one(run_ranks, tmp_path, capsys):
+    first, second = run_ranks(train, 2, str(tmp_path / "trace"), (1, 4))
+    # In the same process: the program that was compiled with names is the one without.
+    plain = run_ranks(train, 2, "", None)
+    assert [first[0], second[0]] == [one[0] for one in plain]
+    assert plain[0][1][-1] == first[1][-1]
+    _, compiled, file, told, debug = first
+    assert compiled[0] == compiled[-1]  # once, with names; the steps after have the same program
+    assert not told and not debug and second[2] is None
+    assert list((tmp_path / "trace/plugins/profile").glob("*/*.xplane.pb")) == [file]
+    trace = file.read_bytes()
+    scopes = "forward[blocks.0] backward[blocks.1] optimizer[ all_gather[ reduce_scatter["
+    assert [name for name in scopes.split() if name.encode() not in trace] == []
+
+    recorded = read_trace(tmp_path / "trace")
+    assert (recorded.source, recorded.device, recorded.steps) == (str(file), "2 CPU ranks", 3)
+    assert recorded.on_cpu and recorded.ranks == 2 and recorded.seconds < recorded.period
+    assert {"blocks.0", "blocks.1", "blocks.1.weight"} < recorded.modules
+    spans = [(slot.begin, slot.end) for slot in recorded.slots]
+    assert min(spans)[0] == 0 and 0 < max(end for _, end in spans) < 1
+    phases = {slot.phase for slot in recorded.slots if slot.lane == "compute"}
+    assert {"forward", "backward", "optimizer"} <= phases
+    gathers = [s for s in recorded.slots if s.module == "blocks.0.weight" and s.phase == "forward"]
+    assert sum(slot.lane == "collective" for slot in gathers) == 2  # of two ranks
+    took = {share.kind for share in recorded.shares if share.seconds > 0}
+    assert took == {"compute", "all-gather", "reduce-scatter"}
+
+    report = type(make()).from_json(make(blocks=3).to_json().replace(".mlp", ""))
+    beside = report.compare_trace(tmp_path / "trace")
+    kinds, unit = table(beside, "By kind"), table(beside, "By unit")
+    assert {"forward compute", "backward compute", "all-gather, forward"} <= set(kinds)
+    assert kinds["forward compute"]["modelled"] == "27.000 ms"
+    assert kinds["reduce-scatter, backward"]["modelled"] == "–"
+    assert unit["blocks.1: compute"]["modelled"] == "18.000 ms"
+    assert float(unit["blocks.1: compute"]["measured"].split()[0]) > 0
+    assert unit["blocks.2: compute"]["measured"] == unit["blocks.2: compute"]["ratio"] == "–"
+    shares = [row["share"] for row in unit.values() if row["share"] != "–"]
+    assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=1)
+    text = str(beside)
+    assert "are not those of a TPU" in text and "Only in the plan: blocks.2." in text
+    assert "Only in the trace: blocks.0.bias, blocks.0.weight" in text
+
+    # The command: both timelines on one page, which needs nothing else.
+    report.save(tmp_path / "plan.json")
+    command = [str(tmp_path / "plan.json"), "--trace", str(tmp_path / "trace")]
+    assert main([*command, "--plot", str(tmp_path / "both.html")]) == 0
+    assert capsys.readouterr().out == text + "\n"
+    written = (tmp_path / "both.html").read_text(encoding="utf-8")
+    page = Page(written)
+    assert page.tags.count("img") == 2 and not page.fetched
+    words = "".join(page.words)
+    assert "Modelled" in words and "Measured: step " in words and "blocks.1: collectives" in words
+    assert main([*command, "--plot", str(tmp_path / "both.trace.json")]) == 0
+    events = json.loads((tmp_path / "both.trace.json").read_text())["traceEvents"]
+    (one,) = [event for event in events if event["name"] == "fusion.1"]
+    assert one["args"]["module"] == "blocks.0" and one["dur"] == pytest.approx(3000)
+    measured = {e["args"].get("module") for e in events if e["pid"] == 1 and "args" in e}
+    assert "blocks.1.weight" in measured
+    capsys.readouterr()
+    for path, said in (
+        ("both.png", "allowed are .html, .trace.json"),
+        ("no/both.html", "make the folder"),
+    ):
+        assert main([*command, "--plot", str(tmp_path / path)]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    other = type(report).from_json(report.to_json().replace("blocks.", "layers."))
+    with pytest.raises(ValueError, match="another model than the plan: its modules are blocks.0, "):
+        other.compare_trace(file)
+
+
+def test_wrong_use_is_told(tmp_path):
+    for error, message, *wrong in (
+        (ValueError, r"steps must be \(a, b\) with 0 <= a < b", tmp_path, (3, 3)),
+        (ValueError, r"steps must be \(a, b\) with 0 <= a < b", tmp_path, (-1, 2)),
+        (TypeError, "steps must be two", tmp_path, 3),
+        (TypeError, "steps must be two", tmp_path, (True, 2)),
+        (ValueError, "folder is empty", "", (1, 2)),
+        (TypeError, r"ranks must be a tuple of numbers, such as \(0,\), got 0", "x", (1, 2), 0),
+    ):
+        with pytest.raises(error, match=message):
+            xla_fsdp.profile(*wrong)

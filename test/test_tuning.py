@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from on_ranks import without_ranks
 from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
@@ -23,7 +24,7 @@ from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.api import _extrapolated, _Steps
 from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import Again, StepFacts, UnitFacts
-from xla_fsdp.planning.tuning.search import ImpossibleError, Measured, Search, extrapolate
+from xla_fsdp.planning.tuning.search import ImpossibleError, Measured, Search
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
 from xla_fsdp.planning.tuning.tuning import Tuning
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError
@@ -33,6 +34,8 @@ from xla_fsdp.tpu.topology import resolve
 GIB = 2**30
 V3 = resolve("v3-8")
 WIDTH, INNER, ROWS = 256, 1024, 512
+HBM = 10 * GIB
+AGAIN = (Again("q", 1e-3, 1e6), Again("up", 2e-3, 8e6), Again("attention", 1e-3, 5e5))
 PLAIN = {"units": ["blocks"], "scan": [False], "recompute": ["none"], "shard_group_size": [None]}
 
 
@@ -82,10 +85,9 @@ def test_a_file_of_something_else_is_refused(change, message, tmp_path):
     "wrong, message",
     [
         ({"batch": 0}, "batch must be a number from 1 on, or None; got 0"),
-        ({"scan": 1}, "scan must be True or False; got 1"),
         ({"recompute": True}, r'recompute must be "none", "all" or a number.*got True'),
         ({"reshard_after_forward": 1}, "reshard_after_forward must be True, False or .*; got 1"),
-        ({"backward_prefetch": "BACKWARD_PRE"}, 'must be "pre" or "post" or "none"'),
+        ({"scan": 1}, "scan must be True or False; got 1"),
         ({"collective_routes": "fast"}, "collective_routes must be .*default.*got 'fast'"),
         ({"scan": True}, "scan=True and recompute='none' exclude each other"),
         ({"scan": True, "recompute": "all", "kept_blocks": 2}, "scan=True and kept_blocks=2"),
@@ -109,7 +111,7 @@ def on_wire(elements):
     return OnWire(2 * 1000, 8), OnWire(2 * (elements - 1000), elements // 1024)
 
 
-def facts(blocks=8, held=GIB, state=8 * GIB):
+def facts(blocks=8, held=GIB, state=8 * GIB, again=()):
     unit = UnitFacts(
         "", 10**6, 10**6, 2, on_wire(10**6), on_wire(10**6), 1e-3, held / 8, held / 8, held / 16,
         False,
@@ -117,16 +119,15 @@ def facts(blocks=8, held=GIB, state=8 * GIB):
     block = dataclasses.replace(
         unit, elements=10**7, trainable=10**7, gathered=on_wire(10**7), reduced=on_wire(10**7),
         forward=5e-3, held=held, held_recomputed=held / 16, is_block=True,
+        again=again,
     )  # fmt: skip
     several = tuple(dataclasses.replace(block, name=f"blocks.{n}") for n in range(blocks))
     return StepFacts((unit, *several), state, 1e6, 1)
 
 
 class Compiler:
-    """Says of each step what was estimated, times ``factor``; keeps what it was asked.
-
-    With ``deep``, figures are extrapolated, and wrong by that factor, until all is compiled.
-    """
+    """Says of each step what was estimated, times ``factor``. With ``deep``, figures are
+    extrapolated, and wrong by that factor, until all is compiled."""
 
     def __init__(self, estimates, factor=lambda settings: 1.0, capacity=10 * GIB, deep=0.0):
         self.estimates, self.factor, self.capacity = estimates, factor, capacity
@@ -145,12 +146,10 @@ class Compiler:
         return self.change(settings, measured)
 
 
-def made_up(
-    step, budget=8, where=V3, batches=(None,), scans=True, fixed=None, capacity=10 * GIB, **more
-):
+def made_up(step, budget=8, where=V3, batch=(None,), scans=True, fixed=None, capacity=HBM, **more):
     """A search with a made-up compiler, ``search.measure``. ``more``: other arguments of Search."""
     estimates = Estimates({"blocks": step}, where)
-    space = Space.of(step, where, batches, scans, checked_search(fixed))
+    space = Space.of(step, where, batch, scans, checked_search(fixed))
     compiler = Compiler(estimates, capacity=capacity)
     return Search(space, estimates, compiler, capacity, budget, **more)
 
@@ -193,22 +192,16 @@ def with_own(seconds, fits=True, batch=1, budget=8):
 
 
 def no_room(found):
-    """The compiler stops without a figure."""
     return dataclasses.replace(found, fits=False, hbm=0.0)
 
 
 def test_fewer_values_are_kept_where_the_compiler_has_no_room_for_those_estimated_to_fit():
-    again = (Again("q", 1e-3, 1e6), Again("up", 2e-3, 8e6), Again("attention", 1e-3, 5e5))
-    step = facts()
-    blocks = [dataclasses.replace(one, again=again) for one in step.blocks]
-    step = dataclasses.replace(step, units=(step.units[0], *blocks))
-    search = made_up(step, fixed={"scan": [True], "shard_group_size": [None]})
+    search = made_up(facts(again=AGAIN), fixed={"scan": [True], "shard_group_size": [None]})
     search.measure.change = lambda one, found: no_room(found) if len(one.keep) > 1 else found
     trials = search.run()
-    kept = [(one.keep, one.reshard_after_forward) for one in search.measure.asked if one.keep]
-    assert kept == [
-        (("q", "up", "attention"), True), (("q", "attention"), True), (("attention",), True),
-    ]  # fmt: skip
+    kept = [one.keep for one in search.measure.asked if one.keep]
+    assert kept == [("q", "up", "attention"), ("q", "attention"), ("attention",)]
+    assert all(one.reshard_after_forward for one in search.measure.asked if one.keep)
     assert trials[0].settings.keep == ("attention",)
 
 
@@ -247,25 +240,6 @@ def test_an_own_step_that_does_not_fit_says_by_how_much():
     assert str(found).startswith("NOTHING FITS")
 
 
-def test_inputs_on_the_host_take_time():
-    """A step waits for the copies that take longer than the compute beside them."""
-    kept = ShardingSettings(recompute="all")
-    offloaded = kept.changed(offload=True)
-
-    def exposed(held):
-        estimates = Estimates({"blocks": facts(held=held)}, V3)
-        return estimates.of(offloaded).exposed - estimates.of(kept).exposed
-
-    # Of each of eight blocks a 16th, at 7.5 GB/s a core: 2.2 ms, while 5 and 15 ms compute. But the
-    # backward of the last block waits for its input, beside its gather.
-    one = GIB / 4 / 16 / 7.5e9
-    assert exposed(held=GIB / 4) == pytest.approx(one, rel=0.1)
-    # 72 ms: the links to the host are busy all the time, but for the last block's forward and the
-    # compute that nothing is left to copy beside.
-    one = 8 * GIB / 16 / 7.5e9
-    assert 2 * 8 * one - 0.165 < exposed(held=8 * GIB) < 2 * 8 * one
-
-
 def test_inputs_go_to_the_host_only_where_nothing_fits_without():
     kept = ShardingSettings(recompute="all")
     found = Estimates({"blocks": facts(held=2 * GIB)}, V3)
@@ -274,6 +248,7 @@ def test_inputs_go_to_the_host_only_where_nothing_fits_without():
     for capacity, offload in ((10 * GIB, False), (between, True)):
         _, trials, compiler = searched(held=2 * GIB, capacity=capacity, **fixed)
         assert any(one.offload for one in compiler.asked) == offload
+        assert {one.recompute for one in compiler.asked} == {"all"}  # what the caller fixes
         assert trials[0].settings.offload == offload
         why = {trial.rejected for trial in trials if trial.settings.offload}
         assert ("not compiled: offload is for steps that do not fit without it" in why) != offload
@@ -299,7 +274,7 @@ def made_up_search(seed):
     draw = random.Random(seed)
     own_batch = draw.choice((1, 2))
     fixed = {"shard_group_size": [None], "offload": [False], "reshard_after_forward": [True, False]}
-    search = made_up(facts(), batches=(1, 2), scans=draw.random() < 0.3, fixed=fixed)
+    search = made_up(facts(), batch=(1, 2), scans=draw.random() < 0.3, fixed=fixed)
     estimates = search.estimates
     deep, failing, true, asked = draw.random() < 0.9, draw.choice((0.1, 0.9)), {}, []
 
@@ -358,8 +333,6 @@ def test_the_answer_is_never_slower_than_the_own_step():
 
 
 def test_where_the_check_fails_and_the_budget_is_spent_the_own_step_is_the_answer():
-    """Other candidates are faster, but only by extrapolation."""
-
     def measure(settings, full):
         if full:
             raise CompileError("out of memory")
@@ -377,10 +350,8 @@ def test_where_the_check_fails_and_the_budget_is_spent_the_own_step_is_the_answe
 
 @pytest.mark.parametrize("scans", [True, False])
 def test_what_the_compiler_has_no_memory_for_is_not_compiled_with_all_blocks(scans):
-    """The memory of the compiler is extrapolated from two depths as well."""
-    step = facts()
-    estimates = Estimates({"blocks": step}, V3)
-    compiler, full_depth = Compiler(estimates, deep=0.5), []
+    search, full_depth = made_up(facts(), scans=scans, host_memory=20 * GIB), []
+    compiler = Compiler(search.estimates, deep=0.5)
 
     def measure(settings, full):
         found = compiler(settings, full or settings.scan)
@@ -389,27 +360,13 @@ def test_what_the_compiler_has_no_memory_for_is_not_compiled_with_all_blocks(sca
         full_depth.append(settings)
         return dataclasses.replace(found, host_memory=2 * GIB)
 
-    search = Search(
-        Space.of(step, V3, (None,), scans, {}), estimates, measure, 10 * GIB, 8,
-        host_memory=20 * GIB,
-    )  # fmt: skip
+    search.measure = measure
     trials, answer = search.run(), search.answer()
     assert bool(full_depth) == scans and all(one.scan for one in full_depth)
     assert answer.scan if scans else trials[0].measured.extrapolated
     large = [one for one in trials if one.measured and one.measured.extrapolated]
     said = [search._why_not(one.settings, None) for one in large if one.measured.fits]
     assert said and all("about 30 GiB of host memory, and 20" in words for words in said)
-
-
-def test_figures_of_two_depths_are_extrapolated():
-    few = [Measured(*(seconds, 0.8 * seconds, 0.2 * seconds, hbm, True, 0.4, 3.0))
-           for seconds, hbm in ((3.0, 5.0), (5.0, 8.0))]  # fmt: skip
-    found = extrapolate(few, (2, 4), 24)
-    assert (found.seconds, found.hbm, found.compilations) == (25.0, 38.0, 2)
-    assert found.compute == pytest.approx(20.0) and found.exposed == pytest.approx(5.0)
-    assert found.mfu == pytest.approx(0.4) and found.extrapolated and found.fits
-    few[1] = dataclasses.replace(few[1], fits=False, seconds=0.0, hbm=0.0)
-    assert not extrapolate(few, (2, 4), 24).fits and extrapolate(few, (2, 4), 24).seconds == 0.0
 
 
 def test_where_a_script_does_not_fit_what_is_next_at_hand_is_compiled_next():
@@ -426,19 +383,27 @@ def test_where_a_script_does_not_fit_what_is_next_at_hand_is_compiled_next():
 
 def test_a_deep_model_is_first_compiled_with_few_blocks():
     """Of 40 blocks a program of 2 and one of 4, if these compile faster than one of all."""
-    asked, settings, cost = [], ShardingSettings(), {40: 100.0}
+    asked, settings, cost, largest = [], ShardingSettings(), {40: 100.0}, {"that fits": 40}
 
     def compiled(name, step, host):
         depth = getattr(step(), "depth", 40)
         asked.append(depth)
-        return Measured(*(1.0 + depth, depth, 1.0, depth, True, 0.5, cost.get(depth, 1.0)))
+        fits = depth <= largest["that fits"]
+        figures = (1.0 + depth, depth, depth / 2, depth) if fits else (0.0,) * 4
+        return Measured(*figures, fits, 0.5, cost.get(depth, 1.0))
 
     target = Target(V3, find_compiler(None), "xla_fsdp", {}, None, None)
     steps = _Steps(lambda settings: settings, target, None)
     steps.compile, steps.blocks = compiled, 40
     found = steps.measure(settings, False)
-    assert asked == [2, 4] and found.extrapolated and found.seconds == 41.0
-    assert not steps.measure(settings, True).extrapolated and asked[2:] == [40]
+    assert asked == [2, 4] and found.extrapolated and found.compilations == 2
+    figures = (found.seconds, found.compute, found.exposed, found.hbm, found.mfu)
+    assert figures == pytest.approx((41.0, 40.0, 20.0, 40.0, 0.5)) and found.fits
+    largest["that fits"] = 2
+    found = steps.measure(settings, False)
+    assert (found.fits, found.seconds) == (False, 0.0)
+    largest["that fits"] = 40
+    assert not steps.measure(settings, True).extrapolated and asked[4:] == [40]
     scanned = settings.changed(scan=True, recompute="all")
     for other in (scanned, settings.changed(recompute=20), settings.changed(kept_blocks=1)):
         assert not steps.measure(other, False).extrapolated and asked.pop() == 40
@@ -483,7 +448,6 @@ def test_progress_says_how_long_it_took_and_what_remains(monkeypatch):
 
 
 def test_what_the_compiler_says_counts_more_than_the_estimate():
-    """Kept parameters turn out slow: the answer is another."""
     _, before, _ = searched()
     assert before[0].settings.reshard_after_forward is False or before[0].settings.units == "model"
 
@@ -527,14 +491,12 @@ def test_on_the_best_what_is_modelled_faster_is_tried_first():
 
 
 def test_of_those_modelled_alike_the_plainest_is_tried_first():
-    """A second change that saves half a percent waits for the first."""
     fixed = {**PLAIN, "reshard_after_forward": [True, False], "shard_group_size": [None, 4]}
     fixed["kept_blocks"] = [0]
     search = made_up(facts(held=GIB / 100), budget=2, scans=False, fixed=fixed)
     estimates = search.estimates
-    one, two = (
-        ShardingSettings(reshard_after_forward=False, shard_group_size=n) for n in (None, 4)
-    )
+    one = ShardingSettings(reshard_after_forward=False)
+    two = one.changed(shard_group_size=4)
     modelled, of = {one: 1.0, two: 0.995}, estimates.of
     estimates.of = lambda settings: dataclasses.replace(
         of(settings), compute=modelled.get(settings, 2.0), exposed=1e-6
@@ -564,19 +526,12 @@ def test_what_is_not_possible_costs_no_compilation_and_failures_do():
 
 
 def test_a_fault_that_is_not_of_the_step_ends_the_search(monkeypatch):
-    """Such as text of the compiler that cannot be read: no row of the table, but a traceback."""
-
-    def measure(settings, full):
-        raise ValueError("not an HLO instruction")
-
     search = made_up(facts())
-    search.measure = measure
+    search.measure = mock.Mock(side_effect=ValueError("not an HLO instruction"))
     with pytest.raises(ValueError, match="not an HLO instruction"):
         search.run()
 
-    def step_without(settings):
-        raise IndexError("list index out of range")
-
+    step_without = mock.Mock(side_effect=IndexError("list index out of range"))
     monkeypatch.setattr("xla_fsdp.planning.tuning.api.trace_step", lambda step, *more: step())
     target = Target(V3, find_compiler(None), "xla_fsdp", {}, None, None)
     steps = _Steps(step_without, target, mock.MagicMock())
@@ -584,12 +539,6 @@ def test_a_fault_that_is_not_of_the_step_ends_the_search(monkeypatch):
         steps.measure(ShardingSettings(), True)
     with pytest.raises(IndexError):
         steps.trace(ShardingSettings())
-
-
-def test_what_the_caller_fixes_stays_fixed():
-    _, trials, compiler = searched(scan=[True], recompute=["all"], forward_prefetch=[False])
-    assert all(one.scan and not one.forward_prefetch for one in compiler.asked)
-    assert trials[0].settings.scan
 
 
 @pytest.mark.parametrize(
@@ -615,9 +564,9 @@ def test_wrong_arguments_say_what_is_allowed(given, error, message):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width=WIDTH, inner=INNER):
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
@@ -641,8 +590,10 @@ def small_step():
     return training_step(Network, small_loss, compute_dtype=torch.bfloat16, clip_grad_norm=1.0)
 
 
-def a_small_model_is_tuned_and_the_search_is_resumed(cache):
-    how = {"batch": ROWS, "budget": 2, "cache": cache, "progress": False, "title": "small"}
+@pytest.mark.slow
+@without_ranks
+def test_a_small_model_is_tuned_and_the_search_is_resumed(tmp_path):
+    how = {"batch": ROWS, "budget": 2, "cache": tmp_path, "progress": False, "title": "small"}
     how["search"] = {"scan": [False]}
     found = tune(small_step(), "v3-8", **how)
     assert found.compilations == 2 and found.from_cache == 0
@@ -653,7 +604,6 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
     assert text.startswith("BEST: batch=512") and "2 of 2 compilations, 0 of them" in text
     heads = next(line for line in text.splitlines() if "step, ms" in line).split()
     assert set(heads) & {field.name for field in dataclasses.fields(ShardingSettings)}
-    # The code to paste sets what was found.
     given = {"model": Network(1)}
     with mock.patch.object(ShardingSettings, "wrap", lambda self, model: self):
         exec(found.code, given)
@@ -662,7 +612,6 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
     )
     assert json.loads(found.to_json())["settings"]["batch"] == ROWS
     with mock.patch.object(Target, "_run", side_effect=AssertionError("compiled again")):
-        # The same step without settings is as fast, and so the answer.
         own = tune(small_step(), "v3-8", baseline=lambda: small_step()(found.settings), **how)
         assert own.settings is None and own.own.seconds == found.best.measured.seconds
         assert own.compilations == own.from_cache == 2
@@ -675,7 +624,8 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
         assert slower.best.measured.compute > 5 * before.measured.compute
 
 
-def tuned_with_warnings(cache):
+@without_ranks
+def test_warnings_of_an_own_step_are_notes(tmp_path):
     """Without compiling: for the compiler no program fits."""
     compiled = CompiledStep("", "", "", "", None, "out of memory", 1.0, False, 0.0)
 
@@ -688,20 +638,10 @@ def tuned_with_warnings(cache):
         loss.backward()
         optimizer.step()
 
-    how = {"batch": ROWS, "budget": 1, "cache": cache, "progress": False, "search": PLAIN}
-    with mock.patch.object(Target, "compile", lambda *given: compiled):
-        own = tune(step, "v3-8", baseline=lambda: step(ShardingSettings(batch=ROWS)), **how)
-        return own.notes, tune(step, "v3-8", **how).notes
-
-
-def test_warnings_of_an_own_step_are_notes(elsewhere, tmp_path):
-    found = elsewhere(tuned_with_warnings, str(tmp_path))
-    for notes, whose in zip(found, ("your own step", "the first compiled row"), strict=True):
-        read, untrained = notes  # each once
+    how = {"batch": ROWS, "budget": 1, "cache": tmp_path, "progress": False, "search": PLAIN}
+    own = {"baseline": lambda: step(ShardingSettings(batch=ROWS))}
+    for more, whose in ((own, "your own step"), ({}, "the first compiled row")):
+        with mock.patch.object(Target, "compile", lambda *given: compiled):
+            read, untrained = tune(step, "v3-8", **how, **more).notes  # each once
         assert read.startswith(f"Warning of {whose}: a value is read on the host during the step")
         assert "1 of 11 parameters that the optimizer trains got no gradient" in untrained
-
-
-@pytest.mark.slow
-def test_a_small_model(elsewhere, tmp_path):
-    elsewhere(a_small_model_is_tuned_and_the_search_is_resumed, str(tmp_path))

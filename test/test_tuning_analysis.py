@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from test_tuning import GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
+from on_ranks import without_ranks
+from test_tuning import AGAIN, GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
 
-from xla_fsdp import ShardingSettings
+from xla_fsdp import ShardingSettings, training_step
+from xla_fsdp.planning.tracing.step import trace_step
 from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.blocks import find_blocks
 from xla_fsdp.planning.tuning.estimate import Estimates
-from xla_fsdp.planning.tuning.facts import Again
+from xla_fsdp.planning.tuning.facts import facts_of
 from xla_fsdp.planning.tuning.search import what_would_fit, with_worthwhile_keeps
 from xla_fsdp.planning.tuning.space import Space, neighbour_group_sizes
 from xla_fsdp.tpu.topology import resolve
@@ -20,10 +23,8 @@ from xla_fsdp.tpu.topology import resolve
 PLAIN = ShardingSettings()
 
 
-def facts_of_a_small_model():
-    from xla_fsdp.planning.tracing.step import trace_step
-    from xla_fsdp.planning.tuning.facts import facts_of
-
+@without_ranks
+def test_a_traced_step_holds_and_computes_what_was_worked_out():
     def trace(settings):
         return trace_step(lambda: step(settings), 0, V3.devices, V3)
 
@@ -37,11 +38,7 @@ def facts_of_a_small_model():
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 
         facts_of(lambda s: trace_step(lambda: unsharded(s), 0, 8, V3), V3.chip, 8)
-    return found
 
-
-def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
-    found = elsewhere(facts_of_a_small_model)
     rest, first, last = found.units
     assert (rest.name, first.name, last.name) == ("", "blocks.0", "blocks.1")
     assert [unit.is_block for unit in found.units] == [False, True, True]
@@ -52,8 +49,7 @@ def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
     # Float32 parameter and two moments of AdamW; shards are padded a little.
     assert found.state == pytest.approx(12 * parameters, rel=0.02)
     assert found.inputs == pytest.approx(4 * ROWS * WIDTH, rel=0.01)
-    # Of each block two weights, and two biases in one collective, in whole rows of 128 elements a
-    # rank.
+    # Of each block two weights, and two biases in one collective.
     weight, biases = OnWire(2 * WIDTH * INNER, INNER), OnWire(2 * 8 * 128 * 2, 8 * 2)
     assert weight in first.gathered and first.gathered == first.reduced and len(first.reduced) == 3
     assert first.reduced[0] == biases
@@ -61,7 +57,6 @@ def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
     assert first.held == pytest.approx(2 * ROWS * (INNER + WIDTH), rel=0.01)
     assert first.held_recomputed == pytest.approx(2 * ROWS * WIDTH, rel=0.01)
     assert first.largest == 2 * ROWS * INNER
-    # A backward that computes a block again needs its first product, which it could keep.
     (up,) = first.again
     assert (up.name, up.bytes) == ("up", 2 * ROWS * INNER) and first.again == last.again
     at_peak = ROWS * 2 * WIDTH * INNER / V3.chip.device_flops
@@ -70,12 +65,9 @@ def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
     assert at_peak < first.forward < 10 * at_peak
 
 
-def attention_by_a_kernel():
+@without_ranks
+def test_a_kernel_is_its_block_s_and_can_be_kept():
     from test_attention import Block
-
-    from xla_fsdp import training_step
-    from xla_fsdp.planning.tracing.step import trace_step
-    from xla_fsdp.planning.tuning.facts import facts_of
 
     def loss(model, settings):
         x = torch.zeros(settings.batch, 512, 128, device="xla", dtype=torch.bfloat16)
@@ -86,11 +78,7 @@ def attention_by_a_kernel():
 
     step = training_step(network, loss, compute_dtype=torch.bfloat16)
     v5e = resolve("v5litepod-4")
-    return facts_of(lambda s: trace_step(lambda: step(s), 0, 4, v5e), v5e.chip, 4, 2)
-
-
-def test_a_kernel_is_its_block_s_and_can_be_kept(elsewhere):
-    found = elsewhere(attention_by_a_kernel)
+    found = facts_of(lambda s: trace_step(lambda: step(s), 0, 4, v5e), v5e.chip, 4, 2)
     blocks = [unit for unit in found.units if unit.is_block]
     assert [unit.name for unit in blocks] == ["0", "1"]
     for unit in blocks:
@@ -98,7 +86,7 @@ def test_a_kernel_is_its_block_s_and_can_be_kept(elsewhere):
         # Its result in bfloat16, (2, 2, 512, 64), and a float32 for each of 2 x 2 x 512 rows; that
         # the kernel writes each of these 128 times limits it, see test_attention.py.
         assert (kernel.name, kernel.bytes) == ("attention", 2 * 2 * 512 * (2 * 64 + 4))
-        assert kernel.seconds == pytest.approx(5761 / resolve("v5litepod-4").chip.clock_hz)
+        assert kernel.seconds == pytest.approx(5761 / v5e.chip.clock_hz)
         assert product.name == "qkv" and unit.forward > kernel.seconds + product.seconds
 
 
@@ -114,17 +102,15 @@ def seconds(found, kind, tensors, ranks=8, routes="auto"):
 def test_memory_and_time_go_the_way_they_must():
     found = estimates()
     kept = found.of(PLAIN)
-    hbm = [found.of(PLAIN.changed(recompute=how)).hbm for how in ("none", 2, 4, "all")]
-    compute = [found.of(PLAIN.changed(recompute=how)).compute for how in ("none", 2, 4, "all")]
-    assert hbm == sorted(hbm, reverse=True) and hbm[0] > hbm[-1]
-    assert compute == sorted(compute) and compute[0] < compute[-1]
+    more = [found.of(PLAIN.changed(recompute=how)) for how in ("none", 2, 4, "all")]
+    for less, one in itertools.pairwise(more):
+        assert less.hbm > one.hbm and less.compute < one.compute
     zero2 = found.of(PLAIN.changed(reshard_after_forward=False))
     half = found.of(PLAIN.changed(kept_blocks=4))
     assert zero2.hbm > half.hbm > kept.hbm
     assert zero2.exposed < half.exposed < kept.exposed
     assert zero2.compute == half.compute == kept.compute
-    offloaded = found.of(PLAIN.changed(recompute="all", offload=True))
-    assert offloaded.hbm < hbm[-1]
+    assert found.of(PLAIN.changed(recompute="all", offload=True)).hbm < more[-1].hbm
     shared = found.of(PLAIN.changed(shard_group_size=4))
     assert shared.state == pytest.approx(2 * kept.state, rel=0.01)
     twice = found.of(PLAIN.changed(batch=2))
@@ -141,14 +127,12 @@ def test_memory_by_hand():
     activations = 8 * GIB + GIB / 8 + 2 * GIB / 16
     full = 2 * 2 * 10**7 + 2 * 10**6 + 2 * 2 * 10**7
     assert found.hbm == pytest.approx(found.state + activations + full + 9 * (12 << 20))
-    assert found.compute == pytest.approx(
-        3 * (8 * 5e-3 + 1e-3) + 2 * step.state / 8 / V3.chip.device_hbm_bandwidth
-    )
+    update = 2 * step.state / 8 / V3.chip.device_hbm_bandwidth
+    assert found.compute == pytest.approx(3 * (8 * 5e-3 + 1e-3) + update)
 
 
 def test_gathers_beside_compute_are_hidden_only_with_prefetch():
     found, loop = estimates(resolve("v5litepod-8")), PLAIN.changed(scan=True, recompute="all")
-    # A weight and a bias of 1000 elements.
     gather = seconds(found, "all-gather", found.facts(PLAIN).blocks[0].gathered)
     for ahead, plain in (
         (PLAIN, PLAIN.changed(forward_prefetch=False, backward_prefetch="none")),
@@ -158,6 +142,16 @@ def test_gathers_beside_compute_are_hidden_only_with_prefetch():
         # Of eight blocks forward and backward; before the last one's backward nothing computes.
         assert shown.exposed - hidden.exposed == pytest.approx(15 * gather)
         assert hidden.compute == pytest.approx(shown.compute)
+
+
+def test_copies_to_the_host_are_exposed_where_they_take_longer_than_compute():
+    kept = PLAIN.changed(recompute="all")
+    # At 7.5 GB/s a core, a 16th of each of eight blocks: hidden, but for the last block's; or the
+    # links are busy all the time, but for the last block's forward and the end.
+    for held, least, most in ((GIB / 4, 0.9, 1.1), (8 * GIB, 13.7, 16)):
+        found, copy = estimates(held=held), held / 16 / 7.5e9
+        exposed = found.of(kept.changed(offload=True)).exposed - found.of(kept).exposed
+        assert least < exposed / copy < most
 
 
 def routes_tried(name, *tensors):
@@ -170,20 +164,17 @@ def routes_tried(name, *tensors):
 
 
 def test_ways_are_tried_that_one_gradient_at_least_takes():
-    """However many bytes the gradients of a unit have together."""
-    mib = 2**20
-    # Around rows of 16 from 192 MiB on.
-    assert routes_tried("v5litepod-256", *[OnWire(150 * mib, 2**13)] * 4) == set()
-    large = OnWire(200 * mib, 5 * 2**12)
-    assert routes_tried("v5litepod-256", OnWire(150 * mib, 2**13), large) == {"default"}
-    # Rings cut each of 16 parts in two.
-    odd = OnWire(200 * mib, 5 * 2**12 + 16)
-    assert routes_tried("v5litepod-256", odd) == {"default"}  # in stages, without rings
-    # Elsewhere reduce-scatters stay whole.
-    for name in ("v5litepod-8", "v6e-8"):
-        assert routes_tried(name, OnWire(2 * mib, 2**13)) == set()
-    # In stages (docs/design/communication.md).
-    assert routes_tried("v4-32", OnWire(2 * mib, 2**13)) == {"default"}
+    tiny, small, large = OnWire(2 << 20, 2**13), OnWire(150 << 20, 2**13), 200 << 20
+    for name, *tensors, tried in (
+        ("v5litepod-256", *[small] * 4, set()),  # around rows of 16 from 192 MiB on
+        ("v5litepod-256", small, OnWire(large, 5 * 2**12), {"default"}),
+        # Rings cut each of 16 parts in two: in stages, without rings.
+        ("v5litepod-256", OnWire(large, 5 * 2**12 + 16), {"default"}),
+        ("v5litepod-8", tiny, set()),  # elsewhere reduce-scatters are not split
+        ("v6e-8", tiny, set()),
+        ("v4-32", tiny, {"default"}),  # in stages (docs/design/communication.md)
+    ):
+        assert routes_tried(name, *tensors) == tried, (name, tensors)
 
 
 def test_what_goes_around_rings_is_hidden_and_the_rest_is_not():
@@ -215,11 +206,7 @@ def test_what_goes_around_rings_is_hidden_and_the_rest_is_not():
 
 
 def test_values_are_kept_that_save_most_for_a_byte():
-    again = (Again("q", 1e-3, 1e6), Again("up", 2e-3, 8e6), Again("attention", 1e-3, 5e5))
-    step = facts(blocks=8)
-    blocks = [dataclasses.replace(one, again=again) for one in step.blocks]
-    step = dataclasses.replace(step, units=(step.units[0], *blocks))
-    found, scanned = Estimates({"blocks": step}, V3), PLAIN.changed(scan=True, recompute="all")
+    found, scanned = estimates(again=AGAIN), PLAIN.changed(scan=True, recompute="all")
     all_kept = scanned.changed(keep=("q", "up", "attention"))
     assert found.of(scanned).compute - found.of(all_kept).compute == pytest.approx(8 * 4e-3)
     assert found.of(all_kept).hbm - found.of(scanned).hbm == pytest.approx(8 * 9.5e6)
@@ -254,7 +241,6 @@ def test_what_the_compiler_said_corrects_what_is_like_it():
     assert (corrected.compute, corrected.exposed) == (2 * guessed.compute, guessed.exposed)
     assert corrected.hbm == pytest.approx(hbm) and found.of(PLAIN) == guessed
     assert found.knows(PLAIN) and not found.knows(PLAIN.changed(recompute="all"))
-    # Of another kind nothing is known but this.
     other = PLAIN.changed(recompute="all")
     assert found.corrected(other).compute == pytest.approx(2 * plain.of(other).compute)
     # What differs from a known kind in ``keep`` only is corrected like it.
@@ -300,9 +286,8 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     v5e = Space.of(facts(), resolve("v5litepod-8"), (4,), True, {}).main()
     assert not ahead and any(one.scan_prefetch for one in v5e)
     assert all(one.scan for one in v5e if one.scan_prefetch)
-    assert neighbour_group_sizes(V3) == (4,) and neighbour_group_sizes(
-        resolve("2xv5litepod-16")
-    ) == (4, 16)
+    assert neighbour_group_sizes(V3) == (4,)
+    assert neighbour_group_sizes(resolve("2xv5litepod-16")) == (4, 16)
 
 
 def test_more_vmem_for_operations_is_tried_on_the_best_where_products_gain():

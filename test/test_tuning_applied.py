@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 
 import pytest
 import torch
+from lazy_modules import torch_xla
+from on_ranks import on_each_rank
+from test_tuning import Block
 from torch import nn
 
-from xla_fsdp import ShardingSettings
+from xla_fsdp import ShardingSettings, full_state_dict
 from xla_fsdp.planning.tuning.settings import ShallowSettings
 from xla_fsdp.planning.tuning.tuning import Tuning
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Network(nn.Module):
@@ -28,7 +23,7 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.first = nn.Linear(4, 8)
-        self.blocks = join(Block() for _ in range(3))
+        self.blocks = join(Block(8, 16) for _ in range(3))
         self.last = nn.Linear(8, 2)
 
     def forward(self, x):
@@ -36,7 +31,6 @@ class Network(nn.Module):
 
 
 WAYS = {
-    "defaults": ShardingSettings(),
     "scanned, kept": ShardingSettings(scan=True, recompute="all", keep=("up",)),
     "some kept, some recomputed": ShardingSettings(kept_blocks=1, recompute=2),
     "by size, some kept": ShardingSettings(units=100, kept_blocks=("blocks.1.up", "blocks.2.down")),
@@ -44,7 +38,6 @@ WAYS = {
     "hybrid": ShardingSettings(shard_group_size=2, reshard_after_forward=False),
     "one unit, recomputed": ShardingSettings(units="model", recompute="all"),
     "by size": ShardingSettings(units=100, recompute="all"),
-    "scanned": ShardingSettings(scan=True, recompute="all"),
     "others kept": ShardingSettings(kept_blocks=(0, 2)),
     "no prefetch": ShardingSettings(
         forward_prefetch=False, backward_prefetch="none", limit_all_gathers=False,
@@ -66,13 +59,9 @@ def trained(model, batches):
     return model
 
 
-def each_way_trains_alike(rank):
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    from xla_fsdp import full_state_dict
-
-    size = xr.world_size()
+@pytest.mark.slow
+@on_each_rank(4)
+def test_whatever_they_say_it_trains_like_plain_torch(rank, size):
     plain = trained(Network(), [torch.cat([inputs(r, s) for r in range(size)]) for s in range(2)])
     wanted = plain.state_dict()
     for name, settings in WAYS.items():
@@ -86,17 +75,10 @@ def each_way_trains_alike(rank):
         assert set(found) == set(wanted), name
         for key, value in found.items():
             torch.testing.assert_close(value, wanted[key], msg=f"{name}: {key}")
-    # In place, blocks in a list become a loop as well.
     model = WAYS["scanned, kept"].wrap(Network())
     assert type(model.module.blocks).__name__ == "ScannedBlocks"
 
 
-@pytest.mark.slow
-def test_whatever_they_say_it_trains_like_plain_torch(run_ranks):
-    run_ranks(each_way_trains_alike, 4)
-
-
-# Settings of every kind that tune prints as code.
 PASTED = {
     "scan, on the host": ShardingSettings(
         scan=True, recompute="all", keep=("up",), offload=True, scoped_vmem_kib=49152
@@ -107,11 +89,8 @@ PASTED = {
 }
 
 
-def code_to_paste_trains_alike(rank):
-    import torch_xla
-
-    from xla_fsdp import full_state_dict
-
+@on_each_rank(2)
+def test_code_to_paste_trains_like_plain_torch(rank):
     wanted = trained(Network(), [torch.cat([inputs(r, 0) for r in range(2)])]).state_dict()
     for name, settings in PASTED.items():
         found = Tuning(settings, (), "v3-8", 8, 2**34, 1, 1, 0, samples=False)
@@ -127,10 +106,6 @@ def code_to_paste_trains_alike(rank):
     os.environ.pop("LIBTPU_INIT_ARGS", None)
 
 
-def test_code_to_paste_trains_like_plain_torch(run_ranks):
-    run_ranks(code_to_paste_trains_alike, 2)
-
-
 def numbered(join=lambda blocks: nn.Sequential(*blocks)):
     """Blocks that differ in a number, as those of transformers do."""
     network = Network()
@@ -140,17 +115,13 @@ def numbered(join=lambda blocks: nn.Sequential(*blocks)):
     return network
 
 
-def blocks_may_differ_in_a_number(rank):
-    import torch_xla
-
-    from xla_fsdp import full_state_dict
-
+@on_each_rank(2)
+def test_blocks_may_differ_in_a_number(rank):
     scanned, found = ShardingSettings(scan=True, recompute="all"), []
     for settings in (scanned, ShardingSettings()):
         join = partial(settings.join, ignore=["layer_idx"])
-        for model in (
-            settings.wrap(numbered(), ignore=["layer_idx"]), settings.wrap_root(numbered(join)),
-        ):  # fmt: skip
+        in_place = settings.wrap(numbered(), ignore=["layer_idx"])
+        for model in (in_place, settings.wrap_root(numbered(join))):
             trained(model, [inputs(rank, 0).to("xla")])
             torch_xla.sync()
             found.append(full_state_dict(model, rank0_only=False))
@@ -162,10 +133,11 @@ def blocks_may_differ_in_a_number(rank):
     with pytest.raises(TypeError, match="ignore must be names, such as"):
         scanned.wrap(numbered(), ignore="layer_idx")
     with pytest.raises(ValueError, match=r"keep=\('up',\): the settings determine this"):
-        scanned.join([Block()], keep=("up",))
+        scanned.join([Block(8, 16)], keep=("up",))
 
 
-def refused(rank):
+@on_each_rank(2)
+def test_what_does_not_go_with_a_model(rank):
     scanned, by_size = {"scan": True, "recompute": "all"}, {"units": 100}
     heard = Network()
     heard.blocks.register_forward_hook(lambda *given: None)
@@ -184,12 +156,12 @@ def refused(rank):
         ShardingSettings().wrap(Network(), reshard_after_forward=False)
 
 
-def only_the_first_blocks_are_built(rank):
+@on_each_rank(2)
+def test_only_the_first_blocks_are_built(rank):
     few = ShallowSettings.of(ShardingSettings(recompute="all"), 2)
     for model in (few.wrap(Network()), few.wrap_root(Network(few.join))):
-        assert {name.split(".")[1] for name, _ in model.named_parameters() if "blocks" in name} == {
-            "0", "1",
-        }  # fmt: skip
+        names = " ".join(name for name, _ in model.named_parameters())
+        assert set(re.findall(r"blocks\.(\d)", names)) == {"0", "1"}
         trained(model, [inputs(rank, 0).to("xla")])
     looped = few.changed(recompute="none").wrap(Network(lambda blocks: nn.ModuleList(blocks)))
     assert len(looped.module.blocks) == 2
@@ -201,13 +173,3 @@ def only_the_first_blocks_are_built(rank):
 
     with pytest.raises(ValueError, match="not all of one list, so none can be left out"):
         few.wrap(Pair())
-
-
-def ignored_and_refused(rank):
-    blocks_may_differ_in_a_number(rank)
-    refused(rank)
-    only_the_first_blocks_are_built(rank)
-
-
-def test_what_may_differ_and_what_does_not_go_with_a_model(run_ranks):
-    run_ranks(ignored_and_refused, 2)

@@ -1,7 +1,4 @@
-"""Ranks in processes that hang: which one, and where, in one report; and none without need.
-
-Also under torchrun and on several hosts, through the store that they have.
-"""
+"""Ranks in processes that hang: which one, and where, in one report; and none without need."""
 
 import json
 import re
@@ -34,6 +31,32 @@ def with_pythons_lock(name):
     file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(file, True)
     ctypes.PyDLL(None).read(file, ctypes.create_string_buffer(1), 1)
+
+def one_report(lines, head=""):
+    text = ""  # on a busy machine also of starts that took longer than the timeout
+    while not text.endswith("\\n\\n") or head not in text:
+        line = lines.readline()
+        assert line, text
+        text += line
+    return text
+
+ends = {}
+
+def begin(lock, *targets):
+    read, ends["write"] = os.pipe()
+    os.mkfifo(folder / lock)
+    key = os.open(folder / lock, os.O_RDWR)
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=target, args=args) for target, *args in targets]
+    for process in processes:
+        process.start()
+    os.close(ends["write"])
+    return os.fdopen(read), key, processes
+
+def watch_as(rank, size):
+    os.dup2(ends["write"], 2)
+    xr.world_size, xr.global_ordinal = lambda: size, lambda: rank
+    watched(train, 3.0)(rank)
 """
 
 
@@ -67,9 +90,6 @@ def until_told(name):
     while not (folder / f"{name}-over").exists():
         time.sleep(0.05)
 
-def in_host_code(name):
-    until_told(name)
-
 def in_data(name):
     batches = queue.Queue()
     threading.Thread(target=lambda: (until_told(name), batches.put(1)), daemon=True).start()
@@ -78,16 +98,14 @@ def in_data(name):
 def train(rank):
     for number in range(2):
         step(rank, f"first{number}")
-    for hangs, where in ((1, in_host_code), (2, in_data), (0, with_pythons_lock)):
+    for hangs, where in ((1, until_told), (2, in_data), (0, with_pythons_lock)):
         if rank == hangs:
             where(where.__name__)
         step(rank, where.__name__)
         torch_xla.sync()
-    if rank != 1:
-        collective(rank, "left out")
-    else:
+    if rank == 1:
         until_told("left out")
-        collective(rank, "left out")
+    collective(rank, "left out")
     for number in range(10):  # slow, and in no hurry
         time.sleep(0.3 if rank else 0.01)
         step(rank, f"slow{number}")
@@ -96,31 +114,14 @@ def train(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     step(rank, "killed")
 
-def process(rank, write):
-    os.dup2(write, 2)
-    xr.world_size, xr.global_ordinal = lambda: SIZE, lambda: rank
-    watched(train, 3.0)(rank)
-
 def main():
-    read, write = os.pipe()
-    os.mkfifo(folder / "with_pythons_lock")
-    keep = os.open(folder / "with_pythons_lock", os.O_RDWR)
-    context = multiprocessing.get_context("fork")
+    lock, told = "with_pythons_lock", []
     with served():
-        ranks = [context.Process(target=process, args=(rank, write)) for rank in range(SIZE)]
-        for rank in ranks:
-            rank.start()
-        os.close(write)
-        told, lines = [], os.fdopen(read)
-        for name in ("in_host_code", "in_data", "with_pythons_lock", "left out", "killed"):
-            text = ""
-            while not text.endswith("\\n\\n"):
-                line = lines.readline()
-                assert line, text
-                text += line
-            told.append(text)
-            if name == "with_pythons_lock":
-                os.write(keep, b"1")
+        lines, key, ranks = begin(lock, *((watch_as, rank, SIZE) for rank in range(SIZE)))
+        for name in ("until_told", "in_data", lock, "left out", "killed"):
+            told.append(one_report(lines))
+            if name == lock:
+                os.write(key, b"1")
             (folder / f"{name}-over").touch()
         for rank in ranks:
             rank.kill()
@@ -138,18 +139,16 @@ def test_a_rank_that_hangs_is_named_and_no_other(run):
     assert "s (timeout=3); behind the others: rank 1, running, at " in host
     assert re.search(r"\n  ranks 0, 2: waiting for the device or other ranks, at .*\.py:\d+", host)
     assert "in until_told, after 2 steps\nstack of rank" in host  # of both, or caught elsewhere
-    assert "until_told(name)" in host and "in all_reduce" in host and "in main" not in host
+    assert "where(where.__name__)" in host and "in all_reduce" in host and "in main" not in host
     assert "behind the others: rank 2, waiting at a queue, at " in data
     assert re.search(r"  thread Thread-\d+ .*: .*\.py:\d+ in until_told\n", data)
     # What its own thread could not tell while another one watched in its place.
-    assert re.search(
-        r"silent: rank 0, no sign of life for at least \d+ s, at .* with_pythons_lock, a", lock
-    )
+    silent = r"silent: rank 0, no sign of life for at least \d+ s, "
+    assert re.search(silent + "at .* with_pythons_lock, a", lock)
     assert "stack of rank 0, process " in lock and ", line " in lock and "in train\n" in lock
-    # As many steps as the others, and then another place.
     assert "not waiting like the others: rank 1, running, at " in left_out
     assert killed.count("all were slow\n") == 3, "and nothing was told of that"
-    assert re.search(r"silent: rank 0, no sign of life for at least \d+ s, after", killed)
+    assert re.search(silent + "after", killed)
     assert "  its process has ended\n" in killed
     for text in (data, left_out):
         assert text.startswith("xla_fsdp: ranks make progress again, ")
@@ -185,9 +184,8 @@ except xla_fsdp.RankTimeoutError as error:
 def test_ranks_are_ended_if_that_is_asked_for(run):
     done = run(PAIR, CPU_NUM_DEVICES="2", XLA_FSDP_WATCHDOG="1.5,end")
     words = r"1 no rank has made progress for \d+ s \(timeout=1.5\); not waiting like the others: "
-    assert re.match(
-        words + r"rank 1, running, at .* in next_batch, after \d steps. All", done.stdout
-    )
+    words += r"rank 1, running, at .* in next_batch, after \d steps. All"
+    assert re.match(words, done.stdout)
     assert "rank 0: waiting for the device or other ranks, at " in done.stderr
     assert "time.sleep(3600)" in done.stderr and ".sum().item()" in done.stderr
 
@@ -283,8 +281,6 @@ HOSTS = """
 from xla_fsdp.ranks import channel
 from xla_fsdp.ranks.watchdog import watch
 
-ends = {}
-
 def step(rank, name):
     torch_xla.sync()
     (folder / f"{name}.{rank}").touch()
@@ -299,10 +295,8 @@ def train(rank):
         step(rank, f"then{number}")
 
 def process(host, rank):
-    os.dup2(ends["write"], 2)
     watch._host = lambda: f"host {host}"
-    xr.world_size, xr.global_ordinal = lambda: 4, lambda: rank
-    watched(train, 3.0)(rank)
+    watch_as(rank, 4)
 
 def launcher(host):
     os.setsid()
@@ -315,32 +309,16 @@ def launcher(host):
         for rank in ranks:
             rank.join()
 
-def until_told(lines, head):
-    text = ""  # on a busy machine also of starts that took longer than the timeout
-    while not text.endswith("\\n\\n") or head not in text:
-        line = lines.readline()
-        assert line, text
-        text += line
-    return text
-
 def main():
-    read, ends["write"] = os.pipe()
-    os.mkfifo(folder / "lock")
-    keep = os.open(folder / "lock", os.O_RDWR)
     with socket.create_server(("127.0.0.1", 0)) as free:
         os.environ[channel._PORT_VARIABLE] = str(free.getsockname()[1])
-    fork = multiprocessing.get_context("fork")
-    hosts = [fork.Process(target=launcher, args=(host,)) for host in (1, 0)]  # the second first
-    for host in hosts:
-        host.start()
-    os.close(ends["write"])
+    lines, key, hosts = begin("lock", (launcher, 1), (launcher, 0))  # the second first
     try:
-        lines = os.fdopen(read)
-        told = [until_told(lines, "silent: rank 3")]
-        os.write(keep, b"1")
+        told = [one_report(lines, "silent: rank 3")]
+        os.write(key, b"1")
         time.sleep(2)
         os.killpg(hosts[0].pid, signal.SIGKILL)
-        told.append(until_told(lines, "silent: ranks 2-3"))
+        told.append(one_report(lines, "silent: ranks 2-3"))
     finally:
         for host in hosts:
             try:
@@ -403,18 +381,12 @@ def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
     ("odd", "words"),
     [
         ([place(5, what="raised KeyError: 3", ended=True), place(6, 1)], "by an exception: rank 5"),
-        (
-            [place(5, silent=9.0), place(6, 1)],
-            "silent: rank 5, no sign of life for at least 9 s; waiting",
-        ),
+        ([place(5, silent=9.0), place(6, 1)], "silent: rank 5, no sign of life for at least 9 s; "),
         ([place(5, 6), place(6, 6, "running")], "behind the others: rank 6, running, at a.py:1"),
         ([place(5, 6), place(6, 6)], "behind the others: ranks 5-6, waiting"),
         ([place(5, 8), place(6, 7, "its function returned", ended=True)], "already: rank 6, its"),
         ([place(5, 8), place(6, 7, "running")], "not waiting like the others: rank 6, running"),
-        (
-            [place(5, where="b.py:2 in g"), place(6)],
-            "at another place than the others: rank 5, waiting",
-        ),
+        ([place(5, where="b.py:2 in g"), place(6)], "at another place than the others: rank 5, wa"),
         ([place(5), place(6)], "all have made the same progress, and no rank differs"),
     ],
 )
@@ -424,6 +396,9 @@ def test_who_is_named(odd, words):
     assert words in head
     assert re.match(r"  ranks 0-(4|4, 6|6): waiting for the device or other ranks, at a.py:1", text)
     assert text.count("  one\n") == 1, "equal stacks are told once"
+
+
+def test_a_slice_is_named_as_a_whole_and_long_reports_are_cut():
     lost = [place(rank, silent=9.0 if rank > 3 else 0.0) for rank in range(8)]
     two = ((0, 1, 2, 3), (4, 5, 6, 7))
     assert "silent: ranks 4-7, all of slice 1, no sign of" in report(lost, 1.0, 1.0, two)[0]
@@ -440,8 +415,7 @@ def test_what_may_be_asked_for(monkeypatch):
         ("", WatchSettings(600.0, False)),
         ("off", None),
         ("end", WatchSettings(600.0, True)),
-        ("900, end", WatchSettings(900.0, True)),
-        ("1e3", WatchSettings(1000.0, False)),
+        ("1e3, end", WatchSettings(1000.0, True)),
     ):
         monkeypatch.setenv("XLA_FSDP_WATCHDOG", said)
         assert settings(600.0) == expected

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,14 @@ from conftest import ROOT
 
 from xla_fsdp import xlac
 
-TORCH_XLA = ("torch_xla", "_XLAC")
-
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
 NAMES = set(filter(is_private, (path.rpartition(".")[2] for path in xlac._USES)))
-FILES = sorted(
-    path
-    for folder in ("xla_fsdp", "benchmarks", "examples")
-    for path in (ROOT / folder).rglob("*.py")
-)
+FOLDERS = ("xla_fsdp", "benchmarks", "examples")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def import_again():
@@ -59,9 +55,8 @@ def test_what_a_release_lacks_is_named(monkeypatch, capsys, owner, name, use):
     assert lacking and all(one.startswith(path) for one in lacking)
     assert all(text.startswith(use) for text in lacking.values())
     assert xlac._report() == 1
-    assert "".join(f"missing: {one}: {text}\n" for one, text in lacking.items()) in (
-        capsys.readouterr().out
-    )
+    told = capsys.readouterr().out
+    assert "".join(f"missing: {one}: {text}\n" for one, text in lacking.items()) in told
     with pytest.raises(ImportError, match=f"lacks {', '.join(lacking)}, which xla_fsdp needs"):
         import_again()
 
@@ -88,33 +83,18 @@ def test_functions_of_a_step_are_those_of_torch_xla(monkeypatch):
 
 def mentions(path: Path) -> set[str]:
     """Private names of torch_xla in a file: imported, as attributes, as strings."""
-    text, modules, found = path.read_text(encoding="utf-8"), set(), set()
-    if not any(name in text for name in (*TORCH_XLA, *NAMES)):
-        return found
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [(one.name, one.asname or one.name.partition(".")[0]) for one in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [(f"{node.module}.{one.name}", one.asname or one.name) for one in node.names]
-        else:
-            continue
-        for name, alias in names:
-            if name.partition(".")[0] in TORCH_XLA:
-                modules.add(alias)
-                found |= set(filter(is_private, name.split(".")))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            root = node.value
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            of_torch_xla = isinstance(root, ast.Name) and root.id in modules
-            if node.attr in NAMES or (of_torch_xla and is_private(node.attr)):
-                found.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= NAMES & {node.value}
-            found |= {"_XLAC"} if "_XLAC" in node.value else set()
-    return found
+    text = path.read_text(encoding="utf-8")
+    if not any(name in text for name in ("torch_xla", "_XLAC", *NAMES)):
+        return set()
+    code = ast.unparse(ast.parse(text))  # an import is one line
+    found, aliases = {"_XLAC", *NAMES} & set(re.findall(r"\b_\w+", code)), ["torch_xla"]
+    for module, names in re.findall(r"^\s*(?:from ([\w.]+) )?import (.+)$", code, re.MULTILINE):
+        for name, _, alias in (one.partition(" as ") for one in names.split(", ")):
+            if (module or name).partition(".")[0] == "torch_xla":
+                aliases.append(alias or name)
+                found |= set(filter(is_private, f"{module}.{name}".split(".")))
+    used = rf"\b(?:{'|'.join(map(re.escape, aliases))})(?:\.\w+)*?\.(_[a-zA-Z]\w*)"
+    return found | set(re.findall(used, code))
 
 
 def test_no_other_file_mentions_them(tmp_path):
