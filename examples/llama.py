@@ -218,11 +218,14 @@ def describe(config: LlamaConfig, lora_rank: int) -> dict[str, object]:
         "intermediate_size",
         "vocab_size",
         "tie_word_embeddings",
-        "rope_theta",
-        "rope_scaling",
     )
     sizes = {name: getattr(config, name) for name in names}
-    return {"kind": "llama", "lora_rank": lora_rank, **sizes}
+    # Transformers 5 has both in one attribute.
+    positions = getattr(config, "rope_parameters", None) or {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+    }
+    return {"kind": "llama", "lora_rank": lora_rank, **sizes, **positions}
 
 
 def load(model: nn.Module, folder: str) -> None:

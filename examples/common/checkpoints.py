@@ -159,7 +159,11 @@ def _another(folder: str) -> str:
     """A remedy for a damaged newest checkpoint: the newest one that seems complete."""
     from xla_fsdp.consolidate.format import folders, store
 
-    for place in reversed(folders.list_folders(*store.open_store(folder))):
+    try:
+        places = folders.list_folders(*store.open_store(folder))
+    except CheckpointError:  # the folder itself cannot be read
+        return ""
+    for place in reversed(places):
         try:
             if xla_fsdp.latest_checkpoint(folder, step=place.step):
                 return f"; --resume_epoch={place.step} resumes from the newest complete one"
