@@ -44,11 +44,8 @@ Cell = tuple[str, ...]
 
 # Two settings that are not possible together, and what the message has.
 NOT_TOGETHER = {
-    (
-        "fully_shard",
-        "flat",
-    ): "flatten_parameters=True is not supported by fully_shard. Leave it out",
-    ("scanned", "zero2"): "reshard_after_forward=False is not supported in scan_blocks",
+    ("fully_shard", "flat"): "=True is not supported by fully_shard. Leave it out",
+    ("scanned", "zero2"): "or pass a number of ranks >= 2, which stores a part of them",
     ("scanned", "flat"): "flatten_parameters=True is not supported in scan_blocks",
 }
 

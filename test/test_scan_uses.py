@@ -83,7 +83,7 @@ def what_a_block_would_lose(rank):
         held[:] = [net.table.exp()]
         return 0.0
 
-    outside = "uses a tensor from outside of the block that needs a gradient, computed from 'table'"
+    outside = "outside of the block that needs a gradient, computed from 'table'.*pass it as an arg"
     refused(scanned(closure, hands_over), rank, ValueError, outside)
     held[0] = held[0].detach()
     scanned(closure, lambda net: net.table.sum())(inputs(rank)).backward()
