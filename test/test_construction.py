@@ -115,23 +115,6 @@ def test_overrides_and_shared_modules():
     assert model[2].options == {"compute_dtype": torch.bfloat16}
 
 
-@on_each_rank(2)
-def test_every_option_reaches_auto_wrapped_children(rank):
-    model = FSDP(
-        mlp(),
-        reshard_after_forward=False,
-        compute_dtype=torch.bfloat16,
-        buffer_dtype=torch.float16,
-        fp32_reduce_scatter=True,
-        flatten_parameters=True,
-        coalesce_all_gather_ops=True,
-        auto_wrap_policy=always_wrap_policy,
-    )
-    units = [m for m in model.modules() if isinstance(m, FSDP)]
-    assert len(units) == 6
-    assert all(unit.fsdp_options == model.fsdp_options for unit in units)
-
-
 @on_each_rank(3)
 def test_parameters_keep_their_names(rank):
     plain, inner = mlp(), mlp()

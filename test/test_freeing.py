@@ -213,24 +213,3 @@ def test_zero2_keeps_parameters_until_the_backward(rank):
     large = max(p.numel() for p in plain.parameters())
     _, alive, after = full_sized(model, x.to("xla").requires_grad_(), large)
     assert alive > 0 and after == 0
-
-
-@on_each_rank(2)
-def test_freeing_resizes_the_tensor_to_one_element(rank):
-    kept = []
-
-    def compute(x, weight):
-        kept.append(weight)
-        return F.linear(x, weight)
-
-    model = XlaFullyShardedDataParallel(
-        nn.Sequential(XlaFullyShardedDataParallel(Weighted(compute)))
-    )
-    x = torch.ones(2, COLUMNS, device=torch_xla.device())
-    loss = model(x).sum()
-    sizes = [kept[0].shape.numel()]
-    loss.backward()
-    sizes.append(kept[0].shape.numel())
-    with torch.no_grad():
-        model(x)
-    assert [*sizes, kept[1].shape.numel()] == [1, 1, 1]
