@@ -18,7 +18,6 @@ from zoo import Attention
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, plan, scan_blocks
-from xla_fsdp.scan.loop import loop
 from xla_fsdp.tpu import compiler_options
 
 WIDTH, DEPTH = 12, 3  # odd, so that what takes two blocks at a time has one left
@@ -147,13 +146,6 @@ def test_equals_blocks_wrapped_singly(rank, options, hold, close):
     assert_same(*(trained(rank, scanned, options, hold) for scanned in (True, False)), *close)
 
 
-def prefetched(rank, options, on_tpu, rtol):
-    options = of_rank(rank, options)
-    trace_as_on_tpu(on_tpu)
-    results = (trained(rank, True, options, prefetch=how) for how in (True, False))
-    assert_same(*results, rtol, rtol)
-
-
 @pytest.mark.parametrize(
     "ranks, options, on_tpu, rtol",
     [
@@ -165,8 +157,12 @@ def prefetched(rank, options, on_tpu, rtol):
         pytest.param(4, {"reshard_after_forward": 2}, True, 1e-5, marks=pytest.mark.slow),
     ],
 )
-def test_prefetch_equals_the_loop_without(run_ranks, ranks, options, on_tpu, rtol):
-    run_ranks(prefetched, ranks, options, on_tpu, rtol)
+@on_each_rank()
+def test_prefetch_equals_the_loop_without(rank, options, on_tpu, rtol):
+    options = of_rank(rank, options)
+    trace_as_on_tpu(on_tpu)
+    results = (trained(rank, True, options, prefetch=how) for how in (True, False))
+    assert_same(*results, rtol, rtol)
 
 
 @on_each_rank(1)
@@ -289,38 +285,6 @@ def test_says_what_is_wrong(rank):
         differing(x.long())
 
 
-@on_each_rank(1)
-def test_several_bodies_an_iteration(rank):
-    device = torch_xla.device()
-    rows, more = (torch.randn(5, 3, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
-
-    def body(carry, slices, constants):
-        (total, count), (own, following), (scale,) = carry, slices, constants
-        noise = torch.rand_like(own)
-        return [total * scale + own * following, count + 1], [total + following, noise]
-
-    for reverse in (False, True):
-        kinds = []
-        for unroll in (1, 2, 3, 5, 9):
-            carry = [torch.ones(3).to(device), torch.zeros(()).to(device)]
-            scale = torch.full((3,), 0.5).to(device)
-            stacked = [rows.to(device), more.to(device)]
-            how = {"seed": 11, "reverse": reverse, "ahead": [1], "unroll": unroll}
-            (total, count), made = loop(body, carry, stacked, [scale], device, **how)
-            kinds.append([total.cpu(), *(one.cpu() for one in made)])
-            assert count.item() == 5
-        total, order = torch.ones(3), range(5)
-        for i in reversed(order) if reverse else order:
-            after = max(i - 1, 0) if reverse else min(i + 1, 4)
-            torch.testing.assert_close(kinds[0][1][i], total + more[after])
-            total = total * 0.5 + rows[i] * more[after]
-        torch.testing.assert_close(kinds[0][0], total)
-        assert len({float(row.sum()) for row in kinds[0][2]}) == 5  # each draws for itself
-        for other in kinds[1:]:
-            for ours, theirs in zip(other, kinds[0], strict=True):
-                assert torch.equal(ours, theirs), reverse
-
-
 @on_each_rank(2)
 def test_parameters_of_meta_blocks_are_stacked_under_one_blocks_names(rank):
     with torch.device("meta"):
@@ -356,9 +320,11 @@ def _planned_step(depth, scanned):
     return step
 
 
-def planned(cache):
+@pytest.mark.slow
+@without_ranks
+def test_on_the_tpu_compiler(tmp_path):
     few, many, singly = (
-        plan(_planned_step(*case), "v3-8", cache=cache, progress=False, ranks=[0, 7])
+        plan(_planned_step(*case), "v3-8", cache=str(tmp_path), progress=False, ranks=[0, 7])
         for case in ((2, True), (4, True), (4, False))
     )
     assert few.executables == many.executables == 1
@@ -378,23 +344,12 @@ def planned(cache):
     assert many.memory.required <= singly.memory.required
 
 
-@pytest.mark.slow
-def test_on_the_tpu_compiler(elsewhere, tmp_path):
-    elsewhere(planned, str(tmp_path))
-
-
-class _Perceptron(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 def _clipped_step():
-    blocks = scan_blocks([_Perceptron(512) for _ in range(4)], compute_dtype=torch.bfloat16)
+    blocks = [
+        nn.Sequential(nn.Linear(512, 2048, False), nn.GELU(), nn.Linear(2048, 512, False))
+        for _ in range(4)
+    ]
+    blocks = scan_blocks(blocks, compute_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(512, 512), blocks, nn.Linear(512, 512))
     model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())

