@@ -18,6 +18,7 @@ from zoo import Attention
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, plan, scan_blocks
+from xla_fsdp.scan.loop import loop
 from xla_fsdp.tpu import compiler_options
 
 WIDTH, DEPTH = 12, 3  # odd, so that what takes two blocks at a time has one left
@@ -283,6 +284,38 @@ def test_says_what_is_wrong(rank):
         scan_blocks([Small(double=True)])(x)
     with pytest.raises(TypeError, match="floating-point tensor as first argument, got torch.int64"):
         differing(x.long())
+
+
+@on_each_rank(1)
+def test_several_bodies_an_iteration(rank):
+    device = torch_xla.device()
+    rows, more = (torch.randn(5, 3, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+
+    def body(carry, slices, constants):
+        (total, count), (own, following), (scale,) = carry, slices, constants
+        noise = torch.rand_like(own)
+        return [total * scale + own * following, count + 1], [total + following, noise]
+
+    for reverse in (False, True):
+        kinds = []
+        for unroll in (1, 2, 3, 5, 9):
+            carry = [torch.ones(3).to(device), torch.zeros(()).to(device)]
+            scale = torch.full((3,), 0.5).to(device)
+            stacked = [rows.to(device), more.to(device)]
+            how = {"seed": 11, "reverse": reverse, "ahead": [1], "unroll": unroll}
+            (total, count), made = loop(body, carry, stacked, [scale], device, **how)
+            kinds.append([total.cpu(), *(one.cpu() for one in made)])
+            assert count.item() == 5
+        total, order = torch.ones(3), range(5)
+        for i in reversed(order) if reverse else order:
+            after = max(i - 1, 0) if reverse else min(i + 1, 4)
+            torch.testing.assert_close(kinds[0][1][i], total + more[after])
+            total = total * 0.5 + rows[i] * more[after]
+        torch.testing.assert_close(kinds[0][0], total)
+        assert len({float(row.sum()) for row in kinds[0][2]}) == 5  # each draws for itself
+        for other in kinds[1:]:
+            for ours, theirs in zip(other, kinds[0], strict=True):
+                assert torch.equal(ours, theirs), reverse
 
 
 @on_each_rank(2)
