@@ -58,10 +58,6 @@ IGNORED = ["frozen.0.weight", "frozen.0.bias", "frozen.1.weight", "frozen.1.bias
            "adapter.weight", "adapter.bias", "scale"]  # fmt: skip
 
 
-def data(rank: int, step: int, same: bool) -> torch.Tensor:
-    return inputs(0 if same else rank, step)
-
-
 @pytest.mark.parametrize("ranks, kind", [(2, "auto"), (4, "nested"), (2, "flat"), (2, "states")])
 @on_each_rank(timeout=1500)
 def test_training_is_that_of_plain_torch(rank, kind):
@@ -80,8 +76,8 @@ def test_training_is_that_of_plain_torch(rank, kind):
         ours = torch.optim.SGD(model.parameters(), 0.3, 0.9)
         theirs = torch.optim.SGD(plain.parameters(), 0.3, 0.9)
         for step in range(2):
-            model(data(rank, step, same).to("xla")).square().mean().backward()
-            every = [data(r, step, same) for r in ranks]
+            model(inputs(0 if same else rank, step).to("xla")).square().mean().backward()
+            every = [inputs(0 if same else r, step) for r in ranks]
             plain(torch.cat(every)).square().mean().backward()
             # Ranks whose ignored gradients differ must scale alike.
             order = 2.0 if step else torch.inf

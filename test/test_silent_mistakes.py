@@ -105,21 +105,15 @@ def test_weights_changed_between_forward_and_backward_are_refused(rank, reshard)
         model(here(rank)).square().mean().backward()  # the remedy
 
 
-class FrozenTable(nn.Module):
-    """Its first unit needs no weight in its backward: plain torch lets it change."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.table = nn.Embedding(8, WIDTH)
-
-    def forward(self, i):
-        return self.table(i)
+def table():
+    """Needs no weight in its backward: plain torch lets it change."""
+    torch.manual_seed(3)
+    return nn.Embedding(8, WIDTH)
 
 
 @on_each_rank(2)
 def test_changes_that_the_backward_does_not_see_are_as_in_plain_torch(rank):
-    plain, model = FrozenTable(), wrapped(FrozenTable())
+    plain, model = table(), wrapped(table())
     for one, device in ((plain, "cpu"), (model, torch_xla.device())):
         out = one(torch.tensor([1, 2, 2]).to(device)).square().sum()
         with torch.no_grad():

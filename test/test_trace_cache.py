@@ -16,10 +16,6 @@ from xla_fsdp.sharding import trace_cache as module
 from xla_fsdp.sharding.trace_cache import TraceCache
 
 
-def world():
-    return World.current()
-
-
 def counted(world):
     """A :class:`TraceCache`, a function to call with it, and the list of its calls."""
     calls = []
@@ -36,9 +32,9 @@ def counted(world):
 @without_ranks
 def test_a_function_is_traced_once_for_each_shape():
     """In a process without ranks, as on a TPU."""
-    once, function, calls = counted(world())
-    assert world().as_on_tpu
-    x, unused, y = (torch.arange(n).float().to(world().device) for n in (4, 2, 3))
+    once, function, calls = counted(World.current())
+    assert World.current().as_on_tpu
+    x, unused, y = (torch.arange(n).float().to("xla") for n in (4, 2, 3))
     for _ in range(3):
         doubled, more = once("f", function, [x, unused, y], "key")
         assert more.cpu().tolist() == [1, 2, 3, 4] and doubled.cpu().tolist() == [3, 5, 7]
@@ -76,8 +72,8 @@ def test_a_program_under_way_does_not_disturb():
 
     original, xlac.LoweringContext = xlac.LoweringContext, Context
     try:
-        once, function, calls = counted(world())
-        x, y = (torch.arange(n).float().to(world().device) for n in (4, 3))
+        once, function, calls = counted(World.current())
+        x, y = (torch.arange(n).float().to("xla") for n in (4, 3))
         doubled, _ = once("f", function, [x, y], "key")
     finally:
         xlac.LoweringContext = original
@@ -88,20 +84,20 @@ def test_a_program_under_way_does_not_disturb():
 @without_ranks
 def test_what_was_not_used_for_long_is_forgotten():
     """Lengths that come once (generated text) do not stay in memory."""
-    once, function, calls = counted(world())
+    once, function, calls = counted(World.current())
     for length in range(2, 2 + 2 * module._MAX_CACHED):
-        once("f", function, [torch.ones(length).to(world().device)], "key")
+        once("f", function, [torch.ones(length).to("xla")], "key")
     assert len(once._known) == module._MAX_CACHED
     calls.clear()
-    once("f", function, [torch.ones(1 + 2 * module._MAX_CACHED).to(world().device)], "key")
+    once("f", function, [torch.ones(1 + 2 * module._MAX_CACHED).to("xla")], "key")
     assert not calls
 
 
 @without_ranks
 def test_what_is_traced_anew_each_time_is_not_kept():
-    once, function, calls = counted(world())
+    once, function, calls = counted(World.current())
     torch_xla._XLAC._set_ir_debug(True)
-    x = torch.ones(2).to(world().device)
+    x = torch.ones(2).to("xla")
     for _ in range(2):
         once("f", function, [x], "key")
     torch_xla._XLAC._set_ir_debug(False)  # tests share the process
@@ -156,8 +152,8 @@ def test_settings_of_torch_xla(run_script, setting):
 
 @on_each_rank(2)
 def test_cpu_ranks_trace_as_ever(rank):
-    once, function, calls = counted(world())
-    x = torch.ones(3).to(world().device)
+    once, function, calls = counted(World.current())
+    x = torch.ones(3).to("xla")
     for _ in range(2):
         once("f", function, [x], "key")
     assert len(calls) == 2
