@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
@@ -71,35 +70,6 @@ def noise(rank, device_type):
 def test_random_numbers_and_buffers(run_ranks, device_type):
     first, second = run_ranks(noise, 2, device_type)
     assert not torch.equal(first, second)
-
-
-class Arguments(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
-
-    def forward(self, rows, *, scale, names=(), table=None):
-        assert names == ("a", "b")
-        x = rows[0] * self.weight * scale["by"]
-        if table is not None:
-            x = x + F.embedding(table, self.weight[:, None])[:, 0].sum()
-        return {"x": torch.sin(x), "rest": (x.detach(), "text", None)}
-
-
-@on_each_rank(2)
-def test_any_arguments_and_no_input_that_needs_a_gradient(rank):
-    grads = []
-    for checkpointed in (False, True):
-        module = Arguments().to("xla")
-        if checkpointed:
-            assert checkpoint_module(module) is module
-            assert checkpoint_module(module) is module
-        table = torch.tensor([1, 2], device="xla")
-        out = module([inputs(0).to("xla")], scale={"by": 3.0}, names=("a", "b"), table=table)
-        assert out["rest"][1:] == ("text", None)
-        out["x"].sum().backward()
-        grads.append(module.weight.grad.cpu())
-    assert grads[0].abs().sum() > 0 and torch.equal(*grads)
 
 
 @on_each_rank(2)
@@ -172,21 +142,6 @@ def test_checkpoints_and_units(rank, how):
         everyone = inputs_of_all().requires_grad_()
         plain(everyone).square().mean().backward()
     assert_same_gradients(model, plain)
-
-
-@on_each_rank(2)
-def test_autocast(rank):
-    grads = []
-    for checkpointed in (False, True):
-        model = mlp()
-        model = wrapped(nn.Sequential(checkpoint_module(model) if checkpointed else model), "0")
-        with torch.autocast("xla", dtype=torch.bfloat16):
-            out = model(inputs(rank).to("xla"))
-        assert out.dtype is torch.bfloat16
-        out.float().square().mean().backward()
-        torch_xla.sync()
-        grads.append([p.grad.cpu() for p in model.parameters()])
-    assert all(map(torch.equal, *grads))
 
 
 class Shared(nn.Module):

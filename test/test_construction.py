@@ -32,8 +32,6 @@ from xla_fsdp.wrap import (
 
 
 class Box(nn.Module):
-    """Stands for a wrapper where only the walk is tested."""
-
     def __init__(self, module, **options):
         super().__init__()
         self.module = module
@@ -58,12 +56,9 @@ def test_policies_choose_submodules():
     assert wrapped_names(mlp(), size_based_auto_wrap_policy) == []
     assert size_based_auto_wrap_policy(mlp(), False, 100_000_000)
     assert not size_based_auto_wrap_policy(mlp(), False, 99_999_999)
-
-
-def test_size_policy_does_not_look_into_attention_nor_wrap_lists():
-    model = nn.ModuleDict(
-        {"a": nn.MultiheadAttention(8, 2), "l": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])}
-    )
+    # Not inside of attention, and no lists.
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "l": layers})
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=70)
     assert wrapped_names(model, policy) == ["l.0", "l.1"]
 
@@ -142,7 +137,6 @@ def test_parameters_keep_their_names(rank):
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @on_each_rank(2)
 def test_interleaved_construction_frees_layer_by_layer(rank, device):
-    """Layers built and wrapped one by one: the full values go as soon as a layer is wrapped."""
     on = torch_xla.device() if device == "xla" else "cpu"
     layers, originals = [], []
     for _ in range(3):
@@ -153,43 +147,6 @@ def test_interleaved_construction_frees_layer_by_layer(rank, device):
     model = FSDP(nn.Sequential(*layers))
     assert sum(p.to_local().numel() for p in model.parameters()) == 3 * (64 * 64 // 2 + 128)
     assert model(torch.ones(2, 64, device=torch_xla.device())).shape == (2, 64)
-
-
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("wrapping", ["plain", "flatten_parameters", "shard_param_on_dim_0"])
-@on_each_rank(3)
-def test_state_dict_round_trip(rank, wrapping, compute_dtype):
-    class WithBuffers(nn.Sequential):
-        pass
-
-    def build():
-        torch.manual_seed(1)
-        model = WithBuffers(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5))
-        model[1].running_mean += 0.3
-        return model
-
-    options = {"compute_dtype": compute_dtype}
-    if wrapping in ("flatten_parameters", "shard_param_on_dim_0"):
-        options[wrapping] = True
-    plain, model = build(), wrapped(build(), "0", **options)
-    mine = {name: value.cpu() for name, value in model.state_dict().items()}
-    assert "running_mean" not in str(model.get_shard_metadata()["parameters"])
-    ours = whole(model, model.state_dict())
-    assert ours.keys() == plain.state_dict().keys()
-    for name, value in plain.state_dict().items():
-        assert ours[name].dtype is value.dtype
-        if "running" in name and compute_dtype:
-            torch.testing.assert_close(ours[name], value, rtol=0.01, atol=0.01)
-        else:
-            assert torch.equal(ours[name], value)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.load_state_dict(mine)
-    torch_xla.sync()
-    assert all(torch.equal(v.cpu(), mine[n]) for n, v in model.state_dict().items())
-    with pytest.raises(RuntimeError, match=r"size mismatch|[Mm]issing|Unexpected"):
-        model.load_state_dict({name: value[:1] for name, value in mine.items() if value.dim()})
 
 
 @pytest.mark.parametrize(
@@ -256,8 +213,6 @@ def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
     assert torch.equal(full["6.weight"], full["0.0.weight"])
     assert full["3.1.weight"].eq(1).all() and full["3.0.weight"].std() > 0.1
     x = torch.randn(2, WIDTH)
-    with torch.device("meta"):
-        pass
     plain = nn.Sequential(
         *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)],
         nn.Linear(WIDTH, WIDTH),
@@ -330,15 +285,13 @@ def test_meta_initialisation_misses_values_of_every_dtype(rank):
             assert all(value.eq(0).all() for value in model.state_dict().values())
 
 
-@pytest.mark.parametrize("replicated", [False, True])
 @on_each_rank(4)
-def test_sharding_groups(rank, replicated):
+def test_sharding_groups_without_replicas(rank):
     options = hybrid(rank)
-    if not replicated:
-        del options["replication_groups"]
+    del options["replication_groups"]
     plain, model = mlp(), wrapped(mlp(), "1", **options)
     model(inputs(rank).to(torch_xla.device())).square().mean().backward()
-    mine = range(4) if replicated else range(2 * (rank // 2), 2 * (rank // 2) + 2)
+    mine = range(2 * (rank // 2), 2 * (rank // 2) + 2)
     plain(torch.cat([inputs(r) for r in mine])).square().mean().backward()
     norm = model.clip_grad_norm_(0.01)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
@@ -396,9 +349,7 @@ def test_clipping_edges(rank):
     model(inputs(0).to(torch_xla.device())).square().mean().backward()
     plain = mlp()
     plain(inputs(0)).square().mean().backward()
-    for order in (2, 1, 3, float("inf")):
-        ours = model.clip_grad_norm_(1e9, order)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9, order)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9, 3)
+    for options in ({}, {"groups": [[0, 1, 2]]}):
+        ours = model.clip_grad_norm_(1e9, 3, **options)
         torch.testing.assert_close(ours.cpu(), expected, rtol=1e-4, atol=1e-6)
-    everyone = model.clip_grad_norm_(1e9, groups=[[0, 1, 2]]).item()
-    assert everyone == pytest.approx(model.clip_grad_norm_(1e9).item())

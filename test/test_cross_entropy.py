@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, without_ranks
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -85,16 +84,13 @@ def test_losses_and_gradients_are_those_of_torch(rank):
 
 
 def trained(model, device):
-    """The losses of two steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     hidden, _, labels = inputs()
     losses = []
     for _ in range(2):
         loss = model(hidden.to(device), labels.to(device))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
         losses.append(loss.item())
     return losses
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_xla
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
-from on_ranks import on_each_rank
+from on_ranks import finish_step, on_each_rank
 from torch import nn
 
 import xla_fsdp
@@ -123,7 +122,6 @@ def build(uses: Iterable[str]) -> Model:
 
 
 def batches(uses: Iterable[str]) -> list[tuple[torch.Tensor, ...]]:
-    """Of every step, the micro-batches of all ranks."""
     generator = torch.Generator().manual_seed(5)
     size = (STEPS, GLOBAL_BATCH, 3)
     tokens = torch.randint(WORDS, size, generator=generator)
@@ -219,6 +217,7 @@ def train(rank: int, cell: Cell) -> dict[str, Any]:
     model = sharded(cell)
     optimizer = optimizer_for(model)
     parameters = list(model.parameters())
+    assert {p.device.type for p in parameters} == {"cpu" if "offload" in cell else "xla"}
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     gradients = []
     for step in batches(cell):
@@ -232,9 +231,7 @@ def train(rank: int, cell: Cell) -> dict[str, Any]:
         assert all((p.grad is None) is not p.requires_grad for p in parameters)
         gradients.append([p.grad.clone() if p.requires_grad else None for p in parameters])
         norm = model.clip_grad_norm_(CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
         found["losses"].append(total.item())
         found["norms"].append(norm.item())
     found["weights"] = full_state_dict(model, rank0_only=False)

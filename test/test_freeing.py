@@ -44,8 +44,6 @@ class Weighted(nn.Module):
 
 
 class Called(nn.Module):
-    """``call(module, x)`` is its forward."""
-
     def __init__(self, make, call):
         super().__init__()
         self.inner, self.call = make(), call
@@ -148,7 +146,6 @@ LOOSE = {"cast", "lora"} | {name for name in MODELS if name.startswith("autocast
 
 
 def live_sizes(device) -> list[int]:
-    """Element counts of the pending XLA tensors on the device."""
     report = torch_xla._XLAC._xla_tensors_report(0, str(device))
     shapes = re.findall(r"Tensor: id=\d+, shape=\w+\[([\d,]*)\]", report)
     return [torch.Size(int(d) for d in s.split(",") if d).numel() for s in shapes]
@@ -165,8 +162,6 @@ def full_sized(model, x, large):
 
 
 def built(factory, arguments, frozen, **options):
-    """The plain model, and the same sharded."""
-
     def make():
         torch.manual_seed(1)
         module = factory(*arguments)

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch_xla
-import torch_xla.runtime as xr
 from in_place import (
     Layer,
     Model,
@@ -206,32 +205,22 @@ def test_mixed_precision_is_that_of_the_class(rank):
     assert all(torch.equal(own[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@on_each_rank(timeout=1500)
-def test_trains_like_plain_torch(rank):
-    size = xr.world_size()
+@on_each_rank(2, timeout=1500)
+def test_trains_like_plain_torch(rank, size):
     plain = build()
+    model = sharded(mesh=[0, 1], reshard_after_forward=False)
+    assert isinstance(model, Model) and isinstance(model, FSDPModule)
+    assert isinstance(model.layers[0], Layer) and type(model.layers[0]) is type(model.layers[1])
+    for names in ("named_parameters", "named_modules"):
+        assert [n for n, _ in getattr(model, names)()] == [n for n, _ in getattr(plain, names)()]
+    assert list(model.state_dict()) == list(plain.state_dict())
     expected = train(plain)
-    names = [name for name, _ in plain.named_parameters()]
-    mesh = torch.arange(size).view(2, -1)
-    cases = [
-        {"mesh": list(range(size)), "reshard_after_forward": False},
-        {"mesh": mesh, "reshard_after_forward": True, "offload_policy": CPUOffloadPolicy()},
-    ]
-    if size == 4:
-        cases.append({"reshard_after_forward": 2})
-    for options in cases:
-        model = sharded(**options)
-        assert isinstance(model, Model) and isinstance(model, FSDPModule)
-        assert isinstance(model.layers[0], Layer) and type(model.layers[0]) is type(model.layers[1])
-        assert [name for name, _ in model.named_parameters()] == names
-        assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
-        assert list(model.state_dict()) == list(plain.state_dict())
-        assert_like_plain(model, train(model, rank, size), expected, plain)
+    assert_like_plain(model, train(model, rank, size), expected, plain)
 
     plain = build()
     expected = train(plain, micro_batches=2)
-    model = sharded(mesh=mesh)
+    mesh = torch.arange(2).view(2, -1)
+    model = sharded(mesh=mesh, offload_policy=CPUOffloadPolicy())
     model.set_requires_all_reduce(True)
     model.set_reshard_after_backward(False)
     assert_like_plain(model, train(model, rank, size, micro_batches=2), expected, plain)

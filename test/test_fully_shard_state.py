@@ -62,7 +62,6 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
         xla_fsdp.full_state_dict(model, rank0_only=False), build(7).state_dict(), rtol=0, atol=0
     )
 
-    # Initialised as a whole, from the meta device too; scanned blocks inside.
     def init(module):
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, 0.5)

@@ -61,7 +61,6 @@ IGNORED = ["frozen.0.weight", "frozen.0.bias", "frozen.1.weight", "frozen.1.bias
 @pytest.mark.parametrize("ranks, kind", [(2, "auto"), (4, "nested"), (2, "flat"), (2, "states")])
 @on_each_rank(timeout=1500)
 def test_training_is_that_of_plain_torch(rank, kind):
-    """Plain torch on all data, or on the data that all ranks see."""
     trace_as_on_tpu(kind == "nested")
     ranks = range(xr.world_size())
     for same in (True, False):
@@ -159,7 +158,6 @@ def states(rank, folder):
     found = full_state_dict(model, rank0_only=False)
     assert not found["adapter.bias"].any() and not found["second.0.bias"].any()
     assert torch.equal(found["scale"], full["scale"] + 1)
-    # A copy knows what was ignored; what casts leaves it alone.
     copied = copy.deepcopy(model)
     with every_rank_warns(rank, None):
         copied(inputs(rank).to("xla"))

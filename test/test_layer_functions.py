@@ -35,7 +35,6 @@ TORCHS = [
 
 
 def differentiated(einsum, equation, x, y):
-    """The product, gradients of both, and one of a gradient's square."""
     x, y = x.requires_grad_(), y.requires_grad_()
     product = einsum(equation, x, y)
     if equation in (equation for equation, *_ in TORCHS):  # torch_xla's has one gradient

@@ -132,7 +132,6 @@ class Queries(nn.Module):
 
 
 def saved_parameters(kind, *shape):
-    """Which tensors of a forward autograd keeps, and whether as recipes."""
     found, search = [], recipe.recipe_of
 
     def noting(tensor):

@@ -57,7 +57,6 @@ def test_moved_then_wrapped(rank):
         assert model.second._flat_weights[1] is model.first.weight_hh_l0
         assert len(list(model.parameters())) == len(list(plain.parameters()))
         model = FSDP(model, **options)
-        # Each rank has its own batch: the weights tell.
         train(model, lambda model: model(tokens(rank).to("xla")).square().mean())
         for name, value in full_state_dict(model).items():
             torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)

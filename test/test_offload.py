@@ -10,10 +10,8 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from checkpoint_runs import Run
-from on_ranks import on_each_rank, without_ranks
-from test_accumulation import ALL, cases
-from test_scan_carries import Model, batch
-from test_special_uses import inputs, mlp, trace_as_on_tpu
+from on_ranks import finish_step, on_each_rank, without_ranks
+from test_special_uses import inputs, mlp
 from zoo import Zoo, batches, loss_of
 
 from xla_fsdp import (
@@ -58,9 +56,7 @@ def trained(rank, size, wrap, kind, optimizer, steps=3, **options):
         mine = tokens[rank * each : (rank + 1) * each].to("xla")
         loss = loss_of(model(mine), mine)
         loss.backward()
-        stepping.step()
-        stepping.zero_grad()
-        torch_xla.sync()
+        finish_step(stepping)
         losses.append(loss.item())
         compiled.append(met.counter_value("UncachedCompile"))
     held = [p for p in model.parameters()]
@@ -99,8 +95,8 @@ def test_bit_for_bit_as_without(rank):
             assert found[2][-1] == found[2][-2]
 
 
-def adam_is_torchs(rank):
-    """The update is torch's on the CPU, from the gradients that the host has, bit for bit."""
+@on_each_rank(2)
+def test_the_update_is_torchs_on_the_host_bit_for_bit(rank):
     torch.manual_seed(0)
     model = offloaded("nested", Zoo(), compute_dtype=torch.bfloat16)
     shards = [p for p in model.parameters() if p.requires_grad]
@@ -120,43 +116,6 @@ def adam_is_torchs(rank):
         assert all(map(torch.equal, shards, copies))
 
 
-@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
-@on_each_rank(2)
-def test_accumulation_no_sync_and_clipping(rank, on_tpu):
-    narrow = {"compute_dtype": torch.bfloat16, "cpu_offload": CPUOffload()}
-    cases(rank, on_tpu, [({"cpu_offload": CPUOffload()}, ALL[1:3]), (narrow, ALL[:1])])
-    if not on_tpu:
-        adam_is_torchs(rank)
-
-
-@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
-@on_each_rank(2)
-def test_scanned_blocks(rank, on_tpu):
-    """Scanned blocks alone and in a wrapper; parameters of the root are offloaded or not."""
-    narrow = {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
-    trace_as_on_tpu(on_tpu)
-    for options in (narrow,) if on_tpu else ({},):
-        found = []
-        for offload in (None, CPUOffload()):
-            model = FSDP(Model(True, cpu_offload=offload, **options), **options)
-            optimizer = torch.optim.SGD(model.parameters(), **EXACT)
-            for step in range(2):
-                for _ in range(2):
-                    model(batch(rank, step).to("xla")).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                torch_xla.sync()
-            assert (model.blocks.sharded_params[0].device == HOST) is (offload is not None)
-            before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-            model.load_state_dict({name: value + 1 for name, value in before.items()})
-            model.load_state_dict(before)
-            assert all(torch.equal(v.cpu(), before[n]) for n, v in model.state_dict().items())
-            found.append(full_state_dict(model, rank0_only=False))
-        for name, value in found[0].items():
-            close = 1e-2 if options else 1e-5
-            torch.testing.assert_close(found[1][name], value, rtol=close, atol=close)
-
-
 class OffloadedRun(Run):
     wrap = staticmethod(offloaded)
 
@@ -167,6 +126,11 @@ class OffloadedRun(Run):
         self.optimizer.param_groups[0]["params"][:] = []
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer.param_groups[0]["params"] += trained
+
+
+def states_of(run):
+    full = full_state_dict(run.model, rank0_only=False)
+    return full, full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
 
 
 def saved(rank, folder):
@@ -180,26 +144,19 @@ def saved(rank, folder):
     again = OffloadedRun(rank, 2, seed=5)
     again.load(f"{folder}/later")
     assert again.train(2, 4) == losses
-    full = full_state_dict(run.model, rank0_only=False)
-    states = full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
-    return losses, full, states
+    return losses, *states_of(run)
 
 
 def resumed(rank, folder):
     run = Run("root", rank, 4, seed=7)
     run.load(f"{folder}/now")
     losses = run.train(2, 4)
-    full = full_state_dict(run.model, rank0_only=False)
-    states = full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
+    full, states = states_of(run)
     back = OffloadedRun(rank, 4, seed=9)
     load_full_state_dict(back.model, full)
     load_full_optim_state_dict(back.model, back.optimizer, states)
-    for name, value in full_state_dict(back.model, rank0_only=False).items():
-        assert torch.equal(value, full[name])
-    again = full_optim_state_dict(back.model, back.optimizer, rank0_only=False)
-    for name, state in again["state"].items():
-        for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states["state"][name][key]))
+    weights, again = states_of(back)
+    torch.testing.assert_close((weights, again["state"]), (full, states["state"]), rtol=0, atol=0)
     return losses, full, states
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch_xla
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, without_ranks
+from planned import training_step
 from test_comm_hooks import RATE
 from test_scan_carries import DEPTH, STEPS, Block, Model, assert_close, batch, exact, unsharded
 from test_special_uses import trace_as_on_tpu
@@ -24,9 +25,7 @@ def trained(rank, scanned, offload, prefetch=False):
         x = batch(rank, step).to("xla")[None, :, None].expand(1, 3, 8, 5)
         for _ in range(2):
             (0.5 * model(x).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
     return full_state_dict(model, rank0_only=False)
 
 
@@ -91,32 +90,24 @@ class Layer(nn.Module):
         return x + nn.functional.gelu(self.linear(x))
 
 
-def _step(around):
-    def step():
-        model = FSDP(nn.Sequential(nn.Linear(64, WIDTH), around()), compute_dtype=torch.bfloat16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        x = torch.randn(4, 1024, 64).to("xla")
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scans", [True, False])
 @without_ranks
 def test_on_the_tpu_compiler(scans):
     depth = 16 if scans else DEPTH
 
-    def blocks():
+    def model():
+        narrow = {"compute_dtype": torch.bfloat16}
         layers = [Layer() for _ in range(depth)]
         if scans:
-            return scan_blocks(layers, compute_dtype=torch.bfloat16, offload=True)
-        layers = (checkpoint_module(layer, offload=True) for layer in layers)
-        return nn.Sequential(*(FSDP(one, compute_dtype=torch.bfloat16) for one in layers))
+            blocks = scan_blocks(layers, offload=True, **narrow)
+        else:
+            layers = (checkpoint_module(layer, offload=True) for layer in layers)
+            blocks = nn.Sequential(*(FSDP(one, **narrow) for one in layers))
+        return FSDP(nn.Sequential(nn.Linear(64, WIDTH), blocks), **narrow)
 
-    report = plan(_step(blocks), "v5litepod-8", ranks=[0], cache=False, progress=False)
+    step = training_step(model, 4, 1024, 64)
+    report = plan(step, "v5litepod-8", ranks=[0], cache=False, progress=False)
     held = report.memory.host_temporaries
     assert depth * INPUT <= held <= 1.01 * depth * INPUT, held / INPUT
     schedule = report.schedule

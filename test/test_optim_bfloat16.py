@@ -95,7 +95,6 @@ def test_masters_are_what_a_float32_model_would_be():
             assert torch.equal(state["master"], value) and state["exp_avg"].dtype is torch.float32
         else:
             assert name.startswith("first.") or not parameter.requires_grad
-    # Options of the groups are those of the inner optimizer.
     optimizer.param_groups[0]["lr"] = 0.0
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 1, 1)
@@ -151,7 +150,6 @@ def resumed(rank, kinds, ways, expected, folder):
             optimizer = MAKES[way](model.parameters())
             train(model, optimizer, 1, 1)  # something else
             load_checkpoint(f"{folder}/{kind}-{way}", model, optimizer)
-            # At once, though a step has changed the parameters in place.
             loaded = whole(model, model.state_dict())
             for name, value in (
                 torch.load(f"{folder}/weights.pt").items() if way == "master" else ()

@@ -178,31 +178,17 @@ def summoned_scanned(wrong):
     xla_fsdp.load_full_state_dict(model, state)
     with model.summon_full_params(model, recurse=False):
         assert model.module[0].weight.shape == (4, 4)
-
-
-@case("writeback=True and rank0_only=True exclude each other")
-def summoned_on_rank_0(wrong):
     model = wrap(nn.Linear(4, 4))
-    with wrong(), model.summon_full_params(model, rank0_only=True):
-        pass
+    with wrong("writeback=True and rank0_only=True exclude each other"):
+        model.summon_full_params(model, rank0_only=True).__enter__()
     with model.summon_full_params(model, rank0_only=True, writeback=False):
         pass
-
-
-@case("Read full parameters within FSDP.summon_full_params")
-def full_params_at_rest(wrong):
-    model = wrap(nn.Linear(4, 4))
-    with wrong():
+    with wrong("Read full parameters within FSDP.summon_full_params"):
         model.full_params  # noqa: B018
     with model.summon_full_params(model):
         assert model.full_params[0].shape == (4, 4)
-
-
-@case("Leave that context first")
-def forward_while_summoned(wrong):
-    model = wrap(nn.Linear(4, 4))
-    with model.summon_full_params(model), wrong():
-        model(x())
+        with wrong("Leave that context first"):
+            model(x())
     model(x())
 
 
@@ -349,23 +335,16 @@ def changed_while_unsharded(wrong):
 @case("'weight' in its wrapper.*after the optimizer was.*Make the optimizer after wrapping")
 def optimizer_before_wrapping(wrong):
     plain = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    kept = list(plain.parameters())
+    optimizer = torch.optim.SGD(kept, lr=0.1)
     model = wrap(plain)
     model(x()).sum().backward()
     with wrong():
         optimizer.step()
-    trains(model)
-
-
-@case("from model.parameters()")
-def clipped_before_wrapping(wrong):
-    plain = nn.Linear(4, 4)
-    kept = list(plain.parameters())
-    model = wrap(plain)
-    model(x()).sum().backward()
-    with wrong():
+    with wrong("from model.parameters()"):
         nn.utils.clip_grad_norm_(kept, 1.0)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    trains(model)
 
 
 class Block(nn.Module):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, without_ranks
+from planned import training_step
 from test_comm_hooks import hybrid
 from test_special_uses import trace_as_on_tpu
 from torch import nn
@@ -331,35 +332,28 @@ def test_parameters_of_meta_blocks_are_stacked_under_one_blocks_names(rank):
         assert (parameter.grad.to_local().abs().sum().item() > 0) is (rank == 0)
 
 
-def _planned_step(depth, scanned):
-    def step():
-        from benchmarks.model import Block
+def _deep(depth, scanned):
+    from benchmarks.model import Block
 
-        fsdp = functools.partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
-        blocks = [Block(256, 4, causal=False) for _ in range(depth)]
-        if scanned:
-            inner = scan_blocks(blocks, compute_dtype=torch.bfloat16)
-        else:
-            inner = nn.Sequential(*(fsdp(checkpoint_module(block)) for block in blocks))
-        model = fsdp(nn.Sequential(nn.Linear(256, 256), inner))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.randn(4, 128, 256).to("xla")
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    fsdp = functools.partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
+    blocks = [Block(256, 4, causal=False) for _ in range(depth)]
+    if scanned:
+        inner = scan_blocks(blocks, compute_dtype=torch.bfloat16)
+    else:
+        inner = nn.Sequential(*(fsdp(checkpoint_module(block)) for block in blocks))
+    return fsdp(nn.Sequential(nn.Linear(256, 256), inner))
 
 
 @pytest.mark.slow
 @without_ranks
 def test_on_the_tpu_compiler(tmp_path):
     few, many, singly = (
-        plan(_planned_step(*case), "v3-8", cache=str(tmp_path), progress=False, ranks=[0, 7])
+        plan(
+            training_step(functools.partial(_deep, *case), 4, 128, 256),
+            "v3-8", cache=str(tmp_path), progress=False, ranks=[0, 7],
+        )
         for case in ((2, True), (4, True), (4, False))
-    )
+    )  # fmt: skip
     assert few.executables == many.executables == 1
     # One program for any depth, with loops that run as often as there are blocks.
     assert many.program_bytes <= 1.1 * few.program_bytes

@@ -1,12 +1,11 @@
 """What the loops of scanned blocks hand on: pieces of parameters; and hooks in them."""
 
-import re
-
 import pytest
 import test_comm_hooks
 import torch
 import torch_xla
 from on_ranks import on_each_rank, without_ranks
+from planned import training_step
 from test_comm_hooks import STEPS, assert_close, hybrid, train
 from test_special_uses import trace_as_on_tpu
 from torch import nn
@@ -37,8 +36,6 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
         self.scale = nn.Parameter(torch.ones(()))
         if scanned:
-            from xla_fsdp import scan_blocks
-
             self.blocks = scan_blocks(list(self.blocks), **options)
 
     def forward(self, x):
@@ -68,34 +65,6 @@ def sharded(rank, hook=None, state=None, over="all", **options):
         model.register_comm_hook(state, hook, over)
     train(rank, model, batch)
     return full_state_dict(model, rank0_only=False)
-
-
-GATHER = re.compile(r" all-gather\(.*replica_groups=(\S+}}),")
-
-
-def groups_of_gathers(rank, **options):
-    blocks = scan_blocks([Block() for _ in range(DEPTH)], **options)
-    torch_xla.sync()
-    x = torch.ones(2, WIDTH).to("xla").requires_grad_()
-    blocks(x, 1.0).sum().backward()
-    found = [x.grad, *(p.grad for p in blocks.parameters() if p.grad is not None)]
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo(found)
-    torch_xla.sync()
-    return sorted(GATHER.findall(hlo))
-
-
-@pytest.mark.slow
-@on_each_rank(4)
-def test_backward_gathers_within_two_of_four_ranks(rank):
-    expected = unsharded(4, exact)
-    rows = sharded(rank, reshard_after_forward=2, shard_param_on_dim_0=True)
-    assert_close(rows, expected)
-    trace_as_on_tpu()
-    assert_close(sharded(rank, reshard_after_forward=2), expected)
-    whole, pairs = (groups_of_gathers(rank, reshard_after_forward=n) for n in (True, 2))
-    # As on a TPU, where small parameters travel together.
-    assert whole == ["{{0,1,2,3}}"] * 2
-    assert pairs == ["{{0,1,2,3}}", "{{0,1},{2,3}}"]
 
 
 @pytest.mark.slow
@@ -161,22 +130,18 @@ def test_a_hook_that_stores_gradients_of_the_loop_raises(rank):
 WIDE, BLOCKS = 256, 4
 
 
-def _planned_step():
+def _scanned():
     layers = [nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Tanh()) for _ in range(BLOCKS)]
     options = {"compute_dtype": torch.bfloat16, "reshard_after_forward": 2}
-    model = FSDP(nn.Sequential(nn.Linear(WIDE, WIDE), scan_blocks(layers, **options)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(8, 128, WIDE).to("xla")
-    model(x).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    return FSDP(nn.Sequential(nn.Linear(WIDE, WIDE), scan_blocks(layers, **options)))
 
 
 @pytest.mark.slow
 @without_ranks
 def test_the_loops_on_the_tpu_compiler():
     options = {"cache": False, "progress": False}
-    report = plan(_planned_step, "v5litepod-8", ranks=[0, 7], **options)
+    step = training_step(_scanned, 8, 128, WIDE)
+    report = plan(step, "v5litepod-8", ranks=[0, 7], **options)
     assert report.executables == 1
     inside = [one for one in report.schedule.collectives if one.times == BLOCKS]
     matrix = WIDE * WIDE * 2  # bytes, in bfloat16

@@ -150,7 +150,6 @@ def test_attributes(rank):
     def refusal(*values):
         with pytest.raises(ValueError) as raised:
             scan_blocks([Block(value) for value in values])
-        # What the message recommends works.
         assert "name it in ignore=['value']" in str(raised.value)
         scan_blocks([Block(value) for value in values], ignore=["value"])
         scan_blocks([Block(values[0]) for _ in values])

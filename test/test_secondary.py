@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch_xla
 from on_ranks import on_each_rank, without_ranks
+from planned import training_step
 from test_special_uses import inputs, inputs_of_all, mlp, trace_as_on_tpu, wrapped
 from test_strategy import assert_trains_alike
 from torch import nn
@@ -32,7 +33,6 @@ GATHER = re.compile(r"(bf16|f32)\[([\d,]*)\][^=]* all-gather\(.*replica_groups=(
 
 
 def gathers(rank, reshard):
-    """Gathers of one forward and backward: dtype, elements and groups."""
     trace_as_on_tpu()
     model = wrapped(mlp(), "1", reshard_after_forward=reshard, compute_dtype=torch.bfloat16)
     torch_xla.sync()
@@ -98,7 +98,7 @@ def test_what_numbers_mean(rank):
 WIDTH, BLOCKS = 512, 4
 
 
-def _step(reshard):
+def _model(reshard):
     fsdp = functools.partial(
         XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16, reshard_after_forward=reshard
     )
@@ -107,16 +107,7 @@ def _step(reshard):
         return fsdp(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(),
                                   nn.Linear(2 * WIDTH, WIDTH)))  # fmt: skip
 
-    def step():
-        model = fsdp(nn.Sequential(*(block() for _ in range(BLOCKS))))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        x = torch.randn(8, WIDTH).to("xla")
-        loss = (model(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return fsdp(nn.Sequential(*(block() for _ in range(BLOCKS))))
 
 
 @pytest.mark.slow
@@ -124,7 +115,8 @@ def _step(reshard):
 def test_a_plan_shows_less_on_the_wire_and_half_of_the_parameters():
     found = {}
     for reshard in (True, 2, False):
-        report = plan(_step(reshard), "v3-8", cache=False, progress=False, ranks=[0, 7])
+        step = training_step(functools.partial(_model, reshard), 8, WIDTH)
+        report = plan(step, "v3-8", cache=False, progress=False, ranks=[0, 7])
         assert report.executables == 1
         sent = sum(
             c.wire_bytes * c.times

@@ -219,7 +219,6 @@ def test_values_are_full_tensors_and_files_have_plain_parts(rank):
     assert "weight" in repr(p) and "weight" in f"{p}"
 
 
-# What a hook returns: sharded, full, or this rank's part.
 RESULTS = {
     "sharded": lambda grad: grad * 2,
     "full": lambda grad: getattr(grad, "full_tensor", grad.clone)() * 2,
@@ -281,7 +280,6 @@ def test_optimizers_of_torch(rank, first):
             theirs.step()
             torch_xla.sync()
         assert_same(plain, model)
-        # Plain parts go out and come in again, at any time.
         saved = copy.deepcopy(mine.state_dict())
         found = [v for own in saved["state"].values() for v in own.values()]
         assert {type(value) for value in found if isinstance(value, torch.Tensor)} <= {torch.Tensor}

@@ -284,7 +284,6 @@ def test_parameters_of_another_unit(rank, rows):
                 with pytest.raises(RuntimeError, match=text):
                     one(i)
     assert model.size() == 10 * WIDTH
-    # The remedies: a unit less, and a registered method.
     for kind in (Tied, Around):
         plain, model = kind(), wrapped(kind(), shard_param_on_dim_0=rows)
         with pytest.raises(RuntimeError, match="needs parameter '.*register_fsdp_forward_method"):
@@ -378,7 +377,7 @@ class Tempered(nn.Module):
         self._depth = 1
 
     def forward(self, x):
-        return self.layer(x) * self.temperature + self._depth
+        return self.added(self.layer(x) * self.temperature * self.gain + self._depth)
 
 
 @on_each_rank(2)
@@ -386,10 +385,14 @@ def test_attributes_set_on_the_wrapper_are_the_modules(rank):
     plain, model = Tempered(), wrapped(Tempered())
     for one in (plain, model):
         one.temperature, one._depth, one.note = 3.0, 5, "mine"
+        gain = torch.tensor(2.0, device="cpu" if one is plain else "xla")
+        one.register_buffer("gain", gain, persistent=False)
+        one.add_module("added", nn.ReLU())
     out = model(here(rank))
     torch.testing.assert_close(out.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
     assert model.module.temperature == model.temperature == 3.0
     assert model.note == model.module.note == "mine"
+    assert model.module.gain is model.gain and "gain" not in model.state_dict()
     del model.note
     assert not hasattr(model, "note") and not hasattr(model.module, "note")
     model.eval()

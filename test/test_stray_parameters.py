@@ -128,22 +128,6 @@ def a_layer_replaced_later(rank):
         optimizer.step()
 
 
-def things_added_to_the_wrapper(rank):
-    class Scaled(nn.Linear):
-        def forward(self, x):
-            return self.added(super().forward(x) * self.gain)
-
-    model = wrapped(Scaled(6, 3))
-    model.register_buffer("gain", torch.tensor(2.0).to("xla"), persistent=False)
-    model.add_module("added", nn.ReLU())
-    x = inputs(rank).to("xla")
-    found = model(x)
-    assert model.module.gain is model.gain and "gain" not in model.state_dict()
-    full = whole(model, model.state_dict())
-    y = nn.functional.linear(inputs(rank), full["weight"], full["bias"])
-    torch.testing.assert_close(found.cpu(), (y * 2).relu(), rtol=1e-4, atol=1e-5)
-
-
 class Penalised(nn.Module):
     def __init__(self, penalty):
         super().__init__()
@@ -272,7 +256,6 @@ def test_each_is_right_or_refused(rank):
     objects_kept_from_before(rank)
     read_in_hooks(rank)
     a_layer_replaced_later(rank)
-    things_added_to_the_wrapper(rank)
     what_hangs_on_parameters(rank)
     options(rank)
     padding_that_is_filled(rank)

@@ -5,13 +5,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
-from test_special_uses import (
-    WIDTH,
-    assert_same_backward,
-    inputs,
-    mlp,
-    wrapped,
-)
+from test_special_uses import WIDTH, assert_same_backward, inputs, mlp, wrapped
 from torch import nn
 
 from xla_fsdp import scan_blocks

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from on_ranks import on_each_rank
 from torch import nn
 
 from xla_fsdp import ShardedParameterError, XlaFullyShardedDataParallel, fully_shard, scan_blocks
@@ -33,7 +34,13 @@ def backward_without_sync(form, model):
             model(X.to("xla")).square().mean().backward()
 
 
-def used_before_the_reduction(rank, form):
+def norm_of_gradients(model):
+    return nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_each_rank(2)
+def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
     model = sharded(form, linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("xla", init_scale=4.0)
@@ -47,23 +54,21 @@ def used_before_the_reduction(rank, form):
         lambda: nn.utils.get_total_norm([p.grad for p in shards]),
         lambda: nn.utils.clip_grad_norm_(shards, 1.0),
         lambda: nn.utils.clip_grad_value_(shards, 0.001),
+        lambda: model.clip_grad_norm_(1.0),
         lambda: scaler.unscale_(optimizer),
         lambda: grad.abs().max(),
         lambda: grad + shards[0],
         optimizer.step,
     ):
-        with pytest.raises(RuntimeError, match="'weight' are stored by no_sync and not reduced"):
+        text = "'weight' are stored by no_sync and not reduced.* Run the last backward before"
+        with pytest.raises(RuntimeError, match=text):
             use()
+    torch.optim.SGD(sharded(form, linear()).parameters(), lr=0.1).step()  # of another model
     model(X.to("xla")).square().mean().backward()
-    return nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_that_are_not_reduced_cannot_be_used(run_ranks, form):
     plain = linear()
     (plain(X).square().mean() * 2).backward()
-    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-    assert run_ranks(used_before_the_reduction, 2, form) == pytest.approx([norm] * 2)
+    assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain))
+    optimizer.step()
 
 
 DROPS = {
@@ -77,24 +82,18 @@ DROPS = {
 }
 
 
-def dropped(rank, form):
-    norms = {}
+@pytest.mark.parametrize("form", FORMS)
+@on_each_rank(1)
+def test_stored_gradients_are_dropped_as_in_torch(rank, form):
+    plain = linear()
+    plain(X).square().mean().backward()
     for name, drop in DROPS.items():
         model = sharded(form, linear())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         backward_without_sync(form, model)
         drop(model, optimizer)
         model(X.to("xla")).square().mean().backward()
-        norms[name] = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    return norms
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_stored_gradients_are_dropped_as_in_torch(run_ranks, form):
-    plain = linear()
-    plain(X).square().mean().backward()
-    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-    assert run_ranks(dropped, 1, form) == [pytest.approx(dict.fromkeys(DROPS, norm))]
+        assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain)), name
 
 
 class Block(nn.Module):
@@ -120,14 +119,16 @@ USES = {
 }
 
 
-def lists_of_norms(rank, form):
+@pytest.mark.parametrize("form", (*FORMS, "scanned", "flat"))
+@on_each_rank(2)
+def test_a_list_of_norms_is_that_of_parameters(rank, form):
     if form == "scanned":
         model = scan_blocks(blocks())
     else:
         flat = {"flatten_parameters": True} if form == "flat" else {}
         model = sharded(form, nn.Sequential(*blocks()), **flat)
     values = [p.detach() for p in model.parameters()]
-    found = {}
+    expected = [torch.norm(p.detach()) for p in nn.Sequential(*blocks()).parameters()]
     for name, use in USES.items():
         for kind, norms in (
             ("one by one", lambda: [torch.norm(p) for p in values]),
@@ -137,46 +138,32 @@ def lists_of_norms(rank, form):
                 with pytest.raises(ShardedParameterError, match="contains several parameters"):
                     use(norms())
             else:
-                found[name, kind] = (use(norms()) + 0).item()
+                assert use(norms()).item() == pytest.approx(use(expected).item()), (name, kind)
     total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)).to(values[0].device))
+    assert total.item() == pytest.approx(torch.stack(expected).norm().item())
     with pytest.raises(ShardedParameterError, match="groups by name"):
         [p for p in scan_blocks(blocks()).parameters() if p.ndim >= 2]
-    return found, total.item()
 
 
-@pytest.mark.parametrize("form", (*FORMS, "scanned", "flat"))
-def test_a_list_of_norms_is_that_of_parameters(run_ranks, form):
-    plain = [p.detach() for p in nn.Sequential(*blocks()).parameters()]
-    norms = [torch.norm(p) for p in plain]
-    each = {(n, k): use(norms).item() for n, use in USES.items() for k in ("one by one", "foreach")}
-    total = torch.linalg.vector_norm(torch.stack(norms)).item()
-    for found, norm in run_ranks(lists_of_norms, 2, form):
-        assert norm == pytest.approx(total)
-        assert found == pytest.approx({} if form in ("scanned", "flat") else each)
-
-
-def penalized(rank, form):
+@pytest.mark.parametrize("form", FORMS)
+@on_each_rank(2)
+def test_a_penalty_on_the_full_tensor_has_a_gradient(rank, form):
     model = sharded(form, linear())
     loss = model(X.to("xla") * (rank + 1)).square().mean()
     loss = loss + sum(p.full_tensor().square().sum() for p in model.parameters())
     loss.backward()
-    grads = [p.grad.full_tensor().cpu() for p in model.parameters()]
     with torch.no_grad():
         assert not next(model.parameters()).full_tensor().requires_grad
-    return grads
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_penalty_on_the_full_tensor_has_a_gradient(run_ranks, form):
     plain = linear()
     loss = sum(plain(X * (rank + 1)).square().mean() for rank in range(2)) / 2
     (loss + sum(p.square().sum() for p in plain.parameters())).backward()
-    for grads in run_ranks(penalized, 2, form):
-        for grad, parameter in zip(grads, plain.parameters(), strict=True):
-            torch.testing.assert_close(grad, parameter.grad, rtol=1e-5, atol=1e-6)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        found = mine.grad.full_tensor().cpu()
+        torch.testing.assert_close(found, its.grad, rtol=1e-5, atol=1e-6)
 
 
-def taken_apart(rank):
+@on_each_rank(2)
+def test_values_that_torch_takes_apart_are_right_or_raise(rank):
     p = next(sharded("wrapper", linear()).parameters())
     plain = linear().weight
     assert (p > 0).byte().min().item() == (plain > 0).byte().min().item() == 0
@@ -195,7 +182,3 @@ def taken_apart(rank):
     assert torch.equal(p & 1 if not p.is_floating_point() else 1 * p, p)
     # As a file's values: `xm.save` makes them so.
     assert type(copy.copy(p)) is not type(p) and copy.copy(p).shape == p.to_local().shape
-
-
-def test_values_that_torch_takes_apart_are_right_or_raise(run_ranks):
-    run_ranks(taken_apart, 2)
