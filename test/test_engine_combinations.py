@@ -166,26 +166,25 @@ def expected(uses: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero2": {"reshard_after_forward": False},
+    "hpz": {"reshard_after_forward": 2},
+    "dim0": {"shard_param_on_dim_0": True},
+    "flat": {"flatten_parameters": True},
+    "hybrid": {"device_mesh": MESH},
+    "bf16": {"compute_dtype": torch.bfloat16},
+    "offload": {"cpu_offload": CPUOffload()},
+}
+BY_TORCHS_NAMES: dict[str, dict[str, Any]] = {
+    "hybrid": {"mesh": MESH},
+    "bf16": {"mp_policy": xla_fsdp.MixedPrecisionPolicy(torch.bfloat16)},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
 def options_for(cell: Cell) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "reshard_after_forward": {"zero3": True, "zero2": False, "hpz": 2}[cell[1]]
-    }
-    if "dim0" in cell:
-        options["shard_param_on_dim_0"] = True
-    if "flat" in cell:
-        options["flatten_parameters"] = True
-    by_torchs_name = "fully_shard" in cell
-    if "hybrid" in cell:
-        options["mesh" if by_torchs_name else "device_mesh"] = MESH
-    if "bf16" in cell and by_torchs_name:
-        options["mp_policy"] = xla_fsdp.MixedPrecisionPolicy(torch.bfloat16)
-    elif "bf16" in cell:
-        options["compute_dtype"] = torch.bfloat16
-    if "offload" in cell and by_torchs_name:
-        options["offload_policy"] = xla_fsdp.CPUOffloadPolicy()
-    elif "offload" in cell:
-        options["cpu_offload"] = xla_fsdp.CPUOffload()
-    return options
+    options = OPTIONS | BY_TORCHS_NAMES if "fully_shard" in cell else OPTIONS
+    return {name: value for use in cell for name, value in options.get(use, {}).items()}
 
 
 def sharded(cell: Cell) -> nn.Module:
