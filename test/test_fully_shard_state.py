@@ -69,12 +69,11 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
     assert model.apply(init) is model
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    xla_fsdp.fully_shard(empty[0])
-    xla_fsdp.fully_shard(empty, param_init_fn=lambda module: module.to_empty(device="cpu"))
-    empty.apply(init)
-    for one, value in ((model.layers[0].up, 0.5), (empty[1], 0.5)):
-        with FSDP.summon_full_params(empty if one is empty[1] else model, writeback=False):
-            assert one.weight.dim() == 2 and bool((one.weight == value).all())
+    fully_shard(empty[0])
+    fully_shard(empty, param_init_fn=lambda module: module.to_empty(device="cpu")).apply(init)
+    for one, layer in ((model, model.layers[0].up), (empty, empty[1])):
+        with FSDP.summon_full_params(one, writeback=False):
+            assert layer.weight.dim() == 2 and bool((layer.weight == 0.5).all())
     plain, model = build(), build()
     model.layers = nn.ModuleList([xla_fsdp.scan_blocks(model.layers)])
     xla_fsdp.fully_shard(model)
