@@ -21,15 +21,7 @@ from on_ranks import finish_step, on_each_rank
 from torch import nn
 
 import xla_fsdp
-from xla_fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    XlaFullyShardedDataParallel,
-    full_state_dict,
-    fully_shard,
-    scan_blocks,
-)
+from xla_fsdp import CPUOffload, fully_shard, scan_blocks
 from xla_fsdp import ShardingStrategy as S
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.ranks.rank import current_rank
@@ -178,7 +170,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 BY_TORCHS_NAMES: dict[str, dict[str, Any]] = {
     "hybrid": {"mesh": MESH},
     "bf16": {"mp_policy": xla_fsdp.MixedPrecisionPolicy(torch.bfloat16)},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "offload": {"offload_policy": xla_fsdp.CPUOffloadPolicy()},
 }
 
 
@@ -193,7 +185,7 @@ def sharded(cell: Cell) -> nn.Module:
         for one in (model.embed, *model.blocks):
             fully_shard(one, **options)
         return fully_shard(model, **options)
-    fsdp = functools.partial(XlaFullyShardedDataParallel, **options)
+    fsdp = functools.partial(FSDP, **options)
     if "scanned" in cell:
         model.blocks = scan_blocks(list(model.blocks), **options)
     else:
@@ -233,12 +225,12 @@ def train(rank: int, cell: Cell) -> dict[str, Any]:
         finish_step(optimizer)
         found["losses"].append(total.item())
         found["norms"].append(norm.item())
-    found["weights"] = full_state_dict(model, rank0_only=False)
+    found["weights"] = xla_fsdp.full_state_dict(model, rank0_only=False)
     for step in gradients:  # under the names of the full state
         with torch.no_grad():
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.zero_() if gradient is None else parameter.copy_(gradient)
-        found["gradients"].append(full_state_dict(model, rank0_only=False))
+        found["gradients"].append(xla_fsdp.full_state_dict(model, rank0_only=False))
     return found
 
 
@@ -359,7 +351,7 @@ def test_what_contradicts_itself_raises(rank: int):
         return root(model)
 
     host, stream = {"cpu_offload": CPUOffload()}, {"cpu_offload": CPUOffload(stream=True)}
-    narrow = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    narrow = xla_fsdp.MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
     mesh = {"device_mesh": MESH}
     part = functools.partial
     wrapper, scanned, in_place = part(FSDP, Block()), scan, part(fully_shard, Block())
@@ -396,7 +388,7 @@ def test_what_contradicts_itself_raises(rank: int):
         ([part(tie, FSDP, False), part(tie, fully_shard, False)], {},
          "block 1 shares the parameter norm.weight with a wrapped module"),
         ([part(offload_one, FSDP)], host, "Pass the same cpu_offload to both"),
-        ([part(offload_one, fully_shard)], {"offload_policy": CPUOffloadPolicy()},
+        ([part(offload_one, fully_shard)], {"offload_policy": xla_fsdp.CPUOffloadPolicy()},
          "Pass the same cpu_offload to both"),
     ]:  # fmt: skip
         for make in makes:

@@ -20,16 +20,8 @@ from in_place import (
 from on_ranks import on_each_rank
 from torch import nn
 
-from xla_fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    checkpoint_module,
-    full_state_dict,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+import xla_fsdp
+from xla_fsdp import FSDPModule, checkpoint_module, fully_shard
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.sharding.sharded_parameter import ShardedParameter
 
@@ -113,8 +105,8 @@ def test_unshard_and_reshard(rank):
 
     assert list(model.state_dict().values())[1].dim() == 1  # at rest, as torch's
     layer.unshard()
-    torch.testing.assert_close(full_state_dict(model, rank0_only=False), plain.state_dict(),
-                               rtol=2e-5, atol=1e-6)  # fmt: skip
+    full = xla_fsdp.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(full, plain.state_dict(), rtol=2e-5, atol=1e-6)
     layer.unshard()
     layer.qkv.weight = nn.Parameter(torch.zeros(24, 8))
     with pytest.raises(RuntimeError, match="'layers.0.qkv.weight' is not the shard"):
@@ -186,7 +178,9 @@ def test_scenarios(rank):
     assert_like(backward(twin, here), plain)
     assert all(grad is None for grad in (p.grad for p in outer.parameters()))
     narrow = torch.bfloat16
-    layer = fully_shard(Layer(), mp_policy=MixedPrecisionPolicy(narrow, output_dtype=torch.float32))
+    layer = fully_shard(
+        Layer(), mp_policy=xla_fsdp.MixedPrecisionPolicy(narrow, output_dtype=torch.float32)
+    )
     seen = []
     layer.up.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
     assert layer(x.to("xla")).dtype is torch.float32 and seen == [(narrow, narrow)]
@@ -198,8 +192,8 @@ def test_scenarios(rank):
 @on_each_rank(2)
 def test_mixed_precision_is_that_of_the_class(rank):
     dtypes = torch.bfloat16, torch.float32
-    model = sharded(mp_policy=MixedPrecisionPolicy(*dtypes))
-    other = wrapped(mixed_precision=MixedPrecision(*dtypes, cast_forward_inputs=True))
+    model = sharded(mp_policy=xla_fsdp.MixedPrecisionPolicy(*dtypes))
+    other = wrapped(mixed_precision=xla_fsdp.MixedPrecision(*dtypes, cast_forward_inputs=True))
     assert train(model, rank, 2) == train(other, rank, 2)
     own, expected = model.state_dict(), other.state_dict()
     assert all(torch.equal(own[name], expected[name]) for name in expected)
@@ -220,7 +214,7 @@ def test_trains_like_plain_torch(rank, size):
     plain = build()
     expected = train(plain, micro_batches=2)
     mesh = torch.arange(2).view(2, -1)
-    model = sharded(mesh=mesh, offload_policy=CPUOffloadPolicy())
+    model = sharded(mesh=mesh, offload_policy=xla_fsdp.CPUOffloadPolicy())
     model.set_requires_all_reduce(True)
     model.set_reshard_after_backward(False)
     assert_like_plain(model, train(model, rank, size, micro_batches=2), expected, plain)
@@ -233,6 +227,6 @@ def test_trains_like_plain_torch(rank, size):
     ignored = set(model.norm.parameters())
     fully_shard(model, ignored_params=ignored)
     assert ignored == set(model.norm.parameters())
-    register_fsdp_forward_method(model, "encode")
+    xla_fsdp.register_fsdp_forward_method(model, "encode")
     found = train(model, rank, size, method="encode")
     assert_like_plain(model, found, train(plain, method="encode"), plain)

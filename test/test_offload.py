@@ -14,18 +14,8 @@ from on_ranks import finish_step, on_each_rank, without_ranks
 from test_special_uses import inputs, mlp
 from zoo import Zoo, batches, loss_of
 
-from xla_fsdp import (
-    AsyncCheckpointer,
-    CPUOffload,
-    Report,
-    ShardedGradScaler,
-    full_optim_state_dict,
-    full_state_dict,
-    load_full_optim_state_dict,
-    load_full_state_dict,
-    plan,
-    scan_blocks,
-)
+import xla_fsdp
+from xla_fsdp import CPUOffload, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.optim import LAMB, MasterWeights
 
@@ -129,15 +119,15 @@ class OffloadedRun(Run):
 
 
 def states_of(run):
-    full = full_state_dict(run.model, rank0_only=False)
-    return full, full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
+    full = xla_fsdp.full_state_dict(run.model, rank0_only=False)
+    return full, xla_fsdp.full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
 
 
 def saved(rank, folder):
     run = OffloadedRun(rank, 2)
     run.train(0, 2)
     run.save(f"{folder}/now", 2)
-    checkpointer = AsyncCheckpointer(f"{folder}/later")
+    checkpointer = xla_fsdp.AsyncCheckpointer(f"{folder}/later")
     checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)
     losses = run.train(2, 4)
     checkpointer.close()
@@ -153,8 +143,8 @@ def resumed(rank, folder):
     losses = run.train(2, 4)
     full, states = states_of(run)
     back = OffloadedRun(rank, 4, seed=9)
-    load_full_state_dict(back.model, full)
-    load_full_optim_state_dict(back.model, back.optimizer, states)
+    xla_fsdp.load_full_state_dict(back.model, full)
+    xla_fsdp.load_full_optim_state_dict(back.model, back.optimizer, states)
     weights, again = states_of(back)
     torch.testing.assert_close((weights, again["state"]), (full, states["state"]), rtol=0, atol=0)
     return losses, full, states
@@ -251,7 +241,7 @@ def scaled(rank):
             model, reference = offloaded("root", mlp()), FSDP(mlp())
             mine = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused_kernel)
             theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
-            scaler = ShardedGradScaler(init_scale=8.0, growth_interval=1)
+            scaler = xla_fsdp.ShardedGradScaler(init_scale=8.0, growth_interval=1)
             before = [p.detach().clone() for p in model.parameters()]
             scaler.scale(model(inputs(rank).to("xla")).square().mean()).backward()
             reference(inputs(rank).to("xla")).square().mean().backward()
@@ -385,7 +375,7 @@ def test_plan():
             optimizer.zero_grad()
             assert next(model.parameters()).numel() * ranks >= width * width
 
-    report = plan(step, "v5litepod-8", ranks=[0], cache=False, progress=False)
+    report = xla_fsdp.plan(step, "v5litepod-8", ranks=[0], cache=False, progress=False)
     host, shards = report.host, 4 * elements // ranks
     assert (host.shards, host.gradients, host.ranks) == (shards, shards, ranks)
     assert 2 * shards <= host.state <= 2 * shards + 4 * 8  # and a count for every parameter
@@ -397,6 +387,8 @@ def test_plan():
     assert report.memory.outputs < shards // 2 + 2**20
     text = str(report)
     assert "a host needs" in text and "optimizer steps on the host" in text
-    assert Report.from_json(report.to_json()).host == host
-    small = Report.from_json(report.to_json().replace('"capacity": 384000000000', '"capacity": 9'))
+    assert xla_fsdp.Report.from_json(report.to_json()).host == host
+    small = xla_fsdp.Report.from_json(
+        report.to_json().replace('"capacity": 384000000000', '"capacity": 9')
+    )
     assert not small.fits and small.fits_device and "GB that a host of" in str(small)

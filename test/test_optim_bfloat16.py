@@ -12,13 +12,8 @@ from test_optim import Block, Model, gradients, put_gradients, put_plain_gradien
 from test_special_uses import whole
 from torch import nn
 
+import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import (
-    full_optim_state_dict,
-    load_checkpoint,
-    load_full_optim_state_dict,
-    save_checkpoint,
-)
 from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, MasterWeights, StochasticRounding, stochastic
 from xla_fsdp.planning.tracing.step import trace_step
 from xla_fsdp.tpu.topology import resolve
@@ -128,8 +123,10 @@ def on_ranks(rank, kinds, ways, expected, folder):
             optimizer = MAKES[way](model.parameters())
             if folder is not None:
                 train(model, optimizer, 1, STEPS // 2)
-                save_checkpoint(f"{folder}/{kind}-{way}", model, optimizer, step=1)
-                torch.save(full_optim_state_dict(model, optimizer), f"{folder}/{way}-{rank}.pt")
+                xla_fsdp.save_checkpoint(f"{folder}/{kind}-{way}", model, optimizer, step=1)
+                torch.save(
+                    xla_fsdp.full_optim_state_dict(model, optimizer), f"{folder}/{way}-{rank}.pt"
+                )
                 if way == "factors":  # the optimizer first: what it copies knows no shards yet
                     _, twin = copied = copy.deepcopy((optimizer, model))
                     train(twin, copied[0], STEPS // 2 + 1, STEPS)
@@ -149,7 +146,7 @@ def resumed(rank, kinds, ways, expected, folder):
             model = wrapped(other)
             optimizer = MAKES[way](model.parameters())
             train(model, optimizer, 1, 1)  # something else
-            load_checkpoint(f"{folder}/{kind}-{way}", model, optimizer)
+            xla_fsdp.load_checkpoint(f"{folder}/{kind}-{way}", model, optimizer)
             loaded = whole(model, model.state_dict())
             for name, value in (
                 torch.load(f"{folder}/weights.pt").items() if way == "master" else ()
@@ -157,7 +154,7 @@ def resumed(rank, kinds, ways, expected, folder):
                 assert torch.equal(loaded[name].float(), value), name
             again = MAKES[way](model.parameters())
             full = torch.load(f"{folder}/{way}-0.pt") if rank == 0 else None
-            load_full_optim_state_dict(model, again, full)
+            xla_fsdp.load_full_optim_state_dict(model, again, full)
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     assert torch.equal(again.state[parameter][key].cpu(), value.cpu()), (way, key)

@@ -22,13 +22,7 @@ from torch_xla.utils.checkpoint import checkpoint as of_torch_xla
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import (
-    full_optim_state_dict,
-    full_state_dict,
-    fully_shard,
-    load_full_optim_state_dict,
-    load_full_state_dict,
-)
+from xla_fsdp import full_state_dict, fully_shard
 
 
 class Layer(nn.Module):
@@ -260,7 +254,7 @@ def test_states_have_the_names_and_values_of_the_module(rank, folder):
         return model, optimizer
 
     def full(model, optimizer):
-        state = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        state = xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
         moments = {f"{name}: {key}": t for name, own in state.items() for key, t in own.items()}
         return full_state_dict(model, rank0_only=False) | moments
 
@@ -278,9 +272,9 @@ def test_states_have_the_names_and_values_of_the_module(rank, folder):
         assert set(model.state_dict()) == set(Net().state_dict())
         shards = model.get_shard_metadata()["parameters"] if name != "in place" else {}
         assert "_checkpoint_wrapped_module" not in str(shards)
-        load_full_state_dict(model, full_state_dict(plain[0], rank0_only=False))
-        state = full_optim_state_dict(*plain, rank0_only=False)
-        load_full_optim_state_dict(model, optimizer, state)
+        xla_fsdp.load_full_state_dict(model, full_state_dict(plain[0], rank0_only=False))
+        state = xla_fsdp.full_optim_state_dict(*plain, rank0_only=False)
+        xla_fsdp.load_full_optim_state_dict(model, optimizer, state)
         path = f"{folder}/{name}"
         xla_fsdp.save_checkpoint(path, model, optimizer, step=1)
         xla_fsdp.load_checkpoint(path, *plain)
