@@ -314,13 +314,8 @@ def test_replicas_and_parameters_that_are_not_sharded(rank):
                 parameter.grad = grads[f"first.{key}"].to("xla")
             optimizer.step()
             torch_xla.sync()
-        for key, value in model.state_dict().items():
-            full = expected_weights()[name][key]
-            if not key.startswith("first"):
-                flat = torch.zeros(2 * value.numel())
-                flat[: full.numel()] = full.reshape(-1)
-                full = flat.view(2, -1)[rank % 2]
-            torch.testing.assert_close(value.cpu(), full, rtol=2e-4, atol=2e-5)
+        found = xla_fsdp.full_state_dict(model, rank0_only=False)  # of the ranks of its replica
+        assert_weights(found, expected_weights()[name], rtol=2e-4, atol=2e-5)
 
 
 class Scaled(torch.optim.SGD):

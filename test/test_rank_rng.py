@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 N = 4
+IN_PLACE = "uniform", "normal", "exponential", "cauchy", "log_normal"
 INITIALIZATION = {
     name: value
     for name, value in vars(nn.init).items()
@@ -46,11 +47,7 @@ def draws():
         torch.rand_like(x),
         torch.randn_like(x),
         torch.randint_like(x, 9),
-        torch.empty(2).uniform_(),
-        torch.empty(2).normal_(),
-        torch.empty(2).exponential_(),
-        torch.empty(2).cauchy_(),
-        torch.empty(2).log_normal_(),
+        *(getattr(torch.empty(2), f"{name}_")() for name in IN_PLACE),
         torch.empty(2).geometric_(0.5),
         torch.empty(2, dtype=torch.int64).random_(50),
         torch.empty(2).bernoulli_(0.5),
