@@ -84,30 +84,6 @@ def test_gradients_are_those_of_plain_torch(rank, compute, checkpointed, needs_g
     assert_same_gradients(model, nn.Sequential(plain))
 
 
-class MaskedOnTheHost(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        mask = (torch.rand(WIDTH) > 0.5).float().to(x.device)
-        return torch.tanh(self.linear(x)) * mask
-
-
-@on_each_rank(2)
-def test_recomputation_repeats_what_the_forward_drew_on_the_host(rank):
-    grads = []
-    for checkpointed in (False, True):
-        module = MaskedOnTheHost()
-        model = wrapped(checkpoint_module(module) if checkpointed else module)
-        torch.manual_seed(8)
-        model(inputs(rank).to(torch_xla.device())).square().sum().backward()
-        torch_xla.sync()
-        grads.append([p.grad.cpu() for p in model.parameters()] + [torch.rand(2)])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
 @on_each_rank(2)
 def test_changes_in_place_are_detected_as_without_wrapper(rank):
     class Late(nn.Module):
