@@ -170,8 +170,7 @@ def lazy(wrong):
 
 @case("scanned blocks cannot be summoned")
 def summoned_scanned(wrong):
-    blocks = xla_fsdp.scan_blocks([nn.Linear(4, 4) for _ in range(2)])
-    model = wrap(nn.Sequential(nn.Linear(4, 4), blocks))
+    model = wrap(nn.Sequential(nn.Linear(4, 4), xla_fsdp.scan_blocks(linears())))
     with wrong(), model.summon_full_params(model):
         pass
     state = xla_fsdp.full_state_dict(model, rank0_only=False)
@@ -347,34 +346,25 @@ def optimizer_before_wrapping(wrong):
     trains(model)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
 @case("Skips draws random numbers on the host.*choose by torch.where")
 def drawn_on_the_host(wrong):
-    class Skips(Block):
+    class Skips(nn.Linear):
         def forward(self, x):
             return super().forward(x) * torch.rand(()).to(x.device)
 
-    class Drops(Block):
+    class Drops(nn.Linear):
         def forward(self, x):
             draw = torch.rand((), device=x.device)
             return torch.where(draw < 0.5, x, super().forward(x))
 
     with wrong():
-        xla_fsdp.scan_blocks([Skips(), Skips()])(x())
-    trains(xla_fsdp.scan_blocks([Drops(), Drops()]))
+        xla_fsdp.scan_blocks([Skips(4, 4), Skips(4, 4)])(x())
+    trains(xla_fsdp.scan_blocks([Drops(4, 4), Drops(4, 4)]))
 
 
 @case("hooks.*remove it, or wrap each block separately")
 def hook_on_a_block(wrong):
-    blocks = [Block(), Block()]
+    blocks = list(linears())
     hook = blocks[1].register_forward_hook(lambda *args: None)
     with wrong():
         xla_fsdp.scan_blocks(blocks)
@@ -384,7 +374,7 @@ def hook_on_a_block(wrong):
 
 @case("Call all of them, x = blocks")
 def blocks_one_by_one(wrong):
-    blocks = xla_fsdp.scan_blocks([Block(), Block()])
+    blocks = xla_fsdp.scan_blocks(linears())
     with wrong():
         for block in blocks:
             block(x())
