@@ -10,8 +10,8 @@ from test_comm_hooks import STEPS, assert_close, hybrid, train
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 
-from xla_fsdp import XlaFullyShardedDataParallel, comm_hooks, full_state_dict, plan, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import comm_hooks, full_state_dict, plan, scan_blocks
 
 WIDTH, DEPTH = 12, 3
 
@@ -60,7 +60,7 @@ def exact(step, name, gradients):
 
 
 def sharded(rank, hook=None, state=None, over="all", **options):
-    model = XlaFullyShardedDataParallel(Model(True, **options), **options)
+    model = FSDP(Model(True, **options), **options)
     if hook is not None:
         model.register_comm_hook(state, hook, over)
     train(rank, model, batch)
