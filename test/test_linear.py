@@ -37,27 +37,23 @@ def keeping(keep=True):
 
 @pytest.mark.parametrize("bias,keep", [(True, False), (False, False), (True, True)])
 @on_each_rank(1)
-def test_values_and_gradients(rank, bias, keep):
+def test_values_gradients_and_gradients_of_gradients(rank, bias, keep):
     for shape in SHAPES:
         torch.manual_seed(0)
         plain = nn.Linear(8, 6, bias=bias)
-        model = nn.Linear(8, 6, bias=bias)
-        model.load_state_dict(plain.state_dict())
-        model = fsdp(model)
-        x = torch.randn(shape)
-        ours, expected = (t.requires_grad_() for t in (x.to("xla"), x.clone()))
-        with keeping(keep):
-            y = model(ours)
-        y.square().sum().backward()
-        z = plain(expected)
-        z.square().sum().backward()
-        torch_xla.sync()
-        close = dict(rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(y.cpu(), z, **close)
-        torch.testing.assert_close(ours.grad.cpu(), expected.grad, **close)
-        for name, parameter in plain.named_parameters():
-            shard = dict(model.named_parameters())[name]
-            torch.testing.assert_close(shard.grad.full_tensor().cpu(), parameter.grad, **close)
+        model, x = fsdp(copy.deepcopy(plain)), torch.randn(shape)
+        found = []
+        for one, leaf in ((model, x.to("xla")), (plain, x)):
+            leaf.requires_grad_()
+            with keeping(keep):
+                y, again = one(leaf), one(leaf)
+            y.square().sum().backward()
+            (slope,) = torch.autograd.grad(again.tanh().sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(slope.square().sum(), leaf)
+            torch_xla.sync()
+            grads = [p.grad.full_tensor() if one is model else p.grad for p in one.parameters()]
+            found.append([t.detach().cpu() for t in (y, leaf.grad, second, *grads)])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def barriers(inner, outer):
@@ -187,29 +183,6 @@ def test_full_float32_precision_is_passed_on(rank):
     finally:
         torch_xla.backends.set_mat_mul_precision(before)
     assert "operand_precision={highest,highest}" in hlo
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@on_each_rank(1)
-def test_gradients_of_gradients(rank, keep):
-    torch.manual_seed(0)
-    weight, bias = torch.randn(1, 4), torch.randn(1)
-    inner = nn.Linear(4, 1)
-    with torch.no_grad():
-        inner.weight.copy_(weight), inner.bias.copy_(bias)
-    model = fsdp(inner)
-    x = torch.randn(2, 3, 4)
-    found = []
-    for function, leaf in (
-        (model, x.to("xla").requires_grad_()),
-        (lambda t: F.linear(t, weight, bias), x.clone().requires_grad_()),
-    ):
-        with keeping(keep):
-            y = function(leaf)
-        (grad,) = torch.autograd.grad(y.tanh().sum(), leaf, create_graph=True)
-        (second,) = torch.autograd.grad(grad.square().sum(), leaf)
-        found.append(second.cpu())
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 class Attention(nn.Module):

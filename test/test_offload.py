@@ -6,7 +6,6 @@ import copy
 import pytest
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from checkpoint_runs import Run
@@ -235,32 +234,6 @@ def changed_by_hand(rank):
         loss.backward()
 
 
-def scaled(rank):
-    for fused_kernel in (False, True):
-        for bad in (None, 0):  # rank 1 has only padding of the first parameter
-            model, reference = offloaded("root", mlp()), FSDP(mlp())
-            mine = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused_kernel)
-            theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
-            scaler = xla_fsdp.ShardedGradScaler(init_scale=8.0, growth_interval=1)
-            before = [p.detach().clone() for p in model.parameters()]
-            scaler.scale(model(inputs(rank).to("xla")).square().mean()).backward()
-            reference(inputs(rank).to("xla")).square().mean().backward()
-            if rank == bad:
-                next(model.parameters()).grad.to_local()[0] = float("inf")
-            if not fused_kernel:
-                scaler.unscale_(mine)
-                model.clip_grad_norm_(1.0)
-                reference.clip_grad_norm_(1.0)
-            scaler.step(mine)
-            scaler.update()
-            theirs.step()
-            assert scaler.get_scale() == (16.0 if bad is None else 4.0)
-            expected = reference.parameters() if bad is None else before
-            for one, other in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(one.detach(), other.detach().cpu(), rtol=1e-4, atol=1e-5)
-            assert len(set(xm.mesh_reduce("scale", scaler.get_scale(), list))) == 1
-
-
 def named_ones(rank):
     """Who is to get gradients may be said; nobody else does, on the host or inside no_sync."""
 
@@ -352,7 +325,6 @@ def refused(rank):
 def test_uses_and_refusals(rank):
     changed_by_hand(rank)
     named_ones(rank)
-    scaled(rank)
     in_pieces(rank)
     refused(rank)
 

@@ -185,27 +185,34 @@ def test_loss_scaling_asks_all_ranks(rank):
         torch_xla.sync()
         return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
-    for kind, bad in [
-        (xla_fsdp.ShardedGradScaler, None), (xla_fsdp.ShardedGradScaler, 0),
-        (xla_fsdp.ShardedGradScaler, 1), (functools.partial(torch.amp.GradScaler, "xla"), None),
-        (functools.partial(torch.amp.GradScaler, "xla"), 1),
+    own, torchs = xla_fsdp.ShardedGradScaler, functools.partial(torch.amp.GradScaler, "xla")
+    rows = {"shard_param_on_dim_0": True}  # no rank has padding alone
+    host = {"cpu_offload": xla_fsdp.CPUOffload()}  # rank 1 has only padding of the first parameter
+    for kind, bad, options, fused in [
+        (own, None, rows, False), (own, 0, rows, False), (own, 1, rows, False),
+        (torchs, None, rows, False), (torchs, 1, rows, False),
+        (own, None, host, False), (own, 0, host, False),
+        (own, None, host, True), (own, 0, host, True),
     ]:  # fmt: skip
-        model, plain = wrapped(mlp(), shard_param_on_dim_0=True), mlp()  # no rank has padding alone
-        mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+        model, plain = wrapped(mlp(), **options), mlp()
+        mine = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
         scaler = kind(init_scale=8.0, growth_interval=1)
         before = values(model)
         scaler.scale(model(here(rank)).square().mean()).backward()
         if rank == bad:
             next(model.parameters()).grad.to_local()[0] = float("inf")
-        scaler.unscale_(mine)
-        norm = model.clip_grad_norm_(1.0)
+        if not fused:
+            scaler.unscale_(mine)
+            norm = model.clip_grad_norm_(1.0)
         scaler.step(mine)
         scaler.update()
         after = values(model)
         if bad is None:
             plain(inputs_of_all()).square().mean().backward()
-            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6)
+            if not fused:
+                expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+                torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6)
             theirs.step()
             assert scaler.get_scale() == 16.0
             found = whole(model, model.state_dict())
