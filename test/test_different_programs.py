@@ -118,7 +118,6 @@ SCANNED = ("optimizers in another order", "batches of another length")
 
 
 def plain_losses(case, size, steps):
-    """The losses of each rank, and the weights, of one process that computes for all of them."""
     torch.manual_seed(0)
     model = nn.Sequential(*case.build(0))
     if case is CASES["optimizers of fewer parameters"]:

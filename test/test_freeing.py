@@ -76,8 +76,6 @@ class Tied(nn.Module):
 
 
 class Lora(nn.Module):
-    """The base is frozen; compute is in bfloat16."""
-
     def __init__(self):
         super().__init__()
         self.base = nn.Linear(COLUMNS, ROWS).requires_grad_(False)

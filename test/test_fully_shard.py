@@ -63,7 +63,6 @@ class Model(nn.Module):
         return (self.embed.weight * self.embed.weight).sum()
 
     def product(self) -> torch.Tensor:
-        """Needs all elements of it."""
         return self.embed.weight @ self.embed.weight.T
 
 
@@ -81,7 +80,6 @@ def sharded(model: Model | None = None, /, **options: Any) -> Model:
 
 
 def wrapped(seed: int = 3, **options: Any) -> nn.Module:
-    """By the class."""
     model = build(seed)
     for number, layer in enumerate(model.layers):
         model.layers[number] = FSDP(layer, **options)
@@ -89,7 +87,6 @@ def wrapped(seed: int = 3, **options: Any) -> nn.Module:
 
 
 def tokens(step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
-    """This rank's part of the batch of a step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator).chunk(size)[rank]
 
@@ -144,7 +141,6 @@ def train(
 
 
 def assert_like_plain(model, found, expected, plain, tolerance: float = 2e-5) -> None:
-    """Losses, norms and weights, on every rank."""
     everyone = xm.mesh_reduce("losses", [loss for loss, _ in found], list)
     means = [sum(losses) / len(losses) for losses in zip(*everyone, strict=True)]
     found = [(mean, norm) for mean, (_, norm) in zip(means, found, strict=True)]

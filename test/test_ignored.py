@@ -142,7 +142,6 @@ def states(rank, folder):
         assert torch.equal(value, full[name]), (name, value, full[name])
     state, expected = fresh.state[other.scale], optimizer.state[model.scale]
     assert torch.equal(state["momentum_buffer"].cpu(), expected["momentum_buffer"].cpu())
-    # From weights of the whole model, which tests on one rank write for all.
     if rank == 0:
         values = {name: value + 1 for name, value in full.items() if name != "tied.weight"}
         save_file(values, f"{folder}/model.safetensors")

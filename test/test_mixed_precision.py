@@ -169,7 +169,6 @@ class Noting(nn.Module):
 @pytest.mark.parametrize("ranks, as_on_tpu", [(2, False), (4, True)])
 @on_each_rank(timeout=1500)
 def test_modules_that_stay_in_float32(rank, as_on_tpu):
-    """Against torch that computes the same in bfloat16 but for the norms."""
     trace_as_on_tpu(as_on_tpu)
     # Of all ranks the same: batch norms know only of their own.
     same = torch.cat([inputs(number) for number in range(6)])

@@ -115,22 +115,9 @@ def test_ranks_draw_what_a_process_of_their_own_would(run_ranks, draw):
             assert torch.equal(one, other), f"rank {rank}, value {index}"
 
 
-def values_of_a_library_that_replaces_torchs_initialization(build):
+def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
     """As Transformers 5 does while it builds a model: functions of its own in torch's place."""
 
-    def skips_what_is_loaded(original):
-        return lambda tensor, *args, **kwargs: (
-            tensor if getattr(tensor, "is_loaded", False) else original(tensor, *args, **kwargs)
-        )
-
-    vars(nn.init).update({name: skips_what_is_loaded(f) for name, f in INITIALIZATION.items()})
-    try:
-        return build()
-    finally:
-        vars(nn.init).update(INITIALIZATION)
-
-
-def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
     def build(rank, on_ranks):
         values = []
         for _ in range(3):
@@ -147,8 +134,17 @@ def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
             xm.rendezvous("built")  # ranks share the module whose functions are replaced
         return [value.detach() for value in values]
 
+    def skips_what_is_loaded(original):
+        return lambda tensor, *args, **kwargs: (
+            tensor if getattr(tensor, "is_loaded", False) else original(tensor, *args, **kwargs)
+        )
+
     def build_replaced(rank):
-        return values_of_a_library_that_replaces_torchs_initialization(lambda: build(rank, True))
+        vars(nn.init).update({name: skips_what_is_loaded(f) for name, f in INITIALIZATION.items()})
+        try:
+            return build(rank, True)
+        finally:
+            vars(nn.init).update(INITIALIZATION)
 
     for rank, got in enumerate(run_ranks(build_replaced, N)):
         assert all(map(torch.equal, got, build(rank, False))), f"rank {rank}"

@@ -461,7 +461,6 @@ def test_states_of_rank_0_everywhere(rank, options):
 
 
 def programs_of_states(rank, layers, width):
-    """How many are compiled while rank 0's values are handed out."""
     torch_xla.sync()
     mine = torch.full((3,), rank + 1.0).to(torch_xla.device())
     total = xm.all_reduce(xm.REDUCE_SUM, mine)  # pending all the while

@@ -164,7 +164,6 @@ def parameters_gone_through_in_a_forward(rank):
         model(x)
 
     def looks(model):
-        """What needs no value, or is about shards."""
         for parameter in model.parameters():
             assert parameter.dtype is torch.float32 and parameter.device.type == "xla"
             assert isinstance(parameter, nn.Parameter) or parameter.grad_fn is not None

@@ -10,15 +10,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
 from test_freeing import live_sizes
-from test_special_uses import (
-    WIDTH,
-    assert_same_backward,
-    assert_same_gradients,
-    inputs,
-    inputs_of_all,
-    mlp,
-    wrapped,
-)
+from test_special_uses import WIDTH, assert_same_gradients, inputs, inputs_of_all, mlp, wrapped
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -122,7 +114,10 @@ CALLS = {
     "in a row": in_a_row,
     "by a wrapper": with_kept_module,
     "composable": lambda layer, x: composable(layer)(x),
-    "checkpoint_module": lambda layer, x: xla_fsdp.checkpoint_module(layer)(x),
+    "checkpoint_module": lambda layer, x: checkpoint_module(layer)(x),
+    "nested checkpoint_module": lambda layer, x: checkpoint_module(
+        nn.Sequential(checkpoint_module(layer))
+    )(x),
 }
 SCALED = "by keyword", "by partial", "by itself"
 
@@ -357,15 +352,6 @@ def test_inputs_are_not_kept_by_the_loss(rank):
     loss.backward()
     model.zero_grad()
     assert x.numel() not in live_sizes(torch_xla.device())
-
-
-@on_each_rank(3)
-def test_nested_checkpoints(rank):
-    plain, model = mlp(), mlp()
-    for name in ("1.0", "1", ""):
-        checkpoint_module(model.get_submodule(name))
-    model = wrapped(model, "1")
-    assert_same_backward(model, plain, rank)
 
 
 class Calling(nn.Module):

@@ -61,7 +61,6 @@ FORMS = ["wrapper", "dim 0", "kept", "flat", "fully_shard", "scanned"]
 
 
 def asked(rank, form, ask, steps=1):
-    """What ``ask`` finds in the forwards of a model in this form, and the model's module."""
     torch.manual_seed(0)
     model, module = forms()[form]()
     object.__setattr__(module, "seen", [])
