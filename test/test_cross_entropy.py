@@ -101,13 +101,6 @@ def test_a_wrapped_head_trains_as_in_plain_torch(rank):
     assert trained(FSDP(Head()), "xla") == pytest.approx(expected, rel=1e-5)
 
 
-def refused(expected, **given):
-    hidden, weight, labels = inputs()
-    arguments = {"hidden": hidden, "weight": weight, "labels": labels, **given}
-    with pytest.raises(ValueError, match=expected):
-        linear_cross_entropy(**arguments)
-
-
 @on_each_rank(2)
 def test_ranks_share_what_is_lowered(rank):
     """Each its own would be a program each, whose collectives may come in different orders."""
@@ -139,11 +132,16 @@ def test_labels_beyond_the_vocabulary_are_no_number(rank):
 def test_refusals_and_other_devices():
     hidden, weight, labels = inputs()
     assert torch.equal(linear_cross_entropy(*inputs()), whole(hidden, weight, labels))
-    refused("full only in its wrapper's forward", weight=weight.flatten())
-    refused(re.escape("labels must be integers of shape (3, 4)"), labels=labels.flatten())
-    refused("chunk must be a positive integer", chunk=0)
-    refused("label_smoothing must be from 0 to 1", label_smoothing=2.0)
-    refused("reduction must be one of", reduction="avg")
+    given = {"hidden": hidden, "weight": weight, "labels": labels}
+    for text, wrong in (
+        ("full only in its wrapper's forward", {"weight": weight.flatten()}),
+        ("labels must be integers of shape (3, 4)", {"labels": labels.flatten()}),
+        ("chunk must be a positive integer", {"chunk": 0}),
+        ("label_smoothing must be from 0 to 1", {"label_smoothing": 2.0}),
+        ("reduction must be one of", {"reduction": "avg"}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            linear_cross_entropy(**given | wrong)
 
 
 @pytest.mark.slow
