@@ -115,7 +115,7 @@ def what_a_block_would_lose(rank):
         (lambda block, x, y, seen: seen.insert(0, 1), [0]),
         (lambda block, x, y, seen: seen.append(y), []),
         (lambda block, x, y, seen: seen.update(last=y.detach()), {}),
-        (lambda block, x, y, seen: seen.add_(1), torch.zeros(2, dtype=torch.int32, device="xla")),
+        (lambda block, x, y, seen: seen.add_(1), torch.zeros((), dtype=torch.int32, device="xla")),
     ):
         model = scan_blocks([Block(number, also) for number in range(3)])
         with pytest.raises(ValueError, match="forward of Block changes one of its arguments"):
