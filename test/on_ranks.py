@@ -27,6 +27,15 @@ def on_each_rank(size=None, timeout=600):
     return as_test
 
 
+def finish_step(optimizer):
+    """What a training step does after its backward."""
+    import torch_xla
+
+    optimizer.step()
+    optimizer.zero_grad()
+    torch_xla.sync()
+
+
 def without_ranks(function):
     """Decorates a test that runs in a process without ranks."""
 

@@ -8,7 +8,8 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, without_ranks
+from planned import training_step
 from test_special_uses import trace_as_on_tpu, wrapped
 from torch import nn
 
@@ -61,9 +62,7 @@ def train(rank: int, model: nn.Module, batch=batch) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         model(batch(rank, step).to("xla")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
 
 
 def sharded(rank: int, state, hook, over="all", **options: Any) -> dict[str, torch.Tensor]:
@@ -229,30 +228,15 @@ WIDE = 512
 MATRIX = WIDE * WIDE * 4
 
 
-def _step(hook, over="all", hybrid=False):
-    def step():
-        options = {}
-        if hybrid:
-            options = {
-                "sharding_groups": [[0, 1, 2, 3], [4, 5, 6, 7]],
-                "sharding_rank": xr.global_ordinal() % 4,
-                "sharding_world_size": 4,
-                "replication_groups": [[one, one + 4] for one in range(4)],
-            }
+def _sent(hook, over="all", **options):
+    def hooked():
         model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE))
         model = FSDP(model, **options)
         if hook is not None:
             model.register_comm_hook(None, hook, over)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        x = torch.randn(64, WIDE).to("xla")
-        (model(x) - x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return model
 
-    return step
-
-
-def _sent(report):
+    report = plan(training_step(hooked, 64, WIDE), V5E, cache=False, progress=False, ranks=[0])
     found = collections.Counter()
     for one in report.schedule.collectives:
         kind = one.asked or one.kind
@@ -264,21 +248,17 @@ def _sent(report):
 @pytest.mark.slow
 @without_ranks
 def test_bytes_of_hooks():
-    def planned(*args, **kwargs):
-        return _sent(plan(_step(*args, **kwargs), V5E, cache=False, progress=False, ranks=[0]))
-
     def near(value):  # the compiler pads small ones
         return pytest.approx(value, rel=0.01)
 
-    sent = planned(None)
+    sent = _sent(None)
     assert sent == {("reduce-scatter", "f32", 8): near(2 * MATRIX * 7 // 8)}, sent
     uncompressed = sent["reduce-scatter", "f32", 8]
 
-    sent = planned(bf16_compress_hook)
+    sent = _sent(bf16_compress_hook)
     assert sent == {("reduce-scatter", "bf16", 8): uncompressed // 2}, sent
 
-    # Over two replicas of four ranks: the second sum is of shards.
-    sent = planned(bf16_compress_hook, "replicas", hybrid=True)
+    sent = _sent(bf16_compress_hook, "replicas", device_mesh=[[0, 1, 2, 3], [4, 5, 6, 7]])
     shards = 2 * MATRIX // 4
     assert sent["reduce-scatter", "f32", 4] == near(2 * MATRIX * 3 // 4), sent
     assert sent["all-reduce", "bf16", 2] == near(shards // 2), sent

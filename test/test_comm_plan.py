@@ -10,12 +10,7 @@ from xla_fsdp import BackwardPrefetch, FSDPOptions
 from xla_fsdp.collectives.order import Event, Wait
 from xla_fsdp.collectives.routes import Routes, attributes_of, routes_for
 from xla_fsdp.collectives.world import World
-from xla_fsdp.sharding.comm_plan import (
-    SMALL_BYTES,
-    Divisors,
-    plan_gathers,
-    plan_reductions,
-)
+from xla_fsdp.sharding.comm_plan import SMALL_BYTES, Divisors, plan_gathers, plan_reductions
 from xla_fsdp.sharding.layout import Layout, TensorSpec
 from xla_fsdp.tpu.topology import resolve
 

@@ -1,5 +1,6 @@
-"""Wrapping: policies, options, names, meta initialisation, sharding groups, wrong arguments."""
+"""Wrapping: policies, names, meta initialisation, groups, models that were moved before."""
 
+import copy
 import functools
 
 import pytest
@@ -21,6 +22,7 @@ from test_special_uses import (
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import full_state_dict
 from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.wrap import (
     always_wrap_policy,
@@ -32,8 +34,6 @@ from xla_fsdp.wrap import (
 
 
 class Box(nn.Module):
-    """Stands for a wrapper where only the walk is tested."""
-
     def __init__(self, module, **options):
         super().__init__()
         self.module = module
@@ -58,12 +58,9 @@ def test_policies_choose_submodules():
     assert wrapped_names(mlp(), size_based_auto_wrap_policy) == []
     assert size_based_auto_wrap_policy(mlp(), False, 100_000_000)
     assert not size_based_auto_wrap_policy(mlp(), False, 99_999_999)
-
-
-def test_size_policy_does_not_look_into_attention_nor_wrap_lists():
-    model = nn.ModuleDict(
-        {"a": nn.MultiheadAttention(8, 2), "l": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])}
-    )
+    # Not inside of attention, and no lists.
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "l": layers})
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=70)
     assert wrapped_names(model, policy) == ["l.0", "l.1"]
 
@@ -115,23 +112,6 @@ def test_overrides_and_shared_modules():
     assert model[2].options == {"compute_dtype": torch.bfloat16}
 
 
-@on_each_rank(2)
-def test_every_option_reaches_auto_wrapped_children(rank):
-    model = FSDP(
-        mlp(),
-        reshard_after_forward=False,
-        compute_dtype=torch.bfloat16,
-        buffer_dtype=torch.float16,
-        fp32_reduce_scatter=True,
-        flatten_parameters=True,
-        coalesce_all_gather_ops=True,
-        auto_wrap_policy=always_wrap_policy,
-    )
-    units = [m for m in model.modules() if isinstance(m, FSDP)]
-    assert len(units) == 6
-    assert all(unit.fsdp_options == model.fsdp_options for unit in units)
-
-
 @on_each_rank(3)
 def test_parameters_keep_their_names(rank):
     plain, inner = mlp(), mlp()
@@ -148,6 +128,8 @@ def test_parameters_keep_their_names(rank):
     assert model.reshard_after_forward is True and model.compute_dtype is None
     with pytest.raises(AttributeError, match="nothing"):
         model.nothing  # noqa: B018
+    with pytest.raises(TypeError, match="module must be a torch.nn.Module, got int"):
+        FSDP(3)
     assert model.params_with_grad == [] and len(model.sharded_params) == 4
     assert model.get_original_names_and_sharded_parameters() == list(model.named_parameters())
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -157,7 +139,6 @@ def test_parameters_keep_their_names(rank):
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @on_each_rank(2)
 def test_interleaved_construction_frees_layer_by_layer(rank, device):
-    """Layers built and wrapped one by one: the full values go as soon as a layer is wrapped."""
     on = torch_xla.device() if device == "xla" else "cpu"
     layers, originals = [], []
     for _ in range(3):
@@ -168,43 +149,6 @@ def test_interleaved_construction_frees_layer_by_layer(rank, device):
     model = FSDP(nn.Sequential(*layers))
     assert sum(p.to_local().numel() for p in model.parameters()) == 3 * (64 * 64 // 2 + 128)
     assert model(torch.ones(2, 64, device=torch_xla.device())).shape == (2, 64)
-
-
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("wrapping", ["plain", "flatten_parameters", "shard_param_on_dim_0"])
-@on_each_rank(3)
-def test_state_dict_round_trip(rank, wrapping, compute_dtype):
-    class WithBuffers(nn.Sequential):
-        pass
-
-    def build():
-        torch.manual_seed(1)
-        model = WithBuffers(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5))
-        model[1].running_mean += 0.3
-        return model
-
-    options = {"compute_dtype": compute_dtype}
-    if wrapping in ("flatten_parameters", "shard_param_on_dim_0"):
-        options[wrapping] = True
-    plain, model = build(), wrapped(build(), "0", **options)
-    mine = {name: value.cpu() for name, value in model.state_dict().items()}
-    assert "running_mean" not in str(model.get_shard_metadata()["parameters"])
-    ours = whole(model, model.state_dict())
-    assert ours.keys() == plain.state_dict().keys()
-    for name, value in plain.state_dict().items():
-        assert ours[name].dtype is value.dtype
-        if "running" in name and compute_dtype:
-            torch.testing.assert_close(ours[name], value, rtol=0.01, atol=0.01)
-        else:
-            assert torch.equal(ours[name], value)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.load_state_dict(mine)
-    torch_xla.sync()
-    assert all(torch.equal(v.cpu(), mine[n]) for n, v in model.state_dict().items())
-    with pytest.raises(RuntimeError, match=r"size mismatch|[Mm]issing|Unexpected"):
-        model.load_state_dict({name: value[:1] for name, value in mine.items() if value.dim()})
 
 
 @pytest.mark.parametrize(
@@ -231,39 +175,31 @@ def test_loads_state_dicts_of_the_intree_class(rank, options):
         assert torch.equal(ours[name], value)
 
 
-class Counting(nn.Linear):
-    model: list[nn.Module] = []
-    most = 0
-
-    def reset_parameters(self):
-        super().reset_parameters()
-        for model in self.model:
-            held = sum(p.numel() for p in model.parameters() if p.device.type == "cpu")
-            type(self).most = max(type(self).most, held)
-
-
 @pytest.mark.parametrize("flatten", [False, True])
 @on_each_rank(2)
 def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
-    torch.manual_seed(0)
+    model, held = nn.Sequential(), []
+
+    class Counting(nn.Linear):
+        def reset_parameters(self):
+            super().reset_parameters()
+            held.append(sum(p.numel() for p in model.parameters() if p.device.type == "cpu"))
+
+    def build(linear):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)]
+        blocks.append(linear(WIDTH, WIDTH))
+        blocks[6].weight = blocks[0][0].weight
+        return blocks
+
     with torch.device("meta"):
-        blocks = [nn.Sequential(Counting(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)]
-        model = nn.Sequential(*blocks, Counting(WIDTH, WIDTH))
-        model[6].weight = model[0][0].weight
+        model.extend(build(Counting))
     model[2][0].weight.requires_grad_(False)
-
-    class Here(Counting):
-        pass
-
-    Here.model, Here.most = [model], 0
-    for module in model.modules():
-        if type(module) is Counting:
-            module.__class__ = Here
     names = [name for name, _ in model.named_parameters()]
     wrapper = wrapped(model, *(["1", "4"] if flatten else ["1"]), flatten_parameters=flatten)
     if not flatten:
         assert [name for name, _ in wrapper.named_parameters()] == names
-        assert Here.most <= WIDTH * WIDTH + 2 * WIDTH
+        assert 0 < max(held) <= WIDTH * WIDTH + 2 * WIDTH
         frozen = [n for n, p in wrapper.named_parameters() if not p.requires_grad]
         assert frozen == ["2.0.weight"]
     assert all(p.device.type == "xla" for p in wrapper.parameters())
@@ -271,13 +207,7 @@ def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
     assert torch.equal(full["6.weight"], full["0.0.weight"])
     assert full["3.1.weight"].eq(1).all() and full["3.0.weight"].std() > 0.1
     x = torch.randn(2, WIDTH)
-    with torch.device("meta"):
-        pass
-    plain = nn.Sequential(
-        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)],
-        nn.Linear(WIDTH, WIDTH),
-    )
-    plain[6].weight = plain[0][0].weight
+    plain = nn.Sequential(*build(nn.Linear))
     plain.load_state_dict(full)
     ours = wrapper(x.to(torch_xla.device())).detach().cpu()
     torch.testing.assert_close(ours, plain(x).detach(), rtol=1e-4, atol=1e-5)
@@ -345,15 +275,13 @@ def test_meta_initialisation_misses_values_of_every_dtype(rank):
             assert all(value.eq(0).all() for value in model.state_dict().values())
 
 
-@pytest.mark.parametrize("replicated", [False, True])
 @on_each_rank(4)
-def test_sharding_groups(rank, replicated):
+def test_sharding_groups_without_replicas(rank):
     options = hybrid(rank)
-    if not replicated:
-        del options["replication_groups"]
+    del options["replication_groups"]
     plain, model = mlp(), wrapped(mlp(), "1", **options)
     model(inputs(rank).to(torch_xla.device())).square().mean().backward()
-    mine = range(4) if replicated else range(2 * (rank // 2), 2 * (rank // 2) + 2)
+    mine = range(2 * (rank // 2), 2 * (rank // 2) + 2)
     plain(torch.cat([inputs(r) for r in mine])).square().mean().backward()
     norm = model.clip_grad_norm_(0.01)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
@@ -411,21 +339,114 @@ def test_clipping_edges(rank):
     model(inputs(0).to(torch_xla.device())).square().mean().backward()
     plain = mlp()
     plain(inputs(0)).square().mean().backward()
-    for order in (2, 1, 3, float("inf")):
-        ours = model.clip_grad_norm_(1e9, order)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9, order)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9, 3)
+    for options in ({}, {"groups": [[0, 1, 2]]}):
+        ours = model.clip_grad_norm_(1e9, 3, **options)
         torch.testing.assert_close(ours.cpu(), expected, rtol=1e-4, atol=1e-6)
-    everyone = model.clip_grad_norm_(1e9, groups=[[0, 1, 2]]).item()
-    assert everyone == pytest.approx(model.clip_grad_norm_(1e9).item())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(9, WIDTH)
+        self.first, self.second = nn.LSTM(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.second.weight_hh_l0 = self.first.weight_hh_l0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        states, _ = self.first(self.embed(tokens))
+        return self.head(self.second(states)[0])
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randint(9, (5, 2), generator=torch.Generator().manual_seed(rank))
+
+
+def train(model: nn.Module, loss) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
 
 
 @on_each_rank(2)
-def test_wrong_arguments_say_what_to_do(rank):
-    def fails(error, message, *args, **options):
-        with pytest.raises(error, match=message):
-            FSDP(*(args or (mlp(),)), **options)
+def test_moved_then_wrapped(rank):
+    plain = Tied()
+    expected = train(
+        plain, lambda model: sum(model(tokens(n)).square().mean() for n in range(2)) / 2
+    )
+    for options in ({}, {"flatten_parameters": True}):
+        model = Tied().to(torch_xla.device())
+        assert model.head.weight is model.embed.weight
+        assert model.second._flat_weights[1] is model.first.weight_hh_l0
+        assert len(list(model.parameters())) == len(list(plain.parameters()))
+        model = FSDP(model, **options)
+        train(model, lambda model: model(tokens(rank).to("xla")).square().mean())
+        for name, value in full_state_dict(model).items():
+            torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert expected[0] > expected[-1]
 
-    fails(TypeError, "module must be a torch.nn.Module, got int", 3)
-    fails(RuntimeError, "ModuleList has no forward", nn.ModuleList([mlp()]))
-    fails(RuntimeError, "ModuleDict has no forward", nn.ModuleDict({"a": mlp()}))
-    fails(ValueError, "'1' is", wrapped(mlp(), "1").module, auto_wrap_policy=always_wrap_policy)
+
+@on_each_rank(1)
+def test_other_moves_are_those_of_torch(rank):
+    model = Tied()
+    weight = model.head.weight
+    assert model.to(torch.float64) is model and model.head.weight is weight is model.embed.weight
+    alike = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    alike[1].load_state_dict(copy.deepcopy(alike[0].state_dict()))
+    alike.to(torch_xla.device())
+    assert alike[0].weight is not alike[1].weight
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
+    assert scripted.to(torch.float64)[0].weight.dtype == torch.float64
+
+
+@on_each_rank(2)
+def test_an_optimizer_made_before_the_wrapping(rank):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = FSDP(model.to(torch_xla.device()))
+    model(tokens(rank).to(torch_xla.device())).sum().backward()
+    with pytest.raises(RuntimeError, match=r"made before module.*shape \[9, 6\] on cpu"):
+        optimizer.step()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # it has what to train
+
+
+@on_each_rank(1)
+def test_hooks_and_attributes_stay(rank):
+    model, calls = nn.Linear(2, 2), []
+    model.weight.register_hook(lambda grad: grad * 5)
+    handle = model.bias.register_post_accumulate_grad_hook(lambda bias: calls.append(bias))
+    model.weight.no_decay = True
+    model.to(torch_xla.device())
+    model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
+    assert model.weight.no_decay and model.weight.grad.flatten().tolist() == [5.0] * 4
+    assert len(calls) == 1 and calls[0] is model.bias
+    handle.remove()
+    model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
+    assert len(calls) == 1
+
+
+BEFORE_ANY_NAME = """
+import torch, torch_xla
+import xla_fsdp
+
+model = torch.nn.Module()
+model.a, model.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+model.b.weight = model.a.weight
+model.to(torch_xla.device())
+assert model.a.weight is model.b.weight
+"""
+
+
+def test_from_the_import_on(run_script):
+    done = run_script(BEFORE_ANY_NAME, env={"PJRT_DEVICE": "CPU"})
+    assert done.returncode == 0, done.stderr

@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, without_ranks
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -85,16 +84,13 @@ def test_losses_and_gradients_are_those_of_torch(rank):
 
 
 def trained(model, device):
-    """The losses of two steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     hidden, _, labels = inputs()
     losses = []
     for _ in range(2):
         loss = model(hidden.to(device), labels.to(device))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
         losses.append(loss.item())
     return losses
 
@@ -103,13 +99,6 @@ def trained(model, device):
 def test_a_wrapped_head_trains_as_in_plain_torch(rank):
     expected = trained(Head(fused=False), "cpu")
     assert trained(FSDP(Head()), "xla") == pytest.approx(expected, rel=1e-5)
-
-
-def refused(expected, **given):
-    hidden, weight, labels = inputs()
-    arguments = {"hidden": hidden, "weight": weight, "labels": labels, **given}
-    with pytest.raises(ValueError, match=expected):
-        linear_cross_entropy(**arguments)
 
 
 @on_each_rank(2)
@@ -143,11 +132,16 @@ def test_labels_beyond_the_vocabulary_are_no_number(rank):
 def test_refusals_and_other_devices():
     hidden, weight, labels = inputs()
     assert torch.equal(linear_cross_entropy(*inputs()), whole(hidden, weight, labels))
-    refused("full only in its wrapper's forward", weight=weight.flatten())
-    refused(re.escape("labels must be integers of shape (3, 4)"), labels=labels.flatten())
-    refused("chunk must be a positive integer", chunk=0)
-    refused("label_smoothing must be from 0 to 1", label_smoothing=2.0)
-    refused("reduction must be one of", reduction="avg")
+    given = {"hidden": hidden, "weight": weight, "labels": labels}
+    for text, wrong in (
+        ("full only in its wrapper's forward", {"weight": weight.flatten()}),
+        ("labels must be integers of shape (3, 4)", {"labels": labels.flatten()}),
+        ("chunk must be a positive integer", {"chunk": 0}),
+        ("label_smoothing must be from 0 to 1", {"label_smoothing": 2.0}),
+        ("reduction must be one of", {"reduction": "avg"}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            linear_cross_entropy(**given | wrong)
 
 
 @pytest.mark.slow

@@ -94,46 +94,33 @@ def batch(rank, step, rows=8):
     return torch.randn(rows, WIDTH, generator=generator)
 
 
-def longer(rank, step):
-    return batch(rank, step, 4 + 3 * rank)
-
-
-def layers(rank):
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-
-
-def experts(rank):
-    return [Experts(rank), nn.Linear(WIDTH, WIDTH)]
-
-
-def forwards(parameters, rank):
-    return parameters
-
-
-def by_rank(parameters, rank):
-    return parameters[::-1] if rank else parameters
-
-
-def fewer(parameters, rank):
-    return [p for p in parameters if p.dim() == 1] if rank else parameters
-
-
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    build: Callable = layers
+    build: Callable = lambda rank: [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
     data: Callable = batch
-    held: Callable = forwards
+    held: Callable = lambda parameters, rank: parameters
     optimizer: Callable = sgd
 
 
+CASES = {
+    "optimizers in another order": Case(held=lambda some, rank: some[::-1] if rank else some),
+    "optimizers of fewer parameters": Case(
+        held=lambda some, rank: [p for p in some if p.dim() == 1] if rank else some
+    ),
+    "batches of another length": Case(data=lambda rank, step: batch(rank, step, 4 + 3 * rank)),
+    "NovoGrad": Case(optimizer=NovoGrad),
+    "routing": Case(build=lambda rank: [Experts(rank), nn.Linear(WIDTH, WIDTH)]),
+}
+SCANNED = ("optimizers in another order", "batches of another length")
+
+
 def plain_losses(case, size, steps):
-    """The losses of each rank, and the weights, of one process that computes for all of them."""
     torch.manual_seed(0)
     model = nn.Sequential(*case.build(0))
-    if case.held is fewer:
+    if case is CASES["optimizers of fewer parameters"]:
         first_half = (torch.arange(WIDTH) < WIDTH // 2).float()[:, None]
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -151,18 +138,6 @@ def plain_losses(case, size, steps):
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return losses
-
-
-CASES = {
-    "optimizers in another order": Case(held=by_rank),
-    "optimizers of fewer parameters": Case(held=fewer),
-    "batches of another length": Case(data=longer),
-    "NovoGrad": Case(optimizer=NovoGrad),
-    "routing": Case(build=experts),
-}
-
-
-SCANNED = ("optimizers in another order", "batches of another length")
 
 
 @pytest.mark.parametrize(
@@ -232,10 +207,10 @@ def test_channels_of_the_caller(run_ranks):
 
 def test_values_go_through_as_they_are(run_ranks):
     special = [float("nan"), float("inf"), -float("inf"), 0.5, 2e-38]
+    kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.int32]
 
     def step(rank):
         gathered = [gather(torch.tensor(special)[start:]) for start in range(len(special))]
-        kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.int32]
         gathered += [gather(torch.tensor([1, 0, 1], dtype=kind)) for kind in kinds]
         gathered.append(gather(torch.tensor([1.5 + 2j])))
         scattered = xm.reduce_scatter("sum", torch.tensor(special[:2]).to("xla"), 1.0, 0, 2)
@@ -244,7 +219,6 @@ def test_values_go_through_as_they_are(run_ranks):
         return [value.cpu() for value in gathered]
 
     want = [torch.tensor(special[start:] * 2) for start in range(len(special))]
-    kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.int32]
     want += [torch.tensor([1, 0, 1] * 2, dtype=kind) for kind in kinds]
     want += [torch.tensor([1.5 + 2j] * 2), torch.ones(4)]
     for got in run_ranks(step, 2):

@@ -15,22 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_xla
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
-from on_ranks import on_each_rank
+from on_ranks import finish_step, on_each_rank
 from torch import nn
 
 import xla_fsdp
-from xla_fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    XlaFullyShardedDataParallel,
-    full_state_dict,
-    fully_shard,
-    scan_blocks,
-)
+from xla_fsdp import CPUOffload, fully_shard, scan_blocks
 from xla_fsdp import ShardingStrategy as S
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.ranks.rank import current_rank
@@ -44,11 +35,8 @@ Cell = tuple[str, ...]
 
 # Two settings that are not possible together, and what the message has.
 NOT_TOGETHER = {
-    (
-        "fully_shard",
-        "flat",
-    ): "flatten_parameters=True is not supported by fully_shard. Leave it out",
-    ("scanned", "zero2"): "reshard_after_forward=False is not supported in scan_blocks",
+    ("fully_shard", "flat"): "=True is not supported by fully_shard. Leave it out",
+    ("scanned", "zero2"): "or pass a number of ranks >= 2, which stores a part of them",
     ("scanned", "flat"): "flatten_parameters=True is not supported in scan_blocks",
 }
 
@@ -126,7 +114,6 @@ def build(uses: Iterable[str]) -> Model:
 
 
 def batches(uses: Iterable[str]) -> list[tuple[torch.Tensor, ...]]:
-    """Of every step, the micro-batches of all ranks."""
     generator = torch.Generator().manual_seed(5)
     size = (STEPS, GLOBAL_BATCH, 3)
     tokens = torch.randint(WORDS, size, generator=generator)
@@ -171,26 +158,25 @@ def expected(uses: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero2": {"reshard_after_forward": False},
+    "hpz": {"reshard_after_forward": 2},
+    "dim0": {"shard_param_on_dim_0": True},
+    "flat": {"flatten_parameters": True},
+    "hybrid": {"device_mesh": MESH},
+    "bf16": {"compute_dtype": torch.bfloat16},
+    "offload": {"cpu_offload": CPUOffload()},
+}
+BY_TORCHS_NAMES: dict[str, dict[str, Any]] = {
+    "hybrid": {"mesh": MESH},
+    "bf16": {"mp_policy": xla_fsdp.MixedPrecisionPolicy(torch.bfloat16)},
+    "offload": {"offload_policy": xla_fsdp.CPUOffloadPolicy()},
+}
+
+
 def options_for(cell: Cell) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "reshard_after_forward": {"zero3": True, "zero2": False, "hpz": 2}[cell[1]]
-    }
-    if "dim0" in cell:
-        options["shard_param_on_dim_0"] = True
-    if "flat" in cell:
-        options["flatten_parameters"] = True
-    by_torchs_name = "fully_shard" in cell
-    if "hybrid" in cell:
-        options["mesh" if by_torchs_name else "device_mesh"] = MESH
-    if "bf16" in cell and by_torchs_name:
-        options["mp_policy"] = xla_fsdp.MixedPrecisionPolicy(torch.bfloat16)
-    elif "bf16" in cell:
-        options["compute_dtype"] = torch.bfloat16
-    if "offload" in cell and by_torchs_name:
-        options["offload_policy"] = xla_fsdp.CPUOffloadPolicy()
-    elif "offload" in cell:
-        options["cpu_offload"] = xla_fsdp.CPUOffload()
-    return options
+    options = OPTIONS | BY_TORCHS_NAMES if "fully_shard" in cell else OPTIONS
+    return {name: value for use in cell for name, value in options.get(use, {}).items()}
 
 
 def sharded(cell: Cell) -> nn.Module:
@@ -199,7 +185,7 @@ def sharded(cell: Cell) -> nn.Module:
         for one in (model.embed, *model.blocks):
             fully_shard(one, **options)
         return fully_shard(model, **options)
-    fsdp = functools.partial(XlaFullyShardedDataParallel, **options)
+    fsdp = functools.partial(FSDP, **options)
     if "scanned" in cell:
         model.blocks = scan_blocks(list(model.blocks), **options)
     else:
@@ -222,6 +208,7 @@ def train(rank: int, cell: Cell) -> dict[str, Any]:
     model = sharded(cell)
     optimizer = optimizer_for(model)
     parameters = list(model.parameters())
+    assert {p.device.type for p in parameters} == {"cpu" if "offload" in cell else "xla"}
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     gradients = []
     for step in batches(cell):
@@ -235,17 +222,15 @@ def train(rank: int, cell: Cell) -> dict[str, Any]:
         assert all((p.grad is None) is not p.requires_grad for p in parameters)
         gradients.append([p.grad.clone() if p.requires_grad else None for p in parameters])
         norm = model.clip_grad_norm_(CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
         found["losses"].append(total.item())
         found["norms"].append(norm.item())
-    found["weights"] = full_state_dict(model, rank0_only=False)
+    found["weights"] = xla_fsdp.full_state_dict(model, rank0_only=False)
     for step in gradients:  # under the names of the full state
         with torch.no_grad():
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.zero_() if gradient is None else parameter.copy_(gradient)
-        found["gradients"].append(full_state_dict(model, rank0_only=False))
+        found["gradients"].append(xla_fsdp.full_state_dict(model, rank0_only=False))
     return found
 
 
@@ -366,7 +351,7 @@ def test_what_contradicts_itself_raises(rank: int):
         return root(model)
 
     host, stream = {"cpu_offload": CPUOffload()}, {"cpu_offload": CPUOffload(stream=True)}
-    narrow = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    narrow = xla_fsdp.MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
     mesh = {"device_mesh": MESH}
     part = functools.partial
     wrapper, scanned, in_place = part(FSDP, Block()), scan, part(fully_shard, Block())
@@ -403,7 +388,7 @@ def test_what_contradicts_itself_raises(rank: int):
         ([part(tie, FSDP, False), part(tie, fully_shard, False)], {},
          "block 1 shares the parameter norm.weight with a wrapped module"),
         ([part(offload_one, FSDP)], host, "Pass the same cpu_offload to both"),
-        ([part(offload_one, fully_shard)], {"offload_policy": CPUOffloadPolicy()},
+        ([part(offload_one, fully_shard)], {"offload_policy": xla_fsdp.CPUOffloadPolicy()},
          "Pass the same cpu_offload to both"),
     ]:  # fmt: skip
         for make in makes:

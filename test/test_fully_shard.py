@@ -1,38 +1,168 @@
-"""fully_shard: its methods, and scenarios of torch's own tests of FSDP2, against plain modules."""
+"""fully_shard against plain modules: training, states, scenarios of torch's tests, what raises."""
+
+from __future__ import annotations
 
 import copy
+import pathlib
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_xla
-import torch_xla.runtime as xr
-from in_place import (
-    Layer,
-    Model,
-    assert_like,
-    assert_like_plain,
-    build,
-    loss_of,
-    sharded,
-    tokens,
-    train,
-    wrapped,
-)
+import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
+from safetensors.torch import save_file
 from torch import nn
+from wrappings import assert_equal
 
-from xla_fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    checkpoint_module,
-    full_state_dict,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+import xla_fsdp
+from xla_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.sharding.sharded_parameter import ShardedParameter
+
+VOCABULARY, WIDTH, SEQUENCE, BATCH = 7, 8, 4, 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 11), nn.Linear(11, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.gain * self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(1))
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(tokens))
+
+    def squared(self) -> torch.Tensor:
+        """Computes with a parameter of its own, outside of a forward."""
+        return (self.embed.weight * self.embed.weight).sum()
+
+    def product(self) -> torch.Tensor:
+        return self.embed.weight @ self.embed.weight.T
+
+
+def build(seed: int = 3) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def sharded(model: Model | None = None, /, **options: Any) -> Model:
+    """From the inside out, as scripts for FSDP2 do it."""
+    model = build() if model is None else model
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def wrapped(seed: int = 3, **options: Any) -> nn.Module:
+    model = build(seed)
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = FSDP(layer, **options)
+    return FSDP(model, **options)
+
+
+def tokens(step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator).chunk(size)[rank]
+
+
+def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.flatten())
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(parameters, lr=0.2)  # no state: all steps are one program
+
+
+def train(
+    model: nn.Module,
+    rank: int = 0,
+    size: int = 1,
+    steps: int = 2,
+    micro_batches: int = 1,
+    method: str = "__call__",
+    optimizer: torch.optim.Optimizer | None = None,
+    first: int = 0,
+) -> list[tuple[float, float]]:
+    """Loss and norm of the gradients of every step: of this rank's part, and of all."""
+    optimizer = optimizer or optimizer_for(model)
+    # With an offload policy parameters are on the host, and compute is not.
+    sharded = isinstance(model, FSDPModule)
+    device = torch.device("xla") if sharded else next(model.parameters()).device
+    found = []
+    for step in range(first, first + steps):
+        total = torch.zeros((), device=device)
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last)
+                model.set_is_last_backward(last)
+            batch = tokens(100 * number + step, rank, size).to(device)
+            if method == "__call__":
+                logits = model(batch)
+            else:  # what only the methods of the model do
+                logits = model.head(getattr(model, method)(batch))
+            loss = loss_of(logits, batch) / micro_batches
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm))
+        if device.type == "xla":
+            torch_xla.sync()
+    return [(loss.item(), norm.item()) for loss, norm in found]
+
+
+def assert_like_plain(model, found, expected, plain, tolerance: float = 2e-5) -> None:
+    everyone = xm.mesh_reduce("losses", [loss for loss, _ in found], list)
+    means = [sum(losses) / len(losses) for losses in zip(*everyone, strict=True)]
+    found = [(mean, norm) for mean, (_, norm) in zip(means, found, strict=True)]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    assert list(state) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """In full, by name."""
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        return {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
+
+
+def assert_like(found: nn.Module, expected: nn.Module) -> None:
+    """The same gradients, where every rank has seen the same data."""
+    grads = gradients(found)
+    torch.testing.assert_close(
+        grads, {n: p.grad for n, p in expected.named_parameters()}, rtol=2e-5, atol=1e-6
+    )
 
 
 def backward(model, batch):
@@ -114,8 +244,8 @@ def test_unshard_and_reshard(rank):
 
     assert list(model.state_dict().values())[1].dim() == 1  # at rest, as torch's
     layer.unshard()
-    torch.testing.assert_close(full_state_dict(model, rank0_only=False), plain.state_dict(),
-                               rtol=2e-5, atol=1e-6)  # fmt: skip
+    full = xla_fsdp.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(full, plain.state_dict(), rtol=2e-5, atol=1e-6)
     layer.unshard()
     layer.qkv.weight = nn.Parameter(torch.zeros(24, 8))
     with pytest.raises(RuntimeError, match="'layers.0.qkv.weight' is not the shard"):
@@ -200,38 +330,28 @@ def test_scenarios(rank):
 def test_mixed_precision_is_that_of_the_class(rank):
     dtypes = torch.bfloat16, torch.float32
     model = sharded(mp_policy=MixedPrecisionPolicy(*dtypes))
-    other = wrapped(mixed_precision=MixedPrecision(*dtypes, cast_forward_inputs=True))
+    other = wrapped(mixed_precision=xla_fsdp.MixedPrecision(*dtypes, cast_forward_inputs=True))
     assert train(model, rank, 2) == train(other, rank, 2)
     own, expected = model.state_dict(), other.state_dict()
     assert all(torch.equal(own[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@on_each_rank(timeout=1500)
-def test_trains_like_plain_torch(rank):
-    size = xr.world_size()
+@on_each_rank(2, timeout=1500)
+def test_trains_like_plain_torch(rank, size):
     plain = build()
+    model = sharded(mesh=[0, 1], reshard_after_forward=False)
+    assert isinstance(model, Model) and isinstance(model, FSDPModule)
+    assert isinstance(model.layers[0], Layer) and type(model.layers[0]) is type(model.layers[1])
+    for names in ("named_parameters", "named_modules"):
+        assert [n for n, _ in getattr(model, names)()] == [n for n, _ in getattr(plain, names)()]
+    assert list(model.state_dict()) == list(plain.state_dict())
     expected = train(plain)
-    names = [name for name, _ in plain.named_parameters()]
-    mesh = torch.arange(size).view(2, -1)
-    cases = [
-        {"mesh": list(range(size)), "reshard_after_forward": False},
-        {"mesh": mesh, "reshard_after_forward": True, "offload_policy": CPUOffloadPolicy()},
-    ]
-    if size == 4:
-        cases.append({"reshard_after_forward": 2})
-    for options in cases:
-        model = sharded(**options)
-        assert isinstance(model, Model) and isinstance(model, FSDPModule)
-        assert isinstance(model.layers[0], Layer) and type(model.layers[0]) is type(model.layers[1])
-        assert [name for name, _ in model.named_parameters()] == names
-        assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
-        assert list(model.state_dict()) == list(plain.state_dict())
-        assert_like_plain(model, train(model, rank, size), expected, plain)
+    assert_like_plain(model, train(model, rank, size), expected, plain)
 
     plain = build()
     expected = train(plain, micro_batches=2)
-    model = sharded(mesh=mesh)
+    mesh = torch.arange(2).view(2, -1)
+    model = sharded(mesh=mesh, offload_policy=xla_fsdp.CPUOffloadPolicy())
     model.set_requires_all_reduce(True)
     model.set_reshard_after_backward(False)
     assert_like_plain(model, train(model, rank, size, micro_batches=2), expected, plain)
@@ -244,6 +364,166 @@ def test_trains_like_plain_torch(rank):
     ignored = set(model.norm.parameters())
     fully_shard(model, ignored_params=ignored)
     assert ignored == set(model.norm.parameters())
-    register_fsdp_forward_method(model, "encode")
+    xla_fsdp.register_fsdp_forward_method(model, "encode")
     found = train(model, rank, size, method="encode")
     assert_like_plain(model, found, train(plain, method="encode"), plain)
+
+
+def adamw(model):
+    # A large epsilon: where a gradient is all rounding error, Adam would amplify it to a full step.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+@on_each_rank(2, timeout=1500)
+def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
+    plain = build()
+    whole = adamw(plain)
+    first = train(plain, steps=1, optimizer=whole)
+    before = {n: v.clone() for n, v in plain.state_dict().items()}
+    then = train(plain, steps=1, optimizer=whole, first=1)
+    for number, (make, other) in enumerate([(sharded, wrapped), (wrapped, sharded)]):
+        model = make()
+        optimizer = adamw(model)
+        found = train(model, rank, 2, steps=1, optimizer=optimizer)
+        xla_fsdp.save_checkpoint(f"{tmp_path}/{number}", model, optimizer, step=1)
+        state = xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+        second = other(seed=7) if other is wrapped else sharded(build(7))
+        optimizer = adamw(second)
+        xla_fsdp.load_checkpoint(f"{tmp_path}/{number}", second, optimizer)
+        again = xla_fsdp.full_optim_state_dict(second, optimizer, rank0_only=False)
+        assert_equal(again, state)
+        found += train(second, rank, 2, steps=1, optimizer=optimizer, first=1)
+        assert_like_plain(second, found, first + then, plain)
+
+    model = sharded(build(7))
+    assert xla_fsdp.load_full_state_dict(model, before if rank == 0 else None).missing_keys == []
+    mine = {name: value.cpu() for name, value in model.state_dict().items()}
+    everyone = xm.mesh_reduce("states", mine, list)
+    joined = consolidate_sharded_state_dicts(everyone, model.get_shard_metadata())
+    torch.testing.assert_close(joined, before, rtol=0, atol=0)
+    save_file(
+        {n: v for n, v in before.items() if n != "head.weight"}, f"{tmp_path}/{rank}.safetensors"
+    )
+    model = sharded(build(7))
+    xla_fsdp.load_weights(model, f"{tmp_path}/{rank}.safetensors")
+    with FSDP.summon_full_params(model, writeback=False):
+        assert torch.equal(model.layers[0].qkv.weight.cpu(), before["layers.0.qkv.weight"])
+        assert model.head.weight is model.embed.weight
+    model.load_state_dict(sharded(build(7)).state_dict())
+    torch.testing.assert_close(
+        xla_fsdp.full_state_dict(model, rank0_only=False), build(7).state_dict(), rtol=0, atol=0
+    )
+
+    def init(module):
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+    assert model.apply(init) is model
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(empty[0])
+    fully_shard(empty, param_init_fn=lambda module: module.to_empty(device="cpu")).apply(init)
+    for one, layer in ((model, model.layers[0].up), (empty, empty[1])):
+        with FSDP.summon_full_params(one, writeback=False):
+            assert layer.weight.dim() == 2 and bool((layer.weight == 0.5).all())
+    plain, model = build(), build()
+    model.layers = nn.ModuleList([xla_fsdp.scan_blocks(model.layers)])
+    xla_fsdp.fully_shard(model)
+    assert len(train(model, rank, 2, steps=1)) == 1
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    assert {n.replace("layers.0.", "layers.") for n in state} == set(plain.state_dict())
+
+
+@on_each_rank(2)
+def test_what_is_not_possible_is_refused(rank):
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Theirs
+
+    def refused(match, error=ValueError, module=None, **options):
+        with pytest.raises(error, match=match):
+            fully_shard(nn.Linear(2, 2) if module is None else module, **options)
+
+    refused("mp_policy must be", mp_policy=Theirs())
+    refused("must be a torch.nn.Module", TypeError, module=7)
+    refused("no forward", RuntimeError, module=nn.ModuleList([nn.Linear(2, 2)]))
+    refused("already wrapped", RuntimeError, module=fully_shard(nn.Linear(2, 2)))
+    refused("already wrapped", RuntimeError, module=FSDP(nn.Linear(2, 2)))
+    for wrong in ({"param_dtype": torch.int8}, {"reduce_dtype": torch.bfloat16},
+                  {"cast_forward_inputs": 1}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"MixedPrecisionPolicy.{next(iter(wrong))}"):
+            MixedPrecisionPolicy(**wrong)
+    with pytest.raises(ValueError, match="is wrapped"):
+        xla_fsdp.scan_blocks([fully_shard(nn.Linear(2, 2))])
+    with pytest.raises(TypeError, match="what xla_fsdp.fully_shard"):
+        FSDPModule()
+
+    model = sharded()
+    for method, value in [
+        ("set_requires_gradient_sync", 1),
+        ("set_requires_all_reduce", None),
+        ("set_reshard_after_forward", 2),
+        ("set_reshard_after_backward", "no"),
+        ("set_is_last_backward", 0),
+        ("unshard", 1),
+        ("set_modules_to_forward_prefetch", model),
+        ("set_modules_to_backward_prefetch", [model.embed]),
+        ("set_gradient_divide_factor", 0),
+    ]:
+        with pytest.raises(ValueError):
+            getattr(model, method)(value)
+    for method in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(NotImplementedError, match=method):
+            getattr(model, method)(None)
+    with pytest.raises(RuntimeError, match="needs parameter 'embed.weight'.*register_fsdp"):
+        model.product()
+    torch.testing.assert_close(model.squared().cpu(), build().squared(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="stay on"):
+        model.cpu()
+    with pytest.raises(AttributeError, match="no method 'decode'"):
+        xla_fsdp.register_fsdp_forward_method(model, "decode")
+    model.decode = model.layers[0].forward  # as one that a PeftModel answers with
+    with pytest.raises(AttributeError, match="Wrap with XlaFullyShardedDataParallel"):
+        xla_fsdp.register_fsdp_forward_method(model, "decode")
+    del model.decode
+    for get in (get_model_state_dict, get_optimizer_state_dict):
+        for one in (model, nn.Sequential(model), FSDP(nn.Linear(2, 2)), wrapped()):
+            own = [torch.optim.SGD(one.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
+            with pytest.raises(RuntimeError, match="xla_fsdp.full_state_dict"):
+                get(one, *own)
+
+
+TRACED = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from test_fully_shard import VOCABULARY, loss_of, sharded, wrapped
+from xla_fsdp.planning.tracing.traced import names
+from xla_fsdp.planning.tracing.step import trace_step
+from xla_fsdp.tpu.topology import resolve
+
+def step(make):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    batch = torch.zeros(2, 4, dtype=torch.long).to("xla")
+    loss_of(model(batch), batch).backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+slice = resolve("v5litepod-8")
+found = []
+for make in (sharded, wrapped):
+    torch.manual_seed(0)
+    traced = trace_step(lambda: step(make), 1, slice.devices, slice)
+    found.append((traced.program.fingerprint, traced.bound, names(traced.program.hlo)))
+assert found[0] == found[1], found
+assert any("forward[layers.1]" in name for name in found[0][2]), found[0][2]
+"""
+
+
+def test_the_program_on_a_tpu_is_that_of_the_class(run_script):
+    done = run_script(TRACED.format(tests=str(pathlib.Path(__file__).parent)))
+    assert done.returncode == 0, done.stderr

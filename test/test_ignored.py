@@ -58,14 +58,9 @@ IGNORED = ["frozen.0.weight", "frozen.0.bias", "frozen.1.weight", "frozen.1.bias
            "adapter.weight", "adapter.bias", "scale"]  # fmt: skip
 
 
-def data(rank: int, step: int, same: bool) -> torch.Tensor:
-    return inputs(0 if same else rank, step)
-
-
 @pytest.mark.parametrize("ranks, kind", [(2, "auto"), (4, "nested"), (2, "flat"), (2, "states")])
 @on_each_rank(timeout=1500)
 def test_training_is_that_of_plain_torch(rank, kind):
-    """Plain torch on all data, or on the data that all ranks see."""
     trace_as_on_tpu(kind == "nested")
     ranks = range(xr.world_size())
     for same in (True, False):
@@ -80,8 +75,8 @@ def test_training_is_that_of_plain_torch(rank, kind):
         ours = torch.optim.SGD(model.parameters(), 0.3, 0.9)
         theirs = torch.optim.SGD(plain.parameters(), 0.3, 0.9)
         for step in range(2):
-            model(data(rank, step, same).to("xla")).square().mean().backward()
-            every = [data(r, step, same) for r in ranks]
+            model(inputs(0 if same else rank, step).to("xla")).square().mean().backward()
+            every = [inputs(0 if same else r, step) for r in ranks]
             plain(torch.cat(every)).square().mean().backward()
             # Ranks whose ignored gradients differ must scale alike.
             order = 2.0 if step else torch.inf
@@ -162,7 +157,6 @@ def states(rank, folder):
         assert torch.equal(value, full[name]), (name, value, full[name])
     state, expected = fresh.state[other.scale], optimizer.state[model.scale]
     assert torch.equal(state["momentum_buffer"].cpu(), expected["momentum_buffer"].cpu())
-    # From weights of the whole model, which tests on one rank write for all.
     if rank == 0:
         values = {name: value + 1 for name, value in full.items() if name != "tied.weight"}
         save_file(values, f"{folder}/model.safetensors")
@@ -178,7 +172,6 @@ def states(rank, folder):
     found = full_state_dict(model, rank0_only=False)
     assert not found["adapter.bias"].any() and not found["second.0.bias"].any()
     assert torch.equal(found["scale"], full["scale"] + 1)
-    # A copy knows what was ignored; what casts leaves it alone.
     copied = copy.deepcopy(model)
     with every_rank_warns(rank, None):
         copied(inputs(rank).to("xla"))

@@ -13,7 +13,7 @@ import weakref
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
+from on_ranks import finish_step, on_each_rank
 from torch import nn
 
 import xla_fsdp
@@ -72,9 +72,7 @@ def test_a_model_goes_without_the_garbage_collector(rank):
         model = make()
         optimizer = torch.optim.AdamW(model.parameters())
         a_step(model, x)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
         a_step(model, x)  # left pending
         return [weakref.ref(one) for one in (model, *model.parameters())]
 

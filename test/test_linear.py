@@ -16,7 +16,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, full_state_dict, scan_blocks
-from xla_fsdp.layers.linear import Heads, layers_in
 from xla_fsdp.sharding import gathering as recipe
 from xla_fsdp.tpu.chips import V6E
 
@@ -38,27 +37,23 @@ def keeping(keep=True):
 
 @pytest.mark.parametrize("bias,keep", [(True, False), (False, False), (True, True)])
 @on_each_rank(1)
-def test_values_and_gradients(rank, bias, keep):
+def test_values_gradients_and_gradients_of_gradients(rank, bias, keep):
     for shape in SHAPES:
         torch.manual_seed(0)
         plain = nn.Linear(8, 6, bias=bias)
-        model = nn.Linear(8, 6, bias=bias)
-        model.load_state_dict(plain.state_dict())
-        model = fsdp(model)
-        x = torch.randn(shape)
-        ours, expected = (t.requires_grad_() for t in (x.to("xla"), x.clone()))
-        with keeping(keep):
-            y = model(ours)
-        y.square().sum().backward()
-        z = plain(expected)
-        z.square().sum().backward()
-        torch_xla.sync()
-        close = dict(rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(y.cpu(), z, **close)
-        torch.testing.assert_close(ours.grad.cpu(), expected.grad, **close)
-        for name, parameter in plain.named_parameters():
-            shard = dict(model.named_parameters())[name]
-            torch.testing.assert_close(shard.grad.full_tensor().cpu(), parameter.grad, **close)
+        model, x = fsdp(copy.deepcopy(plain)), torch.randn(shape)
+        found = []
+        for one, leaf in ((model, x.to("xla")), (plain, x)):
+            leaf.requires_grad_()
+            with keeping(keep):
+                y, again = one(leaf), one(leaf)
+            y.square().sum().backward()
+            (slope,) = torch.autograd.grad(again.tanh().sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(slope.square().sum(), leaf)
+            torch_xla.sync()
+            grads = [p.grad.full_tensor() if one is model else p.grad for p in one.parameters()]
+            found.append([t.detach().cpu() for t in (y, leaf.grad, second, *grads)])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def barriers(inner, outer):
@@ -133,7 +128,6 @@ class Queries(nn.Module):
 
 
 def saved_parameters(kind, *shape):
-    """Which tensors of a forward autograd keeps, and whether as recipes."""
     found, search = [], recipe.recipe_of
 
     def noting(tensor):
@@ -147,31 +141,22 @@ def saved_parameters(kind, *shape):
 
 
 @on_each_rank(1)
-def test_a_parameter_is_not_kept(rank):
-    found = saved_parameters(Queries, 1)
-    assert ((1, 5, 8), True) in found and ((1, 5, 8), False) not in found
-
-
-@on_each_rank(1)
-def test_a_forward_of_the_user_computes(rank):
-    model = fsdp(nn.Sequential(nn.Linear(4, 4)))
+def test_forwards_of_the_user_and_calls_by_keyword(rank):
+    x = torch.ones(2, 3, 4).to("xla")
+    model = fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)))
+    with pytest.raises(RuntimeError):
+        model(x)
     layer = model.module[0]
+    assert "forward" not in vars(layer)  # an exception leaves nothing behind
     layer.forward = own = lambda input: input * 0 + 7
-    assert model(torch.ones(2, 3, 4).to("xla")).cpu().eq(7).all()
-    assert layer.forward is own
+    model.module[1].forward = lambda input: input
+    assert model(x).cpu().eq(7).all() and layer.forward is own
 
-
-@on_each_rank(1)
-def test_a_layer_called_by_keyword(rank):
-    class ByKeyword(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 3)
-
+    class ByKeyword(nn.Linear):
         def forward(self, x):
-            return self.inner(input=x)
+            return super().forward(input=x)
 
-    assert fsdp(ByKeyword())(torch.ones(2, 5, 4).to("xla")).shape == (2, 5, 3)
+    assert fsdp(ByKeyword(4, 3))(x).shape == (2, 3, 3)
 
 
 @on_each_rank(1)
@@ -187,14 +172,6 @@ def test_a_parametrization_computes_once_a_forward(rank):
 
 
 @on_each_rank(1)
-def test_an_exception_leaves_nothing_behind(rank):
-    model = fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)))
-    with pytest.raises(RuntimeError):
-        model(torch.ones(2, 3, 4).to("xla"))
-    assert "forward" not in model.module[0].__dict__
-
-
-@on_each_rank(1)
 def test_full_float32_precision_is_passed_on(rank):
     import torch_xla.backends
 
@@ -206,29 +183,6 @@ def test_full_float32_precision_is_passed_on(rank):
     finally:
         torch_xla.backends.set_mat_mul_precision(before)
     assert "operand_precision={highest,highest}" in hlo
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@on_each_rank(1)
-def test_gradients_of_gradients(rank, keep):
-    torch.manual_seed(0)
-    weight, bias = torch.randn(1, 4), torch.randn(1)
-    inner = nn.Linear(4, 1)
-    with torch.no_grad():
-        inner.weight.copy_(weight), inner.bias.copy_(bias)
-    model = fsdp(inner)
-    x = torch.randn(2, 3, 4)
-    found = []
-    for function, leaf in (
-        (model, x.to("xla").requires_grad_()),
-        (lambda t: F.linear(t, weight, bias), x.clone().requires_grad_()),
-    ):
-        with keeping(keep):
-            y = function(leaf)
-        (grad,) = torch.autograd.grad(y.tanh().sum(), leaf, create_graph=True)
-        (second,) = torch.autograd.grad(grad.square().sum(), leaf)
-        found.append(second.cpu())
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 class Attention(nn.Module):
@@ -248,6 +202,17 @@ class Attention(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return x + getattr(self, self.names[3])(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+@on_each_rank(1)
+def test_autograd_keeps_no_parameters(rank):
+    for kind, given, weights in (
+        (Queries, (1,), {(1, 5, 8)}),
+        (Attention, (2, 5, 16), {(4, 6, 16), (2, 6, 16), (16, 4, 6)}),
+    ):
+        found = saved_parameters(kind, *given)
+        assert {(shape, True) for shape in weights} <= set(found)
+        assert not {(shape, False) for shape in weights} & set(found)
 
 
 def one_step(model, x):
@@ -301,6 +266,10 @@ NAMES = [
         (NAMES[3], {"head_dim": 6}, True, False),
         (NAMES[0], {"other": 6}, False, False),
         (NAMES[0], {"head_dim": 5}, False, False),
+        (NAMES[0], {"head_dim": 0}, False, False),
+        (NAMES[0], {"head_dim": -6}, False, False),
+        (NAMES[0], {"head_dim": True}, False, False),
+        (NAMES[0], {"head_dim": "6"}, False, False),
     ],
 )
 @on_each_rank(1)
@@ -318,23 +287,3 @@ def test_heads_are_made_and_taken_in_the_products(rank, names, heads, made, take
     assert (("2,5,24", "2,5,16") in found) != made
     assert (("2,5,16", "2,5,4,6") in found) == taken
     assert (("2,5,16", "2,5,24") in found) != taken
-
-
-def test_what_is_no_head_is_left_alone():
-    module = Attention()
-    assert layers_in(module.modules()) == {
-        module.q_proj: Heads(6, True), module.k_proj: Heads(6, True),
-        module.v_proj: Heads(6, True), module.o_proj: Heads(6, False),
-    }  # fmt: skip
-    for size in (0, -6, 6.0, True, None, "6"):
-        module.head_dim = size
-        assert set(layers_in(module.modules()).values()) == {None}
-    assert layers_in([nn.ReLU()]) == {}
-
-
-@on_each_rank(1)
-def test_full_parameters_are_not_kept(rank):
-    found = saved_parameters(Attention, 2, 5, 16)
-    weights = {(4, 6, 16), (2, 6, 16), (16, 4, 6)}
-    assert {(shape, True) for shape in weights} <= set(found)
-    assert not {(shape, False) for shape in weights} & set(found)

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank
 from test_special_uses import WIDTH, gradients, inputs, trace_as_on_tpu
 from torch import nn
 
-import xla_fsdp
 from xla_fsdp import MixedPrecision, full_state_dict, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
@@ -51,28 +50,6 @@ def ran(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     model(inputs(rank).to("xla")).float().square().mean().backward()
     torch_xla.sync()
     return gradients(model)
-
-
-def scanned(**options: Any) -> nn.Module:
-    torch.manual_seed(9)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
-    return FSDP(nn.Sequential(scan_blocks(blocks, **options)), **options)
-
-
-@on_each_rank(2)
-def test_scanned_blocks(rank):
-    found = []
-    for options in (
-        {"compute_dtype": NARROW, "fp32_reduce_scatter": True},
-        {"mixed_precision": MixedPrecision(param_dtype=NARROW, reduce_dtype=torch.float32)},
-    ):
-        model = scanned(**options)
-        loss = model(inputs(rank).to("xla"))
-        assert loss.dtype is NARROW
-        loss.float().square().mean().backward()
-        torch_xla.sync()
-        found.append([parameter.grad.cpu() for parameter in model.parameters()])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -117,7 +94,6 @@ def test_every_policy(rank):
         expected = ran(built(options, options), rank)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert any((same[name] != exact[name]).any() for name in same)
-    # By policy too, and with what it stands for given as well.
     model = FSDP(
         Wide(),
         auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Probe),
@@ -193,7 +169,6 @@ class Noting(nn.Module):
 @pytest.mark.parametrize("ranks, as_on_tpu", [(2, False), (4, True)])
 @on_each_rank(timeout=1500)
 def test_modules_that_stay_in_float32(rank, as_on_tpu):
-    """Against torch that computes the same in bfloat16 but for the norms."""
     trace_as_on_tpu(as_on_tpu)
     # Of all ranks the same: batch norms know only of their own.
     same = torch.cat([inputs(number) for number in range(6)])
@@ -284,33 +259,3 @@ def test_scanned_modules_that_stay_in_float32(rank):
     state = full_state_dict(model, rank0_only=False)
     for own, (value, grad) in zip(state.values(), expected, strict=True):
         assert (value - own - grad).norm() <= 0.05 * grad.norm()
-
-
-class WideBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def planned(classes):
-    policy = MixedPrecision(param_dtype=NARROW, _module_classes_to_ignore=classes)
-    blocks = [FSDP(WideBlock(), mixed_precision=policy) for _ in range(2)]
-    model = FSDP(nn.Sequential(*blocks), mixed_precision=policy)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.randn(4, 64, 256).to(torch_xla.device())).float().square().mean().backward()
-    optimizer.step()
-
-
-@pytest.mark.slow
-@without_ranks
-def test_modules_in_float32_need_no_collectives_of_their_own():
-    without, with_norms = (
-        xla_fsdp.plan(functools.partial(planned, classes), "v5litepod-8")
-        for classes in ([], [nn.LayerNorm])
-    )
-    assert len(with_norms.schedule.collectives) == len(without.schedule.collectives)
-    # The norms and the biases that go along are a few KiB of two times two MiB.
-    assert with_norms.wire_bytes < 1.05 * without.wire_bytes

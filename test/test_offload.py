@@ -6,28 +6,15 @@ import copy
 import pytest
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from checkpoint_runs import Run
-from on_ranks import on_each_rank, without_ranks
-from test_accumulation import ALL, cases
-from test_scan_carries import Model, batch
-from test_special_uses import inputs, mlp, trace_as_on_tpu
+from on_ranks import finish_step, on_each_rank, without_ranks
+from test_special_uses import inputs, mlp
 from zoo import Zoo, batches, loss_of
 
-from xla_fsdp import (
-    AsyncCheckpointer,
-    CPUOffload,
-    Report,
-    ShardedGradScaler,
-    full_optim_state_dict,
-    full_state_dict,
-    load_full_optim_state_dict,
-    load_full_state_dict,
-    plan,
-    scan_blocks,
-)
+import xla_fsdp
+from xla_fsdp import CPUOffload, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.optim import LAMB, MasterWeights
 
@@ -58,9 +45,7 @@ def trained(rank, size, wrap, kind, optimizer, steps=3, **options):
         mine = tokens[rank * each : (rank + 1) * each].to("xla")
         loss = loss_of(model(mine), mine)
         loss.backward()
-        stepping.step()
-        stepping.zero_grad()
-        torch_xla.sync()
+        finish_step(stepping)
         losses.append(loss.item())
         compiled.append(met.counter_value("UncachedCompile"))
     held = [p for p in model.parameters()]
@@ -99,8 +84,8 @@ def test_bit_for_bit_as_without(rank):
             assert found[2][-1] == found[2][-2]
 
 
-def adam_is_torchs(rank):
-    """The update is torch's on the CPU, from the gradients that the host has, bit for bit."""
+@on_each_rank(2)
+def test_the_update_is_torchs_on_the_host_bit_for_bit(rank):
     torch.manual_seed(0)
     model = offloaded("nested", Zoo(), compute_dtype=torch.bfloat16)
     shards = [p for p in model.parameters() if p.requires_grad]
@@ -120,43 +105,6 @@ def adam_is_torchs(rank):
         assert all(map(torch.equal, shards, copies))
 
 
-@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
-@on_each_rank(2)
-def test_accumulation_no_sync_and_clipping(rank, on_tpu):
-    narrow = {"compute_dtype": torch.bfloat16, "cpu_offload": CPUOffload()}
-    cases(rank, on_tpu, [({"cpu_offload": CPUOffload()}, ALL[1:3]), (narrow, ALL[:1])])
-    if not on_tpu:
-        adam_is_torchs(rank)
-
-
-@pytest.mark.parametrize("on_tpu", [False, pytest.param(True, marks=pytest.mark.slow)])
-@on_each_rank(2)
-def test_scanned_blocks(rank, on_tpu):
-    """Scanned blocks alone and in a wrapper; parameters of the root are offloaded or not."""
-    narrow = {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
-    trace_as_on_tpu(on_tpu)
-    for options in (narrow,) if on_tpu else ({},):
-        found = []
-        for offload in (None, CPUOffload()):
-            model = FSDP(Model(True, cpu_offload=offload, **options), **options)
-            optimizer = torch.optim.SGD(model.parameters(), **EXACT)
-            for step in range(2):
-                for _ in range(2):
-                    model(batch(rank, step).to("xla")).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                torch_xla.sync()
-            assert (model.blocks.sharded_params[0].device == HOST) is (offload is not None)
-            before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-            model.load_state_dict({name: value + 1 for name, value in before.items()})
-            model.load_state_dict(before)
-            assert all(torch.equal(v.cpu(), before[n]) for n, v in model.state_dict().items())
-            found.append(full_state_dict(model, rank0_only=False))
-        for name, value in found[0].items():
-            close = 1e-2 if options else 1e-5
-            torch.testing.assert_close(found[1][name], value, rtol=close, atol=close)
-
-
 class OffloadedRun(Run):
     wrap = staticmethod(offloaded)
 
@@ -169,34 +117,36 @@ class OffloadedRun(Run):
         self.optimizer.param_groups[0]["params"] += trained
 
 
+def states_of(run):
+    full = xla_fsdp.full_state_dict(run.model, rank0_only=False)
+    return full, xla_fsdp.full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
+
+
 def saved(rank, folder):
     run = OffloadedRun(rank, 2)
     run.train(0, 2)
     run.save(f"{folder}/now", 2)
-    checkpointer = AsyncCheckpointer(f"{folder}/later")
+    checkpointer = xla_fsdp.AsyncCheckpointer(f"{folder}/later")
     checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)
     losses = run.train(2, 4)
     checkpointer.close()
     again = OffloadedRun(rank, 2, seed=5)
     again.load(f"{folder}/later")
     assert again.train(2, 4) == losses
-    full = full_state_dict(run.model, rank0_only=False)
-    states = full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
-    return losses, full, states
+    return losses, *states_of(run)
 
 
 def resumed(rank, folder):
     run = Run("root", rank, 4, seed=7)
     run.load(f"{folder}/now")
     losses = run.train(2, 4)
-    full = full_state_dict(run.model, rank0_only=False)
-    states = full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
+    full, states = states_of(run)
     back = OffloadedRun(rank, 4, seed=9)
-    load_full_state_dict(back.model, full)
-    load_full_optim_state_dict(back.model, back.optimizer, states)
-    for name, value in full_state_dict(back.model, rank0_only=False).items():
+    xla_fsdp.load_full_state_dict(back.model, full)
+    xla_fsdp.load_full_optim_state_dict(back.model, back.optimizer, states)
+    weights, again = states_of(back)
+    for name, value in weights.items():
         assert torch.equal(value, full[name])
-    again = full_optim_state_dict(back.model, back.optimizer, rank0_only=False)
     for name, state in again["state"].items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(states["state"][name][key]))
@@ -286,32 +236,6 @@ def changed_by_hand(rank):
     fused_step()
     with pytest.raises(RuntimeError, match="was changed between a forward"):
         loss.backward()
-
-
-def scaled(rank):
-    for fused_kernel in (False, True):
-        for bad in (None, 0):  # rank 1 has only padding of the first parameter
-            model, reference = offloaded("root", mlp()), FSDP(mlp())
-            mine = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused_kernel)
-            theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
-            scaler = ShardedGradScaler(init_scale=8.0, growth_interval=1)
-            before = [p.detach().clone() for p in model.parameters()]
-            scaler.scale(model(inputs(rank).to("xla")).square().mean()).backward()
-            reference(inputs(rank).to("xla")).square().mean().backward()
-            if rank == bad:
-                next(model.parameters()).grad.to_local()[0] = float("inf")
-            if not fused_kernel:
-                scaler.unscale_(mine)
-                model.clip_grad_norm_(1.0)
-                reference.clip_grad_norm_(1.0)
-            scaler.step(mine)
-            scaler.update()
-            theirs.step()
-            assert scaler.get_scale() == (16.0 if bad is None else 4.0)
-            expected = reference.parameters() if bad is None else before
-            for one, other in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(one.detach(), other.detach().cpu(), rtol=1e-4, atol=1e-5)
-            assert len(set(xm.mesh_reduce("scale", scaler.get_scale(), list))) == 1
 
 
 def named_ones(rank):
@@ -405,7 +329,6 @@ def refused(rank):
 def test_uses_and_refusals(rank):
     changed_by_hand(rank)
     named_ones(rank)
-    scaled(rank)
     in_pieces(rank)
     refused(rank)
 
@@ -428,7 +351,7 @@ def test_plan():
             optimizer.zero_grad()
             assert next(model.parameters()).numel() * ranks >= width * width
 
-    report = plan(step, "v5litepod-8", ranks=[0], cache=False, progress=False)
+    report = xla_fsdp.plan(step, "v5litepod-8", ranks=[0], cache=False, progress=False)
     host, shards = report.host, 4 * elements // ranks
     assert (host.shards, host.gradients, host.ranks) == (shards, shards, ranks)
     assert 2 * shards <= host.state <= 2 * shards + 4 * 8  # and a count for every parameter
@@ -440,6 +363,8 @@ def test_plan():
     assert report.memory.outputs < shards // 2 + 2**20
     text = str(report)
     assert "a host needs" in text and "optimizer steps on the host" in text
-    assert Report.from_json(report.to_json()).host == host
-    small = Report.from_json(report.to_json().replace('"capacity": 384000000000', '"capacity": 9'))
+    assert xla_fsdp.Report.from_json(report.to_json()).host == host
+    small = xla_fsdp.Report.from_json(
+        report.to_json().replace('"capacity": 384000000000', '"capacity": 9')
+    )
     assert not small.fits and small.fits_device and "GB that a host of" in str(small)

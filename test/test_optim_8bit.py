@@ -89,10 +89,9 @@ def test_on_plain_parameters():
 @pytest.mark.parametrize(
     "ranks, kinds",
     [
-        pytest.param(2, ("scan",), marks=pytest.mark.slow),
+        pytest.param(2, ("scan", "nested", "flat"), marks=pytest.mark.slow),
         pytest.param(4, ("flat",), marks=pytest.mark.slow),
         pytest.param(1, ("dim0scan",), marks=pytest.mark.slow),
-        pytest.param(2, ("nested", "flat"), marks=pytest.mark.slow),
         pytest.param(4, ("dim0",), marks=pytest.mark.full),
     ],
 )

@@ -12,13 +12,8 @@ from test_optim import Block, Model, gradients, put_gradients, put_plain_gradien
 from test_special_uses import whole
 from torch import nn
 
+import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import (
-    full_optim_state_dict,
-    load_checkpoint,
-    load_full_optim_state_dict,
-    save_checkpoint,
-)
 from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, MasterWeights, StochasticRounding, stochastic
 from xla_fsdp.planning.tracing.step import trace_step
 from xla_fsdp.tpu.topology import resolve
@@ -95,7 +90,6 @@ def test_masters_are_what_a_float32_model_would_be():
             assert torch.equal(state["master"], value) and state["exp_avg"].dtype is torch.float32
         else:
             assert name.startswith("first.") or not parameter.requires_grad
-    # Options of the groups are those of the inner optimizer.
     optimizer.param_groups[0]["lr"] = 0.0
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 1, 1)
@@ -122,69 +116,56 @@ def test_masters_follow_who_else_changes_a_parameter():
     assert torch.equal(again.state[other]["master"], expected - 2.0**-12)
 
 
-def on_ranks(rank, kinds, ways, expected, folder):
-    for kind in kinds:
-        for way in ways:
-            model = wrapped(kind)
-            optimizer = MAKES[way](model.parameters())
-            if folder is not None:
-                train(model, optimizer, 1, STEPS // 2)
-                save_checkpoint(f"{folder}/{kind}-{way}", model, optimizer, step=1)
-                torch.save(full_optim_state_dict(model, optimizer), f"{folder}/{way}-{rank}.pt")
-                if way == "factors":  # the optimizer first: what it copies knows no shards yet
-                    _, twin = copied = copy.deepcopy((optimizer, model))
-                    train(twin, copied[0], STEPS // 2 + 1, STEPS)
-                    assert_alike(whole(twin, twin.state_dict()), expected[way])
-                if rank == 0 and way == "master":
-                    saved = {n: v.float() for n, v in whole(model, model.state_dict()).items()}
-                    torch.save(saved, f"{folder}/weights.pt")
-                elif way == "master":
-                    whole(model, model.state_dict())
-            train(model, optimizer, STEPS // 2 + 1 if folder is not None else 1, STEPS)
-            assert_alike(whole(model, model.state_dict()), expected[way])
+def on_ranks(rank, kind, ways, expected, folder):
+    for way in ways:
+        model = wrapped(kind)
+        optimizer = MAKES[way](model.parameters())
+        train(model, optimizer, 1, STEPS // 2)
+        xla_fsdp.save_checkpoint(f"{folder}/{way}", model, optimizer, step=1)
+        full = xla_fsdp.full_optim_state_dict(model, optimizer)
+        values = whole(model, model.state_dict())
+        if rank == 0:
+            torch.save((full, values), f"{folder}/{way}.pt")
+        if way == "factors":  # the optimizer first: what it copies knows no shards yet
+            _, twin = copied = copy.deepcopy((optimizer, model))
+            train(twin, copied[0], STEPS // 2 + 1, STEPS)
+            assert_alike(whole(twin, twin.state_dict()), expected[way])
+        train(model, optimizer, STEPS // 2 + 1, STEPS)
+        assert_alike(whole(model, model.state_dict()), expected[way])
 
 
-def resumed(rank, kinds, ways, expected, folder):
-    for kind, other in kinds:
-        for way in ways:
-            model = wrapped(other)
-            optimizer = MAKES[way](model.parameters())
-            train(model, optimizer, 1, 1)  # something else
-            load_checkpoint(f"{folder}/{kind}-{way}", model, optimizer)
-            # At once, though a step has changed the parameters in place.
-            loaded = whole(model, model.state_dict())
-            for name, value in (
-                torch.load(f"{folder}/weights.pt").items() if way == "master" else ()
-            ):
-                assert torch.equal(loaded[name].float(), value), name
-            again = MAKES[way](model.parameters())
-            full = torch.load(f"{folder}/{way}-0.pt") if rank == 0 else None
-            load_full_optim_state_dict(model, again, full)
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    assert torch.equal(again.state[parameter][key].cpu(), value.cpu()), (way, key)
-            train(model, again if way != "master" else optimizer, STEPS // 2 + 1, STEPS)
-            assert_alike(whole(model, model.state_dict()), expected[way])
-
-
-@pytest.mark.slow
-def test_on_shards_and_on_other_ranks(run_ranks, tmp_path):
-    expected = {way: unsharded(way) for way in MAKES}
-    ways = ["master", "random", "factors"]
-    run_ranks(on_ranks, 2, ["nested"], ways, expected, str(tmp_path))
-    run_ranks(resumed, 4, [("nested", "dim0")], ways, expected, str(tmp_path))
+def resumed(rank, kind, ways, expected, folder):
+    for way in ways:
+        model = wrapped(kind)
+        optimizer = MAKES[way](model.parameters())
+        train(model, optimizer, 1, 1)  # something else
+        xla_fsdp.load_checkpoint(f"{folder}/{way}", model, optimizer)
+        full, values = torch.load(f"{folder}/{way}.pt")
+        loaded = whole(model, model.state_dict())
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+        again = MAKES[way](model.parameters())
+        xla_fsdp.load_full_optim_state_dict(model, again, full if rank == 0 else None)
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                assert torch.equal(again.state[parameter][key].cpu(), value.cpu()), (way, key)
+        train(model, again if way != "master" else optimizer, STEPS // 2 + 1, STEPS)
+        assert_alike(whole(model, model.state_dict()), expected[way])
 
 
 @pytest.mark.parametrize(
-    "size, kinds, ways",
+    "ranks, kind, ways, others",
     [
-        (2, ["flat"], ["master"]),
-        pytest.param(1, ["nested"], ["lamb"], marks=pytest.mark.full),
-        pytest.param(4, ["scan"], ["master"], marks=pytest.mark.slow),
+        (2, "flat", ["master"], None),
+        pytest.param(2, "nested", ["master", "random", "factors"], "dim0", marks=pytest.mark.slow),
+        pytest.param(1, "nested", ["lamb"], None, marks=pytest.mark.full),
+        pytest.param(4, "scan", ["master"], None, marks=pytest.mark.slow),
     ],
 )
-def test_on_other_shards(run_ranks, size, kinds, ways):
-    run_ranks(on_ranks, size, kinds, ways, {way: unsharded(way) for way in MAKES}, None)
+def test_on_shards_and_on_other_ranks(run_ranks, tmp_path, ranks, kind, ways, others):
+    given = ways, {way: unsharded(way) for way in ways}, str(tmp_path)
+    run_ranks(on_ranks, ranks, kind, *given)
+    if others:
+        run_ranks(resumed, 4, others, *given)
 
 
 def test_rounding_is_unbiased_and_exact_where_it_can_be():

@@ -117,7 +117,6 @@ def test_a_bad_value_raises_in_every_entry_point(rank):
             said = str(caught.value)
             assert all(part in said for part in (next(iter(options)), allowed, fix)), said
     for name, value, fix in (
-        ("reshard_after_forward", "yes", "leave it out"),
         ("device_mesh", [0, 7], "1-D mesh"),
         ("mp_policy", torch.bfloat16, "xla_fsdp.MixedPrecisionPolicy"),
         ("offload_policy", True, "xla_fsdp.CPUOffloadPolicy"),

@@ -67,8 +67,6 @@ def test_gradients_are_the_same_in_every_order(rank, options, checkpoint):
 
 
 class Opaque(nn.Module):
-    """Returns something in which nobody looks for tensors."""
-
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(6, 6)

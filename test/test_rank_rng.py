@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 N = 4
+IN_PLACE = "uniform", "normal", "exponential", "cauchy", "log_normal"
 INITIALIZATION = {
     name: value
     for name, value in vars(nn.init).items()
@@ -46,11 +47,7 @@ def draws():
         torch.rand_like(x),
         torch.randn_like(x),
         torch.randint_like(x, 9),
-        torch.empty(2).uniform_(),
-        torch.empty(2).normal_(),
-        torch.empty(2).exponential_(),
-        torch.empty(2).cauchy_(),
-        torch.empty(2).log_normal_(),
+        *(getattr(torch.empty(2), f"{name}_")() for name in IN_PLACE),
         torch.empty(2).geometric_(0.5),
         torch.empty(2, dtype=torch.int64).random_(50),
         torch.empty(2).bernoulli_(0.5),
@@ -67,17 +64,9 @@ def draws():
     return [value.clone() for value in drawn]
 
 
-def same_models(rank):
+def models(rank):
     for _ in range(3):
-        torch.manual_seed(7)
-        state = build_model().state_dict()
-        time.sleep(random.random() * 0.01)
-    return list(state.values())
-
-
-def own_models(rank):
-    for _ in range(3):
-        torch.manual_seed(rank)
+        torch.manual_seed(7 if rank < 2 else rank)
         state = build_model().state_dict()
         time.sleep(random.random() * 0.01)
     return list(state.values())
@@ -119,31 +108,16 @@ def states(rank):
     return [first, forked, torch.rand(3)]
 
 
-@pytest.mark.parametrize(
-    "draw", [same_models, own_models, interleaved, shuffled_loader_and_random_split, states]
-)
+@pytest.mark.parametrize("draw", [models, interleaved, shuffled_loader_and_random_split, states])
 def test_ranks_draw_what_a_process_of_their_own_would(run_ranks, draw):
     for rank, got in enumerate(run_ranks(draw, N)):
         for index, (one, other) in enumerate(zip(got, draw(rank), strict=True)):
             assert torch.equal(one, other), f"rank {rank}, value {index}"
 
 
-def values_of_a_library_that_replaces_torchs_initialization(build):
+def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
     """As Transformers 5 does while it builds a model: functions of its own in torch's place."""
 
-    def skips_what_is_loaded(original):
-        return lambda tensor, *args, **kwargs: (
-            tensor if getattr(tensor, "is_loaded", False) else original(tensor, *args, **kwargs)
-        )
-
-    vars(nn.init).update({name: skips_what_is_loaded(f) for name, f in INITIALIZATION.items()})
-    try:
-        return build()
-    finally:
-        vars(nn.init).update(INITIALIZATION)
-
-
-def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
     def build(rank, on_ranks):
         values = []
         for _ in range(3):
@@ -160,8 +134,17 @@ def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
             xm.rendezvous("built")  # ranks share the module whose functions are replaced
         return [value.detach() for value in values]
 
+    def skips_what_is_loaded(original):
+        return lambda tensor, *args, **kwargs: (
+            tensor if getattr(tensor, "is_loaded", False) else original(tensor, *args, **kwargs)
+        )
+
     def build_replaced(rank):
-        return values_of_a_library_that_replaces_torchs_initialization(lambda: build(rank, True))
+        vars(nn.init).update({name: skips_what_is_loaded(f) for name, f in INITIALIZATION.items()})
+        try:
+            return build(rank, True)
+        finally:
+            vars(nn.init).update(INITIALIZATION)
 
     for rank, got in enumerate(run_ranks(build_replaced, N)):
         assert all(map(torch.equal, got, build(rank, False))), f"rank {rank}"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, without_ranks
+from planned import training_step
 from test_comm_hooks import hybrid
 from test_special_uses import trace_as_on_tpu
 from torch import nn
@@ -147,13 +148,6 @@ def test_equals_blocks_wrapped_singly(rank, options, hold, close):
     assert_same(*(trained(rank, scanned, options, hold) for scanned in (True, False)), *close)
 
 
-def prefetched(rank, options, on_tpu, rtol):
-    options = of_rank(rank, options)
-    trace_as_on_tpu(on_tpu)
-    results = (trained(rank, True, options, prefetch=how) for how in (True, False))
-    assert_same(*results, rtol, rtol)
-
-
 @pytest.mark.parametrize(
     "ranks, options, on_tpu, rtol",
     [
@@ -165,8 +159,12 @@ def prefetched(rank, options, on_tpu, rtol):
         pytest.param(4, {"reshard_after_forward": 2}, True, 1e-5, marks=pytest.mark.slow),
     ],
 )
-def test_prefetch_equals_the_loop_without(run_ranks, ranks, options, on_tpu, rtol):
-    run_ranks(prefetched, ranks, options, on_tpu, rtol)
+@on_each_rank()
+def test_prefetch_equals_the_loop_without(rank, options, on_tpu, rtol):
+    options = of_rank(rank, options)
+    trace_as_on_tpu(on_tpu)
+    results = (trained(rank, True, options, prefetch=how) for how in (True, False))
+    assert_same(*results, rtol, rtol)
 
 
 @on_each_rank(1)
@@ -334,33 +332,28 @@ def test_parameters_of_meta_blocks_are_stacked_under_one_blocks_names(rank):
         assert (parameter.grad.to_local().abs().sum().item() > 0) is (rank == 0)
 
 
-def _planned_step(depth, scanned):
-    def step():
-        from benchmarks.model import Block
+def _deep(depth, scanned):
+    from benchmarks.model import Block
 
-        fsdp = functools.partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
-        blocks = [Block(256, 4, causal=False) for _ in range(depth)]
-        if scanned:
-            inner = scan_blocks(blocks, compute_dtype=torch.bfloat16)
-        else:
-            inner = nn.Sequential(*(fsdp(checkpoint_module(block)) for block in blocks))
-        model = fsdp(nn.Sequential(nn.Linear(256, 256), inner))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.randn(4, 128, 256).to("xla")
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    fsdp = functools.partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
+    blocks = [Block(256, 4, causal=False) for _ in range(depth)]
+    if scanned:
+        inner = scan_blocks(blocks, compute_dtype=torch.bfloat16)
+    else:
+        inner = nn.Sequential(*(fsdp(checkpoint_module(block)) for block in blocks))
+    return fsdp(nn.Sequential(nn.Linear(256, 256), inner))
 
 
-def planned(cache):
+@pytest.mark.slow
+@without_ranks
+def test_on_the_tpu_compiler(tmp_path):
     few, many, singly = (
-        plan(_planned_step(*case), "v3-8", cache=cache, progress=False, ranks=[0, 7])
+        plan(
+            training_step(functools.partial(_deep, *case), 4, 128, 256),
+            "v3-8", cache=str(tmp_path), progress=False, ranks=[0, 7],
+        )
         for case in ((2, True), (4, True), (4, False))
-    )
+    )  # fmt: skip
     assert few.executables == many.executables == 1
     # One program for any depth, with loops that run as often as there are blocks.
     assert many.program_bytes <= 1.1 * few.program_bytes
@@ -378,23 +371,12 @@ def planned(cache):
     assert many.memory.required <= singly.memory.required
 
 
-@pytest.mark.slow
-def test_on_the_tpu_compiler(elsewhere, tmp_path):
-    elsewhere(planned, str(tmp_path))
-
-
-class _Perceptron(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 def _clipped_step():
-    blocks = scan_blocks([_Perceptron(512) for _ in range(4)], compute_dtype=torch.bfloat16)
+    blocks = [
+        nn.Sequential(nn.Linear(512, 2048, False), nn.GELU(), nn.Linear(2048, 512, False))
+        for _ in range(4)
+    ]
+    blocks = scan_blocks(blocks, compute_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(512, 512), blocks, nn.Linear(512, 512))
     model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,18 +1,17 @@
-"""What the loops of scanned blocks hand on: pieces of parameters; and hooks in them."""
-
-import re
+"""What loops of scanned blocks carry: parts of parameters, hooks, and inputs stored on the host."""
 
 import pytest
 import test_comm_hooks
 import torch
 import torch_xla
-from on_ranks import on_each_rank, without_ranks
-from test_comm_hooks import STEPS, assert_close, hybrid, train
+from on_ranks import finish_step, on_each_rank, without_ranks
+from planned import training_step
+from test_comm_hooks import RATE, STEPS, assert_close, hybrid, train
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 
-from xla_fsdp import XlaFullyShardedDataParallel, comm_hooks, full_state_dict, plan, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import checkpoint_module, comm_hooks, full_state_dict, plan, scan_blocks
 
 WIDTH, DEPTH = 12, 3
 
@@ -37,8 +36,6 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
         self.scale = nn.Parameter(torch.ones(()))
         if scanned:
-            from xla_fsdp import scan_blocks
-
             self.blocks = scan_blocks(list(self.blocks), **options)
 
     def forward(self, x):
@@ -63,39 +60,11 @@ def exact(step, name, gradients):
 
 
 def sharded(rank, hook=None, state=None, over="all", **options):
-    model = XlaFullyShardedDataParallel(Model(True, **options), **options)
+    model = FSDP(Model(True, **options), **options)
     if hook is not None:
         model.register_comm_hook(state, hook, over)
     train(rank, model, batch)
     return full_state_dict(model, rank0_only=False)
-
-
-GATHER = re.compile(r" all-gather\(.*replica_groups=(\S+}}),")
-
-
-def groups_of_gathers(rank, **options):
-    blocks = scan_blocks([Block() for _ in range(DEPTH)], **options)
-    torch_xla.sync()
-    x = torch.ones(2, WIDTH).to("xla").requires_grad_()
-    blocks(x, 1.0).sum().backward()
-    found = [x.grad, *(p.grad for p in blocks.parameters() if p.grad is not None)]
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo(found)
-    torch_xla.sync()
-    return sorted(GATHER.findall(hlo))
-
-
-@pytest.mark.slow
-@on_each_rank(4)
-def test_backward_gathers_within_two_of_four_ranks(rank):
-    expected = unsharded(4, exact)
-    rows = sharded(rank, reshard_after_forward=2, shard_param_on_dim_0=True)
-    assert_close(rows, expected)
-    trace_as_on_tpu()
-    assert_close(sharded(rank, reshard_after_forward=2), expected)
-    whole, pairs = (groups_of_gathers(rank, reshard_after_forward=n) for n in (True, 2))
-    # As on a TPU, where small parameters travel together.
-    assert whole == ["{{0,1,2,3}}"] * 2
-    assert pairs == ["{{0,1,2,3}}", "{{0,1},{2,3}}"]
 
 
 @pytest.mark.slow
@@ -161,22 +130,18 @@ def test_a_hook_that_stores_gradients_of_the_loop_raises(rank):
 WIDE, BLOCKS = 256, 4
 
 
-def _planned_step():
+def _scanned():
     layers = [nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Tanh()) for _ in range(BLOCKS)]
     options = {"compute_dtype": torch.bfloat16, "reshard_after_forward": 2}
-    model = FSDP(nn.Sequential(nn.Linear(WIDE, WIDE), scan_blocks(layers, **options)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(8, 128, WIDE).to("xla")
-    model(x).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    return FSDP(nn.Sequential(nn.Linear(WIDE, WIDE), scan_blocks(layers, **options)))
 
 
 @pytest.mark.slow
 @without_ranks
 def test_the_loops_on_the_tpu_compiler():
     options = {"cache": False, "progress": False}
-    report = plan(_planned_step, "v5litepod-8", ranks=[0, 7], **options)
+    step = training_step(_scanned, 8, 128, WIDE)
+    report = plan(step, "v5litepod-8", ranks=[0, 7], **options)
     assert report.executables == 1
     inside = [one for one in report.schedule.collectives if one.times == BLOCKS]
     matrix = WIDE * WIDE * 2  # bytes, in bfloat16
@@ -184,3 +149,110 @@ def test_the_loops_on_the_tpu_compiler():
         (one.phase, one.group_size): one.wire_bytes for one in inside if one.kind == "all-gather"
     }
     assert sent == {("forward", 8): matrix * 7 // 8, ("backward", 2): matrix // 2}, sent
+
+
+def trained(rank, scanned, offload, prefetch=False):
+    model = Model(scanned, **({"offload": offload, "prefetch": prefetch} if scanned else {}))
+    if not scanned:
+        blocks = (checkpoint_module(block, offload=offload) for block in model.blocks)
+        model.blocks = nn.ModuleList(map(FSDP, blocks))
+    model = FSDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        x = batch(rank, step).to("xla")[None, :, None].expand(1, 3, 8, 5)
+        for _ in range(2):
+            (0.5 * model(x).square().mean()).backward()
+        finish_step(optimizer)
+    return full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_tpu", [False, True])
+@on_each_rank(2)
+def test_values_are_those_without(rank, on_tpu):
+    trace_as_on_tpu(on_tpu)
+    expected = unsharded(2, exact)
+    for scanned in (True, False):
+        found = trained(rank, scanned, True)
+        assert_close(found, expected)
+        if not on_tpu:  # the same program
+            torch.testing.assert_close(found, trained(rank, scanned, False), rtol=0, atol=0)
+    assert_close(trained(rank, True, True, prefetch=True), expected)
+
+
+@on_each_rank(1)
+def test_what_is_offloaded_and_what_is_refused(rank):
+    """Modules without a wrapper, inputs that stay, a loop one iteration long, and no backward."""
+    trace_as_on_tpu()
+    mask = torch.rand(16, 12).to("xla")
+
+    class Masked(Block):
+        def forward(self, x, mask, *, odd=None):
+            return super().forward(x * mask, 1.0) + (0 if odd is None else odd.sum())
+
+    torch.manual_seed(0)
+    block = Masked().to("xla")
+    grads = []
+    for offload in (False, True):
+        checkpoint_module(block, offload=offload)  # the last call counts
+        assert block.forward.offload is offload
+        x = torch.linspace(-1, 1, 192).view(16, 12).to("xla").requires_grad_()
+        odd = (x[:5, :3] * 2).clone()  # no rows of eight
+        block(x * 1.0, mask, odd=odd).square().sum().backward()
+        hlo = torch_xla._XLAC._get_xla_tensors_hlo([x.grad])
+        assert ("dynamic-update-slice" in hlo) is offload
+        grads.append([x.grad.cpu(), *(p.grad.cpu() for p in block.parameters() if p.requires_grad)])
+        block.zero_grad()
+    torch.testing.assert_close(*grads)
+    with torch.no_grad():
+        block(x, mask)
+    single = scan_blocks([Block()], offload=True)
+    single(x, 1.0).sum().backward()
+    torch_xla.sync()
+    assert all(p.grad is not None for p in single.parameters() if p.requires_grad)
+    for wrong in (lambda: checkpoint_module(block, offload=1), lambda: scan_blocks([], offload=1)):
+        with pytest.raises(TypeError, match="offload must be True or False, got 1"):
+            wrong()
+
+
+SIZE, INPUT = 256, 4 * 1024 * 256 * 2  # bytes of a block's input, in bfloat16
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        return x + nn.functional.gelu(self.linear(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scans", [True, False])
+@without_ranks
+def test_on_the_tpu_compiler(scans):
+    depth = 16 if scans else DEPTH
+
+    def model():
+        narrow = {"compute_dtype": torch.bfloat16}
+        layers = [Layer() for _ in range(depth)]
+        if scans:
+            blocks = scan_blocks(layers, offload=True, **narrow)
+        else:
+            layers = (checkpoint_module(layer, offload=True) for layer in layers)
+            blocks = nn.Sequential(*(FSDP(one, **narrow) for one in layers))
+        return FSDP(nn.Sequential(nn.Linear(64, SIZE), blocks), **narrow)
+
+    step = training_step(model, 4, 1024, 64)
+    report = plan(step, "v5litepod-8", ranks=[0], cache=False, progress=False)
+    held = report.memory.host_temporaries
+    assert depth * INPUT <= held <= 1.01 * depth * INPUT, held / INPUT
+    schedule = report.schedule
+    assert schedule.to_host == depth * INPUT
+    assert depth * INPUT <= schedule.to_device <= 1.01 * depth * INPUT
+    assert report.memory.peak == max(schedule.curve)
+    text = str(report)
+    assert "Host memory for a device" in text and "to the step" in text
+    if scans:
+        assert report.memory.peak < 0.7 * depth * INPUT  # never all of them, nor all but one
+        assert report.memory.required < 0.9 * depth * INPUT

@@ -54,27 +54,15 @@ def scaled(x, scale=1.0):
     return scale * x
 
 
-def closure(scale):
-    return lambda x: scale * x
-
-
-def default(scale):
-    return lambda x, by=scale: by * x
+def having(one, **attributes):
+    for name, value in attributes.items():
+        setattr(one, name, value)
+    return one
 
 
 def nested(scale):
-    inner = closure(scale)
+    inner = lambda x: scale * x  # noqa: E731
     return lambda x: inner(x)
-
-
-def itself(scale):
-    found = Settings(scale)
-    found.me = found
-    return found
-
-
-def array(scale):
-    return np.full(3, scale, dtype=np.float32)
 
 
 def cached(scale):
@@ -89,22 +77,6 @@ class Number(float):
     """A number with an attribute."""
 
 
-def number(scale):
-    found = Number(1.0)
-    found.scale = scale
-    return found
-
-
-def noted(scale):
-    found = torch.ones(2)
-    found.scale = scale
-    return found
-
-
-def negative_zero(scale):
-    return 0.0 if scale == 2.0 else -0.0
-
-
 class Block(nn.Module):
     def __init__(self, value):
         super().__init__()
@@ -115,15 +87,24 @@ class Block(nn.Module):
 # What makes an attribute of a number, and what a message calls it.
 DECIDED = {
     "a number": (float, "inner.value: 2.0 in block 0, 3.0 in block 1"),
-    "signs of zero": (negative_zero, "inner.value: 0.0 in block 0, -0.0 in block 1"),
+    "signs of zero": (
+        lambda scale: 0.0 if scale == 2.0 else -0.0,
+        "inner.value: 0.0 in block 0, -0.0 in block 1",
+    ),
     "a number of a class": (Number, "inner.value[1]: 2.0 in block 0, 3.0 in block 1"),
-    "a number with an attribute": (number, "inner.value.scale: 2.0 in block 0, 3.0 in block 1"),
+    "a number with an attribute": (
+        lambda scale: having(Number(1.0), scale=scale),
+        "inner.value.scale: 2.0 in block 0, 3.0 in block 1",
+    ),
     "a scalar of NumPy": (np.float64, "inner.value"),
     "an object": (Settings, "inner.value.scale: 2.0 in block 0, 3.0 in block 1"),
     "an object with slots": (Slots, "scale: 2.0 in block 0, 3.0 in block 1"),
     "an object that __eq__ leaves something out of": (Half, "inner.value.scale: 2.0"),
     "an object that is equal to all": (AlwaysEqual, "inner.value.scale: 2.0"),
-    "an object that contains itself": (itself, "inner.value.scale: 2.0"),
+    "an object that contains itself": (
+        lambda scale: having(one := Settings(scale), me=one),
+        "inner.value.scale: 2.0",
+    ),
     "an enumeration": (Kind, "inner.value"),
     "a named tuple": (collections.namedtuple("Named", "scale"), "inner.value"),
     "objects in a list in a dict": (
@@ -134,14 +115,20 @@ DECIDED = {
     "a set": (lambda scale: {1.0, scale}, "inner.value: 2.0"),
     "an ordered dict": (lambda scale: collections.OrderedDict(a=scale), "2.0 in block 0"),
     "a deque": (lambda scale: collections.deque([scale]), "2.0 in block 0"),
-    "a closure": (closure, "scale in inner.value: 2.0 in block 0, 3.0 in block 1"),
+    "a closure": (
+        lambda scale: lambda x: scale * x,
+        "scale in inner.value: 2.0 in block 0, 3.0 in block 1",
+    ),
     "a closure in a closure": (nested, "scale in inner in inner.value: 2.0"),
-    "a default": (default, "the defaults of inner.value[0][0]: 2.0"),
+    "a default": (lambda scale: lambda by=scale: by, "the defaults of inner.value[0][0]: 2.0"),
     "a partial function": (lambda scale: functools.partial(scaled, scale=scale), "2.0 in block 0"),
     "a method": (lambda scale: AlwaysEqual(scale).__eq__, "inner.value.scale: 2.0"),
     "a tensor": (lambda scale: torch.tensor([1.0, scale]), "inner.value: a tensor of shape (2,)"),
-    "a tensor with an attribute": (noted, "inner.value.scale: 2.0 in block 0"),
-    "a NumPy array": (array, "inner.value"),
+    "a tensor with an attribute": (
+        lambda scale: having(torch.ones(2), scale=scale),
+        "inner.value.scale: 2.0 in block 0",
+    ),
+    "a NumPy array": (lambda scale: np.full(3, scale, dtype=np.float32), "inner.value"),
     "a module that is not registered": (lambda scale: [nn.Dropout(scale / 10)], ".p: 0.2 in"),
 }
 # Two of these cannot be told apart, nor be known to be equal.
@@ -163,7 +150,6 @@ def test_attributes(rank):
     def refusal(*values):
         with pytest.raises(ValueError) as raised:
             scan_blocks([Block(value) for value in values])
-        # What the message recommends works.
         assert "name it in ignore=['value']" in str(raised.value)
         scan_blocks([Block(value) for value in values], ignore=["value"])
         scan_blocks([Block(values[0]) for _ in values])

@@ -1,5 +1,7 @@
 """What users do with scanned blocks beyond calling them: right, or refused with a remedy."""
 
+import functools
+
 import pytest
 import torch
 import torch_xla
@@ -73,6 +75,10 @@ def parameters_in_a_forward_around(rank):
     torch.testing.assert_close((values[1] - values[0]).cpu(), 2 * full.cpu(), rtol=1e-3, atol=1e-3)
 
 
+def stores(name, value_of, block, x, y):
+    setattr(block, name, value_of(y))
+
+
 def what_a_block_would_lose(rank):
     held = []
 
@@ -83,22 +89,19 @@ def what_a_block_would_lose(rank):
         held[:] = [net.table.exp()]
         return 0.0
 
-    outside = "uses a tensor from outside of the block that needs a gradient, computed from 'table'"
+    outside = "outside of the block that needs a gradient, computed from 'table'.*pass it as an arg"
     refused(scanned(closure, hands_over), rank, ValueError, outside)
     held[0] = held[0].detach()
     scanned(closure, lambda net: net.table.sum())(inputs(rank)).backward()
 
-    def in_attribute(block, x, y):
-        block.kept = [y.square().mean()]
-
-    refused(scanned(in_attribute), rank, ValueError, "Block stores a computed tensor in 'kept'")
-
-    def a_view_in_attribute(block, x, y):
-        block.kept = y.detach()
-
-    refused(
-        scanned(a_view_in_attribute), rank, ValueError, "Block stores a computed tensor in 'kept'"
-    )
+    kept = "Block stores a computed tensor in 'kept'"
+    for name, value_of, text in (
+        ("kept", lambda y: [y.square().mean()], kept),
+        ("kept", lambda y: y.detach(), kept),
+        ("seen", lambda y: y.square().mean(), "its buffer 'seen' a value that needs a gradient"),
+    ):
+        also = functools.partial(stores, name, value_of)
+        refused(scanned(also), rank, ValueError, text)
 
     def constant(block, x, y):
         if not hasattr(block, "mask"):
@@ -108,28 +111,11 @@ def what_a_block_would_lose(rank):
     for _ in range(2):
         scanned(constant)(inputs(rank)).backward()
 
-    def in_buffer(block, x, y):
-        block.seen = y.square().mean()
-
-    refused(scanned(in_buffer), rank, ValueError, "its buffer 'seen' a value that needs a gradient")
-
-    def counting(block, x, y, seen):
-        seen[0] += 1
-
-    def appending(block, x, y, seen):
-        seen.append(y)
-
-    def in_dict(block, x, y, seen):
-        seen["last"] = y.detach()
-
-    def in_place(block, x, y, seen):
-        seen.add_(1)
-
     for also, seen in (
-        (counting, [0]),
-        (appending, []),
-        (in_dict, {}),
-        (in_place, torch.zeros(2, dtype=torch.int32, device="xla")),
+        (lambda block, x, y, seen: seen.insert(0, 1), [0]),
+        (lambda block, x, y, seen: seen.append(y), []),
+        (lambda block, x, y, seen: seen.update(last=y.detach()), {}),
+        (lambda block, x, y, seen: seen.add_(1), torch.zeros((), dtype=torch.int32, device="xla")),
     ):
         model = scan_blocks([Block(number, also) for number in range(3)])
         with pytest.raises(ValueError, match="forward of Block changes one of its arguments"):

@@ -14,13 +14,7 @@ from torch import nn
 
 import xla_fsdp
 import xla_fsdp.optim
-from xla_fsdp import (
-    CPUOffload,
-    ShardedParameterError,
-    ShardingStrategy,
-    fully_shard,
-    scan_blocks,
-)
+from xla_fsdp import CPUOffload, ShardingStrategy, fully_shard, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 BLOCKS = 2
@@ -231,7 +225,6 @@ def test_values_are_full_tensors_and_files_have_plain_parts(rank):
     assert "weight" in repr(p) and "weight" in f"{p}"
 
 
-# What a hook returns: sharded, full, or this rank's part.
 RESULTS = {
     "sharded": lambda grad: grad * 2,
     "full": lambda grad: getattr(grad, "full_tensor", grad.clone)() * 2,
@@ -251,22 +244,6 @@ def test_hooks_return_full_gradients_too(rank):
     p.register_hook(lambda grad: torch.zeros(3, device="xla"))
     with pytest.raises(RuntimeError, match="the result of a hook needs parameter 'weight'"):
         p.square().sum().backward()
-
-
-class TrustRatio(torch.optim.Optimizer):
-    """Steps as LAMB and LARS do, by the norms of single parameters."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                length, slope = p.norm(2.0), p.grad.norm(2.0)
-                one = torch.ones((), device=p.device)
-                ratio = torch.where(slope > 0, length / slope, one).clamp(max=10.0)
-                p.add_(p.grad * ratio, alpha=-group["lr"])
 
 
 OPTIMIZERS = {
@@ -294,15 +271,12 @@ def assert_same(plain, model):
         close(mine.full_tensor(), theirs.detach())
 
 
-@pytest.mark.parametrize(
-    "names", [list(OPTIMIZERS)[:4], list(OPTIMIZERS)[4:8], [*list(OPTIMIZERS)[8:], "TrustRatio"]]
-)
+@pytest.mark.parametrize("first", [0, 4, 8])
 @on_each_rank(2)
-def test_optimizers_of_any_library(rank, names):
-    for name in names:
+def test_optimizers_of_torch(rank, first):
+    for name, options in list(OPTIMIZERS.items())[first : first + 4]:
         plain, model = nets()
-        kind = globals()[name] if name == "TrustRatio" else getattr(torch.optim, name)
-        options = OPTIMIZERS.get(name, {})
+        kind = getattr(torch.optim, name)
         mine, theirs = (kind(one.parameters(), lr=0.1, **options) for one in (model, plain))
         for step in range(2):
             give_gradients(plain, model, step)
@@ -312,7 +286,6 @@ def test_optimizers_of_any_library(rank, names):
             theirs.step()
             torch_xla.sync()
         assert_same(plain, model)
-        # Plain parts go out and come in again, at any time.
         saved = copy.deepcopy(mine.state_dict())
         found = [v for own in saved["state"].values() for v in own.values()]
         assert {type(value) for value in found if isinstance(value, torch.Tensor)} <= {torch.Tensor}
@@ -322,16 +295,10 @@ def test_optimizers_of_any_library(rank, names):
         again.step()
         theirs.step()
         assert_same(plain, model)
-    if "SGD" in names:
-        for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
-            plain, model = nets()
-            give_gradients(plain, model, 0)
-            with pytest.raises(ShardedParameterError, match=r"parameter '0.weight'"):
-                kind(model.parameters()).step(lambda: torch.zeros((), device="xla"))
 
 
 @on_each_rank(2)
-def test_helpers_of_torch(rank):
+def test_averaged_models_and_clipped_values(rank):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     plain, model = nets()
@@ -349,24 +316,6 @@ def test_helpers_of_torch(rank):
             average.update_parameters(one)
     assert_same(plain, model)
     assert_same(averages[0].module, averages[1].module)
-
-    for bad in (False, True):  # an element that rank 1 alone has
-        plain, model = nets()
-        give_gradients(plain, model, 0)
-        scaler = torch.amp.GradScaler("xla", init_scale=2.0)
-        scaler.scale(torch.ones((), device="xla"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if bad:
-            last = model.module[1].weight.grad.full_tensor()
-            last[2, 6] = float("inf")
-            model.module[1].weight.grad = last
-        before = [p.full_tensor().cpu() for p in model.parameters()]
-        scaler.step(optimizer)
-        scaler.update()
-        torch_xla.sync()
-        after = [p.full_tensor().cpu() for p in model.parameters()]
-        assert all(map(torch.equal, before, after)) is bad
-        assert scaler.get_scale() == (1.0 if bad else 2.0)
 
 
 # They leave numbers, and NaN, where a shard has padding.
@@ -450,9 +399,6 @@ def test_shards_on_the_host(rank):
                 close(found.full_tensor() if calls is ELEMENTS else found, call(plain) + 0)
 
 
-RANKS = 4
-
-
 def built():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
@@ -495,8 +441,7 @@ LOSSES = {
     "of gradients": (gradient_penalty, False),
     "in a forward": (read_inside, True),
 }
-
-
+RANKS = 4
 WRAPPINGS = {
     "wrapper": lambda rank, module: FSDP(module),
     "in place": lambda rank, module: fully_shard(module),

@@ -1,6 +1,7 @@
-"""Uses of a wrapper beyond one forward and one backward: each equals the unsharded model."""
+"""Uses of a wrapper beyond one forward and one backward: as plain torch, or refused."""
 
 import collections
+import copy
 import dataclasses
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank
+from on_ranks import finish_step, on_each_rank
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import checkpoint_module
+from xla_fsdp import checkpoint_module, scan_blocks
 from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.layers import all_gather_with_grad
 from xla_fsdp.ranks.rank import current_rank
@@ -152,31 +153,6 @@ def test_a_loss_over_the_examples_of_all_ranks(rank, dim):
             all_gather_with_grad(wrong)
 
 
-@on_each_rank(2)
-def test_forward_without_grad_then_training_then_loading(rank):
-    plain, model = mlp(), wrapped(mlp(), "1")
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    reference = torch.optim.SGD(plain.parameters(), 0.5)
-    for step in range(3):
-        x = inputs(0, step)
-        with torch.no_grad():
-            evaluated = model(x.to("xla"))
-        torch.testing.assert_close(evaluated.cpu(), plain(x).detach(), rtol=1e-4, atol=1e-6)
-        model(x.to("xla")).square().mean().backward()
-        plain(x).square().mean().backward()
-        optimizer.step(), reference.step()
-        optimizer.zero_grad(), reference.zero_grad()
-        torch_xla.sync()
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        before = model(inputs(0).to("xla")).cpu()
-        for parameter in model.parameters():
-            parameter.mul_(0)
-        assert model(inputs(0).to("xla")).abs().sum().item() == 0
-        model.load_state_dict(saved)
-        torch.testing.assert_close(model(inputs(0).to("xla")).cpu(), before)
-
-
 class Trip(nn.Module):
     def __init__(self):
         super().__init__()
@@ -232,135 +208,58 @@ class Result:
     total: Any = dataclasses.field(init=False, default=None)
 
 
+# What a forward returns, and where its tensor is in it.
+OUTPUTS = {
+    "dict": (lambda y: {"a": y, "b": {"c": [y.detach(), "text"]}}, lambda out: out["a"]),
+    "ordered": (lambda y: collections.OrderedDict(a=y, n=3), lambda out: out["a"]),
+    "list": (lambda y: [y, None, 4], lambda out: out[0]),
+    "namedtuple": (lambda y: Pair(y, "text"), lambda out: out.first),
+    "dataclass": (lambda y: Result(y, "text"), lambda out: out.value),
+    "packed": (lambda y: PackedSequence(y, torch.tensor([1, 1])), lambda out: out.data),
+    "nested": (lambda y: ({"a": (Pair(y, [y]),)},), lambda out: out[0]["a"][0].second[0]),
+}
+
+
 class Structured(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, make):
         super().__init__()
         torch.manual_seed(7)
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.kind = kind
+        self.make = make
 
     def forward(self, x, *, scale=1.0, extra=None):
-        y = self.linear(x["x"][0]) * scale
+        x = x["x"][0]
+        y = self.linear(x.data if isinstance(x, PackedSequence) else x) * scale
         if extra is not None:
             y = y + extra.first
-        return {
-            "dict": lambda: {"a": y, "b": {"c": [y.detach(), "text"]}},
-            "ordered": lambda: collections.OrderedDict(a=y, n=3),
-            "list": lambda: [y, None, 4],
-            "namedtuple": lambda: Pair(y, "text"),
-            "dataclass": lambda: Result(y, "text"),
-            "nested": lambda: ({"a": (Pair(y, [y]),)},),
-        }[self.kind]()
-
-
-def result_of(kind, out):
-    return {
-        "dict": lambda: out["a"],
-        "ordered": lambda: out["a"],
-        "list": lambda: out[0],
-        "namedtuple": lambda: out.first,
-        "dataclass": lambda: out.value,
-        "nested": lambda: out[0]["a"][0].second[0],
-    }[kind]()
+        return self.make(torch.tanh(y))  # of which the backward needs the values
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", ["dict", "ordered", "list", "namedtuple", "dataclass", "nested"])
+@pytest.mark.parametrize("kind", OUTPUTS)
 @on_each_rank(2)
 def test_structured_inputs_and_outputs(rank, kind, checkpointed):
-    dtype = torch.bfloat16 if kind == "dict" else None
-    plain, model = Structured(kind), Structured(kind)
+    dtype = torch.bfloat16 if kind in ("dict", "packed") else None
+    make, tensor_of = OUTPUTS[kind]
+    plain, model = Structured(make), Structured(make)
     if checkpointed:
         checkpoint_module(model)
     model = wrapped(model, compute_dtype=dtype)
     x, extra = inputs(0), inputs(1)
+    if kind == "packed":
+        x = PackedSequence(x, torch.tensor([1, 1]))
     given = {"x": (x.to("xla"), torch.tensor([1, 2], device="xla"))}
     out = model(given, scale=0.5, extra=Pair(extra.to("xla"), "text"))
     expected = plain({"x": (x, None)}, scale=0.5, extra=Pair(extra, "text"))
     assert type(out) is type(expected)
     tolerance = {"rtol": 0.02, "atol": 0.02} if dtype else {"rtol": 1e-4, "atol": 1e-6}
-    assert result_of(kind, out).dtype is (dtype or torch.float32)
-    result_of(kind, out).float().square().mean().backward()
-    result_of(kind, expected).square().mean().backward()
+    assert tensor_of(out).dtype is (dtype or torch.float32)
+    for one in (out, expected):
+        tensor_of(one).float().square().mean().backward()
     torch_xla.sync()
     ours = gradients(model)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, **tolerance)
-
-
-class Packed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(8)
-        self.linear = nn.Linear(WIDTH, 4)
-
-    def forward(self, packed: PackedSequence) -> PackedSequence:
-        return packed._replace(data=torch.tanh(self.linear(packed.data)))
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@on_each_rank(2)
-def test_packed_sequences(rank, dtype):
-    plain, model = Packed(), wrapped(Packed(), compute_dtype=dtype)
-    sequences = [torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(n)) for n in (4, 2)]
-    packed = pack_sequence(sequences)
-    moved = packed._replace(data=packed.data.to(torch_xla.device()))
-    out, expected = model(moved), plain(packed)
-    assert type(out) is PackedSequence
-    assert out.data.dtype is (dtype or torch.float32)
-    assert torch.equal(out.batch_sizes, packed.batch_sizes)
-    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype else {"rtol": 1e-4, "atol": 1e-6}
-    torch.testing.assert_close(out.data.float().cpu(), expected.data, **tolerance)
-
-
-@on_each_rank(2)
-def test_freezing_after_wrapping(rank):
-    plain, model = mlp(), wrapped(mlp(), "1")
-    everyone = inputs_of_all()
-    for frozen in (["1.0.weight"], ["1.0.weight", "1.0.bias"], [], ["0.weight", "2.bias"]):
-        for named in (plain, model):
-            named.zero_grad()
-            for name, parameter in named.named_parameters():
-                parameter.requires_grad_(name not in frozen)
-        model(inputs(rank).to("xla")).square().mean().backward()
-        plain(everyone).square().mean().backward()
-        torch_xla.sync()
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad is None) == (name in frozen)
-        assert_same_gradients(model, plain)
-
-
-@on_each_rank(2)
-def test_backward_twice_through_one_graph(rank):
-    plain, model = mlp(), wrapped(mlp(), "1")
-    loss = model(inputs(rank).to(torch_xla.device())).square().mean()
-    everyone = inputs_of_all()
-    expected = plain(everyone).square().mean()
-    for _ in range(2):
-        loss.backward(retain_graph=True)
-        expected.backward(retain_graph=True)
-    assert_same_gradients(model, plain)
-
-
-class Inplace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(9)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x):
-        y = self.first(x)
-        y += 1
-        z = self.second(y * 2)
-        z *= 3
-        return F.relu_(z)
-
-
-@on_each_rank(2)
-def test_inplace_operators_around_units(rank):
-    plain, model = Inplace(), wrapped(Inplace(), "first", "second")
-    assert_same_backward(model, plain, rank)
 
 
 @on_each_rank(1)
@@ -373,11 +272,309 @@ def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
         for m, optimizer in pair:
             loss = m(inputs(0, step).to("xla")).square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch_xla.sync()
+            finish_step(optimizer)
             losses.append(loss.item())
         assert losses[0] == losses[1]
     ours = whole(model, model.state_dict())
     for name, value in plain.state_dict().items():
         assert torch.equal(ours[name], value.cpu())
+
+
+class Module(nn.Module):
+    def __init__(self, compute):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.compute = compute
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def returned(module, x):
+    return module.linear(x), module.linear.bias, [module.linear.weight.to(x.dtype)]
+
+
+def stored(module, x):
+    out = module.linear(x)
+    module.stored = out.square().sum()
+    return torch.tanh(out)
+
+
+def changed(module, x):
+    weight = module.linear.weight.clone()
+    with torch.no_grad():
+        weight.mul_(2)
+    return x @ weight
+
+
+def inplace(module, x):
+    return module.linear(torch.relu_(x.mul_(2)))
+
+
+def loss_of(module, out):
+    if module.compute is returned:
+        return out[0].square().mean() + (out[1].exp().sum() + out[2][0].square().sum()) * 0.1
+    if module.compute is inplace:  # around the unit, too
+        out = torch.relu_(out.add_(1) * 2)
+    if module.compute is stored:
+        return out.mean() + 0.01 * module.stored / out.shape[0]
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["", "input grad"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("compute", [returned, stored, changed, inplace])
+@on_each_rank(2)
+def test_gradients_are_those_of_plain_torch(rank, compute, checkpointed, needs_grad):
+    if compute is returned:
+        checkpointed = False  # returns its parameters, computes next to nothing
+    plain, module = Module(compute), Module(compute)
+    model = nn.Sequential(checkpoint_module(module) if checkpointed else module)
+    model = wrapped(model, "0")
+
+    def step(model, module, x):
+        x = x.requires_grad_() if needs_grad else x
+        # Not a leaf, so that it may be changed in place.
+        loss_of(module, model(x * 1)).backward()
+
+    step(model, module, inputs(rank).to(torch_xla.device()))
+    step(plain, plain, inputs_of_all())
+    assert_same_gradients(model, nn.Sequential(plain))
+
+
+@on_each_rank(2)
+def test_changes_in_place_are_detected_as_without_wrapper(rank):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.linear(x)
+            z = y.square()
+            y.add_(1)
+            return z
+
+    model = wrapped(Late())
+    with pytest.raises(RuntimeError, match="changed in place after the forward used it"):
+        model(inputs(rank).to(torch_xla.device())).sum().backward()
+
+
+@on_each_rank(2)
+def test_gradients_of_gradients(rank):
+    def penalty(model, x):
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return grad.square().sum(1).mean()
+
+    plain, model = mlp(), wrapped(mlp(), "1")
+    penalty(model, inputs(rank).to(torch_xla.device()).requires_grad_()).backward()
+    everyone = inputs_of_all().requires_grad_()
+    penalty(plain, everyone).backward()
+    assert_same_gradients(model, plain)
+    given, names = inputs(rank).to(torch_xla.device()), r"'\S+', '\S+'.* no second derivative"
+    parameters = list(model.parameters())
+
+    def gradients(model, x, **options):
+        return torch.autograd.grad(model(x).square().mean(), list(model.parameters()), **options)
+
+    def vector_product(gradients):
+        return sum((grad * 2).sum() for grad in gradients)
+
+    with pytest.raises(RuntimeError, match=names):
+        vector_product(gradients(model, given, create_graph=True)).backward()
+    with pytest.raises(RuntimeError, match=names):
+        once = gradients(model, given, create_graph=True)
+        torch.autograd.grad(vector_product(once), parameters)
+    before = gradients(model, given)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(2e-3)
+    after = gradients(model, given)
+    found = sum(((a - b) / 1e-3).sum() for a, b in zip(after, before, strict=True)).item()
+    whole = inputs_of_all()
+    once = gradients(plain, whole, create_graph=True)
+    right = torch.autograd.grad(vector_product(once), list(plain.parameters()))
+    assert found == pytest.approx(sum(grad.sum() for grad in right).item(), rel=2e-2)
+    # A graph that nobody uses changes nothing.
+    model.zero_grad()
+    loss = model(given).square().mean()
+    loss.backward(create_graph=True)
+    for parameter, grad in zip(parameters, after, strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), grad.full_tensor())
+
+
+@on_each_rank(2)
+def test_copies_and_inference_mode(rank):
+    model = wrapped(mlp(), "1")
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    twin = copy.deepcopy(model)
+    x = inputs(rank).to("xla")
+    model(x).sum().backward()
+    assert all(p.grad is None for p in twin.parameters())
+    with torch.no_grad():
+        expected = model(x).cpu()
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(x).cpu(), expected)
+        assert torch.equal(averaged(x).cpu(), expected)
+    with torch.inference_mode():
+        assert torch.equal(twin(x).cpu(), expected)
+    # Copies have no gradients, and so nothing of what no_sync holds.
+    model = wrapped(mlp(), "1")
+    with model.no_sync():
+        model(x).sum().backward()
+    twin = copy.deepcopy(model)
+    for one in (twin, model):
+        one(x).sum().backward()
+    for once, twice in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(once.grad * 2, twice.grad)
+
+
+@on_each_rank(2)
+def test_meta_weights_shared_across_units(rank):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model[1].weight = model[0].weight
+        model[0].weight.no_decay = True
+    model = wrapped(model, "0", "1")
+    assert len(list(model.parameters())) == 3
+    full = whole(model, model.state_dict())
+    assert torch.equal(full["0.weight"], full["1.weight"])
+    assert model[0].module.weight.no_decay
+
+
+@on_each_rank(2)
+def test_a_module_under_two_names(rank):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(WIDTH, WIDTH)
+            self.b = self.a
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    plain = Shared()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = wrapped(plain)
+    ours = whole(model, model.state_dict())
+    assert ours.keys() == expected.keys() == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+
+
+@on_each_rank(2)
+def test_refusals(rank):
+    with pytest.raises(ValueError, match=f"no group of sharding_groups has this rank, {rank}"):
+        FSDP(mlp(), sharding_groups=[[0, 1]], sharding_rank=1 - rank, sharding_world_size=2)
+    model = wrapped(mlp(), "1")
+    outer = nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)})
+    bias = torch.ones(2)
+    outer.load_state_dict({"head.bias": bias}, strict=False, assign=True)
+    assert outer["head"].bias.data_ptr() == bias.data_ptr()
+    with pytest.raises(ValueError, match="Leave assign out"):
+        outer.load_state_dict(outer.state_dict(), assign=True)
+
+
+def leaves_work_behind(rank, synced):
+    model = wrapped(mlp(), "1")
+    for _ in range(2):
+        model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+        if synced:
+            torch_xla.sync()
+    return [p.grad for p in model.parameters()] if rank == 0 and synced else None
+
+
+def test_launches_that_leave_work_behind(run_ranks):
+    for synced in (False, True, False, True):
+        run_ranks(leaves_work_behind, 2, synced)
+
+
+@on_each_rank(1)
+def test_torch_compile_is_refused(rank):
+    x = inputs(rank).to("xla")
+    for backend in ("eager", "aot_eager", "openxla"):
+        model = wrapped(mlp(), "1")
+        around = torch.compile(model, backend=backend)
+        with pytest.raises(RuntimeError, match="Sequential, which is wrapped, .* leave torch.comp"):
+            around(x)
+        model(x).sum().backward()  # the remedy
+
+        inside = wrapped(mlp(), "1")
+        inside.module[1] = torch.compile(inside.module[1], backend=backend)
+        with pytest.raises(RuntimeError, match="'1' in a wrapper is compiled by torch.compile"):
+            inside(x)
+        method = mlp()
+        method[2].compile(backend=backend)
+        with pytest.raises(RuntimeError, match="'2' in a wrapper is compiled by torch.compile"):
+            wrapped(method)(x)
+    parent = nn.Sequential(nn.Tanh(), wrapped(mlp(), "1"))
+    with pytest.raises(RuntimeError, match="was called inside torch.compile"):
+        torch.compile(parent, backend="eager")(x)
+    itself = wrapped(mlp())
+    itself.compile(backend="eager")
+    with pytest.raises(RuntimeError, match="torch.compile"):
+        itself(x)
+    blocks = scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    with pytest.raises(RuntimeError, match="ScannedBlocks, which is wrapped, .* torch.compile"):
+        torch.compile(blocks, backend="eager")(x)
+    torch_xla.sync()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_each_rank()
+def test_torch_func_is_refused(rank):
+    model, plain = wrapped(mlp(), "1"), mlp()
+    x = inputs(rank).to("xla")
+    own = dict(model.named_parameters())
+
+    def loss(one):
+        return model(one).square().mean()
+
+    # What torch knows of forward-mode is the process's, and ranks are its threads.
+    alone = xr.world_size() == 1
+    forward_mode = (
+        lambda: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+        lambda: torch.func.hessian(loss)(x),
+    )
+    for call in (
+        *(forward_mode if alone else ()),
+        lambda: torch.func.grad(loss)(x),
+        lambda: torch.func.vmap(model)(x),
+        lambda: torch.func.vjp(model, x),
+        lambda: torch.func.jacrev(loss)(x),
+        lambda: torch.func.grad(
+            lambda p: torch.func.functional_call(model, p, (x,)).square().mean()
+        )(own),
+    ):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                with pytest.raises(RuntimeError, match="transformation of torch.func .* backward"):
+                    call()
+    blocks = scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    with pytest.raises(RuntimeError, match="transformation of torch.func"):
+        torch.func.grad(lambda one: blocks(one).sum())(x)
+
+    # The remedies that the message names, and what is no transformation of Python.
+    def of_inputs(one, device):
+        given = inputs(rank).to(device).requires_grad_()
+        (grad,) = torch.autograd.grad(one(given).square().mean(), given, create_graph=True)
+        jacobian = torch.autograd.functional.jacobian(one, given.detach())
+        scaled = torch.func.vmap(lambda row: row * 2)(one(given))
+        return [tensor.detach().cpu() for tensor in (grad, jacobian, scaled)]
+
+    found, expected = of_inputs(model, "xla"), of_inputs(plain, "cpu")
+    torch_xla.sync()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert_same_backward(model, plain, rank)
+
+    if not alone:
+        return
+
+    def directional(one, device):
+        with torch.autograd.forward_ad.dual_level():
+            given = inputs(rank).to(device)
+            dual = torch.autograd.forward_ad.make_dual(given, torch.ones_like(given))
+            return torch.autograd.forward_ad.unpack_dual(one(dual)).tangent.cpu()
+
+    torch.testing.assert_close(directional(model, "xla"), directional(plain, "cpu"))

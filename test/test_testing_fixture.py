@@ -22,7 +22,7 @@ Pair = namedtuple("Pair", "rank value")
 
 
 class DomainError(Exception):
-    """An exception of a test suite's own."""
+    pass
 
 
 def pair(rank, value):
@@ -55,11 +55,6 @@ def test_results_by_rank_and_at_most_two_idle_workers(run_ranks):
     assert len(servers) - len(workers) == 1 and 0 < len(workers) <= 2
 
 
-def test_closures_and_lambdas(run_ranks):
-    offset = torch.arange(3)
-    assert [r.tolist() for r in run_ranks(lambda rank: offset + rank, 2)] == [[0, 1, 2], [1, 2, 3]]
-
-
 def test_classes_keep_their_identity(run_ranks):
     results = run_ranks(pair, 2, "v")
     assert results == [Pair(0, "v"), Pair(1, "v")] and type(results[0]) is Pair
@@ -68,12 +63,14 @@ def test_classes_keep_their_identity(run_ranks):
     assert type(info.value.__cause__) is DomainError and info.value.rank == 1
 
 
-def test_xla_tensors_inside_any_result_come_back_on_the_cpu(run_ranks):
+def test_xla_tensors_inside_any_result_of_a_closure_come_back_on_the_cpu(run_ranks):
+    offset = torch.zeros(1)
+
     def build(rank):
         model = torch.nn.Linear(2, 2).to("xla")
         with torch.no_grad():
             model.weight.fill_(rank)
-        return {"model": model, "grads": (None, [torch.ones(1, device="xla")])}
+        return {"model": model, "grads": (None, [offset.to("xla") + 1])}
 
     for rank, result in enumerate(run_ranks(build, 2)):
         weight = result["model"].weight

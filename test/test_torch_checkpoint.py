@@ -1,7 +1,6 @@
-"""torch's own activation checkpointing inside sharded models: by ``torch.utils.checkpoint``."""
+"""Activation checkpointing inside of sharded models: torch's, torch_xla's and checkpoint_module."""
 
 import functools
-import re
 import warnings
 
 import pytest
@@ -10,7 +9,8 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
-from test_special_uses import WIDTH, inputs, trace_as_on_tpu, wrapped
+from test_freeing import live_sizes
+from test_special_uses import WIDTH, assert_same_gradients, inputs, inputs_of_all, mlp, wrapped
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -23,13 +23,7 @@ from torch_xla.utils.checkpoint import checkpoint as of_torch_xla
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import (
-    full_optim_state_dict,
-    full_state_dict,
-    fully_shard,
-    load_full_optim_state_dict,
-    load_full_state_dict,
-)
+from xla_fsdp import checkpoint_module, full_state_dict, fully_shard
 
 
 class Layer(nn.Module):
@@ -113,7 +107,6 @@ CALLS = {
     "nested": lambda layer, x: checkpoint(CALLS["not reentrant"], layer, x, use_reentrant=False),
     "by keyword": lambda layer, x: checkpoint(layer, x=x, scale=x.detach(), use_reentrant=False),
     "by closure": lambda layer, x: checkpoint(lambda: layer(x), use_reentrant=False),
-    # As diffusers and Transformers do.
     "by its call": lambda layer, x: checkpoint(layer.__call__, x, None, use_reentrant=False),
     "by its forward": lambda layer, x: checkpoint(layer.forward, x, use_reentrant=False),
     "by partial": by_partial,
@@ -121,7 +114,10 @@ CALLS = {
     "in a row": in_a_row,
     "by a wrapper": with_kept_module,
     "composable": lambda layer, x: composable(layer)(x),
-    "checkpoint_module": lambda layer, x: xla_fsdp.checkpoint_module(layer)(x),
+    "checkpoint_module": lambda layer, x: checkpoint_module(layer)(x),
+    "nested checkpoint_module": lambda layer, x: checkpoint_module(
+        nn.Sequential(checkpoint_module(layer))
+    )(x),
 }
 SCALED = "by keyword", "by partial", "by itself"
 
@@ -142,7 +138,16 @@ def in_place(model):
     return fully_shard(model)
 
 
-def called(rank, sharding):
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        "one unit",
+        pytest.param("in place", marks=pytest.mark.slow),
+        pytest.param("each layer", marks=pytest.mark.full),
+    ],
+)
+@on_each_rank(2)
+def test_calls_inside_of_sharded_models(rank, sharding):
     shard = {
         "one unit": wrapped,
         "each layer": lambda model: wrapped(model, "layers.0", "layers.1"),
@@ -162,47 +167,6 @@ def called(rank, sharding):
             torch.testing.assert_close(
                 one, other, rtol=3e-2, atol=5e-3, msg=lambda m, name=name: f"{name}: {m}"
             )
-
-
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        "one unit",
-        pytest.param("in place", marks=pytest.mark.slow),
-        pytest.param("each layer", marks=pytest.mark.full),
-    ],
-)
-def test_calls_inside_of_sharded_models(run_ranks, sharding):
-    run_ranks(called, 2, sharding)
-
-
-@on_each_rank(1)
-def test_recomputation_is_kept_apart_from_the_forward(rank, size, folder):
-    """What the recomputed layers of one unit are tied to, by how they are recomputed."""
-    trace_as_on_tpu()
-
-    def found(call, wrap=lambda layer: layer):
-        net = Net(call)
-        net.layers = nn.ModuleList(map(wrap, net.layers))
-        model = wrapped(net)
-        torch_xla.sync()
-        model(inputs(rank).to(torch_xla.device())).backward()
-        hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
-        return sorted(re.findall(r"= (\(.*\)) opt-barrier\(", hlo))
-
-    def tied(barriers):
-        rest = list(barriers)
-        for one in found(direct):
-            rest.remove(one)
-        return rest
-
-    own = tied(found(direct, xla_fsdp.checkpoint_module))
-    # Of each layer the input, and a gradient.
-    assert len(own) == 2 and all(one.count("f32[2,6]") == 2 for one in own)
-    assert tied(found(CALLS["reentrant"])) == own
-    others = tied(found(CALLS["not reentrant"]))
-    # The gradient with which the backward of the unit began.
-    assert len(others) == 2 and all(one.count("f32[") == 2 for one in others)
 
 
 def unchanged(model):
@@ -279,8 +243,7 @@ WRAPPINGS = {
 
 @pytest.mark.slow
 @on_each_rank(2)
-def test_states_have_the_names_of_the_module(rank, size, folder):
-    """Training and states have the numbers and the names of a model that is not recomputed."""
+def test_states_have_the_names_and_values_of_the_module(rank, folder):
     device = torch_xla.device()
 
     def trained(shard):
@@ -295,7 +258,7 @@ def test_states_have_the_names_of_the_module(rank, size, folder):
         return model, optimizer
 
     def full(model, optimizer):
-        state = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        state = xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
         moments = {f"{name}: {key}": t for name, own in state.items() for key, t in own.items()}
         return full_state_dict(model, rank0_only=False) | moments
 
@@ -313,9 +276,9 @@ def test_states_have_the_names_of_the_module(rank, size, folder):
         assert set(model.state_dict()) == set(Net().state_dict())
         shards = model.get_shard_metadata()["parameters"] if name != "in place" else {}
         assert "_checkpoint_wrapped_module" not in str(shards)
-        load_full_state_dict(model, full_state_dict(plain[0], rank0_only=False))
-        state = full_optim_state_dict(*plain, rank0_only=False)
-        load_full_optim_state_dict(model, optimizer, state)
+        xla_fsdp.load_full_state_dict(model, full_state_dict(plain[0], rank0_only=False))
+        state = xla_fsdp.full_optim_state_dict(*plain, rank0_only=False)
+        xla_fsdp.load_full_optim_state_dict(model, optimizer, state)
         path = f"{folder}/{name}"
         xla_fsdp.save_checkpoint(path, model, optimizer, step=1)
         xla_fsdp.load_checkpoint(path, *plain)
@@ -337,9 +300,7 @@ class Scanned(nn.Module):
 
 
 @on_each_rank(2)
-def test_checkpoints_in_scanned_blocks(rank, size, folder):
-    """Scanned blocks are computed again as a whole, whatever else they would have recomputed."""
-
+def test_checkpoints_in_scanned_blocks(rank):
     def trained(around, device, *block):
         torch.manual_seed(0)
         blocks = around([Scanned(*block) for _ in range(3)])
@@ -362,3 +323,172 @@ def test_checkpoints_in_scanned_blocks(rank, size, folder):
             torch.testing.assert_close(
                 state[name], value, msg=lambda m, way=way, name=name: f"{way}, {name}: {m}"
             )
+
+
+@on_each_rank(2)
+def test_activations_are_not_kept(rank):
+    wide = 64 * WIDTH
+    counts = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(WIDTH, wide), nn.Tanh(), nn.Linear(wide, WIDTH))
+        model = wrapped(nn.Sequential(checkpoint_module(layers) if checkpointed else layers), "0")
+        torch_xla.sync()
+        loss = model(inputs(rank).to(torch_xla.device())).square().mean()
+        activation = inputs(rank).shape[0] * wide
+        counts.append(sum(size == activation for size in live_sizes(torch_xla.device())))
+        loss.backward()
+        torch_xla.sync()
+    assert counts[0] > 0 and counts[1] == 0
+
+
+@on_each_rank(2)
+def test_inputs_are_not_kept_by_the_loss(rank):
+    """Pending tensors as large as the layers' inputs, with the loss still held."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    model = wrapped(nn.Sequential(*map(checkpoint_module, layers)))
+    x = torch.randn(7, WIDTH)  # a size of its own
+    loss = model(x.to(torch_xla.device())).square().mean()
+    loss.backward()
+    model.zero_grad()
+    assert x.numel() not in live_sizes(torch_xla.device())
+
+
+class Calling(nn.Module):
+    """Calls two of its layers by torch_xla's checkpoint, which runs a nested backward, or directly;
+    and uses a parameter of one besides."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layers = how, mlp()
+
+    def forward(self, x):
+        foreign = self.how != "own around units" and x.device.type == "xla"
+        for layer in self.layers[:2]:
+            x = of_torch_xla(layer, x) if foreign else layer(x)
+        x = self.layers[2](x)
+        return x * self.layers[0].bias.sum() if self.how == "foreign in a unit" else x
+
+
+@pytest.mark.parametrize("how", ["own around units", "foreign around units", "foreign in a unit"])
+@on_each_rank(2)
+def test_checkpoints_and_units(rank, how):
+    plain, model = nn.Sequential(Calling(how)), nn.Sequential(Calling(how))
+    units = ["0"] if how == "foreign in a unit" else ["0.layers.0", "0.layers.1"]
+    model = wrapped(model, *units)
+    if how == "own around units":
+        for layer in model.module[0].layers[:2]:
+            checkpoint_module(layer)
+    for _ in range(2):
+        model(inputs(rank).to(torch_xla.device()).requires_grad_()).square().mean().backward()
+        everyone = inputs_of_all().requires_grad_()
+        plain(everyone).square().mean().backward()
+    assert_same_gradients(model, plain)
+
+
+class Shared(nn.Module):
+    """Computes with a table that others use too, in the way that ``kind`` says."""
+
+    def __init__(self, table, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.own = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else None
+        self.table = table  # a module with a buffer
+        self.alias = []
+
+    def forward(self, x):
+        if self.kind == "updated in place":
+            self.table.values.mul_(2.0)
+        if self.kind == "updated by another name":
+            self.alias[0].mul_(2.0)
+        if self.kind == "assigned":
+            self.table.values = self.table.values * 2.0
+        if self.kind == "batch norm":
+            x = self.own(x) * self.own.running_var.clone()
+        if self.kind == "dropout":
+            x = nn.functional.dropout(x, 0.5, self.training)
+        if self.kind == "drawn on the host":
+            x = x * (torch.rand(WIDTH) > 0.5).float().to(x.device)
+        return torch.tanh(self.linear(x) * self.table.values)
+
+
+KINDS = (
+    "only read", "updated in place", "assigned", "batch norm", "dropout", "drawn on the host"
+)  # fmt: skip
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("values", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        return x * self.values
+
+
+class Tables(nn.Module):
+    def __init__(self, kind, recomputed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first = Table(), nn.Linear(WIDTH, WIDTH)
+        layer = Shared(self.table, kind)
+        self.layer = checkpoint_module(layer) if recomputed else layer
+        self.kind = kind
+
+    def forward(self, x):
+        x = self.first(x)
+        # What autograd saves here must not be updated in place by the layer.
+        x = self.table(x) if "updated" not in self.kind else x
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("sharding", ["class", "in place", "none"])
+@on_each_rank(2)
+def test_random_numbers_modes_and_buffers_are_those_of_the_forward(rank, sharding):
+    device = torch.device("cpu") if sharding == "none" else torch_xla.device()
+    shard = {"none": lambda model: model, "class": wrapped, "in place": fully_shard}[sharding]
+    for kind in KINDS:
+        found = []
+        for recomputed in (False, True):
+            model = shard(Tables(kind, recomputed).to(device))
+            torch.manual_seed(11)
+            xm.set_rng_state(11)
+            drawn = []
+            for step in range(2):
+                loss = model(inputs(rank, step).to(device)).square().mean()
+                model.eval()
+                loss.backward()
+                model.train()
+                drawn += [torch.rand(3), torch.rand(3, device=device)]
+            torch_xla.sync()
+            tensors = [*drawn, *(p.grad for p in model.parameters()), *model.buffers()]
+            found.append([tensor.cpu() for tensor in tensors])
+        for plain, recomputed in zip(*found, strict=True):
+            torch.testing.assert_close(plain, recomputed, msg=lambda m, kind=kind: f"{kind}: {m}")
+    model = Tables("updated by another name", True).to(device)
+    model.layer.alias = [model.table.values]
+    with pytest.raises(
+        RuntimeError, match="changed its buffer 'values', of a Table, a second time"
+    ):
+        model(inputs(rank).to(device)).sum().backward()
+
+
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.linear(x)) if self.calls % 2 else self.linear(x).detach()
+
+
+@on_each_rank(2)
+def test_a_forward_that_changes_is_an_error(rank):
+    model = wrapped(nn.Sequential(checkpoint_module(Changing())), "0")
+    x = inputs(rank).to(torch_xla.device()).requires_grad_()
+    with pytest.raises(RuntimeError, match="recomputation of Changing saved .* must compute the"):
+        model(x).sum().backward()
+    with torch.no_grad():
+        assert model(x).shape == x.shape

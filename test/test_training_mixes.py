@@ -72,7 +72,6 @@ def wrap(kind, model):
 
 
 def two_losses(model, x, step):
-    """The second backward goes through what the first has kept."""
     logits, value = model(x)
     logits.square().mean().backward(retain_graph=True)
     value.abs().mean().backward()
@@ -154,13 +153,10 @@ def hooked(model, log):
 
         return hook
 
-    # Once its gradient is there: the optimizer in the backward.
     named["head.bias"].register_post_accumulate_grad_hook(seen("head.bias"))
     named["blocks.1.up.weight"].register_post_accumulate_grad_hook(halve)
-    # Before it is accumulated.
     named["value.bias"].register_hook(lambda grad: grad * 3)
 
-    # Around modules: what a backward hook returns goes on as the gradient of the input.
     def halved(module, of_inputs, of_outputs):
         log.append((type(module).__name__, len(of_inputs), len(of_outputs)))
         return tuple(grad * 0.5 for grad in of_inputs)

@@ -203,8 +203,15 @@ print("same")
 
 
 @on_each_rank(3)
-def test_save_and_closures_are_the_ranks_own(rank, tmp_path):
+def test_save_closures_and_autograd_are_the_ranks_own(rank, tmp_path):
     seen = []
+    x = torch.ones(2, device="xla", requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append((current_rank().rank, xr.global_ordinal())))
+    y.register_hook(lambda grad: seen.append(str(torch_xla.device())))
+    y.sum().backward()
+    assert seen == [(rank, rank), f"xla:{rank}"]
+    seen.clear()
     x = torch.full((2,), float(rank)).to("xla")
     total = xm.all_reduce("sum", x)
     xm.add_step_closure(lambda t: seen.append(t.tolist()), args=(total,))
@@ -219,17 +226,6 @@ def test_save_and_closures_are_the_ranks_own(rank, tmp_path):
     assert str(torch_xla.device()) == str(x.device) == f"xla:{rank}"
     assert (xr.global_ordinal(), xr.local_ordinal(), xr.world_size()) == (rank, rank, 3)
     assert xm.is_master_ordinal() is xm.is_master_ordinal(local=False) is (rank == 0)
-
-
-@on_each_rank(3)
-def test_autograd_thread_knows_its_rank(rank):
-    seen = []
-    x = torch.ones(2, device="xla", requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: seen.append((current_rank().rank, xr.global_ordinal())))
-    y.register_hook(lambda grad: seen.append(str(torch_xla.device())))
-    y.sum().backward()
-    assert seen == [(rank, rank), f"xla:{rank}"]
 
 
 def test_scans_are_captured_by_one_rank_at_a_time(run_ranks):

@@ -75,7 +75,6 @@ def step(model: nn.Module, optimizer, number: int, rank: int = 0, size: int = 1)
 
 
 def mean_loss(loss: torch.Tensor) -> float:
-    """Over all ranks."""
     import torch_xla.core.xla_model as xm
 
     return xm.mesh_reduce("loss", loss.item(), lambda losses: sum(losses) / len(losses))
