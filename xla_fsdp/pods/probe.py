@@ -32,7 +32,7 @@ def main(text: str) -> None:
     request = json.loads(text)
     # Ends this process even if the connection breaks, unless a dead mount blocks it.
     signal.alarm(int(request["seconds"]) + 1)
-    actions = {"look": look, "write": write, "read": read, "clean": clean, "prune": prune}
+    actions = {"look": look, "write": write, "read": read, "clean": clean}
     try:
         answer = actions[request["action"]](request)
     except Exception as error:
@@ -220,18 +220,14 @@ def read(request: dict) -> dict:
 
 
 def clean(request: dict) -> dict:
+    """``made``: folders that ``make`` created, by worker; removed if they are empty."""
     folder = folder_of(request)
     with contextlib.suppress(FileNotFoundError):
         folder.drop(str(request["worker"]))
     # It may have other files, or the store no folders.
     with contextlib.suppress(Exception):
         folder.remove()
-    return {}
-
-
-def prune(request: dict) -> dict:
-    """Removes the folders that ``make`` created, if they are empty."""
-    for path in request["made"]:
+    for path in request.get("made", {}).get(str(request["worker"]), []):
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(path)
     return {}
