@@ -53,22 +53,19 @@ class WorkerPool:
             )
         call = _dumps_call(fn, args, kwargs)
         worker = self._take(size)
-        first_call = worker.fresh
-        try:
-            return worker.run(call, timeout)
-        except WorkerDiedError as error:
-            # XLA's runtime sometimes crashes in a process that has run many programs, some of which
-            # failed. Earlier calls must not make this one fail.
-            if first_call or error.signal not in (signal.SIGSEGV, signal.SIGABRT):
-                raise
-            sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
-        finally:
-            self._give_back(worker)
-        worker = self._start(size)
-        try:
-            return worker.run(call, timeout)
-        finally:
-            self._give_back(worker)
+        while True:
+            first_call = worker.fresh
+            try:
+                return worker.run(call, timeout)
+            except WorkerDiedError as error:
+                # XLA's runtime sometimes crashes in a process that has run many programs, some of
+                # which failed. Earlier calls must not make this one fail.
+                if first_call or error.signal not in (signal.SIGSEGV, signal.SIGABRT):
+                    raise
+                sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
+            finally:
+                self._give_back(worker)
+            worker = self._start(size)
 
     def close(self) -> None:
         while self._idle:

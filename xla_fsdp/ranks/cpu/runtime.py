@@ -81,9 +81,7 @@ class CpuRuntime:
             require_folder_is_chosen()
             os.environ.update(settings)
             self._started_here = True
-            found = xr.addressable_device_count()
-        else:
-            found = xr.addressable_device_count()
+        found = xr.addressable_device_count()
         if found != size:
             raise RuntimeError(
                 f"launch needs {size} CPU devices, but this process's XLA runtime was already "

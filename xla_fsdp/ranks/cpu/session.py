@@ -24,7 +24,7 @@ from ... import xlac
 from ...tpu.slices import equal_parts
 from ...tree import has_own_operators
 from ..errors import Preempted
-from ..rank import Collective, RankContext, _set_current_rank, current_rank
+from ..rank import Collective, CollectiveOrder, RankContext, _set_current_rank, current_rank
 from . import call_site
 from .barrier import Arrival, Barrier
 from .rng import RankGenerators
@@ -50,9 +50,11 @@ class Session:
         self.size = size
         self.gate = gate
         store, parts = dist.HashStore(), equal_parts(size, slices)
-        self.contexts = contexts = [
-            RankContext(r, size, torch.device("xla", r), store, parts) for r in range(size)
-        ]
+        self.contexts = contexts = list[RankContext]()
+        for rank in range(size):
+            device = torch.device("xla", rank)
+            chain = _chain(gate, rank, device) if size > 1 else None
+            contexts.append(RankContext(rank, size, device, store, parts, chain))
         # Without a reference to this object, which would be a reference cycle.
         self.barrier = Barrier(
             size, timeout, lambda rank: call_site.of_thread(contexts[rank].thread)
@@ -66,9 +68,6 @@ class Session:
         self._sync_multi = xlac.sync_tensors.value
         self._real_devices = xm.xla_real_devices()  # "CPU:0", ...
         self._reading = threading.RLock()
-        if size > 1:
-            for context in self.contexts:
-                context.chain_collectives(_start_of_program(gate, context.rank, context.device))
 
     def rank_of(self, device: Any = None) -> RankContext | None:
         """The rank of this thread, else of ``device``, if any."""
@@ -245,16 +244,14 @@ class Session:
         return tuple((kind, shape) for shape, kind in _COLLECTIVE_NODE.findall(text))
 
 
-def _start_of_program(
-    gate: StartGate, rank: int, device: torch.device
-) -> Callable[[], torch.Tensor]:
+def _chain(gate: StartGate, rank: int, device: torch.device) -> CollectiveOrder:
     def start() -> torch.Tensor:
         # As data: all ranks share one program.
         number = torch.tensor([rank], dtype=torch.int32)
         sent: Any = xm.send_cpu_data_to_device([number], device)
         return gate.wait_for_all(sent[0])
 
-    return start
+    return CollectiveOrder(device, start)
 
 
 def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:
