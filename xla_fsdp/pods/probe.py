@@ -52,10 +52,8 @@ def look(request: dict) -> dict:
         path for pattern in request["chip_files"] for path in glob.glob(os.path.expanduser(pattern))
     )
     return {
-        "host": platform.node(),
         "time": time.time(),
         "python": platform.python_version(),
-        "executable": sys.executable,
         "packages": {name: version(name) for name in PACKAGES},
         "required_libtpu_version": required_libtpu_version(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},

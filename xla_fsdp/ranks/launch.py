@@ -154,7 +154,7 @@ def _join_torchrun() -> None:
             "start the script with plain python",
             "TPU": "on a TPU, pass torchrun --nproc-per-node=<chips of a host>. On v2 and v3, "
             "where a process has two ranks, start the script with plain python on every host",
-        }.get(xr.device_type(), "pass another torchrun --nproc-per-node")
+        }.get(xr.device_type() or "", "pass another torchrun --nproc-per-node")
         raise RuntimeError(
             f"torchrun started {started} processes, but XLA has a world size of {found}; {remedy}"
         )

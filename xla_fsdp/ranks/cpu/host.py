@@ -261,7 +261,8 @@ class _RankThread(threading.Thread):
         session.adopt_thread(context)
         try:
             with RankMode(session, context):
-                _adopt_autograd_thread(session, context)
+                # That thread outlives the launch.
+                run_there(context.device, lambda: session.adopt_thread(context))
                 value = self._call()
                 results = [t for t in tensors_in(value) if t.device.type == "xla"]
                 if results:
@@ -310,13 +311,3 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
     while first is not None and first.tb_frame.f_code.co_filename == __file__:
         first = first.tb_next
     return first or trace
-
-
-def _adopt_autograd_thread(session: Session, context: RankContext) -> None:
-    """That thread outlives the launch."""
-
-    def adopt() -> None:
-        if threading.get_ident() != context.thread:
-            session.adopt_thread(context)
-
-    run_there(context.device, adopt)

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import xlac
+from ...tree import tensors_in
 from ..rank import RankContext, current_rank
 from .session import Session
 
@@ -176,14 +177,8 @@ class FreshState:
 
     def _run_constructors(self, context: RankContext, optimizer: Optimizer) -> None:
         # Adagrad creates its state in its constructor.
-        state = [
-            value
-            for values in optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, torch.Tensor) and value.device.type == "xla"
-        ]
-        needed = xlac.are_pending(state) if state else ()
-        pending = [value for value, needs in zip(state, needed, strict=True) if needs]
+        state = xla_tensors(optimizer.state)
+        pending = [value for value in state if xlac.are_pending([value])[0]]
         if pending:
             self._session.sync_tensors(context, "the optimizer's first step", pending)
 
@@ -218,18 +213,7 @@ def reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
 
 
 def xla_tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            if value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
-                found.append(value)
-        elif isinstance(value, (tuple, list)):
-            stack.extend(reversed(value))
-        elif isinstance(value, dict):
-            stack.extend(reversed(list(value.values())))
-    return found
+    return [tensor for tensor in tensors_in(value) if tensor.is_xla]
 
 
 def _name(func: Callable) -> str:

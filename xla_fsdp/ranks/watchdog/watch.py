@@ -274,7 +274,7 @@ def _stack_of(process: dict[str, Any]) -> tuple[str, str]:
     try:
         links = [f"{folder}/{name}" for name in os.listdir(folder)]
         # faulthandler writes only into the last file of a process.
-        files = [link for link in links if f"/memfd:{_MEMORY_FILE}" in _target(link)]
+        files = [link for link in links if f"/memfd:{_MEMORY_FILE}" in os.path.realpath(link)]
         if not files or not _handles_it(process["pid"]):
             return "", "  its process has ended\n"  # the id was reused
         os.kill(process["pid"], _SIGNAL)
@@ -301,13 +301,6 @@ def _own_part(text: str, thread: str) -> tuple[str, str]:
             where = f"{found[1]}:{found[2]} in {found[3]}"
         lines.append(f"{line}\n")
     return where, "".join(lines)[:_CHARACTERS]
-
-
-def _target(link: str) -> str:
-    try:
-        return os.readlink(link)
-    except FileNotFoundError:
-        return ""
 
 
 def _handles_it(process: int) -> bool:
