@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,6 +25,7 @@ from ..collectives.routes import routes_for
 from ..collectives.world import World
 from ..compiled.cache import compilation_counts, enable_compilation_cache
 from ..ranks.launch import RankError, launch
+from ..ranks.spawned import end_with_parent
 from ..tpu.chips import Chip, chip_of
 from ..tpu.topology import Slice
 from ..wording import first_line, to_one_line
@@ -39,7 +39,7 @@ _DYING = "the last rank ends here, on purpose"
 
 
 def main(what: str, path: str) -> None:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent(lambda: os.killpg(0, signal.SIGKILL))  # also its ranks
     job: Job = pickle.loads(Path(path).read_bytes())
     if what == "plan":
         plan_steps(job)
@@ -51,13 +51,6 @@ def main(what: str, path: str) -> None:
     launch(run, (job,), job.num_devices)
     if what == "again":
         _end_one_rank(job)
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process and its ranks when the process ``parent`` has ended."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def _end_one_rank(job: Job) -> None:

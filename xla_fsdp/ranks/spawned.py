@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -72,6 +73,17 @@ def fail(rank: int, error: BaseException) -> NoReturn:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     _report_and_exit(Path(folder), rank, error)
+
+
+def end_with_parent(end: Callable[[], object]) -> None:
+    """Calls ``end()`` on a thread when the process that has started this one has ended."""
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        end()
+
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
 
 def require_importable(fn: Callable) -> None:
@@ -176,12 +188,12 @@ def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
 
 
 def _write(folder: Path, rank: int, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    message, cause = type(error).__name__, portable(error)
+    message = f"rank {rank} raised {type(error).__name__}"
     with contextlib.suppress(Exception):  # __str__ may raise
         message += f": {error}"
+    failure = RankError(message, rank, "".join(traceback.format_exception(error)))
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
-    draft.write_bytes(pickle.dumps((f"rank {rank} raised {message}", rank, text, cause)))
+    draft.write_bytes(pickle.dumps((failure, portable(error))))
     try:
         os.link(draft, folder / _REPORT)
     except FileExistsError:
@@ -192,7 +204,7 @@ def _write(folder: Path, rank: int, error: BaseException) -> None:
 
 def _read(folder: Path) -> tuple[RankError, BaseException | None]:
     try:
-        message, rank, text, data = pickle.loads((folder / _REPORT).read_bytes())
+        failure, data = pickle.loads((folder / _REPORT).read_bytes())
     except FileNotFoundError:
         return RankError(
             "a process of a rank ended without a report: look above for the output of the process "
@@ -203,4 +215,4 @@ def _read(folder: Path) -> tuple[RankError, BaseException | None]:
         cause = data and pickle.loads(data)
     if isinstance(cause, RankTimeoutError):
         return cause, None
-    return RankError(message, rank, text), cause
+    return failure, cause

@@ -134,9 +134,9 @@ class Barrier:
                     lines.append(f"  rank {rank}: {what}, at {self._locate(rank)}")
                     continue
                 line = f"  rank {rank}: {arrival.what}, at {arrival.where}"
-                if arrival.steps:
-                    line += f", with {len(arrival.steps)} collective"
-                    line += f"{'s' * (len(arrival.steps) > 1)} pending"
+                count = len(arrival.steps)
+                if count:
+                    line += f", with {count} collective{'s' * (count > 1)} pending"
                 lines.append(line)
         return "\n".join(lines)
 

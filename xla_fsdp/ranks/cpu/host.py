@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -47,7 +48,10 @@ def run_ranks(
     patches = Patches()
     fresh_state = FreshState(session)
     ended = threading.Semaphore(0)
-    threads = [_RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
+    threads = [
+        _RankThread(session, context, partial(fn, context.rank, *args), ended.release)
+        for context in session.contexts
+    ]
     try:
         _install(session, patches, caller_seed)
         patches.set(sys, "unraisablehook", _interrupt_again(threads, sys.unraisablehook))
@@ -136,11 +140,8 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
 
     patches.replace(xlac.capture_scan, capture_alone)
     patches.set_everywhere(Collectives(session).replacements())
-    patches.set(
-        torch.random,
-        "default_generator",
-        GeneratorOfThisRank(session.generators, torch.default_generator),
-    )
+    generator = GeneratorOfThisRank(session.generators, torch.default_generator)
+    patches.set(torch.random, "default_generator", generator)
 
 
 def _replace_sync_points(session: Session, patches: Patches) -> None:
@@ -239,21 +240,13 @@ class _RankThread(threading.Thread):
     """A daemon, so that a rank in C++ does not keep the process from ending."""
 
     def __init__(
-        self,
-        session: Session,
-        context: RankContext,
-        fn: Callable,
-        args: tuple,
-        on_end: Callable[[], None],
+        self, session: Session, context: RankContext, fn: Callable, on_end: Callable[[], None]
     ) -> None:
         super().__init__(name=f"rank {context.rank}", daemon=True)
         self.result: Any = None
         self.interrupted = False
-        self._session = session
-        self._context = context
-        self._fn = fn
-        self._fn_args = args
-        self._on_end = on_end
+        self._session, self._context = session, context
+        self._fn, self._on_end = fn, on_end
 
     def run(self) -> None:
         session, context = self._session, self._context
@@ -276,12 +269,12 @@ class _RankThread(threading.Thread):
         finally:
             _set_current_rank(None)
             # The caller may keep the error, and so this frame, but must not keep the model.
-            del self._fn, self._fn_args
+            del self._fn
             self._on_end()
 
     def _call(self) -> Any:
         try:
-            return self._fn(self._context.rank, *self._fn_args)
+            return self._fn()
         except Preempted as error:
             # Launch raises it when all ranks have ended.
             self._session.preempted = error
@@ -297,8 +290,7 @@ def _rank_error(session: Session, context: RankContext, error: BaseException) ->
     text = "".join(traceback.format_exception(error))
     others = session.barrier.places().splitlines()
     del others[context.rank]
-    who = f"rank {context.rank} of {context.size}"
-    message = f"{who} raised {type(error).__name__}: {error}"
+    message = f"rank {context.rank} of {context.size} raised {type(error).__name__}: {error}"
     if others:
         message += "\n\nThe other ranks were stopped:\n" + "\n".join(others)
     failure = RankError(message, context.rank, text)

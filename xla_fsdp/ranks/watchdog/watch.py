@@ -74,10 +74,9 @@ class _Watch:
         self._helped: set[str] = set()
         # While on duty.
         self._own_lease = ""
-        self._ask, self._number = 0, 0
-        self._silent: dict[int, dict[str, Any]] = {}
-        self._end: str = ""
-        self._named: int | None = None
+        self._duty: dict[str, Any] = {
+            "by": self._rank, "number": 0, "ask": 0, "silent": {}, "end": "", "named": None
+        }  # fmt: skip
         self._seen: dict[int, tuple[int, float]] = {}  # last beat and its time, by rank
         self._asked_at: float | None = None
         self._reported_at: float | None = None
@@ -133,11 +132,8 @@ class _Watch:
 
     def _listen(self) -> None:
         now = time.monotonic()
-        self._number += 1
-        expected, own = self._own_lease, json.dumps({
-            "by": self._rank, "number": self._number, "ask": self._ask, "silent": self._silent,
-            "end": self._end, "named": self._named,
-        })  # fmt: skip
+        self._duty["number"] += 1
+        expected, own = self._own_lease, json.dumps(self._duty)
         if not expected and now - self._lease_since > 2 * self._settings.to_answer:
             expected = self._lease  # the rank on duty is silent: take its place
         current = self._store.compare_set("watcher", expected, own).decode()
@@ -146,7 +142,7 @@ class _Watch:
         lease = json.loads(current)
         self._own_lease = own if current == own else ""
         if not self._own_lease:
-            self._ask, self._silent = lease["ask"], {}
+            self._duty |= {"ask": lease["ask"], "silent": {}}
             self._asked_at = self._reported_at = None
         if lease["ask"] > self._answered:
             self._answered = lease["ask"]
@@ -184,11 +180,11 @@ class _Watch:
             if self._reported_at is not None:
                 say(f"ranks make progress again, {now - self._reported_at:.0f} s after the report")
             self._asked_at = self._reported_at = None
-            self._silent = {}
+            self._duty["silent"] = {}
         elif self._asked_at is not None:
             self._collect(now, idle, signs, quiet)
         elif self._reported_at is None and idle > self._settings.patience(steps, work):
-            self._ask += 1
+            self._duty["ask"] += 1
             self._asked_at = now
 
     def _signs(self, now: float) -> dict[int, dict[str, Any]]:
@@ -204,18 +200,20 @@ class _Watch:
         self, now: float, idle: float, signs: dict[int, dict[str, Any]], quiet: dict[int, float]
     ) -> None:
         assert self._asked_at is not None
-        answered, list_of_them = set[int](), f"answered/{self._ask}"
+        ask = self._duty["ask"]
+        answered, list_of_them = set[int](), f"answered/{ask}"
         if self._store.check([list_of_them]):
             answered = {int(rank) for rank in self._store.get(list_of_them).split()}
         missing = [r for r, sign in signs.items() if not sign["ended"] and r not in answered]
         if missing and now - self._asked_at < self._settings.to_answer:
             return
-        if missing and not self._silent:
-            self._silent = {r: signs[r]["process"] for r in missing[:_STACKS_OF_SILENT_RANKS]}
+        if missing and not self._duty["silent"]:
+            silent = missing[:_STACKS_OF_SILENT_RANKS]
+            self._duty["silent"] = {rank: signs[rank]["process"] for rank in silent}
             self._asked_at = now
             return
         ranks = sorted(answered & signs.keys())
-        keys = [f"answer/{self._ask}/{rank}" for rank in ranks]
+        keys = [f"answer/{ask}/{rank}" for rank in ranks]
         answers = dict(zip(ranks, self._store.multi_get(keys), strict=True)) if keys else {}
         for key in keys:
             self._store.delete_key(key)
@@ -230,10 +228,10 @@ class _Watch:
             ))  # fmt: skip
         head, text, named = report(places, idle, self._settings.timeout, self._slices)
         say(f"{head}\n{text}")
-        self._asked_at, self._reported_at, self._silent = None, now, {}
+        self._asked_at, self._reported_at, self._duty["silent"] = None, now, {}
         if self._settings.end:
-            self._end = f"{head}. All stacks are in the output of rank {self._rank}"
-            self._named = named[0].rank if len(named) == 1 else None
+            self._duty["end"] = f"{head}. All stacks are in the output of rank {self._rank}"
+            self._duty["named"] = named[0].rank if len(named) == 1 else None
 
     def _alone(self, why: str) -> None:
         """Watches only this rank, after the store was lost."""
