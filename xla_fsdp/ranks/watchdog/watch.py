@@ -208,8 +208,8 @@ class _Watch:
         if missing and now - self._asked_at < self._settings.to_answer:
             return
         if missing and not self._duty["silent"]:
-            silent = missing[:_STACKS_OF_SILENT_RANKS]
-            self._duty["silent"] = {rank: signs[rank]["process"] for rank in silent}
+            some = missing[:_STACKS_OF_SILENT_RANKS]
+            self._duty["silent"] = {rank: signs[rank]["process"] for rank in some}
             self._asked_at = now
             return
         ranks = sorted(answered & signs.keys())
