@@ -6,6 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ..wording import printable, runs
 
@@ -37,20 +38,10 @@ class Finding:
         return printable(" | ".join(parts))
 
 
-def ok(name: str, found: str, expected: str = "") -> Finding:
-    return Finding(Status.OK, name, found, expected)
-
-
-def warning(name: str, found: str, expected: str, remedy: str) -> Finding:
-    return Finding(Status.WARNING, name, found, expected, remedy)
-
-
-def failed(name: str, found: str, expected: str, remedy: str = "") -> Finding:
-    return Finding(Status.FAILED, name, found, expected, remedy)
-
-
-def skipped(name: str, found: str, remedy: str = "") -> Finding:
-    return Finding(Status.SKIPPED, name, found, remedy=remedy)
+ok = partial(Finding, Status.OK)
+warning = partial(Finding, Status.WARNING)
+failed = partial(Finding, Status.FAILED)
+skipped = partial(Finding, Status.SKIPPED)
 
 
 def summary(findings: Iterable[Finding]) -> str:

@@ -43,13 +43,7 @@ class Stopwatch:
         """Puts ``value`` on the device as data of programs, not as a constant."""
         return as_data(value, self._device)
 
-    def seconds(
-        self,
-        body: Body,
-        carry: Tensors,
-        constants: Tensors,
-        times: int,
-    ) -> float:
+    def seconds(self, body: Body, carry: Tensors, constants: Tensors, times: int) -> float:
         """Seconds of one execution of ``body``; the minimum of a few runs."""
         counter = self.sent(torch.zeros(times))
 

@@ -179,8 +179,7 @@ def save_and_load(folder: str) -> Finding:
     try:
         save_checkpoint(folder, lane.model, lane.optimizer, step=_SAVED_STEP)
     except SharedStorageError as error:
-        remedy = "give a folder that all hosts share: --ckpt_dir"
-        return skipped(name, str(error), remedy)
+        return skipped(name, str(error), remedy="give a folder that all hosts share: --ckpt_dir")
     torch.manual_seed(SEED + 1)
     groups = _halves()
     other = FSDP(Net(SIZE, lambda block: FSDP(block, **groups)), **groups)

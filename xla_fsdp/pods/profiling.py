@@ -57,10 +57,7 @@ class profile:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        steps: tuple[int, int],
-        ranks: Collection[int] = (0,),
+        self, folder: str | os.PathLike[str], steps: tuple[int, int], ranks: Collection[int] = (0,)
     ) -> None:
         first, last = _checked(steps)
         if not os.fspath(folder):

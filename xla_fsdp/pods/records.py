@@ -38,10 +38,7 @@ def read_notes(folder: Path, kind: str) -> list[Any]:
             try:
                 while True:
                     found.append(pickle.load(file))
-            except (
-                EOFError,
-                pickle.UnpicklingError,
-            ):  # or half a result of a killed process
+            except (EOFError, pickle.UnpicklingError):  # or half a result of a killed process
                 pass
     return [value for each, value in found if each == kind]
 

@@ -11,14 +11,7 @@ from html import escape
 
 from ..planning.compiling.cache import write_whole
 from ..planning.reporting.page import document, tables, target
-from ..planning.reporting.tables import (
-    UNKNOWN,
-    Section,
-    aligned,
-    figure,
-    milliseconds,
-    percent,
-)
+from ..planning.reporting.tables import UNKNOWN, Section, aligned, figure, milliseconds, percent
 from ..tpu.calibration import Calibration
 from .findings import Finding, Status, summary
 from .records import CollectiveTime, Machine, Rate, StepRun

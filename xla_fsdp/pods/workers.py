@@ -93,12 +93,7 @@ class Workers:
                 f"it must contain {' or '.join(_DISTINGUISHING_FIELDS)}"
             )
 
-    def ask(
-        self,
-        action: str,
-        numbers: Iterable[int],
-        **details: Any,
-    ) -> dict[int, Answer]:
+    def ask(self, action: str, numbers: Iterable[int], **details: Any) -> dict[int, Answer]:
         """Sends one request with ``details`` to each of ``numbers``, and waits for all answers."""
         common = {"token": self.token, "seconds": self.seconds, "action": action, **details}
         commands = {}

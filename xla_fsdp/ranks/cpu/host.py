@@ -211,7 +211,7 @@ def _clean_up(
         context.active = False
     runtime.leftover = [thread for thread in threads if thread.is_alive()]
     patches.undo()
-    session.generators.restore_caller()
+    session.generators.run(None, lambda: None)  # restores the caller's state
     xlac.set_replication_devices([])
     failed = session.barrier.failure is not None
     if failed:

@@ -34,9 +34,6 @@ class RankGenerators:
                 self._swap(context)
             return fn(*args, **kwargs)
 
-    def restore_caller(self) -> None:
-        self.run(None, lambda: None)
-
     def _swap(self, context: RankContext | None) -> None:
         # No mode may intercept these.
         with torch._C.DisableTorchFunction():
