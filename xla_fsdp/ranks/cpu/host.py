@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -286,7 +285,10 @@ class _RankThread(threading.Thread):
 
 
 def _rank_error(session: Session, context: RankContext, error: BaseException) -> RankError:
-    error.__traceback__ = _users_part(error.__traceback__)
+    users = error.__traceback__
+    while users is not None and users.tb_frame.f_code.co_filename == __file__:
+        users = users.tb_next
+    error.__traceback__ = users or error.__traceback__
     text = "".join(traceback.format_exception(error))
     others = session.barrier.places().splitlines()
     del others[context.rank]
@@ -296,10 +298,3 @@ def _rank_error(session: Session, context: RankContext, error: BaseException) ->
     failure = RankError(message, context.rank, text)
     failure.__cause__ = error
     return failure
-
-
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    first = trace
-    while first is not None and first.tb_frame.f_code.co_filename == __file__:
-        first = first.tb_next
-    return first or trace

@@ -186,7 +186,7 @@ class Session:
         for rank, (started, expected) in enumerate(
             zip(self.gate.started, self.expected, strict=True)
         ):
-            if started > expected and self.gate.is_waiting(rank):
+            if started > expected and rank in self.gate.waiting:
                 unseen.append(rank)
             elif rank not in waiting or started < expected:
                 return

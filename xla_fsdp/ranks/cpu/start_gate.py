@@ -27,11 +27,11 @@ _ABORTED = 10  # code of an error
 
 
 class StartGate:
-    """``started``: programs with collectives of each rank in this launch."""
+    """``started``: programs with collectives of each rank in this launch; ``waiting``: ranks."""
 
     def __init__(self) -> None:
         self.started: list[int] = []
-        self._waiting: set[int] = set()
+        self.waiting: set[int] = set()
         self._closed = False
         self._changed = threading.Condition()
         self._handler = _Handler(self._call)  # XLA keeps its address
@@ -44,7 +44,7 @@ class StartGate:
             self._registered = True
         with self._changed:
             self.started = [0] * size
-            self._waiting = set()
+            self.waiting = set()
             self._closed = False
 
     def close(self) -> None:
@@ -52,9 +52,6 @@ class StartGate:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    def is_waiting(self, rank: int) -> bool:
-        return rank in self._waiting
 
     def wait_for_all(self, rank: torch.Tensor) -> torch.Tensor:
         """Waits in the program, then is false; ``rank``: int32 of shape ``(1,)``."""
@@ -81,13 +78,13 @@ class StartGate:
             if not 0 <= rank < len(self.started) or self._closed:
                 return False
             self.started[rank] += 1
-            waiting = self._waiting
+            waiting = self.waiting
             waiting.add(rank)
             if len(waiting) == len(self.started):
-                self._waiting = set()
+                self.waiting = set()
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: waiting is not self._waiting or self._closed)
-            return waiting is not self._waiting
+            self._changed.wait_for(lambda: waiting is not self.waiting or self._closed)
+            return waiting is not self.waiting
 
 
 class _Extension(ctypes.Structure):

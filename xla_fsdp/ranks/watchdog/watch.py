@@ -161,8 +161,7 @@ class _Watch:
             self._check_all()
 
     def _answer(self, ask: int, rank: int, what: str, where: str, stack: str) -> None:
-        self._store.set(f"answer/{ask}/{rank}", json.dumps([what, where, stack]))
-        self._store.append(f"answered/{ask}", f"{rank} ")
+        self._store.append(f"answers/{ask}", json.dumps([rank, what, where, stack]) + "\n")
 
     def _check_all(self) -> None:
         now = time.monotonic()
@@ -200,11 +199,10 @@ class _Watch:
         self, now: float, idle: float, signs: dict[int, dict[str, Any]], quiet: dict[int, float]
     ) -> None:
         assert self._asked_at is not None
-        ask = self._duty["ask"]
-        answered, list_of_them = set[int](), f"answered/{ask}"
-        if self._store.check([list_of_them]):
-            answered = {int(rank) for rank in self._store.get(list_of_them).split()}
-        missing = [r for r, sign in signs.items() if not sign["ended"] and r not in answered]
+        key = f"answers/{self._duty['ask']}"
+        lines = self._store.get(key).splitlines() if self._store.check([key]) else []
+        answers = {rank: answer for rank, *answer in map(json.loads, lines)}
+        missing = [r for r, sign in signs.items() if not sign["ended"] and r not in answers]
         if missing and now - self._asked_at < self._settings.to_answer:
             return
         if missing and not self._duty["silent"]:
@@ -212,14 +210,10 @@ class _Watch:
             self._duty["silent"] = {rank: signs[rank]["process"] for rank in some}
             self._asked_at = now
             return
-        ranks = sorted(answered & signs.keys())
-        keys = [f"answer/{ask}/{rank}" for rank in ranks]
-        answers = dict(zip(ranks, self._store.multi_get(keys), strict=True)) if keys else {}
-        for key in keys:
-            self._store.delete_key(key)
+        self._store.delete_key(key)
         places = []
         for rank, sign in signs.items():
-            what, where, stack = json.loads(answers.get(rank, '["", "", ""]'))
+            what, where, stack = answers.get(rank, ("", "", ""))
             silent = not sign["ended"] and not what  # another process may answer
             places.append(RankPlace(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
