@@ -168,14 +168,6 @@ class RankContext:
             self.pending.append(record)
             return self._issued
 
-    def record(
-        self, channel: int, kind: str, shape: Sequence[int], dtype: torch.dtype, where: str
-    ) -> None:
-        """Records a collective whose caller chose the channel id; known ids are not changed."""
-        with self._lock:
-            if all(known.channel != channel for known in self.pending):
-                self.pending.append(Collective(channel, kind, tuple(shape), dtype, "", where))
-
     def forget(self) -> None:
         """Clears the pending collectives; ids start again at 1."""
         with self._lock:

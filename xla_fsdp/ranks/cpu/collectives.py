@@ -1,14 +1,15 @@
 """The collectives and rendezvous of ``xm`` for CPU ranks, with the same signatures and results.
 
 XLA connects separate programs only by collectives with a channel id, which torch_xla accepts only
-for all-gather and reduce-scatter: the others use these. Values that depend on the rank are input
-data, so that all ranks share one program.
+for all-gather and reduce-scatter: the others use these. The ids are the rank's, also where a caller
+has passed one. Values that depend on the rank are input data, so that all ranks share one program.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -91,12 +92,10 @@ class Collectives:
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         context = self._rank_of("all_gather", value)
-        if context is None or channel_id is not None:
-            gathered = self._original["all_gather"](
-                _with_own_channel(context, "all_gather", value, channel_id), dim, groups, output,
-                pin_layout, channel_id, use_global_device_ids,
-            )  # fmt: skip
-            return _added(context, gathered)
+        if context is None:
+            return self._original["all_gather"](
+                value, dim, groups, output, pin_layout, channel_id, use_global_device_ids
+            )
         return _for_each(value, output, lambda each: self._gather(context, each, dim, groups))
 
     def reduce_scatter(
@@ -113,25 +112,22 @@ class Collectives:
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         context = self._rank_of("reduce_scatter", input)
-        if context is None or channel_id is not None:
-            mine = self._original["reduce_scatter"](
-                reduce_type, _with_own_channel(context, "reduce_scatter", input, channel_id), scale,
-                scatter_dim, shard_count, groups, output, pin_layout, channel_id,
-                use_global_device_ids,
+        original = self._original["reduce_scatter"]
+        if context is None:
+            return original(
+                reduce_type, input, scale, scatter_dim, shard_count, groups, output, pin_layout,
+                channel_id, use_global_device_ids,
             )  # fmt: skip
-            return _added(context, mine)
         _require_reduce_type(reduce_type)
 
-        def scatter(value: torch.Tensor) -> torch.Tensor:
-            kind = f"reduce_scatter({reduce_type})"
-            channel = self._channel(context, kind, value, groups)
-            mine = self._original["reduce_scatter"](
-                reduce_type, _ordered(context, value), scale, scatter_dim % value.dim(),
-                shard_count, groups=self._groups(groups), pin_layout=False, channel_id=channel,
-            )  # fmt: skip
-            return _added(context, mine)
+        def scatter(value: torch.Tensor, **numbered: Any) -> torch.Tensor:
+            return original(
+                reduce_type, value, scale, scatter_dim % value.dim(), shard_count, **numbered
+            )
 
-        return _for_each(input, output, scatter)
+        kind = f"reduce_scatter({reduce_type})"
+        run = partial(self._traced, context, kind, groups, scatter)
+        return _for_each(input, output, run)
 
     def all_to_all(
         self,
@@ -237,17 +233,23 @@ class Collectives:
         groups: Groups,
         kind: str = "all_gather",
     ) -> torch.Tensor:
-        channel = self._channel(context, kind, value, groups)
-        rows = self._original["all_gather"](
-            _ordered(context, value), dim, groups=self._groups(groups), pin_layout=False,
-            channel_id=channel,
-        )  # fmt: skip
-        return _added(context, rows)
+        gather = partial(self._original["all_gather"], dim=dim)
+        return self._traced(context, kind, groups, gather, value)
 
-    @staticmethod
-    def _channel(context: RankContext, kind: str, value: torch.Tensor, groups: Groups) -> int:
+    def _traced(
+        self, context: RankContext, kind: str, groups: Groups, collective: Callable, value: Any
+    ) -> torch.Tensor:
+        """The result of ``collective(value)``, numbered and after those before it."""
         label = f"groups {[list(group) for group in groups]}" if groups else ""
-        return context.next_channel(kind, value.shape, value.dtype, label, where=call_site.here())
+        where, order = call_site.here(), context.order
+        channel = context.next_channel(kind, value.shape, value.dtype, label, where=where)
+        if order is not None:
+            value = order.depend_on_last(value)
+        among = self._groups(groups)
+        result = collective(value, groups=among, pin_layout=False, channel_id=channel)
+        if order is not None:
+            order.add(result)
+        return result
 
     def _groups(self, groups: Groups) -> list[list[int]]:
         if not groups:
@@ -287,30 +289,6 @@ class Collectives:
             raise TypeError(f"{what}: payload must be bytes, got {type(payload).__name__}")
         torch_xla.sync()  # as on TPU
         return self._session.exchange(context, f"{what}({tag!r})", (what, tag), payload)
-
-
-def _ordered(context: RankContext, operand: torch.Tensor) -> torch.Tensor:
-    return operand if context.order is None else context.order.depend_on_last(operand)
-
-
-def _added(context: RankContext | None, result: _Tensors) -> _Tensors:
-    if context is not None and context.order is not None:
-        context.order.add(result if isinstance(result, torch.Tensor) else result[0])
-    return result
-
-
-def _with_own_channel(
-    context: RankContext | None, kind: str, value: _Tensors, channel_id: int | None
-) -> _Tensors:
-    """Records a collective whose caller chose the channel; returns its operands, in order."""
-    if context is None or channel_id is None:
-        return value
-    first = value if isinstance(value, torch.Tensor) else value[0]
-    context.record(channel_id, kind, first.shape, first.dtype, call_site.here())
-    first = _ordered(context, first)
-    if isinstance(value, torch.Tensor):
-        return first
-    return [first, *value[1:]]
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:
