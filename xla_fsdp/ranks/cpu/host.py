@@ -178,7 +178,7 @@ def _replace_sync_points(session: Session, patches: Patches) -> None:
         if context is None:
             return copy_to_host(tensors)
         what = "a copy of tensors to the host"
-        return session.fetch(context, what, tensors, lambda: copy_to_host(tensors))
+        return session.fetch(context, what, tensors, partial(copy_to_host, tensors))
 
     def start_as_same_rank(thread: threading.Thread) -> None:
         # A thread belongs to the rank that started it.

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakSet
@@ -93,8 +94,8 @@ def _read(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     tensors = xla_tensors((args, kwargs)) if reads_to_host(func, args, kwargs) else []
     if not tensors:
         return func(*args, **kwargs)
-    what = _name(func)
-    return mode.session.fetch(mode.context, what, tensors, lambda: func(*args, **kwargs))
+    read = partial(func, *args, **kwargs)
+    return mode.session.fetch(mode.context, _name(func), tensors, read)
 
 
 def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -92,16 +93,13 @@ class Session:
     ) -> None:
         """Runs all that is pending on the device, as one program."""
         self.barrier.raise_if_stopped()
-        pending = context.pending
-        if not pending:
-            self._step_marker(device, devices, wait=wait, reset_scope=reset_scope)
+        dispatch = partial(self._step_marker, device, devices, reset_scope=reset_scope)
+        if not context.pending:
+            dispatch(wait=wait)
             return
-        self._run_all(
-            context,
-            _arrival("torch_xla.sync()", "sync", pending),
-            # Rank 0 must not wait here: others could not dispatch.
-            lambda: self._step_marker(device, devices, wait=False, reset_scope=reset_scope),
-        )
+        arrival = _arrival("torch_xla.sync()", "sync", context.pending)
+        # Rank 0 must not wait here: others could not dispatch.
+        self._run_all(context, arrival, partial(dispatch, wait=False))
         if wait:
             self._wait_for_device(context)
 
@@ -116,20 +114,15 @@ class Session:
     ) -> None:
         """Runs the pending graph of ``tensors`` only; collectives stay pending for others."""
         self.barrier.raise_if_stopped()
+        dispatch = partial(self._sync_multi, tensors, list(devices), sync_xla_data=sync_xla_data)
         nodes = self._collectives_in(context, tensors)
-        if nodes:
-            arrival = Arrival(what, ("tensors", nodes), call_site.here(), nodes)
-            self._together(
-                context,
-                arrival,
-                lambda: self._sync_multi(
-                    tensors, list(devices), wait=False, sync_xla_data=sync_xla_data
-                ),
-            )
-            if wait:
-                self._wait_for_device(context)
-        else:
-            self._sync_multi(tensors, list(devices), wait=wait, sync_xla_data=sync_xla_data)
+        if not nodes:
+            dispatch(wait=wait)
+            return
+        arrival = Arrival(what, ("tensors", nodes), call_site.here(), nodes)
+        self._together(context, arrival, partial(dispatch, wait=False))
+        if wait:
+            self._wait_for_device(context)
 
     def fetch(
         self,
@@ -150,12 +143,10 @@ class Session:
     def before_read(self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """Computes ``tensors``, so that reading them waits for nothing."""
         if self._collectives_in(context, tensors):
-            self._run_all(
-                context,
-                _arrival(what, "read", context.pending),
-                lambda: xlac.sync_live_tensors(str(context.device), [], False),
-            )
-            xlac.set_collective_token(str(context.device), None)
+            device = str(context.device)
+            dispatch = partial(xlac.sync_live_tensors, device, [], False)
+            self._run_all(context, _arrival(what, "read", context.pending), dispatch)
+            xlac.set_collective_token(device, None)
         elif tensors and any(xlac.are_pending(list(tensors))):
             with self._reading:  # the second rank finds the program in the cache
                 self._sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
@@ -164,9 +155,8 @@ class Session:
         self._wait_for_device(context)
 
     def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
-        return self.barrier.meet(
-            context.rank, Arrival(what, ("exchange", *key), call_site.here(), payload=payload)
-        )
+        arrival = Arrival(what, ("exchange", *key), call_site.here(), payload=payload)
+        return self.barrier.meet(context.rank, arrival)
 
     def finish(self, context: RankContext) -> None:
         """Waits for the other ranks after this rank's function has returned.
@@ -191,9 +181,8 @@ class Session:
             elif rank not in waiting or started < expected:
                 return
         if unseen:
-            self.barrier.stop_mismatched(
-                dict.fromkeys(unseen, "an operator that reads pending collectives")
-            )
+            what = "an operator that reads pending collectives"
+            self.barrier.stop_mismatched(dict.fromkeys(unseen, what))
 
     def _wait_for_device(self, context: RankContext) -> None:
         xm.wait_device_ops([self._real_devices[context.rank]])
