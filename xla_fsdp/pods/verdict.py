@@ -143,10 +143,10 @@ def judge_rate(rate: Rate) -> Iterator[Finding]:
 def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
     """Compares the largest size of each kind and axis with the model."""
     largest: dict[tuple[str, str], CollectiveTime] = {}
-    for time in sorted(times, key=lambda time: time.bytes):
-        largest[time.kind, time.axis] = time
-    for kind, axis in dict.fromkeys((time.kind, time.axis) for time in times):
-        time = largest[kind, axis]
+    for time in times:
+        key = time.kind, time.axis
+        largest[key] = max(largest.get(key, time), time, key=lambda each: each.bytes)
+    for (kind, axis), time in largest.items():
         if time.modelled is None:
             continue
         share = time.modelled / time.seconds

@@ -63,7 +63,6 @@ class _Watch:
         self._settings = chosen
         self._thread = threading.get_ident()
         self._process: dict[str, Any] = {}
-        self._name = f"process {os.getpid()} of {socket.gethostname()}"
         self._progress = Progress()
         self._beats = 0
         self._ended = ""
@@ -112,11 +111,12 @@ class _Watch:
             return
         self._store = channel.store
         try:
+            self._beat()
+            self._store.append("roster", f"{self._rank} ")
             while not self._over.is_set():
-                self._beat()
                 self._listen()
                 self._over.wait(self._settings.beat)
-            self._beat()
+                self._beat()
         except RuntimeError as error:
             if not self._over.is_set():
                 self._alone(str(error))
@@ -125,10 +125,8 @@ class _Watch:
         self._beats += 1
         steps, idle, work = self._progress.look()
         sign = {"beat": self._beats, "steps": steps, "idle": idle, "work": work}
-        sign |= {"ended": self._ended, "name": self._name, "process": self._process}
+        sign |= {"ended": self._ended, "process": self._process}
         self._store.set(f"sign/{self._rank}", json.dumps(sign))
-        if self._beats == 1:
-            self._store.append("roster", f"{self._rank} ")
 
     def _listen(self) -> None:
         now = time.monotonic()
@@ -218,7 +216,7 @@ class _Watch:
             places.append(RankPlace(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
                 sign["ended"] or _describe_wait(what, sign["work"]), where, stack,
-                bool(sign["ended"]), sign["name"],
+                bool(sign["ended"]), sign["process"]["name"],
             ))  # fmt: skip
         head, text, named = report(places, idle, self._settings.timeout, self._slices)
         say(f"{head}\n{text}")
@@ -254,6 +252,7 @@ def _prepare_dump(thread: int) -> dict[str, Any]:
     """Lets processes of this host get a thread's stack, until the process ends."""
     faulthandler.register(_SIGNAL, os.memfd_create(_MEMORY_FILE), all_threads=True)
     return {
+        "name": f"process {os.getpid()} of {socket.gethostname()}",
         "host": _host(),
         "pid": os.getpid(),
         "thread": f"{thread:#018x}",  # as faulthandler writes it
