@@ -123,7 +123,7 @@ class Workers:
         elif not data:
             ended = f"the command ended with {outcome.code}"
             ended = ended if outcome.code else "the answer is not from the probe"
-            problem = f"{ended}: {outcome.reason}"
+            problem = f"{ended}: {to_one_line(outcome.reason)}"
         return Answer(data, problem, outcome.started, outcome.ended)
 
 
