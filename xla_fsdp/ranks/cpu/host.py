@@ -53,7 +53,7 @@ def run_ranks(
     ]
     try:
         _install(session, patches, caller_seed)
-        patches.set(sys, "unraisablehook", _interrupt_again(threads, sys.unraisablehook))
+        patches.set(sys, "unraisablehook", _interrupt_again(sys.unraisablehook))
         for thread in threads:
             thread.start()
         _wait(session, threads, ended)
@@ -92,27 +92,18 @@ def _wait(session: Session, threads: list[_RankThread], ended: threading.Semapho
             session.gate.close()
             for rank, thread in enumerate(threads):
                 if thread.is_alive() and not thread.interrupted and not session.dispatching[rank]:
-                    thread.interrupted = True
-                    _raise_in(thread, RankStopped)
+                    thread.interrupt()
 
 
-def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
-    # Takes effect at the next bytecode: this ends loops, not calls into C++.
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
-    )
-
-
-def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
+def _interrupt_again(report: Callable) -> Callable:
     """Interrupts again, because an interrupt inside of a ``__del__`` ends only that method."""
 
     def hook(unraisable: Any) -> None:
+        thread = threading.current_thread()
         if unraisable.exc_type is not RankStopped:
             report(unraisable)
-        for thread in threads:
-            if unraisable.exc_type is RankStopped and thread.ident == threading.get_ident():
-                thread.interrupted = False
+        elif isinstance(thread, _RankThread):
+            thread.interrupted = False
 
     return hook
 
@@ -246,6 +237,12 @@ class _RankThread(threading.Thread):
         self.interrupted = False
         self._session, self._context = session, context
         self._fn, self._on_end = fn, on_end
+
+    def interrupt(self) -> None:
+        # Takes effect at the next bytecode: this ends loops, not calls into C++.
+        self.interrupted = True
+        ident = ctypes.c_ulong(self.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(RankStopped))
 
     def run(self) -> None:
         session, context = self._session, self._context
