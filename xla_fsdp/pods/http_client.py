@@ -22,8 +22,8 @@ class _Answer(http.client.HTTPResponse):
             return super().read(amt)
         if self.length is not None and self.length <= MOST_BYTES:
             return super().read()  # returns the complete answer or raises
-        data = super().read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
+        data = super().read(MOST_BYTES + 1) if self.length is None else b""
+        if self.length is not None or len(data) > MOST_BYTES:
             raise http.client.HTTPException(f"the answer has more than {MOST_BYTES >> 20} MiB")
         return data
 
