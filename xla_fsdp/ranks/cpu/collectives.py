@@ -47,7 +47,7 @@ class Collectives:
 
     NAMES = (
         *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"),
-        *("rendezvous", "xla_rendezvous", "mesh_reduce"),
+        *("xla_rendezvous", "mesh_reduce"),
     )
 
     def __init__(self, session: Session) -> None:
@@ -175,20 +175,13 @@ class Collectives:
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
             return _pick(rows, sources.get(context.rank, self._session.size))
 
-    def rendezvous(
-        self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()
-    ) -> list[bytes]:
-        """Tags must be equal on all ranks (TPU only logs them)."""
-        if self._session.rank_of() is None:
-            return self._original["rendezvous"](tag, payload, list(replicas))
-        return self._exchange("xm.rendezvous", tag, payload, replicas)
-
     def xla_rendezvous(
         self, payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
     ) -> list[bytes]:
+        """``xm.rendezvous`` calls it too. Tags must be equal on all ranks (TPU only logs them)."""
         if self._session.rank_of() is None:
             return self._original["xla_rendezvous"](payload, ordinals, tag)
-        return self._exchange("xm.xla_rendezvous", tag, payload, ordinals)
+        return self._exchange("xm.rendezvous", tag, payload, ordinals)
 
     def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
         """``reduce_fn`` gets a copy of every rank's data, by rank."""
