@@ -178,10 +178,19 @@ class Collectives:
     def xla_rendezvous(
         self, payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
     ) -> list[bytes]:
-        """``xm.rendezvous`` calls it too. Tags must be equal on all ranks (TPU only logs them)."""
-        if self._session.rank_of() is None:
+        """``xm.rendezvous`` and ``xm.mesh_reduce``. Tags must be equal (TPU only logs them)."""
+        context = self._session.rank_of()
+        if context is None:
             return self._original["xla_rendezvous"](payload, ordinals, tag)
-        return self._exchange("xm.rendezvous", tag, payload, ordinals)
+        if ordinals and len(ordinals) != self._session.size:
+            raise ValueError(
+                f"xm.rendezvous: only a rendezvous of all {self._session.size} ranks is supported, "
+                f"got ranks {list(ordinals)}; leave the argument out"
+            )
+        if not isinstance(payload, bytes):
+            raise TypeError(f"xm.rendezvous: payload must be bytes, got {type(payload).__name__}")
+        torch_xla.sync()  # as on TPU
+        return self._session.exchange(context, f"xm.rendezvous({tag!r})", payload)
 
     def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
         """``reduce_fn`` gets a copy of every rank's data, by rank."""
@@ -189,7 +198,7 @@ class Collectives:
             return self._original["mesh_reduce"](tag, data, reduce_fn)
         buffer = io.BytesIO()
         torch.save(xlac.tree_to_host(data), buffer)
-        payloads = self._exchange("xm.mesh_reduce", tag, buffer.getvalue(), None)
+        payloads = self.xla_rendezvous(buffer.getvalue(), tag=tag)
         # Safe: this process wrote these bytes.
         return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])
 
@@ -267,21 +276,6 @@ class Collectives:
         if device is not None and device.type != "xla":
             return None  # torch_xla raises the error
         return self._session.rank_of(device)
-
-    def _exchange(
-        self, what: str, tag: str | None, payload: bytes, ordinals: Sequence[int] | None
-    ) -> list[bytes]:
-        context = self._session.rank_of()
-        assert context is not None
-        if ordinals and len(ordinals) != self._session.size:
-            raise ValueError(
-                f"{what}: only a rendezvous of all {self._session.size} ranks is supported, "
-                f"got ranks {list(ordinals)}; leave the argument out"
-            )
-        if not isinstance(payload, bytes):
-            raise TypeError(f"{what}: payload must be bytes, got {type(payload).__name__}")
-        torch_xla.sync()  # as on TPU
-        return self._session.exchange(context, f"{what}({tag!r})", (what, tag), payload)
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:

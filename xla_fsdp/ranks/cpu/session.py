@@ -154,8 +154,8 @@ class Session:
         # 2000 launches on a loaded machine.
         self._wait_for_device(context)
 
-    def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
-        arrival = Arrival(what, ("exchange", *key), call_site.here(), payload=payload)
+    def exchange(self, context: RankContext, what: str, payload: Any) -> list:
+        arrival = Arrival(what, ("exchange", what), call_site.here(), payload=payload)
         return self.barrier.meet(context.rank, arrival)
 
     def finish(self, context: RankContext) -> None:
