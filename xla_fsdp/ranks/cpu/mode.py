@@ -149,7 +149,7 @@ class FreshState:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._known: list[WeakSet[Optimizer]] = [WeakSet() for _ in session.contexts]
+        self._known = WeakSet[Optimizer]()
         self._hooks = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -165,23 +165,20 @@ class FreshState:
             return
         # If a step raises, this stays set, which is harmless.
         context.stepping = True
-        if optimizer not in self._known[context.rank]:
-            self._known[context.rank].add(optimizer)
-            if type(optimizer) is torch.optim.SGD:
-                _start_momentum(optimizer)
-            self._run_constructors(context, optimizer)
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        if type(optimizer) is torch.optim.SGD:
+            _start_momentum(optimizer)
+        # Adagrad creates its state in its constructor.
+        pending = [value for value in xla_tensors(optimizer.state) if xlac.are_pending([value])[0]]
+        if pending:
+            self._session.sync_tensors(context, "the optimizer's first step", pending)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         context = current_rank()
         if context is not None:
             context.stepping = False
-
-    def _run_constructors(self, context: RankContext, optimizer: Optimizer) -> None:
-        # Adagrad creates its state in its constructor.
-        state = xla_tensors(optimizer.state)
-        pending = [value for value in state if xlac.are_pending([value])[0]]
-        if pending:
-            self._session.sync_tensors(context, "the optimizer's first step", pending)
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> None:
