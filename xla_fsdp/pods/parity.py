@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,15 +57,15 @@ CASES = (
 )
 
 
-def compare(cases: Iterable[Case]) -> Iterator[Finding]:
-    """Compares sharded with unsharded training; call on every rank.
+def compare(names: Sequence[str]) -> Iterator[Finding]:
+    """Compares sharded with unsharded training in cases, ``()``: all; call on every rank.
 
     In full precision: by default a TPU rounds float32 operands to bfloat16, depending on shapes.
     """
     if torch_xla.backends.get_mat_mul_precision() != "highest":
         torch_xla.backends.set_mat_mul_precision("highest")
     references: dict[torch.dtype | None, dict[str, torch.Tensor]] = {}
-    for case in cases:
+    for case in [case for case in CASES if not names or case.name in names]:
         if case.groups and xr.world_size() % 2:
             yield skipped(f"parity: {case.name}", f"{xr.world_size()} ranks have no two halves")
             continue

@@ -10,7 +10,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from ..tpu.chips import Chip, chip_of
 from ..tpu.topology import Slice
 from ..wording import first_line, to_one_line
 from . import steps
-from .findings import Finding, skipped
+from .findings import skipped
 from .microbenchmarks import Stopwatch, measure_collectives, measure_device
-from .parity import CASES, SIZE, compare, save_and_load
-from .records import CollectiveTime, Job, Rate, StepRun
+from .parity import SIZE, compare, save_and_load
+from .records import CollectiveTime, Job, StepRun
 
 _DYING = "the last rank ends here, on purpose"
 
@@ -131,18 +131,6 @@ def _programs(job: Job) -> Iterator[dict[str, Any]]:
     RankExchange().gather_values("count", None)
 
 
-def _parity(job: Job) -> Iterator[Finding]:
-    return compare(case for case in CASES if not job.cases or case.name in job.cases)
-
-
-def _checkpoints(job: Job) -> Iterator[Finding]:
-    yield save_and_load(job.ckpt_dir)
-
-
-def _rates(job: Job) -> Iterator[Rate]:
-    return measure_device(Stopwatch(torch_xla.device()), _chip())
-
-
 def _collectives(job: Job) -> Iterator[CollectiveTime]:
     watch, world, on_tpu = Stopwatch(torch_xla.device()), World.current(), _chip() is not None
     return measure_collectives(watch, world, on_tpu, _slice(), _time_check(job))
@@ -168,11 +156,11 @@ def _steps(job: Job) -> Iterator[StepRun]:
 
 
 # In the order in which they run, with the kind of their notes.
-STAGES: dict[str, tuple[str, Callable[[Job], Iterator[Any]]]] = {
+STAGES: dict[str, tuple[str, Callable[[Job], Iterable[Any]]]] = {
     "programs": ("programs", _programs),
-    "parity": ("finding", _parity),
-    "checkpoints": ("finding", _checkpoints),
-    "rates": ("rate", _rates),
+    "parity": ("finding", lambda job: compare(job.cases)),
+    "checkpoints": ("finding", lambda job: [save_and_load(job.ckpt_dir)]),
+    "rates": ("rate", lambda job: measure_device(Stopwatch(torch_xla.device()), _chip())),
     "collectives": ("collective", _collectives),
     "steps": ("step", _steps),
 }
