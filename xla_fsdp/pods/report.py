@@ -40,7 +40,7 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Whether no test failed; measurements may differ from published figures."""
-        return not any(found.status is Status.FAILED for found in self.findings)
+        return not self.failures()
 
     @property
     def verdict(self) -> str:

@@ -143,9 +143,8 @@ def judge_rate(rate: Rate) -> Iterator[Finding]:
 def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
     """Compares the largest size of each kind and axis with the model."""
     largest: dict[tuple[str, str], CollectiveTime] = {}
-    for time in times:
-        key = time.kind, time.axis
-        largest[key] = max(largest.get(key, time), time, key=lambda each: each.bytes)
+    for time in sorted(times, key=lambda time: time.bytes):
+        largest[time.kind, time.axis] = time
     for (kind, axis), time in largest.items():
         if time.modelled is None:
             continue

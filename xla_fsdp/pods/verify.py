@@ -75,8 +75,8 @@ def verify(
             folder=name,
             ckpt_dir=os.fspath(ckpt_dir) if ckpt_dir is not None else str(folder / "checkpoints"),
             until=until - 0.25 * seconds,  # for the second start and plans
-            cases=tuple(cases),
-            sizes=tuple(sizes),
+            cases=cases,
+            sizes=sizes,
             num_devices=num_devices,
         )
         children = Children(folder, until, say or (lambda text: None))
