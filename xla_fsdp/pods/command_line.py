@@ -200,7 +200,8 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
     name, url = "--discovery_url", options.discovery_url
     if not url:  # cloud_tpu_client reads it too
         name, url = "$TPU_API_DISCOVERY_URL", os.environ.get("TPU_API_DISCOVERY_URL")
-    url, endpoint = url or DISCOVERY_URL, options.api_endpoint
+    url = url or DISCOVERY_URL
+    endpoint = options.api_endpoint
     _require_url(name, url)
     if endpoint:
         _require_url("--api_endpoint", endpoint)

@@ -37,7 +37,6 @@ _CONSTANTS: dict[Callable, int] = {
     torch.ones_like: 1,
     torch.Tensor.new_ones: 1,
 }
-FACTORIES: set[Callable] = {*_CONSTANTS, torch.full_like}
 
 
 class RankMode(TorchFunctionMode):
@@ -283,6 +282,6 @@ _TORCHS_OWN = {
 _SPECIAL: dict[Callable, Callable] = {
     **dict.fromkeys(READS, _read),
     **dict.fromkeys(_DRAWS, _draw),
-    **dict.fromkeys(FACTORIES, _make),
+    **dict.fromkeys((*_CONSTANTS, torch.full_like), _make),
     torch.Tensor.backward: _backward,
 }
