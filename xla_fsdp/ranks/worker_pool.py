@@ -41,7 +41,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self.programs: str | None = None
-        self._idle: list[_Worker] = []  # least recently used first
+        self._idle: dict[int, _Worker] = {}  # by number of ranks, least recently used first
         self._server: _ForkServer | None = None
 
     def run(self, fn: Callable, size: int, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
@@ -69,20 +69,17 @@ class WorkerPool:
 
     def close(self) -> None:
         while self._idle:
-            self._idle.pop().end()
+            self._idle.popitem()[1].end()
         if self._server is not None:
             self._server.close()
             self._server = None
 
     def _take(self, size: int) -> _Worker:
-        for worker in self._idle:
-            if worker.size == size:
-                self._idle.remove(worker)
-                if worker.status() is None:
-                    return worker
-                worker.end()
-                break
-        return self._start(size)
+        worker = self._idle.pop(size, None)
+        if worker is not None and worker.status() is not None:
+            worker.end()
+            worker = None
+        return worker or self._start(size)
 
     def _start(self, size: int) -> _Worker:
         if self._server is None or not self._server.alive():
@@ -91,9 +88,9 @@ class WorkerPool:
 
     def _give_back(self, worker: _Worker) -> None:
         if worker.usable:
-            self._idle.append(worker)
+            self._idle[worker.size] = worker
             while len(self._idle) > _MAX_IDLE:
-                self._idle.pop(0).end()
+                self._idle.pop(next(iter(self._idle))).end()
         else:
             worker.end()
 
