@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -142,15 +143,11 @@ class Barrier:
 
 
 def _first_difference(arrivals: dict[int, Arrival]) -> str:
-    longest = max((len(arrival.steps) for arrival in arrivals.values()), default=0)
-    for index in range(longest):
-        steps = {
-            rank: arrival.steps[index] if index < len(arrival.steps) else None
-            for rank, arrival in sorted(arrivals.items())
-        }
-        if len({getattr(step, "key", step) for step in steps.values()}) > 1:
-            lines = [f"The first collective that differs is number {index + 1}:"]
-            for rank, step in steps.items():
+    ranks = sorted(arrivals)
+    for number, steps in enumerate(zip_longest(*(arrivals[rank].steps for rank in ranks)), 1):
+        if len({getattr(step, "key", step) for step in steps}) > 1:
+            lines = [f"The first collective that differs is number {number}:"]
+            for rank, step in zip(ranks, steps, strict=True):
                 lines.append(f"  rank {rank}: {step if step is not None else 'none'}")
             return "\n".join(lines)
     return ""
