@@ -85,7 +85,7 @@ class _DrawsInside(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and not xla_tensors((args, kwargs)):
-            return self._generators.run(self._context, func, args, kwargs)
+            return self._generators.run(self._context, func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -104,7 +104,7 @@ def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
             return func(*args, **kwargs)
         # Runs on the CPU: no collective may run while the generator is locked.
         mode.session.before_read(mode.context, _name(func), xla_tensors((args, kwargs)))
-    return mode.session.generators.run(mode.context, func, args, kwargs)
+    return mode.session.generators.run(mode.context, func, *args, **kwargs)
 
 
 def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:

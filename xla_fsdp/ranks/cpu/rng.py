@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,13 +21,7 @@ class RankGenerators:
         start = self._generator.get_state()
         self._states: dict[RankContext | None, torch.Tensor] = {c: start for c in contexts}
 
-    def run(
-        self,
-        context: RankContext | None,
-        fn: Callable,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] = {},  # noqa: B006
-    ) -> Any:
+    def run(self, context: RankContext | None, fn: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(*args, **kwargs)`` with ``context``'s state in the generator."""
         with self._lock:
             if self._owner is not context:
@@ -55,6 +49,6 @@ class GeneratorOfThisRank:
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._generators.run(current_rank(), value, args, kwargs)
+            return self._generators.run(current_rank(), value, *args, **kwargs)
 
         return call
