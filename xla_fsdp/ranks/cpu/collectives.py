@@ -73,8 +73,21 @@ class Collectives:
                 reduce_type, inputs, scale=scale, groups=groups, pin_layout=pin_layout
             )
         _require_reduce_type(reduce_type)
+        reduced = list(tensors)
+        # One collective for each dtype: on CPU, calls cost more than bytes.
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
         with torch.no_grad():
-            reduced = self._reduced(context, reduce_type, tensors, scale, groups)
+            for indices in by_dtype.values():
+                flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
+                rows = self._gather(context, f"all_reduce({reduce_type})", flat[None], 0, groups)
+                total = _REDUCE_ROWS[reduce_type](rows)
+                if scale != 1.0:
+                    total = (total * scale).to(flat.dtype)
+                parts = total.split([tensors[i].numel() for i in indices])
+                for i, part in zip(indices, parts, strict=True):
+                    reduced[i] = part.reshape(tensors[i].shape)
             if isinstance(inputs, torch.Tensor):
                 return reduced[0]
             for tensor, value in zip(tensors, reduced, strict=True):
@@ -96,7 +109,8 @@ class Collectives:
             return self._original["all_gather"](
                 value, dim, groups, output, pin_layout, channel_id, use_global_device_ids
             )
-        return _for_each(value, output, lambda each: self._gather(context, each, dim, groups))
+        gather = partial(self._gather, context, "all_gather", dim=dim, groups=groups)
+        return _for_each(value, output, gather)
 
     def reduce_scatter(
         self,
@@ -157,7 +171,7 @@ class Collectives:
                 f"divisible by split_count={split_count}"
             )
         with torch.no_grad():
-            rows = self._gather(context, value[None], 0, groups, kind="all_to_all")
+            rows = self._gather(context, "all_to_all", value[None], 0, groups)
             parts = torch.stack(rows.chunk(split_count, split_dimension + 1))
             mine = _pick(parts, group.index(context.rank))
             return torch.cat(mine.unbind(0), concat_dimension % value.dim())
@@ -171,7 +185,7 @@ class Collectives:
             return self._original["collective_permute"](value, pairs)
         sources = {int(target): int(source) for source, target in pairs}
         with torch.no_grad():
-            rows = self._gather(context, value[None], 0, None, kind="collective_permute")
+            rows = self._gather(context, "collective_permute", value[None], 0, None)
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
             return _pick(rows, sources.get(context.rank, self._session.size))
 
@@ -202,38 +216,8 @@ class Collectives:
         # Safe: this process wrote these bytes.
         return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])
 
-    def _reduced(
-        self,
-        context: RankContext,
-        reduce_type: str,
-        tensors: list[torch.Tensor],
-        scale: float,
-        groups: Groups,
-    ) -> list[torch.Tensor]:
-        """One collective for each dtype: on CPU, calls cost more than bytes."""
-        reduced = list(tensors)
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(index)
-        for indices in by_dtype.values():
-            flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
-            kind = f"all_reduce({reduce_type})"
-            rows = self._gather(context, flat[None], 0, groups, kind=kind)
-            total = _REDUCE_ROWS[reduce_type](rows)
-            if scale != 1.0:
-                total = (total * scale).to(flat.dtype)
-            parts = total.split([tensors[i].numel() for i in indices])
-            for i, part in zip(indices, parts, strict=True):
-                reduced[i] = part.reshape(tensors[i].shape)
-        return reduced
-
     def _gather(
-        self,
-        context: RankContext,
-        value: torch.Tensor,
-        dim: int,
-        groups: Groups,
-        kind: str = "all_gather",
+        self, context: RankContext, kind: str, value: torch.Tensor, dim: int, groups: Groups
     ) -> torch.Tensor:
         gather = partial(self._original["all_gather"], dim=dim)
         return self._traced(context, kind, groups, gather, value)

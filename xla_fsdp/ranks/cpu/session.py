@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from .barrier import Arrival, Barrier
 from .rng import RankGenerators
 from .start_gate import StartGate
 
-_T = TypeVar("_T")
 _COLLECTIVE_NODE = re.compile(
     r"= (\S.*?) (xla::(?:all_gather|reduce_scatter|cross_replica_sum|all_to_all|"
     r"collective_permute|scan_blocks)\w*)\("
@@ -125,12 +124,8 @@ class Session:
             self._wait_for_device(context)
 
     def fetch(
-        self,
-        context: RankContext,
-        what: str,
-        tensors: Sequence[torch.Tensor],
-        read: Callable[[], _T],
-    ) -> _T:
+        self, context: RankContext, what: str, tensors: Sequence[torch.Tensor], read: Callable
+    ) -> Any:
         """Runs the pending graph of ``tensors`` and returns the result of ``read()``.
 
         With collectives, all that is pending runs: otherwise later programs would run them again.
