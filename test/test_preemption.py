@@ -190,6 +190,22 @@ def test_ranks_agree_however_they_run(tmp_path):
         assert all(one.notice == f"it goes on rank {speaker}" for one in agreements)
 
 
+def test_a_notice_counts_after_the_store_was_lost():
+    class Lost:
+        def check(self, keys):
+            raise RuntimeError("closed")
+
+    heard = []
+    agreement = _Agreement(Channel(0, 2, Lost(), False), heard.append)
+    time.sleep(0.2)
+    agreement.request_stop("SIGTERM")
+    until = time.monotonic() + 30
+    while not heard and time.monotonic() < until:
+        time.sleep(0.01)
+    agreement.close()
+    assert heard == ["SIGTERM; then the ranks' store was lost (closed)"]
+
+
 def test_a_rank_that_leaves_alone_is_a_mismatch(run_ranks):
     def alone(rank):
         if rank:

@@ -7,17 +7,16 @@ node; 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import math
+import contextlib
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from ..extras import MissingExtraError
 from ..wording import printable
-from .findings import ApiError, Finding, Status, UsageError, failed, skipped
+from .findings import ApiError, Finding, Status, UsageError, failed, skipped, summary
 from .node import Node, NodeLocation, check_node, slice_of_type
 from .tpu_api import DISCOVERY_URL, TpuApi, find_node, shown
 from .worker_checks import check_answers, check_looks, check_shared_path, check_versions
@@ -49,13 +48,12 @@ def _say(line: str) -> None:
 
 def _check_pod(argv: Sequence[str]) -> int:
     options = _pod_parser().parse_args(argv)
-    counts: Counter[Status] = Counter()
-    for check in _run_checks(options):
-        print(check.line(), flush=True)
-        counts[check.status] += 1
-    summary = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
-    print(f"{options.tpu}: {summary}")
-    return 1 if counts[Status.FAILED] else 0
+    found = []
+    for finding in _run_checks(options):
+        print(finding.line(), flush=True)
+        found.append(finding)
+    print(f"{options.tpu}: {summary(found)}")
+    return int(any(finding.status is Status.FAILED for finding in found))
 
 
 def _measure(argv: Sequence[str]) -> int:
@@ -188,13 +186,11 @@ def _pod_parser() -> argparse.ArgumentParser:
 
 def _number(convert: Callable[[str], float], least: float) -> Callable[[str], float]:
     def read(text: str) -> float:
-        try:
+        with contextlib.suppress(ValueError):
             value = convert(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= _MOST:  # also NaN
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {_MOST}")
-        return value
+            if least <= value <= _MOST:  # not NaN
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {_MOST}")
 
     return read
 
@@ -205,29 +201,19 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
     if not url:  # cloud_tpu_client reads it too
         name, url = "$TPU_API_DISCOVERY_URL", os.environ.get("TPU_API_DISCOVERY_URL")
     url = url or DISCOVERY_URL
+    endpoint = options.api_endpoint
     _require_url(name, url)
-    if options.api_endpoint:
-        _require_url("--api_endpoint", options.api_endpoint)
+    if endpoint:
+        _require_url("--api_endpoint", endpoint)
     where = find_node(options.tpu, options.zone, options.project)
-    api = TpuApi(
-        where,
-        discovery_url=url,
-        endpoint=options.api_endpoint,
-        timeout=options.api_timeout,
-        retries=options.retries,
-    )
+    api = TpuApi(where, url, endpoint, options.api_timeout, options.retries)
     try:
         node = api.wait_until_usable(options.wait, _say)
     except ApiError as error:
         yield failed("TPU API", error.found, error.expected, error.remedy)
         return
-    yield from check_node(
-        node,
-        where,
-        accelerator=options.accelerator_type,
-        runtime=options.runtime_version,
-        world_size=options.world_size,
-    )
+    accelerator, runtime = options.accelerator_type, options.runtime_version
+    yield from check_node(node, where, accelerator, runtime, options.world_size)
     if template is not None:
         yield from _check_workers(node, where, template, options)
 
@@ -235,9 +221,9 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
 def _template(options: argparse.Namespace) -> Template | None:
     """The worker command, or ``None`` with --skip_workers; checks the flags."""
     path = options.ckpt_dir
+    if path is not None and options.skip_workers:
+        raise UsageError("the workers check --ckpt_dir, so leave out --skip_workers")
     if options.skip_workers:
-        if path is not None:
-            raise UsageError("the workers check --ckpt_dir, so leave out --skip_workers")
         return None
     if path is not None and not (path.startswith(("/", "~")) or "://" in path):
         raise UsageError(
@@ -252,14 +238,8 @@ def _check_workers(
     if node.state != "READY" or not node.endpoints:
         yield skipped("workers", "not queried, because the node is not READY or has no workers")
         return
-    workers = Workers(
-        where,
-        node.endpoints,
-        template,
-        python=options.python,
-        seconds=options.timeout,
-        at_once=options.parallel,
-    )
+    python, timeout, parallel = options.python, options.timeout, options.parallel
+    workers = Workers(where, node.endpoints, template, python, timeout, parallel)
     patterns, cache = options.chip_files.split(","), options.cache_dir
     answers = workers.ask("look", workers.numbers, chip_files=patterns, cache_dir=cache)
     yield check_answers(answers)
@@ -267,7 +247,7 @@ def _check_workers(
     if not answered:
         return
     wanted = slice_of_type(node.accelerator)
-    yield from check_versions({number: answer.data for number, answer in answered.items()}, wanted)
+    yield from check_versions(answered, wanted)
     yield from check_looks(answered, wanted)
     if options.ckpt_dir is not None:
         yield from check_shared_path(workers, answered, options.ckpt_dir)

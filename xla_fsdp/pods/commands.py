@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -13,9 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
 
+from ..wording import to_one_line
+
 MAX_OUTPUT = 1 << 20
 _POLL_SECONDS = 0.05
 _OUTPUT_SECONDS = 1.0
+_ERROR = re.compile(r"ERROR|[\w.]*(Error|Exception|Interrupt)\b")
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,13 @@ class Outcome:
     code: int | None
     started: float
     ended: float
+
+    @property
+    def reason(self) -> str:
+        """From the last line that begins as an error of gcloud or Python, else the last line."""
+        lines = (self.err.strip() or self.out.strip() or "it printed nothing").splitlines()
+        errors = [number for number, line in enumerate(lines) if _ERROR.match(line)]
+        return to_one_line(" ".join(lines[errors[-1] if errors else -1 :]), 900)
 
 
 def run_all(
@@ -42,13 +53,12 @@ def run_all(
     command cannot be started.
     """
     over = threading.Event()
-
-    def run(argv: Sequence[str]) -> Outcome:
-        return _run(argv, seconds, environment, kill_rest, over)
-
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            results = {number: pool.submit(run, argv) for number, argv in commands.items()}
+            results = {
+                number: pool.submit(_run, argv, seconds, environment, kill_rest, over)
+                for number, argv in commands.items()
+            }
             return {number: result.result() for number, result in results.items()}
         finally:
             over.set()

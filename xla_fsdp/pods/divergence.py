@@ -159,25 +159,22 @@ class detect_divergence:
     def _fetch(
         self, events: list[tuple[str, str | None, torch.Tensor]], agreeing: dict[str, Any]
     ) -> tuple[list[bool], dict[str, float]]:
-        tensors = [value for value in agreeing.values() if isinstance(value, torch.Tensor)]
-        numbers = [value.detach().reshape(()).float() for value in tensors]
+        numbers = {
+            name: value.detach().reshape(()).float() if isinstance(value, torch.Tensor) else value
+            for name, value in agreeing.items()
+        }
         flags = torch.stack([flag for _, _, flag in events]) if events else None
         with synced_device():  # runs the entire step as one program
             bad = [] if flags is None else flags.cpu().tolist()
-        read = iter([number.item() for number in numbers])
-        values = {
-            name: next(read) if isinstance(value, torch.Tensor) else float(value)
-            for name, value in agreeing.items()
-        }
-        return bad, values
+        return bad, {name: float(number) for name, number in numbers.items()}
 
     def _judge_finite(self, step: int, reports: list[list | None]) -> None:
-        found = [each for each in reports if each is not None]
+        found = {rank: each for rank, each in enumerate(reports) if each is not None}
         if not found:
             return
-        first = min(each[0] for each in found)
-        ranks = [rank for rank, each in enumerate(reports) if each is not None and each[0] == first]
-        what, module = next(each[1:] for each in found if each[0] == first)
+        first = min(each[0] for each in found.values())
+        ranks = [rank for rank, each in found.items() if each[0] == first]
+        _, what, module = found[ranks[0]]
         everywhere = 1 < len(ranks) == len(reports)
         where = "all ranks" if everywhere else runs("rank", ranks)
         others = len(found) - len(ranks)

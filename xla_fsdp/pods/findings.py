@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ..wording import printable, runs
 
@@ -29,27 +31,23 @@ class Finding:
     expected: str = ""
     remedy: str = ""
 
-    def line(self, status_width: int = 8, name_width: int = 20) -> str:
-        parts = [f"{self.status.value:<{status_width}} {self.name:<{name_width}} {self.found}"]
+    def line(self) -> str:
+        parts = [f"{self.status.value:<8} {self.name:<20} {self.found}"]
         parts += [f"expected: {self.expected}"] if self.expected else []
         parts += [f"remedy: {self.remedy}"] if self.remedy else []
         return printable(" | ".join(parts))
 
 
-def ok(name: str, found: str, expected: str = "") -> Finding:
-    return Finding(Status.OK, name, found, expected)
+ok = partial(Finding, Status.OK)
+warning = partial(Finding, Status.WARNING)
+failed = partial(Finding, Status.FAILED)
+skipped = partial(Finding, Status.SKIPPED)
 
 
-def warning(name: str, found: str, expected: str, remedy: str) -> Finding:
-    return Finding(Status.WARNING, name, found, expected, remedy)
-
-
-def failed(name: str, found: str, expected: str, remedy: str = "") -> Finding:
-    return Finding(Status.FAILED, name, found, expected, remedy)
-
-
-def skipped(name: str, found: str, remedy: str = "") -> Finding:
-    return Finding(Status.SKIPPED, name, found, remedy=remedy)
+def summary(findings: Iterable[Finding]) -> str:
+    """``"20 ok, 2 FAILED"``."""
+    counts = Counter(finding.status for finding in findings)
+    return ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
 
 
 def by_worker(findings: Mapping[int, str]) -> str:

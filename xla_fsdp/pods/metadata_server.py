@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -24,15 +23,6 @@ _NOTICES = {
 }
 KEYS = tuple(_NOTICES)
 _LONGEST_ANSWER = 4096
-
-
-def metadata_host() -> str | None:
-    """``HOST[:PORT]``, from ``GCE_METADATA_HOST``, or Google's on a TPU; ``None`` elsewhere."""
-    named = os.environ.get("GCE_METADATA_HOST", "").strip()
-    if named:
-        return named
-    on_tpu = os.environ.get("PJRT_DEVICE", "").split("_")[0] == "TPU"
-    return "metadata.google.internal" if on_tpu else None
 
 
 def notice(host: str, key: str, timeout: float = 3.0) -> str | None:

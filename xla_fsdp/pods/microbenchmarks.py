@@ -43,13 +43,7 @@ class Stopwatch:
         """Puts ``value`` on the device as data of programs, not as a constant."""
         return as_data(value, self._device)
 
-    def seconds(
-        self,
-        body: Body,
-        carry: Sequence[torch.Tensor],
-        constants: Sequence[torch.Tensor],
-        times: int,
-    ) -> float:
+    def seconds(self, body: Body, carry: Tensors, constants: Tensors, times: int) -> float:
         """Seconds of one execution of ``body``; the minimum of a few runs."""
         counter = self.sent(torch.zeros(times))
 
@@ -71,36 +65,23 @@ class Stopwatch:
         return took
 
 
-@dataclass(frozen=True)
-class Amounts:
-    """``memory`` and ``transfer`` in bytes, ``rows`` of square matrices."""
-
-    memory: int
-    rows: tuple[int, ...]
-    transfer: int
-    times: int
-
-
-AMOUNTS_ON_TPU = Amounts(memory=256 << 20, rows=(1024, 4096, 8192), transfer=64 << 20, times=50)
-AMOUNTS_ON_CPU = Amounts(memory=4 << 20, rows=(64, 256), transfer=4 << 20, times=4)
-
-
 def measure_device(watch: Stopwatch, chip: Chip | None) -> Iterator[Rate]:
     """Call on every rank; ``chip``: ``None`` on CPU ranks."""
-    amounts = AMOUNTS_ON_CPU if chip is None else AMOUNTS_ON_TPU
-    memory = None if chip is None else chip.device_hbm_bandwidth
-    peak = None if chip is None else chip.device_flops
-    vector = watch.sent(torch.ones(amounts.memory // 4))
-    factor = watch.sent(torch.tensor(1.0))
-    seconds = watch.seconds(_scale, [vector], [factor], amounts.times)
-    yield Rate("HBM, read and written", "B", 2 * amounts.memory, seconds, memory)
-    for rows in amounts.rows:
+    memory, transfer, sizes, most = 4 << 20, 4 << 20, [64, 256], 4
+    bandwidth = peak = None
+    if chip is not None:
+        memory, transfer, sizes, most = 256 << 20, 64 << 20, [1024, 4096, 8192], 50
+        bandwidth, peak = chip.device_hbm_bandwidth, chip.device_flops
+    vector, factor = watch.sent(torch.ones(memory // 4)), watch.sent(torch.tensor(1.0))
+    seconds = watch.seconds(_scale, [vector], [factor], most)
+    yield Rate("HBM, read and written", "B", 2 * memory, seconds, bandwidth)
+    for rows in sizes:
         matrix = torch.randn(rows, rows, generator=torch.Generator().manual_seed(rows))
         held = watch.sent((matrix / rows**0.5).bfloat16())
-        times = max(1, min(amounts.times, round(amounts.times * (4096 / rows) ** 2)))
+        times = max(1, min(most, round(most * (4096 / rows) ** 2)))
         seconds = watch.seconds(_multiply, [held], [held], times)
         yield Rate(f"matrix product, {rows}, bfloat16", "FLOP", 2.0 * rows**3, seconds, peak)
-    there = torch.ones(amounts.transfer // 4)
+    there = torch.ones(transfer // 4)
     best_out = best_back = float("inf")
     for _ in range(4):
         began = time.perf_counter()
@@ -112,8 +93,8 @@ def measure_device(watch: Stopwatch, chip: Chip | None) -> Iterator[Rate]:
         best_back = min(best_back, time.perf_counter() - began)
         if not torch.equal(back, there):
             raise RuntimeError("data from the device differs from the data that was sent to it")
-    yield Rate("host to device", "B", amounts.transfer, best_out)
-    yield Rate("device to host", "B", amounts.transfer, best_back)
+    yield Rate("host to device", "B", transfer, best_out)
+    yield Rate("device to host", "B", transfer, best_back)
 
 
 def _scale(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
@@ -208,7 +189,7 @@ def _loop(
             return [full.index_select(0, constants[0]).view(-1)], []
 
         return gather, [watch.sent(torch.zeros(count // among.size))], [own]
-    collectives: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    collectives: dict[str, Callable] = {
         "reduce-scatter": lambda value: among.all_gather(among.reduce_scatter(value)),
         "all-reduce": among.all_reduce_sum,
         "collective-permute": lambda value: among.permute(value, axis.around),

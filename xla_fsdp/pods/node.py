@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from .findings import ApiError, Finding, failed, ok, skipped, warning
 
 _SYMPTOMS = 3  # the last ones describe the current problem
-_COMING = "wait for it: --wait 900"
-_GONE = "'{delete}', then create it again; the data on its disks is lost"
 # Whether waiting helps, and the remedy. States of v2 of the API, which include v1's.
-_STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
-    {
-        "READY": (True, ""),  # READY but unhealthy
-        "CREATING": (True, _COMING),
-        "STARTING": (True, _COMING),
-        "RESTARTING": (True, _COMING),
-        "REIMAGING": (True, _COMING),
-        "REPAIRING": (True, f"{_COMING}; if it stays so, {_GONE}"),
-        "UNHIDING": (True, _COMING),
-        "STOPPED": (False, "'{start}'"),
-        "STOPPING": (False, "wait until it is STOPPED, then '{start}'"),
-        "PREEMPTED": (False, _GONE),
-        "TERMINATED": (False, _GONE),
-        "DELETING": (False, "create another one"),
-        "HIDING": (False, "it was taken out of use by Google Cloud: ask its support"),
-        "HIDDEN": (False, "it was taken out of use by Google Cloud: ask its support"),
-    }
-)
+_COMING = (True, "wait for it: --wait 900")
+_GONE = (False, "'{delete}', then create it again; the data on its disks is lost")
+_SUPPORT = (False, "it was taken out of use by Google Cloud: ask its support")
+_STATES = {
+    "READY": (True, ""),  # READY but unhealthy
+    **dict.fromkeys(("CREATING", "STARTING", "RESTARTING", "REIMAGING", "UNHIDING"), _COMING),
+    "REPAIRING": (True, f"{_COMING[1]}; if it stays so, {_GONE[1]}"),
+    "STOPPED": (False, "'{start}'"),
+    "STOPPING": (False, "wait until it is STOPPED, then '{start}'"),
+    "PREEMPTED": _GONE,
+    "TERMINATED": _GONE,
+    "DELETING": (False, "create another one"),
+    "HIDING": _SUPPORT,
+    "HIDDEN": _SUPPORT,
+}
 _OTHER = (False, "inspect it with '{describe}'")
 # Any other value except HEALTHY is unhealthy too.
 _HEALTH_REMEDIES = {
@@ -53,16 +47,11 @@ class NodeLocation:
     def location(self) -> str:
         return f"projects/{self.project}/locations/{self.zone}"
 
-    def gcloud(self, verb: str) -> str:
-        return (
-            f"gcloud compute tpus tpu-vm {verb} {self.tpu} --zone {self.zone} "
-            f"--project {self.project}"
-        )
-
     def fill(self, remedy: str) -> str:
-        """Replaces ``{verb}`` by commands."""
+        """Replaces ``{start}``, ``{stop}``, ``{delete}`` and ``{describe}`` by commands."""
+        flags = f"{self.tpu} --zone {self.zone} --project {self.project}"
         verbs = ("start", "stop", "delete", "describe")
-        return remedy.format(**{verb: self.gcloud(verb) for verb in verbs})
+        return remedy.format_map({v: f"gcloud compute tpus tpu-vm {v} {flags}" for v in verbs})
 
 
 class Endpoint(NamedTuple):
@@ -171,7 +160,6 @@ def slice_of_type(accelerator: str) -> Slice | None:
 def check_node(
     node: Node,
     where: NodeLocation,
-    *,
     accelerator: str | None,
     runtime: str | None,
     world_size: int | None,
@@ -185,13 +173,14 @@ def check_node(
     if node.maintenance:
         remedy = "save checkpoints often, or start after the maintenance"
         yield warning("maintenance", node.maintenance, "none", remedy)
-    if accelerator is not None and _same_slice(accelerator, node.accelerator):
+    wanted = slice_of_type(node.accelerator)
+    if accelerator is not None and _same_slice(slice_of_type(accelerator), wanted):
         accelerator = node.accelerator  # v5e-16 is a v5litepod-16
     yield _stated("accelerator type", node.accelerator, accelerator, "--accelerator_type")
     yield _stated("runtime version", node.runtime, runtime, "--runtime_version")
-    yield _workers(node, where)
+    yield _workers(node, where, wanted)
     if world_size is not None:
-        yield _world_size(node, world_size)
+        yield _world_size(node, wanted, world_size)
 
 
 def _state(node: Node, where: NodeLocation) -> Finding:
@@ -213,21 +202,20 @@ def _health(node: Node, where: NodeLocation) -> Finding:
     return failed("health", found, "HEALTHY", where.fill(remedy))
 
 
-def _same_slice(one: str, other: str) -> bool:
-    a, b = slice_of_type(one), slice_of_type(other)
+def _same_slice(a: Slice | None, b: Slice | None) -> bool:
     return a is not None and b is not None and (a.chip.family, a.shape) == (b.chip.family, b.shape)
 
 
 def _stated(name: str, found: str, expected: str | None, flag: str) -> Finding:
+    shown = found or "not stated"
     if expected is None or found == expected:
-        return ok(name, found or "not stated")
-    remedy = f"create the node with {expected}, or change {flag}"
-    return failed(name, found or "not stated", expected, remedy)
+        return ok(name, shown)
+    return failed(name, shown, expected, f"create the node with {expected}, or change {flag}")
 
 
-def _workers(node: Node, where: NodeLocation) -> Finding:
-    name, count, wanted = "worker count", len(node.endpoints), slice_of_type(node.accelerator)
-    again = f"'{where.gcloud('describe')}'; if it stays so, create the node again"
+def _workers(node: Node, where: NodeLocation, wanted: Slice | None) -> Finding:
+    name, count = "worker count", len(node.endpoints)
+    again = where.fill("'{describe}'; if it stays so, create the node again")
     if not count and node.state != "READY":
         return skipped(name, "no workers, because the node is not READY")
     if not count:
@@ -244,8 +232,8 @@ def _workers(node: Node, where: NodeLocation) -> Finding:
     return ok(name, f"{count} ({node.accelerator}: {wanted.chips} chips)")
 
 
-def _world_size(node: Node, ranks: int) -> Finding:
-    name, count, wanted = "world size", len(node.endpoints), slice_of_type(node.accelerator)
+def _world_size(node: Node, wanted: Slice | None, ranks: int) -> Finding:
+    name, count = "world size", len(node.endpoints)
     if wanted is not None and wanted.devices == ranks:
         each = wanted.devices // wanted.hosts
         return ok(name, f"{ranks} ({wanted.hosts} workers of {each} devices)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ..remat import checkpoint_module
 from ..scan.blocks import scan_blocks
 from ..wrapper import XlaFullyShardedDataParallel as FSDP
 from .findings import Finding, failed, ok, skipped
-from .steps import SEED, Net, Size, tokens
+from .steps import OURS, SEED, Lane, Net, Size, tokens
 
 SIZE = Size(blocks=2, width=64, vocabulary=67, sequence=16, batch=2)
 STEPS, CLIP = 3, 0.5
@@ -57,15 +57,15 @@ CASES = (
 )
 
 
-def compare(cases: Iterable[Case]) -> Iterator[Finding]:
-    """Compares sharded with unsharded training; call on every rank.
+def compare(names: Sequence[str]) -> Iterator[Finding]:
+    """Compares sharded with unsharded training in cases, ``()``: all; call on every rank.
 
     In full precision: by default a TPU rounds float32 operands to bfloat16, depending on shapes.
     """
     if torch_xla.backends.get_mat_mul_precision() != "highest":
         torch_xla.backends.set_mat_mul_precision("highest")
     references: dict[torch.dtype | None, dict[str, torch.Tensor]] = {}
-    for case in cases:
+    for case in [case for case in CASES if not names or case.name in names]:
         if case.groups and xr.world_size() % 2:
             yield skipped(f"parity: {case.name}", f"{xr.world_size()} ranks have no two halves")
             continue
@@ -173,48 +173,34 @@ def save_and_load(folder: str) -> Finding:
     name = "checkpoints"
     if ranks < 2 or ranks % 2:
         return skipped(name, f"{ranks} ranks have no two halves")
-    torch.manual_seed(SEED)
-    model = FSDP(Net(SIZE, FSDP))
-    optimizer = _optimizer(model)
-    mine = tokens(SIZE, ranks, 0).chunk(ranks)[xr.global_ordinal()].to(torch_xla.device())
-    model(mine).backward()
-    optimizer.step()
+    lane = Lane(OURS, SIZE)
+    lane.trace()
     torch_xla.sync()
     try:
-        save_checkpoint(folder, model, optimizer, step=_SAVED_STEP)
+        save_checkpoint(folder, lane.model, lane.optimizer, step=_SAVED_STEP)
     except SharedStorageError as error:
-        remedy = "give a folder that all hosts share: --ckpt_dir"
-        return skipped(name, str(error), remedy)
+        return skipped(name, str(error), remedy="give a folder that all hosts share: --ckpt_dir")
     torch.manual_seed(SEED + 1)
     groups = _halves()
     other = FSDP(Net(SIZE, lambda block: FSDP(block, **groups)), **groups)
-    other_optimizer = _optimizer(other)
-    loaded = load_checkpoint(folder, other, other_optimizer)
-    before = full_state_dict(model), full_optim_state_dict(model, optimizer)
-    after = full_state_dict(other), full_optim_state_dict(other, other_optimizer)
+    trained = [p for p in other.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    loaded = load_checkpoint(folder, other, optimizer)
+    before, after = _values(lane.model, lane.optimizer), _values(other, optimizer)
     found = f"saved by {ranks} ranks, loaded into shards of {ranks // 2}"
     expected = "the same weights and optimizer state, bit for bit"
     if loaded is None or loaded.step != _SAVED_STEP:
         return failed(name, f"{found}: loaded step {loaded}", expected)
-    if xr.global_ordinal() == 0:
-        differ = [key for key, value in before[0].items() if not _same(value, after[0][key])]
-        for key, state in before[1]["state"].items():
-            theirs = after[1]["state"].get(key, {})
-            differ += [
-                f"{each} of {key}"
-                for each, value in state.items()
-                if not _same(value, theirs[each])
-            ]
-        if differ:
+    for key, value in before.items():
+        if key not in after or not torch.equal(value, after[key]):
             remedy = "do not rely on checkpoints from this machine; report it with this file"
-            return failed(name, f"{found}: {differ[0]} differs", expected, remedy)
+            return failed(name, f"{found}: {key} differs", expected, remedy)
     return ok(name, found, expected)
 
 
-def _same(one: torch.Tensor | float, other: torch.Tensor | float) -> bool:
-    return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-
-
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-3)
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state by name, on rank 0."""
+    values = full_state_dict(model)
+    for key, state in full_optim_state_dict(model, optimizer).get("state", {}).items():
+        values |= {f"{each} of {key}": torch.as_tensor(state[each]) for each in state}
+    return values

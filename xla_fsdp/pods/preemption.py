@@ -9,14 +9,16 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+
+import torch_xla.runtime as xr
 
 from ..ranks.channel import Channel, open_channel
 from ..ranks.errors import Preempted
 from ..ranks.spawned import leave
 from . import metadata_server
-from .metadata_server import metadata_host
 
 __all__ = ["Preempted", "Preemption"]
 
@@ -86,7 +88,10 @@ class Preemption:
         self._agreement = _Agreement(channel, self._on_notice)
         request = self._agreement.request_stop
         self._end_listening = [_signals.listen(each, request) for each in notices]
-        host = metadata_host() if metadata_server is None else metadata_server
+        host = metadata_server
+        if host is None:
+            google = "metadata.google.internal" if xr.device_type() == "TPU" else ""
+            host = os.environ.get("GCE_METADATA_HOST", "").strip() or google
         if host:
             self._start_thread("metadata", poll_metadata_server, host, request, self._over)
 
@@ -173,8 +178,7 @@ class _Agreement:
         self._last: int | None = None  # the step at which all stop
         self._decided = threading.Event()
         name = f"xla_fsdp-agreement-{channel.rank}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def request_stop(self, notice: str) -> None:
         """Thread-safe; does not wait."""
@@ -205,9 +209,13 @@ class _Agreement:
                 self._on_notice(self.notice)
                 self._agree_on_step()
         except RuntimeError as error:
-            # The process that served the store has ended: use this rank's notice.
-            if not self._over.is_set() and self.notice is not None:
-                self._on_notice(f"{self.notice}; then the ranks' store was lost ({error!s:.100})")
+            # The process that served the store has ended: this rank's notice is enough to end it.
+            while not (self.notice or self._requested or self._over.is_set()):
+                self._wake.wait()
+                self._wake.clear()
+            if not self._over.is_set():
+                notice = self.notice or self._requested
+                self._on_notice(f"{notice}; then the ranks' store was lost ({error!s:.100})")
 
     def _wait_for_notice(self) -> None:
         store = self._channel.store
@@ -251,50 +259,46 @@ class _Signals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pipes: dict[signal.Signals, _SignalPipe] = {}
+        self._callbacks = defaultdict[signal.Signals, list[Callable[[str], None]]](list)
+        self._pipes: dict[signal.Signals, int] = {}
 
     def listen(self, number: signal.Signals, callback: Callable[[str], None]) -> Callable[[], None]:
         """Calls ``callback(name of the signal)``; returns a function that stops this."""
         with self._lock:
-            if number not in self._pipes:
-                self._pipes[number] = _SignalPipe(number)
-            callbacks = self._pipes[number].callbacks
+            callbacks = self._callbacks[number]
             callbacks.append(callback)
+            if number not in self._pipes:
+                self._pipes[number] = self._open_pipe(number)
 
         def end() -> None:
             with self._lock:
-                if callback in callbacks:
-                    callbacks.remove(callback)
-                    if not callbacks:
-                        self._pipes.pop(number).close()
+                if callback not in callbacks:
+                    return
+                callbacks.remove(callback)
+                if not callbacks:
+                    faulthandler.unregister(number)
+                    os.close(self._pipes.pop(number))  # makes the read return
 
         return end
 
-
-class _SignalPipe:
-    def __init__(self, number: signal.Signals) -> None:
-        self.callbacks: list[Callable[[str], None]] = []
-        self._number = number
-        self._read, self._write = os.pipe()
+    def _open_pipe(self, number: signal.Signals) -> int:
+        read, write = os.pipe()
         # A handler must not wait for the reader.
-        os.set_blocking(self._write, False)
+        os.set_blocking(write, False)
         # Chain only to a Python handler: the default one would end the process.
         chain = callable(signal.getsignal(number))
-        faulthandler.register(number, file=self._write, all_threads=False, chain=chain)
+        faulthandler.register(number, file=write, all_threads=False, chain=chain)
         name = f"xla_fsdp-{number.name}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=self._run, args=(number, read), name=name, daemon=True).start()
+        return write
 
-    def close(self) -> None:
-        faulthandler.unregister(self._number)
-        os.close(self._write)  # makes the read return
-
-    def _run(self) -> None:
+    def _run(self, number: signal.Signals, read: int) -> None:
         try:
-            while os.read(self._read, 65536):
-                for callback in list(self.callbacks):
-                    callback(self._number.name)
+            while os.read(read, 65536):
+                for callback in list(self._callbacks[number]):
+                    callback(number.name)
         finally:
-            os.close(self._read)
+            os.close(read)
 
 
 _signals = _Signals()

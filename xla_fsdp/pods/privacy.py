@@ -24,18 +24,13 @@ _HIDDEN = "***"
 _SHORTEST = 6
 
 
-def shown_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    environment = os.environ if environment is None else environment
-    return {
-        name: scrubbed(environment[name], environment)
-        for name in sorted(_SHOWN)
-        if name in environment
-    }
+def shown_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    shown = sorted(_SHOWN & environment.keys())
+    return {name: scrubbed(environment[name], environment) for name in shown}
 
 
-def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
+def scrubbed(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """``text`` without secrets and without the user's folder and name."""
-    environment = os.environ if environment is None else environment
     for name, value in environment.items():
         if _SECRET_NAME.search(name) and len(value) >= _SHORTEST:
             text = text.replace(value, _HIDDEN)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from typing import Any
 
 PACKAGES = ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib")
 # They change compiled programs or devices.
@@ -32,7 +33,7 @@ def main(text: str) -> None:
     request = json.loads(text)
     # Ends this process even if the connection breaks, unless a dead mount blocks it.
     signal.alarm(int(request["seconds"]) + 1)
-    actions = {"look": look, "write": write, "read": read, "clean": clean, "prune": prune}
+    actions = {"look": look, "write": write, "read": read, "clean": clean}
     try:
         answer = actions[request["action"]](request)
     except Exception as error:
@@ -52,10 +53,8 @@ def look(request: dict) -> dict:
         path for pattern in request["chip_files"] for path in glob.glob(os.path.expanduser(pattern))
     )
     return {
-        "host": platform.node(),
         "time": time.time(),
         "python": platform.python_version(),
-        "executable": sys.executable,
         "packages": {name: version(name) for name in PACKAGES},
         "required_libtpu_version": required_libtpu_version(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
@@ -120,69 +119,42 @@ def free_bytes(path: str) -> int:
     return shutil.disk_usage(path).free
 
 
-class LocalFolder:
+class Folder:
+    """A local folder, or one of fsspec if ``path`` is a URL."""
+
     def __init__(self, path: str) -> None:
+        self.files: Any = None
         self.path = os.path.abspath(os.path.expanduser(path))
+        if "://" in path:
+            import fsspec
+
+            self.files, self.path = fsspec.core.url_to_fs(path, use_listings_cache=False)
 
     def make(self) -> list:
-        """Returns the parents that it created, innermost first."""
+        """Returns the local parents that it created, innermost first."""
         made, path = [], os.path.dirname(self.path)
-        while not os.path.isdir(path) and os.path.dirname(path) != path:
+        while not self.files and not os.path.isdir(path) and os.path.dirname(path) != path:
             made.append(path)
             path = os.path.dirname(path)
-        os.makedirs(self.path, exist_ok=True)
+        (self.files or os).makedirs(self.path, exist_ok=True)
         return made
 
-    def put(self, name: str, data: bytes) -> None:
-        with open(os.path.join(self.path, name), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    def open(self, name: str, mode: str) -> Any:
+        if self.files:
+            self.files.invalidate_cache()
+        return (self.files.open if self.files else open)(self.path + "/" + name, mode)
 
-    def get(self, name: str) -> bytes:
-        with open(os.path.join(self.path, name), "rb") as file:
-            return file.read()
-
-    def drop(self, name: str) -> None:
-        os.remove(os.path.join(self.path, name))
-
-    def remove(self) -> None:
-        os.rmdir(self.path)
-
-    def free(self) -> int:
-        return free_bytes(self.path)
+    def clear(self, name: str) -> None:
+        """Removes the file ``name``, and the folder if it is empty then."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.files.rm_file if self.files else os.remove)(self.path + "/" + name)
+        # It may have other files, or the store no folders.
+        with contextlib.suppress(Exception):
+            (self.files or os).rmdir(self.path)
 
 
-class RemoteFolder:
-    def __init__(self, url: str) -> None:
-        import fsspec
-
-        self.files, self.path = fsspec.core.url_to_fs(url, use_listings_cache=False)
-
-    def make(self) -> list:
-        self.files.makedirs(self.path, exist_ok=True)
-        return []
-
-    def put(self, name: str, data: bytes) -> None:
-        self.files.pipe_file(self.path + "/" + name, data)
-
-    def get(self, name: str) -> bytes:
-        self.files.invalidate_cache()
-        return self.files.cat_file(self.path + "/" + name)
-
-    def drop(self, name: str) -> None:
-        self.files.rm_file(self.path + "/" + name)
-
-    def remove(self) -> None:
-        self.files.rmdir(self.path)
-
-    def free(self) -> None:
-        return None
-
-
-def folder_of(request: dict) -> "LocalFolder | RemoteFolder":
-    path = request["path"].rstrip("/") + "/.preflight-" + request["token"]
-    return RemoteFolder(path) if "://" in path else LocalFolder(path)
+def folder_of(request: dict) -> Folder:
+    return Folder(request["path"].rstrip("/") + "/.preflight-" + request["token"])
 
 
 def content_of(request: dict, worker: int) -> bytes:
@@ -193,8 +165,9 @@ def write(request: dict) -> dict:
     folder = folder_of(request)
     answer: dict = {"made": folder.make()}
     try:
-        folder.put(str(request["worker"]), content_of(request, request["worker"]))
-        answer["free"] = folder.free()
+        with folder.open(str(request["worker"]), "wb") as file:
+            file.write(content_of(request, request["worker"]))
+        answer["free"] = None if folder.files else free_bytes(folder.path)
     except Exception as error:  # the answer lists the new folders
         answer["error"] = described(error)
     return answer
@@ -208,7 +181,8 @@ def read(request: dict) -> dict:
     while True:
         for worker in list(missing):
             try:
-                found = folder.get(str(worker))
+                with folder.open(str(worker), "rb") as file:
+                    found = file.read()
             except FileNotFoundError:
                 continue
             missing.remove(worker)
@@ -220,18 +194,9 @@ def read(request: dict) -> dict:
 
 
 def clean(request: dict) -> dict:
-    folder = folder_of(request)
-    with contextlib.suppress(FileNotFoundError):
-        folder.drop(str(request["worker"]))
-    # It may have other files, or the store no folders.
-    with contextlib.suppress(Exception):
-        folder.remove()
-    return {}
-
-
-def prune(request: dict) -> dict:
-    """Removes the folders that ``make`` created, if they are empty."""
-    for path in request["made"]:
+    """``made``: folders that ``make`` created, by worker; removed if they are empty."""
+    folder_of(request).clear(str(request["worker"]))
+    for path in request.get("made", {}).get(str(request["worker"]), []):
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(path)
     return {}

@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -58,10 +57,7 @@ class profile:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        steps: tuple[int, int],
-        ranks: Collection[int] = (0,),
+        self, folder: str | os.PathLike[str], steps: tuple[int, int], ranks: Collection[int] = (0,)
     ) -> None:
         first, last = _checked(steps)
         if not os.fspath(folder):
@@ -72,31 +68,26 @@ class profile:
         self._folder, self._first, self._last = os.fspath(folder), first, last
         self._ranks = ranks
         self._step = 0
-        self._records = False
-        self._naming: Naming | None = None
+        self._named = self._records = False
         self._event: Any = None
 
     def __enter__(self) -> profile:
-        self._naming = _names.turn_on()
+        _naming.turn_on()
+        self._named = True
         if self._first == 0:
             self._begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # A run that ends before step b still writes its trace.
-        self._end(settle=error is None)
+        self._end(settle=kind is None)
 
     def step(self) -> None:
         """Ends a step. Call it on every rank."""
         self._step += 1
-        if self._naming is None:
+        if not self._named:
             return
-        self._naming.close()
+        _naming.close()
         if self._step == self._last:
             self._end()
         elif self._step == self._first:
@@ -112,13 +103,13 @@ class profile:
             self._next_event()
 
     def _end(self, settle: bool = True) -> None:
-        if self._naming is None:
+        if not self._named:
             return
         if settle:
-            self._naming.close()
+            _naming.close()
             _wait_for_device()
-        self._naming = None
-        _names.turn_off()
+        self._named = False
+        _naming.turn_off()
         if self._records:
             self._records = False
             self._end_event()
@@ -153,10 +144,10 @@ class profile:
 
 
 class _SharedNaming(Naming):
-    """Names for ranks that are threads.
+    """Names for ranks that are threads: module hooks are global.
 
-    The hooks stay until no thread is inside of a module: who enters with hooks must leave with
-    them.
+    The hooks stay until no rank wants names and no thread is inside of a module: who enters with
+    hooks must leave with them.
     """
 
     def __init__(self) -> None:
@@ -165,25 +156,30 @@ class _SharedNaming(Naming):
         self._wanted = threading.local()
         self._users = self._inside = 0
         self._hooks = contextlib.ExitStack()
-        self._hooks.enter_context(self.active())
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
 
-    def join(self) -> None:
+    def turn_on(self) -> None:
+        """Names what this thread traces."""
         with self._lock:
+            if not self._users and not self._inside:
+                self._hooks.enter_context(self.active())
+                self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+                self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._users += 1
         self._wanted.here = True
 
-    def part(self) -> bool:
-        """Returns whether this thread was the last rank with names."""
+    def turn_off(self) -> None:
         self._wanted.here = False
+        self._count(users=-1)
+
+    def _count(self, users: int = 0, inside: int = 0) -> None:
         with self._lock:
-            self._users -= 1
-            last = not self._users
-            done = last and not self._inside
-        if done:
-            self._remove()
-        return last
+            self._users += users
+            self._inside += inside
+            if self._users or self._inside:
+                return
+            self.forget()
+            hooks = self._hooks.pop_all()
+        hooks.close()
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         # In a backward, the forward determines whether recomputed modules have names.
@@ -199,11 +195,8 @@ class _SharedNaming(Naming):
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         inside = self.is_in(module)
         super()._leave(module, inputs, outputs)
-        with self._lock:
-            self._inside -= inside
-            done = inside and not self._users and not self._inside
-        if done:
-            self._remove()
+        if inside:
+            self._count(inside=-1)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._is_wanted():
@@ -218,32 +211,8 @@ class _SharedNaming(Naming):
     def _is_wanted(self) -> bool:
         return getattr(self._wanted, "here", False)
 
-    def _remove(self) -> None:
-        self._hooks.close()
-        self.forget()
 
-
-class _Names:
-    """Turns names on while any rank needs them: module hooks are global."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._naming: _SharedNaming | None = None
-
-    def turn_on(self) -> Naming:
-        with self._lock:
-            if self._naming is None:
-                self._naming = _SharedNaming()
-            self._naming.join()
-            return self._naming
-
-    def turn_off(self) -> None:
-        with self._lock:
-            if self._naming is not None and self._naming.part():
-                self._naming = None
-
-
-_names = _Names()
+_naming = _SharedNaming()
 
 
 def _checked(steps: Any) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ class Job:
     ckpt_dir: str
     until: float
     notes: str = ""
-    cases: tuple[str, ...] = ()
-    sizes: tuple[str, ...] = ()
+    cases: Sequence[str] = ()
+    sizes: Sequence[str] = ()
     num_devices: int | None = None
     topology: str = ""
 
@@ -38,10 +38,7 @@ def read_notes(folder: Path, kind: str) -> list[Any]:
             try:
                 while True:
                     found.append(pickle.load(file))
-            except (
-                EOFError,
-                pickle.UnpicklingError,
-            ):  # or half a result of a killed process
+            except (EOFError, pickle.UnpicklingError):  # or half a result of a killed process
                 pass
     return [value for each, value in found if each == kind]
 

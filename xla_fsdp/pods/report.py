@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
 from ..planning.compiling.cache import write_whole
 from ..planning.reporting.page import document, tables, target
-from ..planning.reporting.tables import (
-    UNKNOWN,
-    Section,
-    aligned,
-    figure,
-    milliseconds,
-    percent,
-)
+from ..planning.reporting.tables import UNKNOWN, Section, aligned, figure, milliseconds, percent
 from ..tpu.calibration import Calibration
-from .findings import Finding, Status
+from .findings import Finding, Status, summary
 from .records import CollectiveTime, Machine, Rate, StepRun
 
 _FORMAT, _VERSION = "xla_fsdp verification", 1
@@ -48,16 +40,14 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Whether no test failed; measurements may differ from published figures."""
-        return not any(found.status is Status.FAILED for found in self.findings)
+        return not self.failures()
 
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        counts = Counter(found.status for found in self.findings)
-        shown = ", ".join(f"{counts[each]} {each.value}" for each in Status if counts[each])
         what = "PASSED" if self.ok else "FAILED"
         on = f"{self.where.ranks} ranks on {self.where.device or 'unknown devices'}"
-        return f"{what}: {shown or 'nothing was checked'} ({on})"
+        return f"{what}: {summary(self.findings) or 'nothing was checked'} ({on})"
 
     def __repr__(self) -> str:
         return f"<Verification {self.verdict}>"
@@ -66,7 +56,7 @@ class Verification:
         lines = [self.verdict]
         lines += [_CPU_NOTE] if self.where.family == "cpu" else []
         for found in self.findings:
-            lines += textwrap.wrap(found.line(9, 26), 110, subsequent_indent=" " * 37)
+            lines += textwrap.wrap(found.line(), 110, subsequent_indent=" " * 30)
         for section in _sections(self):
             table = [(section.title, *section.columns)]
             table += [(f"  {row[0]}", *row[1:]) for row in section.rows]

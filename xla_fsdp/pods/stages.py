@@ -9,11 +9,11 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch_xla
@@ -25,21 +25,21 @@ from ..collectives.routes import routes_for
 from ..collectives.world import World
 from ..compiled.cache import compilation_counts, enable_compilation_cache
 from ..ranks.launch import RankError, launch
+from ..ranks.spawned import end_with_parent
 from ..tpu.chips import Chip, chip_of
 from ..tpu.topology import Slice
 from ..wording import first_line, to_one_line
 from . import steps
 from .findings import skipped
 from .microbenchmarks import Stopwatch, measure_collectives, measure_device
-from .parity import CASES, SIZE, compare, save_and_load
-from .records import Job
+from .parity import SIZE, compare, save_and_load
+from .records import CollectiveTime, Job, StepRun
 
 _DYING = "the last rank ends here, on purpose"
-_Add = Callable[[str, object], None]
 
 
 def main(what: str, path: str) -> None:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent(lambda: os.killpg(0, signal.SIGKILL))  # also its ranks
     job: Job = pickle.loads(Path(path).read_bytes())
     if what == "plan":
         plan_steps(job)
@@ -53,16 +53,8 @@ def main(what: str, path: str) -> None:
         _end_one_rank(job)
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process and its ranks when the process ``parent`` has ended."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
 def _end_one_rank(job: Job) -> None:
-    ways = ["raises"] if os.environ.get("PJRT_DEVICE", "").startswith("CPU") else ["raises", "dies"]
-    for way in ways:
+    for way in ["raises"] if xr.device_type() == "CPU" else ["raises", "dies"]:
         began, message, named = time.monotonic(), "", None
         try:
             launch(partial(_end, way=way), (), job.num_devices)
@@ -100,24 +92,21 @@ def plan_steps(job: Job) -> None:
 def run(rank: int, job: Job) -> None:
     """Rank 0 writes the results."""
     first = xr.global_ordinal() == 0
-    add: _Add = job.add if first else lambda kind, value: None
     chip, slice = _chip(), _slice()
-    where = {
-        "device": _kind(),
-        "family": "cpu" if chip is None else chip.family,
-        "ranks": xr.world_size(),
-        "topology": slice.name if slice else "",
-    }
-    add("where", where)
+    family, topology = chip.family if chip else "cpu", slice.name if slice else ""
+    if first:
+        job.add("where", (_kind(), family, xr.world_size(), topology))
     for stage in job.stages:
-        STAGES[stage](job, add)
+        kind, measure = STAGES[stage]
+        for value in measure(job):
+            if first:
+                job.add(kind, value)
         if xr.local_ordinal() == 0:  # each host must know where to continue
             job.add("done", stage)
 
 
 def _kind() -> str:
-    kind: str = xm.xla_device_kind()
-    return kind
+    return xm.xla_device_kind()
 
 
 def _chip() -> Chip | None:
@@ -130,7 +119,7 @@ def _slice() -> Slice | None:
     return routes.slice if routes is not None and known else None
 
 
-def _programs(job: Job, add: _Add) -> None:
+def _programs(job: Job) -> Iterator[dict[str, Any]]:
     """Runs a few steps, whose programs a second start must find."""
     lane, losses = steps.Lane(steps.OURS, SIZE), []
     for _ in range(3):
@@ -138,28 +127,13 @@ def _programs(job: Job, add: _Add) -> None:
         torch_xla.sync()
         losses.append(float(loss.item()).hex())
     RankExchange().gather_values("train", None)  # the counts include all ranks
-    add("programs", {"losses": losses, **compilation_counts()._asdict()})
+    yield {"losses": losses, **compilation_counts()._asdict()}
     RankExchange().gather_values("count", None)
 
 
-def _parity(job: Job, add: _Add) -> None:
-    for found in compare(case for case in CASES if not job.cases or case.name in job.cases):
-        add("finding", found)
-
-
-def _checkpoints(job: Job, add: _Add) -> None:
-    add("finding", save_and_load(job.ckpt_dir))
-
-
-def _rates(job: Job, add: _Add) -> None:
-    for rate in measure_device(Stopwatch(torch_xla.device()), _chip()):
-        add("rate", rate)
-
-
-def _collectives(job: Job, add: _Add) -> None:
+def _collectives(job: Job) -> Iterator[CollectiveTime]:
     watch, world, on_tpu = Stopwatch(torch_xla.device()), World.current(), _chip() is not None
-    for time_ in measure_collectives(watch, world, on_tpu, _slice(), _time_check(job)):
-        add("collective", time_)
+    return measure_collectives(watch, world, on_tpu, _slice(), _time_check(job))
 
 
 def _time_check(job: Job) -> Callable[[], bool]:
@@ -170,7 +144,7 @@ def _time_check(job: Job) -> Callable[[], bool]:
     )
 
 
-def _steps(job: Job, add: _Add) -> None:
+def _steps(job: Job) -> Iterator[StepRun]:
     known = steps.ON_CPU if _chip() is None else steps.ON_TPU
     sizes = {name: size for name, size in known.items() if not job.sizes or name in job.sizes}
     peaks = {} if _chip() is None else steps.peaks(sizes)
@@ -178,18 +152,17 @@ def _steps(job: Job, add: _Add) -> None:
     for name, size in sizes.items():
         if not has_time():
             return
-        for found in steps.run(name, size, peaks.get(name)):
-            add("step", found)
+        yield from steps.run(name, size, peaks.get(name))
 
 
-# In the order in which they run.
-STAGES: dict[str, Callable[[Job, _Add], None]] = {
-    "programs": _programs,
-    "parity": _parity,
-    "checkpoints": _checkpoints,
-    "rates": _rates,
-    "collectives": _collectives,
-    "steps": _steps,
+# In the order in which they run, with the kind of their notes.
+STAGES: dict[str, tuple[str, Callable[[Job], Iterable[Any]]]] = {
+    "programs": ("programs", _programs),
+    "parity": ("finding", lambda job: compare(job.cases)),
+    "checkpoints": ("finding", lambda job: [save_and_load(job.ckpt_dir)]),
+    "rates": ("rate", lambda job: measure_device(Stopwatch(torch_xla.device()), _chip())),
+    "collectives": ("collective", _collectives),
+    "steps": ("step", _steps),
 }
 
 if __name__ == "__main__":

@@ -33,16 +33,12 @@ class Size:
     sequence: int
     batch: int
 
-    @property
-    def heads(self) -> int:
-        return max(1, self.width // 64)
-
 
 class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         width = size.width
-        self.heads = size.heads
+        self.heads = max(1, width // 64)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width + 3), nn.Linear(4 * width + 3, width)

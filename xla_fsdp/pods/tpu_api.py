@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..extras import require_extra
@@ -75,27 +77,23 @@ def _metadata(path: str) -> str:
         return ""
 
 
+@dataclass
 class TpuApi:
     """The TPU API, queried with the user's credentials; UsageError if there are none.
 
     ``endpoint``: the API's address; if empty, that in the document at ``discovery_url``.
     """
 
-    def __init__(
-        self,
-        where: NodeLocation,
-        *,
-        discovery_url: str,
-        endpoint: str,
-        timeout: float,
-        retries: int,
-    ) -> None:
+    where: NodeLocation
+    discovery_url: str
+    endpoint: str
+    timeout: float
+    retries: int
+    _service: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         require_extra("pod", "preflight", ("cloud_tpu_client", "googleapiclient", "absl"))
-        self._where = where
-        self._discovery_url, self._endpoint = discovery_url, endpoint
-        self._timeout, self._retries = timeout, retries
         self._credentials = _credentials()
-        self._service: Any = None
 
     def node(self) -> Node:
         """Raises UsageError for wrong names or credentials, ApiError for an unexpected answer."""
@@ -120,7 +118,7 @@ class TpuApi:
     def _get(self) -> Any:
         from cloud_tpu_client import Client
 
-        where = self._where
+        where = self.where
         client = Client(where.tpu, where.zone, where.project, service=self._connected())
         try:
             # Each public getter makes a separate request, and none returns runtimeVersion.
@@ -131,26 +129,21 @@ class TpuApi:
     def _neighbours(self) -> str:
         try:
             nodes = self._connected().projects().locations().nodes()
-            answer = self._call_with_retries(nodes.list(parent=self._where.location).execute)
+            answer = self._call_with_retries(nodes.list(parent=self.where.location).execute)
             names = [str(node["name"]).rpartition("/")[2] for node in answer.get("nodes", [])]
         except Exception:
             return "the nodes there cannot be listed"
-        if not names:
-            return "there are no nodes in that zone"
-        return f"there are {join_some(sorted(names), _LISTED)}"
+        return f"there are {join_some(sorted(names), _LISTED) or 'no nodes in that zone'}"
 
     def _connected(self) -> Any:
-        if self._service is None:
-            self._service = self._connect()
-        return self._service
-
-    def _connect(self) -> Any:
+        if self._service is not None:
+            return self._service
         from googleapiclient import discovery
 
         from .http_client import AuthorizedHttp, Http
 
-        url, endpoint = self._discovery_url, self._endpoint
-        http = Http(self._timeout)
+        url, endpoint = self.discovery_url, self.endpoint
+        http = Http(self.timeout)
         response, content = http.request(url)
         if response.status >= 300:
             found = f"the server of the discovery document {shown(url)} answered {response.status}"
@@ -164,33 +157,30 @@ class TpuApi:
                 client_options={"api_endpoint": endpoint} if endpoint else None,
             )
             # Fails if this is not the TPU API.
-            service.projects().locations().nodes().get(name=f"{self._where.location}/nodes/x")
-            return service
+            service.projects().locations().nodes().get(name=f"{self.where.location}/nodes/x")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
                 f"--discovery_url {shown(url)}: not a discovery document "
                 f"({type(error).__name__}: {first_line(error)})"
             ) from error
+        self._service = service
+        return service
 
     def _call_with_retries(self, call: Callable[[], Any]) -> Any:
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             try:
-                return within(_REQUESTS * self._timeout, call)
+                return within(_REQUESTS * self.timeout, call)
             except Exception as error:
-                what = _explain(self._without_token(error), self._where)
+                what = _explain(self._without_token(error), self.where)
                 if isinstance(error, TimeoutError):
                     self._service = None  # a thread may still read
-                if what is error and not isinstance(error, ApiError):
-                    raise
                 if not isinstance(what, ApiError) or not what.passing:
-                    raise what from error
-                if attempt == self._retries:
+                    raise what from error.__cause__ if what is error else error
+                if attempt == self.retries:
                     what.found += f" (tried {attempt + 1} times)"
                     raise what from error
                 pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
                 time.sleep(pause * random.uniform(0.75, 1.25))
-                attempt += 1
 
     def _without_token(self, error: Exception) -> Exception:
         """A server may repeat the token in its answer."""

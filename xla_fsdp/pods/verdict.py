@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +15,10 @@ import numpy
 from ..extras import installed_versions
 from ..planning.reporting.tables import milliseconds
 from ..tpu.calibration import Calibration
-from ..tpu.topology import Slice, UnknownTopologyError, resolve
+from ..tpu.topology import Slice
 from .findings import Finding, Status, failed, ok, skipped
 from .microbenchmarks import modelled
+from .node import slice_of_type
 from .privacy import scrubbed, shown_environment
 from .records import CollectiveTime, Machine, Rate, StepRun, read_notes
 from .report import Verification
@@ -36,12 +36,11 @@ _FIGURES = 3  # of links: launch, hop, 1 / W
 _PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy")
 
 
-def describe_machine(found: Sequence[Mapping[str, Any]]) -> Machine:
+def describe_machine(found: Sequence[tuple[str, str, int, str]]) -> Machine:
     """0 ranks if ``found`` is empty."""
     versions = installed_versions(*_PACKAGES)
-    where = found[0] if found else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
     return Machine(
-        **where,
+        *(found[0] if found else ("", "cpu", 0, "")),
         versions={name: version for name, version in versions.items() if version},
         environment=shown_environment(),
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -59,9 +58,7 @@ def judge(
 
     ``failures``: of the child processes; ``asked``: the slice that the user chose for plans.
     """
-    slice = None
-    with contextlib.suppress(UnknownTopologyError):
-        slice = resolve(where.topology) if where.topology else None
+    slice = slice_of_type(where.topology)
     rates, times = read_notes(folder, "rate"), read_notes(folder, "collective")
     plans = {name: planned for name, *planned in read_notes(folder, "plan")}
     runs = [
@@ -148,8 +145,7 @@ def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
     largest: dict[tuple[str, str], CollectiveTime] = {}
     for time in sorted(times, key=lambda time: time.bytes):
         largest[time.kind, time.axis] = time
-    for kind, axis in dict.fromkeys((time.kind, time.axis) for time in times):
-        time = largest[kind, axis]
+    for (kind, axis), time in largest.items():
         if time.modelled is None:
             continue
         share = time.modelled / time.seconds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import sys
 import tempfile
 import time
@@ -76,8 +75,8 @@ def verify(
             folder=name,
             ckpt_dir=os.fspath(ckpt_dir) if ckpt_dir is not None else str(folder / "checkpoints"),
             until=until - 0.25 * seconds,  # for the second start and plans
-            cases=tuple(cases),
-            sizes=tuple(sizes),
+            cases=cases,
+            sizes=sizes,
             num_devices=num_devices,
         )
         children = Children(folder, until, say or (lambda text: None))
@@ -183,12 +182,4 @@ class Children:
             return None
         code = outcome.code
         end = "was still running at the time limit" if code is None else f"ended with {code}"
-        reason = _reason(outcome.err) or _reason(outcome.out) or "it printed nothing"
-        return scrubbed(f"{end}: {reason}")[:900]
-
-
-def _reason(text: str) -> str:
-    """The last line that begins with an error's name, else the last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    return (errors or lines or [""])[-1]
+        return scrubbed(f"{end}: {outcome.reason}")

@@ -30,7 +30,7 @@ _Looks = Mapping[int, Mapping[str, Any]]
 
 
 def check_answers(answers: Mapping[int, Answer]) -> Finding:
-    problems = {number: answer.problem for number, answer in answers.items() if answer.problem}
+    problems = _problems(answers)
     if not problems:
         return ok("workers", f"{len(answers)} of {len(answers)} answered")
     remedy = (
@@ -38,6 +38,10 @@ def check_answers(answers: Mapping[int, Answer]) -> Finding:
         "more time, --python selects another interpreter"
     )
     return failed("workers", by_worker(problems), f"{len(answers)} answers", remedy)
+
+
+def _problems(answers: Mapping[int, Answer]) -> dict[int, str]:
+    return {number: answer.problem for number, answer in answers.items() if answer.problem}
 
 
 def check_looks(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Finding]:
@@ -129,7 +133,8 @@ def _clocks(answers: Mapping[int, Answer]) -> Finding:
     return ok("clocks", f"within {_CLOCK_SECONDS:g} s and the time of an answer")
 
 
-def check_versions(looks: _Looks, wanted: Slice | None) -> Iterator[Finding]:
+def check_versions(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Finding]:
+    looks = {number: answer.data for number, answer in answers.items()}
     yield _python({number: str(look["python"]) for number, look in looks.items()})
     for name in ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib"):
         found = {number: look["packages"][name] or _NOT_INSTALLED for number, look in looks.items()}
@@ -227,18 +232,15 @@ def _clean(
     # These would not answer now either.
     hung = {number for number, answer in wrote.items() if not answer.data}
     cleaned = workers.ask("clean", [n for n in numbers if n not in hung], path=path)
-    made = {number: {"made": answer.data.get("made")} for number, answer in wrote.items()}
-    workers.ask("prune", [number for number, each in made.items() if each["made"]], made)
-    left = dict.fromkeys(hung, "it may have left a file")
-    for number, answer in cleaned.items():
-        # Otherwise another check has the reason.
-        if answer.problem and not (number in wrote and wrote[number].problem):
-            left[number] = answer.problem
-    return left
+    made = {number: answer.data.get("made", []) for number, answer in wrote.items()}
+    workers.ask("clean", [number for number in made if made[number]], path=path, made=made)
+    # If a worker could not write, another check has the reason.
+    left = {n: text for n, text in _problems(cleaned).items() if n not in _problems(wrote)}
+    return dict.fromkeys(hung, "it may have left a file") | left
 
 
 def _writable(wrote: Mapping[int, Answer], path: str, total: int) -> Finding:
-    problems = {number: answer.problem for number, answer in wrote.items() if answer.problem}
+    problems = _problems(wrote)
     if not problems:
         return ok("checkpoints written", f"{path}: by {len(wrote)} of {total} workers")
     return failed(
@@ -263,11 +265,10 @@ def _space(free: Iterable[int | None], path: str) -> Finding:
 
 
 def _shared(read: Mapping[int, Answer], path: str, total: int) -> Finding:
-    problems = {}
-    for number, answer in read.items():
-        if answer.problem:
-            problems[number] = answer.problem
-        elif answer.data["missing"]:
+    problems = _problems(read)
+    for number in read.keys() - problems.keys():
+        answer = read[number]
+        if answer.data["missing"]:
             problems[number] = f"no file of {runs('worker', answer.data['missing'])}"
         elif answer.data["different"]:
             problems[number] = f"other content of {runs('worker', answer.data['different'])}"

@@ -68,59 +68,48 @@ class Answer:
     ended: float
 
 
+@dataclass
 class Workers:
     """The workers of a node, by number; UsageError if the template cannot tell them apart.
 
     ``python``: the interpreter on the workers, quoted; ``seconds``: time limit of one answer.
     """
 
-    def __init__(
-        self,
-        where: NodeLocation,
-        endpoints: Sequence[Endpoint],
-        template: Template,
-        *,
-        python: str,
-        seconds: float,
-        at_once: int,
-    ) -> None:
-        self._where, self._endpoints, self._template = where, endpoints, template
-        self._python, self._seconds, self._at_once = python, seconds, at_once
-        self.numbers = list(range(len(endpoints)))
+    where: NodeLocation
+    endpoints: Sequence[Endpoint]
+    template: Template
+    python: str
+    seconds: float
+    at_once: int
+
+    def __post_init__(self) -> None:
+        count, text = len(self.endpoints), self.template.text
+        self.numbers = list(range(count))
         # Distinguishes the files and lines of other runs.
         self.token = secrets.token_hex(8)
-        if len(endpoints) > 1 and not any(f in template.text for f in _DISTINGUISHING_FIELDS):
+        if count > 1 and not any(field in text for field in _DISTINGUISHING_FIELDS):
             raise UsageError(
-                f"--worker_command {template.text!r} is the same for all {len(endpoints)} workers: "
+                f"--worker_command {text!r} is the same for all {count} workers: "
                 f"it must contain {' or '.join(_DISTINGUISHING_FIELDS)}"
             )
 
-    def ask(
-        self,
-        action: str,
-        numbers: Iterable[int],
-        each: Mapping[int, Mapping[str, Any]] | None = None,
-        **details: Any,
-    ) -> dict[int, Answer]:
-        """Sends one request to each of ``numbers``, and waits for all answers.
-
-        ``details``: of the request; ``each``: those for single workers.
-        """
-        common = {"token": self.token, "seconds": self._seconds, "action": action, **details}
+    def ask(self, action: str, numbers: Iterable[int], **details: Any) -> dict[int, Answer]:
+        """Sends one request with ``details`` to each of ``numbers``, and waits for all answers."""
+        common = {"token": self.token, "seconds": self.seconds, "action": action, **details}
         commands = {}
         for number in numbers:
-            request = {**common, "worker": number, **((each or {}).get(number, {}))}
-            endpoint = self._endpoints[number]
+            request = {**common, "worker": number}
+            endpoint = self.endpoints[number]
             values = {
-                **{name: getattr(self._where, name) for name in ("tpu", "zone", "project")},
+                **vars(self.where),
                 "worker": str(number),
                 "address": endpoint.address,
                 "external_address": endpoint.external or endpoint.address,
-                "command": f"{self._python} -c {shlex.quote(_program(request))}",
+                "command": f"{self.python} -c {shlex.quote(_program(request))}",
             }
-            commands[number] = self._template.fill(values)
+            commands[number] = self.template.fill(values)
         try:
-            outcomes = run_all(commands, self._seconds, self._at_once)
+            outcomes = run_all(commands, self.seconds, self.at_once)
         except OSError as error:
             raise UsageError(f"the command for the workers cannot be started: {error}") from error
         return {number: self._answer(outcome) for number, outcome in sorted(outcomes.items())}
@@ -130,11 +119,11 @@ class Workers:
         if "error" in data:
             problem = to_one_line(data["error"])
         elif not data and outcome.code is None:
-            problem = f"no answer in {self._seconds:g} s"
+            problem = f"no answer in {self.seconds:g} s"
         elif not data:
-            output = _reason(outcome.err) or _reason(outcome.out) or "it printed nothing"
             ended = f"the command ended with {outcome.code}"
-            problem = f"{ended if outcome.code else 'the answer is not from the probe'}: {output}"
+            ended = ended if outcome.code else "the answer is not from the probe"
+            problem = f"{ended}: {to_one_line(outcome.reason)}"
         return Answer(data, problem, outcome.started, outcome.ended)
 
 
@@ -144,13 +133,6 @@ def _program(request: Mapping[str, Any]) -> str:
     text += f"\nmain({json.dumps(request)!r})\n"
     packed = base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
     return f'import base64,zlib;exec(zlib.decompress(base64.b64decode("{packed}")))'
-
-
-def _reason(text: str) -> str:
-    """gcloud's ERROR, or the last line of ssh or Python."""
-    lines = text.strip().splitlines()
-    errors = [number for number, line in enumerate(lines) if line.startswith("ERROR")]
-    return to_one_line(" ".join(lines[errors[-1] if errors else -1 :]))
 
 
 def _own_line(text: str, token: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch_xla.runtime as xr
 
 
 class _Call(torch.autograd.Function):
@@ -42,8 +43,10 @@ def run_there(device: torch.device, task: Callable[[], object]) -> None:
     except RuntimeError as error:
         if has_begun:
             raise
+        ranks = xr.addressable_device_count()
         raise RuntimeError(
             f"autograd has no thread for {device}: this process ran a backward before XLA's "
             "runtime started, and autograd creates its threads in the first backward. Call "
-            "torch_xla.device() before that backward, or run it in a separate process"
+            "torch_xla.device() before that backward (for ranks, xla_fsdp.launch(lambda rank: None,"
+            f" num_devices={ranks})), or run it after this call or in a separate process"
         ) from error

@@ -102,7 +102,7 @@ def _port() -> int:
 
 def _hosts() -> tuple[list[str], int]:
     """Addresses of the hosts, first the one with the store, and the index of this host."""
-    if os.environ.get("PJRT_DEVICE", "").split("_")[0] != "TPU":
+    if xr.device_type() != "TPU":
         return ["localhost"], 0
     try:
         hosts, number = xlac.addresses_of_hosts(), xlac.number_of_host()

@@ -134,11 +134,9 @@ def launch(
 
 def _on_cpu() -> bool:
     # torch_xla sets PJRT_DEVICE on import, but it may have been removed.
-    device = os.environ.get("PJRT_DEVICE")
-    if device is None:
-        device = "TPU" if xlac.chips_of_host() > 0 else "CPU"
-        os.environ["PJRT_DEVICE"] = device
-    return device.split("_")[0] == "CPU"
+    if not xr.device_type():
+        os.environ["PJRT_DEVICE"] = "TPU" if xlac.chips_of_host() > 0 else "CPU"
+    return xr.device_type() == "CPU"
 
 
 def _join_torchrun() -> None:
@@ -156,7 +154,7 @@ def _join_torchrun() -> None:
             "start the script with plain python",
             "TPU": "on a TPU, pass torchrun --nproc-per-node=<chips of a host>. On v2 and v3, "
             "where a process has two ranks, start the script with plain python on every host",
-        }.get(os.environ["PJRT_DEVICE"].split("_")[0], "pass another torchrun --nproc-per-node")
+        }.get(xr.device_type() or "", "pass another torchrun --nproc-per-node")
         raise RuntimeError(
             f"torchrun started {started} processes, but XLA has a world size of {found}; {remedy}"
         )
@@ -167,7 +165,7 @@ def _check_device_count(num_devices: int | None, slices: int) -> None:
         return
     if dist.is_torchelastic_launched():
         found, remedy = int(os.environ["WORLD_SIZE"]), "pass torchrun --nproc-per-node"
-    elif os.environ["PJRT_DEVICE"] == "TPU":
+    elif xr.device_type() == "TPU":
         # The runtime must start in the ranks' processes.
         found = xlac.devices_of_slice() * slices
         remedy = "choose another slice"

@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -105,56 +106,47 @@ class Collective(NamedTuple):
         return self[:5]
 
     def __str__(self) -> str:
-        text = f"{self.kind}{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-        text += f" channel {self.channel}"
-        if self.label:
-            text += f" {self.label!r}"
-        if self.where:
-            text += f" ({self.where})"
-        return text
+        dtype = str(self.dtype).removeprefix("torch.")
+        label = f" {self.label!r}" if self.label else ""
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.kind}{list(self.shape)} {dtype} channel {self.channel}{label}{where}"
 
 
+@dataclass(eq=False)
 class RankContext:
     """One rank of a CPU launch, and the collectives that it has traced.
 
     Attributes:
+        slices: ordinals of the ranks of each simulated slice; ``()`` for one slice.
+        chain: ``None`` for a single rank.
         thread: identifier of the thread that runs the rank; ``None`` until that begins.
         pending: collectives traced since the last full sync, in order.
         active: whether the launch is still running; threads of autograd or the user outlive it.
-        slices: ordinals of the ranks of each simulated slice; ``()`` for one slice.
+        stepping: whether an optimizer is making its step.
         as_on_tpu: whether to trace the graph of a TPU, see ``World.as_on_tpu``; for tests.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        store: dist.Store,
-        slices: tuple[tuple[int, ...], ...] = (),
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self.thread: int | None = None
-        self.pending: list[Collective] = []
-        self.active = True
-        self.stepping = False
-        self.slices = slices
-        self.as_on_tpu = False
-        self._order: CollectiveOrder | None = None
-        self.store = store
+    rank: int
+    size: int
+    device: torch.device
+    store: dist.Store
+    slices: tuple[tuple[int, ...], ...]
+    chain: CollectiveOrder | None
+    thread: int | None = None
+    pending: list[Collective] = field(default_factory=list)
+    active: bool = True
+    stepping: bool = False
+    as_on_tpu: bool = False
+    _issued: int = 0
+
+    def __post_init__(self) -> None:
         self._numbers = defaultdict[str, Iterator[int]](itertools.count)
-        self._issued = 0
         self._lock = threading.Lock()
 
     @property
     def order(self) -> CollectiveOrder | None:
         """``None`` for a single rank, and with ``as_on_tpu``."""
-        return None if self.as_on_tpu else self._order
-
-    def chain_collectives(self, first: Callable[[], torch.Tensor]) -> None:
-        self._order = CollectiveOrder(self.device, first)
+        return None if self.as_on_tpu else self.chain
 
     def next_channel(
         self,
@@ -176,21 +168,13 @@ class RankContext:
             self.pending.append(record)
             return self._issued
 
-    def record(
-        self, channel: int, kind: str, shape: Sequence[int], dtype: torch.dtype, where: str
-    ) -> None:
-        """Records a collective whose caller chose the channel id; known ids are not changed."""
-        with self._lock:
-            if all(known.channel != channel for known in self.pending):
-                self.pending.append(Collective(channel, kind, tuple(shape), dtype, "", where))
-
     def forget(self) -> None:
         """Clears the pending collectives; ids start again at 1."""
         with self._lock:
             self.pending = []
             self._issued = 0
-        if self._order is not None:
-            self._order.end()
+        if self.chain is not None:
+            self.chain.end()
 
     @contextlib.contextmanager
     def separate_channels(self) -> Iterator[None]:

@@ -40,16 +40,15 @@ def place() -> PlaceAmongSlices | None:
 
     Raises ValueError if the environment and the machine's metadata contradict each other.
     """
-    if os.environ.get("PJRT_DEVICE", "").split("_")[0] != "TPU":
+    if xr.device_type() != "TPU":
         return None
     try:
-        # YAML, in which some values are numbers.
-        found = dict(xlac.host_metadata())
-        metadata = {name: str(value) for name, value in found.items() if value is not None}
-    except Exception:  # there is no metadata
+        metadata = dict(xlac.host_metadata())
+    except Exception:  # there is none
         metadata = {}
-    variables = {name: os.environ.get(name) or metadata.get(name, "") for name in VARIABLES}
-    return place_among_slices(variables)
+    # YAML, in which some values are numbers.
+    found = {name: os.environ.get(name) or metadata.get(name) for name in VARIABLES}
+    return place_among_slices({n: "" if v is None else str(v) for n, v in found.items()})
 
 
 def number_of_slices(asked: int | None, ranks: int) -> int:

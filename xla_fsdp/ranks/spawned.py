@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -46,16 +47,16 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
     # The cleanup must not hide the first error.
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        preempted = folder / _PREEMPTED
         try:
             with served(), _ending_all(folder):
                 torch_xla.launch(partial(_run_and_report, folder, fn), tuple(args))
         except BrokenProcessPool as error:
-            if (folder / _PREEMPTED).exists():
-                raise Preempted((folder / _PREEMPTED).read_text()) from None
-            failure, cause = _read(folder)
-            raise failure from (cause or error)
-        if (folder / _PREEMPTED).exists():
-            raise Preempted((folder / _PREEMPTED).read_text())
+            if not preempted.exists():
+                failure, cause = _read(folder)
+                raise failure from (cause or error)
+        if preempted.exists():
+            raise Preempted(preempted.read_text())
 
 
 def leave(reason: str) -> NoReturn:
@@ -72,6 +73,17 @@ def fail(rank: int, error: BaseException) -> NoReturn:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     _report_and_exit(Path(folder), rank, error)
+
+
+def end_with_parent(end: Callable[[], object]) -> None:
+    """Calls ``end()`` on a thread when the process that has started this one has ended."""
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        end()
+
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
 
 def require_importable(fn: Callable) -> None:
@@ -117,23 +129,19 @@ def _ending_all(folder: Path) -> Iterator[None]:
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         _kill(folder)
-        assert callable(before)
-        before(number, frame)
+        before[number](number, frame)
 
     def terminated(number: int, frame: FrameType | None) -> None:
         terminating.set()
         for child in multiprocessing.active_children():  # also those still starting
             child.terminate()
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT)
-    handled = callable(before) and in_main_thread
-    if handled:
-        signal.signal(signal.SIGINT, interrupted)
-    before_term = signal.getsignal(signal.SIGTERM)
-    passed_on = in_main_thread and before_term not in (signal.SIG_IGN, None)
-    if passed_on:
-        signal.signal(signal.SIGTERM, terminated)
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        if callable(signal.getsignal(signal.SIGINT)):
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupted)
+        if signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, None):
+            before[signal.SIGTERM] = signal.signal(signal.SIGTERM, terminated)
     watcher = threading.Thread(target=watch, name="xla_fsdp-ranks", daemon=True)
     watcher.start()
     try:
@@ -141,21 +149,16 @@ def _ending_all(folder: Path) -> Iterator[None]:
     finally:
         over.set()
         watcher.join()
-        if handled:
-            signal.signal(signal.SIGINT, before)
-        if passed_on:
-            signal.signal(signal.SIGTERM, before_term)
-            if terminating.is_set() and not (folder / _PREEMPTED).exists():
-                shutil.rmtree(folder, ignore_errors=True)  # the signal may end the process
-                signal.raise_signal(signal.SIGTERM)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if terminating.is_set() and not (folder / _PREEMPTED).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # the signal may end the process
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _running(folder: Path) -> set[int]:
     """The processes that have a rank, or had one when they ended."""
-    try:
-        return {int(name.partition(".")[0]) for name in os.listdir(folder) if "." in name}
-    except OSError:
-        return set()
+    return {int(name.partition(".")[0]) for name in os.listdir(folder) if "." in name}
 
 
 def _lost(folder: Path) -> bool:
@@ -185,12 +188,12 @@ def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
 
 
 def _write(folder: Path, rank: int, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    message, cause = type(error).__name__, portable(error)
+    message = f"rank {rank} raised {type(error).__name__}"
     with contextlib.suppress(Exception):  # __str__ may raise
         message += f": {error}"
+    failure = RankError(message, rank, "".join(traceback.format_exception(error)))
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
-    draft.write_bytes(pickle.dumps((f"rank {rank} raised {message}", rank, text, cause)))
+    draft.write_bytes(pickle.dumps((failure, portable(error))))
     try:
         os.link(draft, folder / _REPORT)
     except FileExistsError:
@@ -201,7 +204,7 @@ def _write(folder: Path, rank: int, error: BaseException) -> None:
 
 def _read(folder: Path) -> tuple[RankError, BaseException | None]:
     try:
-        message, rank, text, data = pickle.loads((folder / _REPORT).read_bytes())
+        failure, data = pickle.loads((folder / _REPORT).read_bytes())
     except FileNotFoundError:
         return RankError(
             "a process of a rank ended without a report: look above for the output of the process "
@@ -212,4 +215,4 @@ def _read(folder: Path) -> tuple[RankError, BaseException | None]:
         cause = data and pickle.loads(data)
     if isinstance(cause, RankTimeoutError):
         return cause, None
-    return RankError(message, rank, text), cause
+    return failure, cause

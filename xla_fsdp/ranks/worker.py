@@ -20,7 +20,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -33,6 +32,7 @@ from ..compiled.cache import enable_compilation_cache
 from .cpu.operators import look_up_operators
 from .errors import portable
 from .launch import _runtime, launch
+from .spawned import end_with_parent
 
 
 def main() -> NoReturn:
@@ -79,7 +79,7 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
     """Runs calls as ``size`` ranks, until the socket is closed."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    end_with_parent(lambda: os._exit(1))
     connection = Connection(descriptor)
     if programs is not None:
         with contextlib.suppress(NotImplementedError):
@@ -139,9 +139,3 @@ def _dumps(value: Any, what: str = "the exception") -> bytes:
     except Exception as error:
         raise TypeError(f"{what} cannot be pickled: {error}") from error
     return buffer.getvalue()
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)

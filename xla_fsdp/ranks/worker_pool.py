@@ -41,7 +41,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self.programs: str | None = None
-        self._idle: list[_Worker] = []  # least recently used first
+        self._idle: dict[int, _Worker] = {}  # by number of ranks, least recently used first
         self._server: _ForkServer | None = None
 
     def run(self, fn: Callable, size: int, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
@@ -53,39 +53,33 @@ class WorkerPool:
             )
         call = _dumps_call(fn, args, kwargs)
         worker = self._take(size)
-        first_call = worker.fresh
-        try:
-            return worker.run(call, timeout)
-        except WorkerDiedError as error:
-            # XLA's runtime sometimes crashes in a process that has run many programs, some of which
-            # failed. Earlier calls must not make this one fail.
-            if first_call or error.signal not in (signal.SIGSEGV, signal.SIGABRT):
-                raise
-            sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
-        finally:
-            self._give_back(worker)
-        worker = self._start(size)
-        try:
-            return worker.run(call, timeout)
-        finally:
-            self._give_back(worker)
+        while True:
+            first_call = worker.fresh
+            try:
+                return worker.run(call, timeout)
+            except WorkerDiedError as error:
+                # XLA's runtime sometimes crashes in a process that has run many programs, some of
+                # which failed. Earlier calls must not make this one fail.
+                if first_call or error.signal not in (signal.SIGSEGV, signal.SIGABRT):
+                    raise
+                sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
+            finally:
+                self._give_back(worker)
+            worker = self._start(size)
 
     def close(self) -> None:
         while self._idle:
-            self._idle.pop().end()
+            self._idle.popitem()[1].end()
         if self._server is not None:
             self._server.close()
             self._server = None
 
     def _take(self, size: int) -> _Worker:
-        for worker in self._idle:
-            if worker.size == size:
-                self._idle.remove(worker)
-                if worker.status() is None:
-                    return worker
-                worker.end()
-                break
-        return self._start(size)
+        worker = self._idle.pop(size, None)
+        if worker is not None and worker.status() is not None:
+            worker.end()
+            worker = None
+        return worker or self._start(size)
 
     def _start(self, size: int) -> _Worker:
         if self._server is None or not self._server.alive():
@@ -94,9 +88,9 @@ class WorkerPool:
 
     def _give_back(self, worker: _Worker) -> None:
         if worker.usable:
-            self._idle.append(worker)
+            self._idle[worker.size] = worker
             while len(self._idle) > _MAX_IDLE:
-                self._idle.pop(0).end()
+                self._idle.pop(next(iter(self._idle))).end()
         else:
             worker.end()
 
@@ -208,12 +202,7 @@ class _Worker:
         before = self._output.seek(0, os.SEEK_END)
         printed = self._printed(start)
         self._signal(signal.SIGUSR1)  # its faulthandler prints all stacks
-        deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline:
-            time.sleep(0.2)
-            if self._output.seek(0, os.SEEK_END) > before:
-                time.sleep(0.2)
-                break
+        time.sleep(2.0)
         stacks = self._printed(before)
         return RankTimeoutError(
             f"{self.size} ranks had not finished after {limit:g} s, so their process was killed. "

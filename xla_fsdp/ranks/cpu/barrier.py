@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -134,23 +135,19 @@ class Barrier:
                     lines.append(f"  rank {rank}: {what}, at {self._locate(rank)}")
                     continue
                 line = f"  rank {rank}: {arrival.what}, at {arrival.where}"
-                if arrival.steps:
-                    line += f", with {len(arrival.steps)} collective"
-                    line += f"{'s' * (len(arrival.steps) > 1)} pending"
+                count = len(arrival.steps)
+                if count:
+                    line += f", with {count} collective{'s' * (count > 1)} pending"
                 lines.append(line)
         return "\n".join(lines)
 
 
 def _first_difference(arrivals: dict[int, Arrival]) -> str:
-    longest = max((len(arrival.steps) for arrival in arrivals.values()), default=0)
-    for index in range(longest):
-        steps = {
-            rank: arrival.steps[index] if index < len(arrival.steps) else None
-            for rank, arrival in sorted(arrivals.items())
-        }
-        if len({getattr(step, "key", step) for step in steps.values()}) > 1:
-            lines = [f"The first collective that differs is number {index + 1}:"]
-            for rank, step in steps.items():
+    ranks = sorted(arrivals)
+    for number, steps in enumerate(zip_longest(*(arrivals[rank].steps for rank in ranks)), 1):
+        if len({getattr(step, "key", step) for step in steps}) > 1:
+            lines = [f"The first collective that differs is number {number}:"]
+            for rank, step in zip(ranks, steps, strict=True):
                 lines.append(f"  rank {rank}: {step if step is not None else 'none'}")
             return "\n".join(lines)
     return ""

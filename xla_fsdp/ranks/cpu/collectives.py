@@ -1,14 +1,15 @@
 """The collectives and rendezvous of ``xm`` for CPU ranks, with the same signatures and results.
 
 XLA connects separate programs only by collectives with a channel id, which torch_xla accepts only
-for all-gather and reduce-scatter: the others use these. Values that depend on the rank are input
-data, so that all ranks share one program.
+for all-gather and reduce-scatter: the others use these. The ids are the rank's, also where a caller
+has passed one. Values that depend on the rank are input data, so that all ranks share one program.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ class Collectives:
 
     NAMES = (
         *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"),
-        *("rendezvous", "xla_rendezvous", "mesh_reduce"),
+        *("xla_rendezvous", "mesh_reduce"),
     )
 
     def __init__(self, session: Session) -> None:
@@ -72,8 +73,21 @@ class Collectives:
                 reduce_type, inputs, scale=scale, groups=groups, pin_layout=pin_layout
             )
         _require_reduce_type(reduce_type)
+        reduced = list(tensors)
+        # One collective for each dtype: on CPU, calls cost more than bytes.
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
         with torch.no_grad():
-            reduced = self._reduced(context, reduce_type, tensors, scale, groups)
+            for indices in by_dtype.values():
+                flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
+                rows = self._gather(context, f"all_reduce({reduce_type})", flat[None], 0, groups)
+                total = _REDUCE_ROWS[reduce_type](rows)
+                if scale != 1.0:
+                    total = (total * scale).to(flat.dtype)
+                parts = total.split([tensors[i].numel() for i in indices])
+                for i, part in zip(indices, parts, strict=True):
+                    reduced[i] = part.reshape(tensors[i].shape)
             if isinstance(inputs, torch.Tensor):
                 return reduced[0]
             for tensor, value in zip(tensors, reduced, strict=True):
@@ -91,13 +105,12 @@ class Collectives:
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         context = self._rank_of("all_gather", value)
-        if context is None or channel_id is not None:
-            gathered = self._original["all_gather"](
-                _with_own_channel(context, "all_gather", value, channel_id), dim, groups, output,
-                pin_layout, channel_id, use_global_device_ids,
-            )  # fmt: skip
-            return _added(context, gathered)
-        return _for_each(value, output, lambda each: self._gather(context, each, dim, groups))
+        if context is None:
+            return self._original["all_gather"](
+                value, dim, groups, output, pin_layout, channel_id, use_global_device_ids
+            )
+        gather = partial(self._gather, context, "all_gather", dim=dim, groups=groups)
+        return _for_each(value, output, gather)
 
     def reduce_scatter(
         self,
@@ -113,25 +126,22 @@ class Collectives:
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         context = self._rank_of("reduce_scatter", input)
-        if context is None or channel_id is not None:
-            mine = self._original["reduce_scatter"](
-                reduce_type, _with_own_channel(context, "reduce_scatter", input, channel_id), scale,
-                scatter_dim, shard_count, groups, output, pin_layout, channel_id,
-                use_global_device_ids,
+        original = self._original["reduce_scatter"]
+        if context is None:
+            return original(
+                reduce_type, input, scale, scatter_dim, shard_count, groups, output, pin_layout,
+                channel_id, use_global_device_ids,
             )  # fmt: skip
-            return _added(context, mine)
         _require_reduce_type(reduce_type)
 
-        def scatter(value: torch.Tensor) -> torch.Tensor:
-            kind = f"reduce_scatter({reduce_type})"
-            channel = self._channel(context, kind, value, groups)
-            mine = self._original["reduce_scatter"](
-                reduce_type, _ordered(context, value), scale, scatter_dim % value.dim(),
-                shard_count, groups=self._groups(groups), pin_layout=False, channel_id=channel,
-            )  # fmt: skip
-            return _added(context, mine)
+        def scatter(value: torch.Tensor, **numbered: Any) -> torch.Tensor:
+            return original(
+                reduce_type, value, scale, scatter_dim % value.dim(), shard_count, **numbered
+            )
 
-        return _for_each(input, output, scatter)
+        kind = f"reduce_scatter({reduce_type})"
+        run = partial(self._traced, context, kind, groups, scatter)
+        return _for_each(input, output, run)
 
     def all_to_all(
         self,
@@ -161,7 +171,7 @@ class Collectives:
                 f"divisible by split_count={split_count}"
             )
         with torch.no_grad():
-            rows = self._gather(context, value[None], 0, groups, kind="all_to_all")
+            rows = self._gather(context, "all_to_all", value[None], 0, groups)
             parts = torch.stack(rows.chunk(split_count, split_dimension + 1))
             mine = _pick(parts, group.index(context.rank))
             return torch.cat(mine.unbind(0), concat_dimension % value.dim())
@@ -175,24 +185,26 @@ class Collectives:
             return self._original["collective_permute"](value, pairs)
         sources = {int(target): int(source) for source, target in pairs}
         with torch.no_grad():
-            rows = self._gather(context, value[None], 0, None, kind="collective_permute")
+            rows = self._gather(context, "collective_permute", value[None], 0, None)
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
             return _pick(rows, sources.get(context.rank, self._session.size))
-
-    def rendezvous(
-        self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()
-    ) -> list[bytes]:
-        """Tags must be equal on all ranks (TPU only logs them)."""
-        if self._session.rank_of() is None:
-            return self._original["rendezvous"](tag, payload, list(replicas))
-        return self._exchange("xm.rendezvous", tag, payload, replicas)
 
     def xla_rendezvous(
         self, payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
     ) -> list[bytes]:
-        if self._session.rank_of() is None:
+        """``xm.rendezvous`` and ``xm.mesh_reduce``. Tags must be equal (TPU only logs them)."""
+        context = self._session.rank_of()
+        if context is None:
             return self._original["xla_rendezvous"](payload, ordinals, tag)
-        return self._exchange("xm.xla_rendezvous", tag, payload, ordinals)
+        if ordinals and len(ordinals) != self._session.size:
+            raise ValueError(
+                f"xm.rendezvous: only a rendezvous of all {self._session.size} ranks is supported, "
+                f"got ranks {list(ordinals)}; leave the argument out"
+            )
+        if not isinstance(payload, bytes):
+            raise TypeError(f"xm.rendezvous: payload must be bytes, got {type(payload).__name__}")
+        torch_xla.sync()  # as on TPU
+        return self._session.exchange(context, f"xm.rendezvous({tag!r})", payload)
 
     def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
         """``reduce_fn`` gets a copy of every rank's data, by rank."""
@@ -200,54 +212,30 @@ class Collectives:
             return self._original["mesh_reduce"](tag, data, reduce_fn)
         buffer = io.BytesIO()
         torch.save(xlac.tree_to_host(data), buffer)
-        payloads = self._exchange("xm.mesh_reduce", tag, buffer.getvalue(), None)
+        payloads = self.xla_rendezvous(buffer.getvalue(), tag=tag)
         # Safe: this process wrote these bytes.
         return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])
 
-    def _reduced(
-        self,
-        context: RankContext,
-        reduce_type: str,
-        tensors: list[torch.Tensor],
-        scale: float,
-        groups: Groups,
-    ) -> list[torch.Tensor]:
-        """One collective for each dtype: on CPU, calls cost more than bytes."""
-        reduced = list(tensors)
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(index)
-        for indices in by_dtype.values():
-            flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
-            kind = f"all_reduce({reduce_type})"
-            rows = self._gather(context, flat[None], 0, groups, kind=kind)
-            total = _REDUCE_ROWS[reduce_type](rows)
-            if scale != 1.0:
-                total = (total * scale).to(flat.dtype)
-            parts = total.split([tensors[i].numel() for i in indices])
-            for i, part in zip(indices, parts, strict=True):
-                reduced[i] = part.reshape(tensors[i].shape)
-        return reduced
-
     def _gather(
-        self,
-        context: RankContext,
-        value: torch.Tensor,
-        dim: int,
-        groups: Groups,
-        kind: str = "all_gather",
+        self, context: RankContext, kind: str, value: torch.Tensor, dim: int, groups: Groups
     ) -> torch.Tensor:
-        channel = self._channel(context, kind, value, groups)
-        rows = self._original["all_gather"](
-            _ordered(context, value), dim, groups=self._groups(groups), pin_layout=False,
-            channel_id=channel,
-        )  # fmt: skip
-        return _added(context, rows)
+        gather = partial(self._original["all_gather"], dim=dim)
+        return self._traced(context, kind, groups, gather, value)
 
-    @staticmethod
-    def _channel(context: RankContext, kind: str, value: torch.Tensor, groups: Groups) -> int:
+    def _traced(
+        self, context: RankContext, kind: str, groups: Groups, collective: Callable, value: Any
+    ) -> torch.Tensor:
+        """The result of ``collective(value)``, numbered and after those before it."""
         label = f"groups {[list(group) for group in groups]}" if groups else ""
-        return context.next_channel(kind, value.shape, value.dtype, label, where=call_site.here())
+        where, order = call_site.here(), context.order
+        channel = context.next_channel(kind, value.shape, value.dtype, label, where=where)
+        if order is not None:
+            value = order.depend_on_last(value)
+        among = self._groups(groups)
+        result = collective(value, groups=among, pin_layout=False, channel_id=channel)
+        if order is not None:
+            order.add(result)
+        return result
 
     def _groups(self, groups: Groups) -> list[list[int]]:
         if not groups:
@@ -272,45 +260,6 @@ class Collectives:
         if device is not None and device.type != "xla":
             return None  # torch_xla raises the error
         return self._session.rank_of(device)
-
-    def _exchange(
-        self, what: str, tag: str | None, payload: bytes, ordinals: Sequence[int] | None
-    ) -> list[bytes]:
-        context = self._session.rank_of()
-        assert context is not None
-        if ordinals and len(ordinals) != self._session.size:
-            raise ValueError(
-                f"{what}: only a rendezvous of all {self._session.size} ranks is supported, "
-                f"got ranks {list(ordinals)}; leave the argument out"
-            )
-        if not isinstance(payload, bytes):
-            raise TypeError(f"{what}: payload must be bytes, got {type(payload).__name__}")
-        torch_xla.sync()  # as on TPU
-        return self._session.exchange(context, f"{what}({tag!r})", (what, tag), payload)
-
-
-def _ordered(context: RankContext, operand: torch.Tensor) -> torch.Tensor:
-    return operand if context.order is None else context.order.depend_on_last(operand)
-
-
-def _added(context: RankContext | None, result: _Tensors) -> _Tensors:
-    if context is not None and context.order is not None:
-        context.order.add(result if isinstance(result, torch.Tensor) else result[0])
-    return result
-
-
-def _with_own_channel(
-    context: RankContext | None, kind: str, value: _Tensors, channel_id: int | None
-) -> _Tensors:
-    """Records a collective whose caller chose the channel; returns its operands, in order."""
-    if context is None or channel_id is None:
-        return value
-    first = value if isinstance(value, torch.Tensor) else value[0]
-    context.record(channel_id, kind, first.shape, first.dtype, call_site.here())
-    first = _ordered(context, first)
-    if isinstance(value, torch.Tensor):
-        return first
-    return [first, *value[1:]]
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +47,13 @@ def run_ranks(
     patches = Patches()
     fresh_state = FreshState(session)
     ended = threading.Semaphore(0)
-    threads = [_RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
+    threads = [
+        _RankThread(session, context, partial(fn, context.rank, *args), ended.release)
+        for context in session.contexts
+    ]
     try:
         _install(session, patches, caller_seed)
-        patches.set(sys, "unraisablehook", _interrupt_again(threads, sys.unraisablehook))
+        patches.set(sys, "unraisablehook", _interrupt_again(sys.unraisablehook))
         for thread in threads:
             thread.start()
         _wait(session, threads, ended)
@@ -89,27 +92,18 @@ def _wait(session: Session, threads: list[_RankThread], ended: threading.Semapho
             session.gate.close()
             for rank, thread in enumerate(threads):
                 if thread.is_alive() and not thread.interrupted and not session.dispatching[rank]:
-                    thread.interrupted = True
-                    _raise_in(thread, RankStopped)
+                    thread.interrupt()
 
 
-def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
-    # Takes effect at the next bytecode: this ends loops, not calls into C++.
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
-    )
-
-
-def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
+def _interrupt_again(report: Callable) -> Callable:
     """Interrupts again, because an interrupt inside of a ``__del__`` ends only that method."""
 
     def hook(unraisable: Any) -> None:
+        thread = threading.current_thread()
         if unraisable.exc_type is not RankStopped:
             report(unraisable)
-        for thread in threads:
-            if unraisable.exc_type is RankStopped and thread.ident == threading.get_ident():
-                thread.interrupted = False
+        elif isinstance(thread, _RankThread):
+            thread.interrupted = False
 
     return hook
 
@@ -136,11 +130,8 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
 
     patches.replace(xlac.capture_scan, capture_alone)
     patches.set_everywhere(Collectives(session).replacements())
-    patches.set(
-        torch.random,
-        "default_generator",
-        GeneratorOfThisRank(session.generators, torch.default_generator),
-    )
+    generator = GeneratorOfThisRank(session.generators, torch.default_generator)
+    patches.set(torch.random, "default_generator", generator)
 
 
 def _replace_sync_points(session: Session, patches: Patches) -> None:
@@ -178,7 +169,7 @@ def _replace_sync_points(session: Session, patches: Patches) -> None:
         if context is None:
             return copy_to_host(tensors)
         what = "a copy of tensors to the host"
-        return session.fetch(context, what, tensors, lambda: copy_to_host(tensors))
+        return session.fetch(context, what, tensors, partial(copy_to_host, tensors))
 
     def start_as_same_rank(thread: threading.Thread) -> None:
         # A thread belongs to the rank that started it.
@@ -210,7 +201,7 @@ def _clean_up(
         context.active = False
     runtime.leftover = [thread for thread in threads if thread.is_alive()]
     patches.undo()
-    session.generators.restore_caller()
+    session.generators.run(None, lambda: None)  # restores the caller's state
     xlac.set_replication_devices([])
     failed = session.barrier.failure is not None
     if failed:
@@ -239,21 +230,19 @@ class _RankThread(threading.Thread):
     """A daemon, so that a rank in C++ does not keep the process from ending."""
 
     def __init__(
-        self,
-        session: Session,
-        context: RankContext,
-        fn: Callable,
-        args: tuple,
-        on_end: Callable[[], None],
+        self, session: Session, context: RankContext, fn: Callable, on_end: Callable[[], None]
     ) -> None:
         super().__init__(name=f"rank {context.rank}", daemon=True)
         self.result: Any = None
         self.interrupted = False
-        self._session = session
-        self._context = context
-        self._fn = fn
-        self._fn_args = args
-        self._on_end = on_end
+        self._session, self._context = session, context
+        self._fn, self._on_end = fn, on_end
+
+    def interrupt(self) -> None:
+        # Takes effect at the next bytecode: this ends loops, not calls into C++.
+        self.interrupted = True
+        ident = ctypes.c_ulong(self.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(RankStopped))
 
     def run(self) -> None:
         session, context = self._session, self._context
@@ -261,7 +250,8 @@ class _RankThread(threading.Thread):
         session.adopt_thread(context)
         try:
             with RankMode(session, context):
-                _adopt_autograd_thread(session, context)
+                # That thread outlives the launch.
+                run_there(context.device, lambda: session.adopt_thread(context))
                 value = self._call()
                 results = [t for t in tensors_in(value) if t.device.type == "xla"]
                 if results:
@@ -275,12 +265,12 @@ class _RankThread(threading.Thread):
         finally:
             _set_current_rank(None)
             # The caller may keep the error, and so this frame, but must not keep the model.
-            del self._fn, self._fn_args
+            del self._fn
             self._on_end()
 
     def _call(self) -> Any:
         try:
-            return self._fn(self._context.rank, *self._fn_args)
+            return self._fn()
         except Preempted as error:
             # Launch raises it when all ranks have ended.
             self._session.preempted = error
@@ -292,31 +282,16 @@ class _RankThread(threading.Thread):
 
 
 def _rank_error(session: Session, context: RankContext, error: BaseException) -> RankError:
-    error.__traceback__ = _users_part(error.__traceback__)
+    users = error.__traceback__
+    while users is not None and users.tb_frame.f_code.co_filename == __file__:
+        users = users.tb_next
+    error.__traceback__ = users or error.__traceback__
     text = "".join(traceback.format_exception(error))
     others = session.barrier.places().splitlines()
     del others[context.rank]
-    who = f"rank {context.rank} of {context.size}"
-    message = f"{who} raised {type(error).__name__}: {error}"
+    message = f"rank {context.rank} of {context.size} raised {type(error).__name__}: {error}"
     if others:
         message += "\n\nThe other ranks were stopped:\n" + "\n".join(others)
     failure = RankError(message, context.rank, text)
     failure.__cause__ = error
     return failure
-
-
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    first = trace
-    while first is not None and first.tb_frame.f_code.co_filename == __file__:
-        first = first.tb_next
-    return first or trace
-
-
-def _adopt_autograd_thread(session: Session, context: RankContext) -> None:
-    """That thread outlives the launch."""
-
-    def adopt() -> None:
-        if threading.get_ident() != context.thread:
-            session.adopt_thread(context)
-
-    run_there(context.device, adopt)

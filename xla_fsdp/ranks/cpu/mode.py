@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import xlac
+from ...tree import tensors_in
 from ..rank import RankContext, current_rank
 from .session import Session
 
@@ -35,7 +37,6 @@ _CONSTANTS: dict[Callable, int] = {
     torch.ones_like: 1,
     torch.Tensor.new_ones: 1,
 }
-FACTORIES: set[Callable] = {*_CONSTANTS, torch.full_like}
 
 
 class RankMode(TorchFunctionMode):
@@ -84,7 +85,7 @@ class _DrawsInside(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and not xla_tensors((args, kwargs)):
-            return self._generators.run(self._context, func, args, kwargs)
+            return self._generators.run(self._context, func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -92,8 +93,8 @@ def _read(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     tensors = xla_tensors((args, kwargs)) if reads_to_host(func, args, kwargs) else []
     if not tensors:
         return func(*args, **kwargs)
-    what = _name(func)
-    return mode.session.fetch(mode.context, what, tensors, lambda: func(*args, **kwargs))
+    read = partial(func, *args, **kwargs)
+    return mode.session.fetch(mode.context, _name(func), tensors, read)
 
 
 def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -103,7 +104,7 @@ def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
             return func(*args, **kwargs)
         # Runs on the CPU: no collective may run while the generator is locked.
         mode.session.before_read(mode.context, _name(func), xla_tensors((args, kwargs)))
-    return mode.session.generators.run(mode.context, func, args, kwargs)
+    return mode.session.generators.run(mode.context, func, *args, **kwargs)
 
 
 def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -147,7 +148,7 @@ class FreshState:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._known: list[WeakSet[Optimizer]] = [WeakSet() for _ in session.contexts]
+        self._known = WeakSet[Optimizer]()
         self._hooks = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -163,29 +164,20 @@ class FreshState:
             return
         # If a step raises, this stays set, which is harmless.
         context.stepping = True
-        if optimizer not in self._known[context.rank]:
-            self._known[context.rank].add(optimizer)
-            if type(optimizer) is torch.optim.SGD:
-                _start_momentum(optimizer)
-            self._run_constructors(context, optimizer)
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        if type(optimizer) is torch.optim.SGD:
+            _start_momentum(optimizer)
+        # Adagrad creates its state in its constructor.
+        pending = [value for value in xla_tensors(optimizer.state) if xlac.are_pending([value])[0]]
+        if pending:
+            self._session.sync_tensors(context, "the optimizer's first step", pending)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         context = current_rank()
         if context is not None:
             context.stepping = False
-
-    def _run_constructors(self, context: RankContext, optimizer: Optimizer) -> None:
-        # Adagrad creates its state in its constructor.
-        state = [
-            value
-            for values in optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, torch.Tensor) and value.device.type == "xla"
-        ]
-        needed = xlac.are_pending(state) if state else ()
-        pending = [value for value, needs in zip(state, needed, strict=True) if needs]
-        if pending:
-            self._session.sync_tensors(context, "the optimizer's first step", pending)
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> None:
@@ -218,18 +210,7 @@ def reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
 
 
 def xla_tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            if value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
-                found.append(value)
-        elif isinstance(value, (tuple, list)):
-            stack.extend(reversed(value))
-        elif isinstance(value, dict):
-            stack.extend(reversed(list(value.values())))
-    return found
+    return [tensor for tensor in tensors_in(value) if tensor.is_xla]
 
 
 def _name(func: Callable) -> str:
@@ -301,6 +282,6 @@ _TORCHS_OWN = {
 _SPECIAL: dict[Callable, Callable] = {
     **dict.fromkeys(READS, _read),
     **dict.fromkeys(_DRAWS, _draw),
-    **dict.fromkeys(FACTORIES, _make),
+    **dict.fromkeys((*_CONSTANTS, torch.full_like), _make),
     torch.Tensor.backward: _backward,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,21 +21,12 @@ class RankGenerators:
         start = self._generator.get_state()
         self._states: dict[RankContext | None, torch.Tensor] = {c: start for c in contexts}
 
-    def run(
-        self,
-        context: RankContext | None,
-        fn: Callable,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] = {},  # noqa: B006
-    ) -> Any:
+    def run(self, context: RankContext | None, fn: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(*args, **kwargs)`` with ``context``'s state in the generator."""
         with self._lock:
             if self._owner is not context:
                 self._swap(context)
             return fn(*args, **kwargs)
-
-    def restore_caller(self) -> None:
-        self.run(None, lambda: None)
 
     def _swap(self, context: RankContext | None) -> None:
         # No mode may intercept these.
@@ -58,6 +49,6 @@ class GeneratorOfThisRank:
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._generators.run(current_rank(), value, args, kwargs)
+            return self._generators.run(current_rank(), value, *args, **kwargs)
 
         return call

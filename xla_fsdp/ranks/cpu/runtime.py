@@ -12,6 +12,7 @@ import torch_xla.runtime as xr
 
 from ... import xlac
 from ...compiled.cache import require_folder_is_chosen
+from ..autograd_thread import run_there
 from ..rank import RankContext
 from .operators import look_up_operators
 from .session import drop_pending, wait_for_programs
@@ -81,9 +82,7 @@ class CpuRuntime:
             require_folder_is_chosen()
             os.environ.update(settings)
             self._started_here = True
-            found = xr.addressable_device_count()
-        else:
-            found = xr.addressable_device_count()
+        found = xr.addressable_device_count()
         if found != size:
             raise RuntimeError(
                 f"launch needs {size} CPU devices, but this process's XLA runtime was already "
@@ -100,16 +99,8 @@ class CpuRuntime:
                     "on one CPU need (they would hang). Call launch before anything uses an "
                     f"XLA device, or start the process with {text}"
                 )
-        try:
-            self.wait_for_autograd_threads()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "autograd has no threads for the devices of ranks: this process ran a backward "
-                "before XLA's runtime started, and autograd creates its threads in the first "
-                "backward. Start the runtime before that backward with "
-                f"xla_fsdp.launch(lambda rank: None, num_devices={size}), or run code that needs "
-                "no ranks (a reference in plain torch) after launch or in a separate process"
-            ) from error
+        for device in torch_xla.devices():
+            run_there(device, lambda: None)
 
     def wait_for_autograd_threads(self) -> None:
         """Waits until autograd's threads hold no Python object: else a process that ends may abort.

@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,12 @@ from ... import xlac
 from ...tpu.slices import equal_parts
 from ...tree import has_own_operators
 from ..errors import Preempted
-from ..rank import Collective, RankContext, _set_current_rank, current_rank
+from ..rank import Collective, CollectiveOrder, RankContext, _set_current_rank, current_rank
 from . import call_site
 from .barrier import Arrival, Barrier
 from .rng import RankGenerators
 from .start_gate import StartGate
 
-_T = TypeVar("_T")
 _COLLECTIVE_NODE = re.compile(
     r"= (\S.*?) (xla::(?:all_gather|reduce_scatter|cross_replica_sum|all_to_all|"
     r"collective_permute|scan_blocks)\w*)\("
@@ -50,9 +50,11 @@ class Session:
         self.size = size
         self.gate = gate
         store, parts = dist.HashStore(), equal_parts(size, slices)
-        self.contexts = contexts = [
-            RankContext(r, size, torch.device("xla", r), store, parts) for r in range(size)
-        ]
+        self.contexts = contexts = list[RankContext]()
+        for rank in range(size):
+            device = torch.device("xla", rank)
+            chain = _chain(gate, rank, device) if size > 1 else None
+            contexts.append(RankContext(rank, size, device, store, parts, chain))
         # Without a reference to this object, which would be a reference cycle.
         self.barrier = Barrier(
             size, timeout, lambda rank: call_site.of_thread(contexts[rank].thread)
@@ -66,9 +68,6 @@ class Session:
         self._sync_multi = xlac.sync_tensors.value
         self._real_devices = xm.xla_real_devices()  # "CPU:0", ...
         self._reading = threading.RLock()
-        if size > 1:
-            for context in self.contexts:
-                context.chain_collectives(_start_of_program(gate, context.rank, context.device))
 
     def rank_of(self, device: Any = None) -> RankContext | None:
         """The rank of this thread, else of ``device``, if any."""
@@ -93,16 +92,13 @@ class Session:
     ) -> None:
         """Runs all that is pending on the device, as one program."""
         self.barrier.raise_if_stopped()
-        pending = context.pending
-        if not pending:
-            self._step_marker(device, devices, wait=wait, reset_scope=reset_scope)
+        dispatch = partial(self._step_marker, device, devices, reset_scope=reset_scope)
+        if not context.pending:
+            dispatch(wait=wait)
             return
-        self._run_all(
-            context,
-            _arrival("torch_xla.sync()", "sync", pending),
-            # Rank 0 must not wait here: others could not dispatch.
-            lambda: self._step_marker(device, devices, wait=False, reset_scope=reset_scope),
-        )
+        arrival = _arrival("torch_xla.sync()", "sync", context.pending)
+        # Rank 0 must not wait here: others could not dispatch.
+        self._run_all(context, arrival, partial(dispatch, wait=False))
         if wait:
             self._wait_for_device(context)
 
@@ -117,28 +113,19 @@ class Session:
     ) -> None:
         """Runs the pending graph of ``tensors`` only; collectives stay pending for others."""
         self.barrier.raise_if_stopped()
+        dispatch = partial(self._sync_multi, tensors, list(devices), sync_xla_data=sync_xla_data)
         nodes = self._collectives_in(context, tensors)
-        if nodes:
-            arrival = Arrival(what, ("tensors", nodes), call_site.here(), nodes)
-            self._together(
-                context,
-                arrival,
-                lambda: self._sync_multi(
-                    tensors, list(devices), wait=False, sync_xla_data=sync_xla_data
-                ),
-            )
-            if wait:
-                self._wait_for_device(context)
-        else:
-            self._sync_multi(tensors, list(devices), wait=wait, sync_xla_data=sync_xla_data)
+        if not nodes:
+            dispatch(wait=wait)
+            return
+        arrival = Arrival(what, ("tensors", nodes), call_site.here(), nodes)
+        self._together(context, arrival, partial(dispatch, wait=False))
+        if wait:
+            self._wait_for_device(context)
 
     def fetch(
-        self,
-        context: RankContext,
-        what: str,
-        tensors: Sequence[torch.Tensor],
-        read: Callable[[], _T],
-    ) -> _T:
+        self, context: RankContext, what: str, tensors: Sequence[torch.Tensor], read: Callable
+    ) -> Any:
         """Runs the pending graph of ``tensors`` and returns the result of ``read()``.
 
         With collectives, all that is pending runs: otherwise later programs would run them again.
@@ -151,12 +138,10 @@ class Session:
     def before_read(self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """Computes ``tensors``, so that reading them waits for nothing."""
         if self._collectives_in(context, tensors):
-            self._run_all(
-                context,
-                _arrival(what, "read", context.pending),
-                lambda: xlac.sync_live_tensors(str(context.device), [], False),
-            )
-            xlac.set_collective_token(str(context.device), None)
+            device = str(context.device)
+            dispatch = partial(xlac.sync_live_tensors, device, [], False)
+            self._run_all(context, _arrival(what, "read", context.pending), dispatch)
+            xlac.set_collective_token(device, None)
         elif tensors and any(xlac.are_pending(list(tensors))):
             with self._reading:  # the second rank finds the program in the cache
                 self._sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
@@ -164,10 +149,9 @@ class Session:
         # 2000 launches on a loaded machine.
         self._wait_for_device(context)
 
-    def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
-        return self.barrier.meet(
-            context.rank, Arrival(what, ("exchange", *key), call_site.here(), payload=payload)
-        )
+    def exchange(self, context: RankContext, what: str, payload: Any) -> list:
+        arrival = Arrival(what, ("exchange", what), call_site.here(), payload=payload)
+        return self.barrier.meet(context.rank, arrival)
 
     def finish(self, context: RankContext) -> None:
         """Waits for the other ranks after this rank's function has returned.
@@ -187,14 +171,13 @@ class Session:
         for rank, (started, expected) in enumerate(
             zip(self.gate.started, self.expected, strict=True)
         ):
-            if started > expected and self.gate.is_waiting(rank):
+            if started > expected and rank in self.gate.waiting:
                 unseen.append(rank)
             elif rank not in waiting or started < expected:
                 return
         if unseen:
-            self.barrier.stop_mismatched(
-                dict.fromkeys(unseen, "an operator that reads pending collectives")
-            )
+            what = "an operator that reads pending collectives"
+            self.barrier.stop_mismatched(dict.fromkeys(unseen, what))
 
     def _wait_for_device(self, context: RankContext) -> None:
         xm.wait_device_ops([self._real_devices[context.rank]])
@@ -245,16 +228,14 @@ class Session:
         return tuple((kind, shape) for shape, kind in _COLLECTIVE_NODE.findall(text))
 
 
-def _start_of_program(
-    gate: StartGate, rank: int, device: torch.device
-) -> Callable[[], torch.Tensor]:
+def _chain(gate: StartGate, rank: int, device: torch.device) -> CollectiveOrder:
     def start() -> torch.Tensor:
         # As data: all ranks share one program.
         number = torch.tensor([rank], dtype=torch.int32)
         sent: Any = xm.send_cpu_data_to_device([number], device)
         return gate.wait_for_all(sent[0])
 
-    return start
+    return CollectiveOrder(device, start)
 
 
 def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from typing import Any
 
 import torch
 
 from ... import xlac
 
-_NAME = b"xla_fsdp.start_gate"
+_NAME = "xla_fsdp.start_gate"
 _PLATFORM = b"Host"
 _TYPED = 4  # version of custom calls
 
@@ -26,11 +27,11 @@ _ABORTED = 10  # code of an error
 
 
 class StartGate:
-    """``started``: programs with collectives of each rank in this launch."""
+    """``started``: programs with collectives of each rank in this launch; ``waiting``: ranks."""
 
     def __init__(self) -> None:
         self.started: list[int] = []
-        self._waiting: set[int] = set()
+        self.waiting: set[int] = set()
         self._closed = False
         self._changed = threading.Condition()
         self._handler = _Handler(self._call)  # XLA keeps its address
@@ -43,7 +44,7 @@ class StartGate:
             self._registered = True
         with self._changed:
             self.started = [0] * size
-            self._waiting = set()
+            self.waiting = set()
             self._closed = False
 
     def close(self) -> None:
@@ -52,13 +53,9 @@ class StartGate:
             self._closed = True
             self._changed.notify_all()
 
-    def is_waiting(self, rank: int) -> bool:
-        return rank in self._waiting
-
     def wait_for_all(self, rank: torch.Tensor) -> torch.Tensor:
         """Waits in the program, then is false; ``rank``: int32 of shape ``(1,)``."""
-        name = _NAME.decode()
-        return xlac.custom_call([rank], name, [[]], [torch.bool], True, "", _TYPED, {})[0]
+        return xlac.custom_call([rank], _NAME, [[]], [torch.bool], True, "", _TYPED, {})[0]
 
     def _call(self, address: int) -> int | None:
         frame = _CallFrame.from_address(address)
@@ -68,10 +65,8 @@ class StartGate:
             return None
         if frame.stage != _EXECUTE:
             return None
-        result = ctypes.cast(frame.results.values[0].contents.data, POINTER(ctypes.c_bool))
-        result[0] = False
-        rank = ctypes.cast(frame.operands.values[0].contents.data, POINTER(c_int32))[0]
-        if self._enter(rank):
+        ctypes.c_bool.from_address(frame.results.values[0].contents.data).value = False
+        if self._enter(c_int32.from_address(frame.operands.values[0].contents.data).value):
             return None
         error = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, b"another rank failed")
         error.code = _ABORTED
@@ -83,25 +78,30 @@ class StartGate:
             if not 0 <= rank < len(self.started) or self._closed:
                 return False
             self.started[rank] += 1
-            waiting = self._waiting
+            waiting = self.waiting
             waiting.add(rank)
             if len(waiting) == len(self.started):
-                self._waiting = set()
+                self.waiting = set()
                 self._changed.notify_all()
-            while waiting is self._waiting and not self._closed:
-                self._changed.wait()
-            return waiting is not self._waiting
+            self._changed.wait_for(lambda: waiting is not self.waiting or self._closed)
+            return waiting is not self.waiting
 
 
 class _Extension(ctypes.Structure):
     _fields_ = [("size", c_size_t), ("kind", c_int), ("next", c_void_p)]
 
 
-class _Version(ctypes.Structure):
-    _fields_ = [
-        *(("size", c_size_t), ("extension", c_void_p)),
-        *(("major", c_int), ("minor", c_int)),
-    ]
+class _Bytes(ctypes.Structure):
+    _fields_ = [("start", c_char_p), ("length", c_size_t)]
+
+
+def _structure(**fields: Any) -> Any:
+    """A structure of the interface; each begins with its size and a pointer."""
+    fields = {"size": c_size_t, "extension": c_void_p, **fields}
+    return type("_Structure", (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+_Version = _structure(major=c_int, minor=c_int)
 
 
 class _Metadata(ctypes.Structure):
@@ -112,58 +112,31 @@ class _MetadataExtension(ctypes.Structure):
     _fields_ = [("extension", _Extension), ("metadata", POINTER(_Metadata))]
 
 
-class _ErrorArguments(ctypes.Structure):
-    _fields_ = [
-        *(("size", c_size_t), ("extension", c_void_p)),
-        *(("message", c_char_p), ("code", c_int)),
-    ]
-
-
-class _Bytes(ctypes.Structure):
-    _fields_ = [("start", c_char_p), ("length", c_size_t)]
-
-
-class _RegisterArguments(ctypes.Structure):
-    _fields_ = [
-        *(("size", c_size_t), ("extension", c_void_p)),
-        *(("name", _Bytes), ("platform", _Bytes)),
-        *(("instantiate", c_void_p), ("prepare", c_void_p), ("initialize", c_void_p)),
-        *(("execute", c_void_p), ("traits", c_uint32)),
-    ]
-
-
-class _Api(ctypes.Structure):
-    _fields_ = [
-        *(("size", c_size_t), ("extension", c_void_p), ("version", _Version)),
-        ("internal", c_void_p),
-        ("create_error", ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments))),
-        *(("error_message", c_void_p), ("destroy_error", c_void_p)),
-        ("register", ctypes.CFUNCTYPE(c_void_p, POINTER(_RegisterArguments))),
-    ]
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = [
-        *(("size", c_size_t), ("extension", c_void_p), ("dtype", c_int)),
-        *(("data", c_void_p), ("rank", c_int64), ("dimensions", POINTER(c_int64))),
-    ]
-
-
-class _Buffers(ctypes.Structure):
-    _fields_ = [
-        *(("size", c_size_t), ("extension", c_void_p), ("number", c_int64)),
-        *(("kinds", POINTER(c_int)), ("values", POINTER(POINTER(_Buffer)))),
-    ]
-
-
-class _CallFrame(ctypes.Structure):
-    _fields_ = [
-        *(("size", c_size_t), ("extension", POINTER(_Extension)), ("api", POINTER(_Api))),
-        *(("context", c_void_p), ("stage", c_int)),
-        *(("operands", _Buffers), ("results", _Buffers)),
-    ]
-
-
+_ErrorArguments = _structure(message=c_char_p, code=c_int)
+_RegisterArguments = _structure(
+    name=_Bytes,
+    platform=_Bytes,
+    **dict.fromkeys(("instantiate", "prepare", "initialize", "execute"), c_void_p),
+    traits=c_uint32,
+)
+_Api = _structure(
+    version=_Version,
+    internal=c_void_p,
+    create_error=ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments)),
+    error_message=c_void_p,
+    destroy_error=c_void_p,
+    register=ctypes.CFUNCTYPE(c_void_p, POINTER(_RegisterArguments)),
+)
+_Buffer = _structure(dtype=c_int, data=c_void_p, rank=c_int64, dimensions=POINTER(c_int64))
+_Buffers = _structure(number=c_int64, kinds=POINTER(c_int), values=POINTER(POINTER(_Buffer)))
+_CallFrame = _structure(
+    extension=POINTER(_Extension),
+    api=POINTER(_Api),
+    context=c_void_p,
+    stage=c_int,
+    operands=_Buffers,
+    results=_Buffers,
+)
 _Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 
 
@@ -183,9 +156,8 @@ def _register(handler: object) -> None:
             f"{found}, not {_VERSION}. Use num_devices=1, or torch_xla 2.9"
         )
     arguments = _RegisterArguments(ctypes.sizeof(_RegisterArguments))
-    arguments.name = _Bytes(_NAME, len(_NAME))
+    arguments.name = _Bytes(_NAME.encode(), len(_NAME))
     arguments.platform = _Bytes(_PLATFORM, len(_PLATFORM))
-    address = ctypes.cast(handler, c_void_p)  # type: ignore[arg-type]  # it is a function pointer
-    arguments.execute = address
+    arguments.execute = ctypes.cast(handler, c_void_p)  # type: ignore[arg-type]  # a function
     if api.register(byref(arguments)):
         raise NotImplementedError("XLA refused to register a handler of custom calls")

@@ -63,7 +63,6 @@ class _Watch:
         self._settings = chosen
         self._thread = threading.get_ident()
         self._process: dict[str, Any] = {}
-        self._name = f"process {os.getpid()} of {socket.gethostname()}"
         self._progress = Progress()
         self._beats = 0
         self._ended = ""
@@ -74,10 +73,9 @@ class _Watch:
         self._helped: set[str] = set()
         # While on duty.
         self._own_lease = ""
-        self._ask, self._number = 0, 0
-        self._silent: dict[int, dict[str, Any]] = {}
-        self._end: str = ""
-        self._named: int | None = None
+        self._duty: dict[str, Any] = {
+            "by": self._rank, "number": 0, "ask": 0, "silent": {}, "end": "", "named": None
+        }  # fmt: skip
         self._seen: dict[int, tuple[int, float]] = {}  # last beat and its time, by rank
         self._asked_at: float | None = None
         self._reported_at: float | None = None
@@ -113,11 +111,12 @@ class _Watch:
             return
         self._store = channel.store
         try:
+            self._beat()
+            self._store.append("roster", f"{self._rank} ")
             while not self._over.is_set():
-                self._beat()
                 self._listen()
                 self._over.wait(self._settings.beat)
-            self._beat()
+                self._beat()
         except RuntimeError as error:
             if not self._over.is_set():
                 self._alone(str(error))
@@ -126,18 +125,13 @@ class _Watch:
         self._beats += 1
         steps, idle, work = self._progress.look()
         sign = {"beat": self._beats, "steps": steps, "idle": idle, "work": work}
-        sign |= {"ended": self._ended, "name": self._name, "process": self._process}
+        sign |= {"ended": self._ended, "process": self._process}
         self._store.set(f"sign/{self._rank}", json.dumps(sign))
-        if self._beats == 1:
-            self._store.append("roster", f"{self._rank} ")
 
     def _listen(self) -> None:
         now = time.monotonic()
-        self._number += 1
-        expected, own = self._own_lease, json.dumps({
-            "by": self._rank, "number": self._number, "ask": self._ask, "silent": self._silent,
-            "end": self._end, "named": self._named,
-        })  # fmt: skip
+        self._duty["number"] += 1
+        expected, own = self._own_lease, json.dumps(self._duty)
         if not expected and now - self._lease_since > 2 * self._settings.to_answer:
             expected = self._lease  # the rank on duty is silent: take its place
         current = self._store.compare_set("watcher", expected, own).decode()
@@ -146,7 +140,7 @@ class _Watch:
         lease = json.loads(current)
         self._own_lease = own if current == own else ""
         if not self._own_lease:
-            self._ask, self._silent = lease["ask"], {}
+            self._duty |= {"ask": lease["ask"], "silent": {}}
             self._asked_at = self._reported_at = None
         if lease["ask"] > self._answered:
             self._answered = lease["ask"]
@@ -165,8 +159,7 @@ class _Watch:
             self._check_all()
 
     def _answer(self, ask: int, rank: int, what: str, where: str, stack: str) -> None:
-        self._store.set(f"answer/{ask}/{rank}", json.dumps([what, where, stack]))
-        self._store.append(f"answered/{ask}", f"{rank} ")
+        self._store.append(f"answers/{ask}", json.dumps([rank, what, where, stack]) + "\n")
 
     def _check_all(self) -> None:
         now = time.monotonic()
@@ -184,11 +177,11 @@ class _Watch:
             if self._reported_at is not None:
                 say(f"ranks make progress again, {now - self._reported_at:.0f} s after the report")
             self._asked_at = self._reported_at = None
-            self._silent = {}
+            self._duty["silent"] = {}
         elif self._asked_at is not None:
             self._collect(now, idle, signs, quiet)
         elif self._reported_at is None and idle > self._settings.patience(steps, work):
-            self._ask += 1
+            self._duty["ask"] += 1
             self._asked_at = now
 
     def _signs(self, now: float) -> dict[int, dict[str, Any]]:
@@ -204,36 +197,33 @@ class _Watch:
         self, now: float, idle: float, signs: dict[int, dict[str, Any]], quiet: dict[int, float]
     ) -> None:
         assert self._asked_at is not None
-        answered, list_of_them = set[int](), f"answered/{self._ask}"
-        if self._store.check([list_of_them]):
-            answered = {int(rank) for rank in self._store.get(list_of_them).split()}
-        missing = [r for r, sign in signs.items() if not sign["ended"] and r not in answered]
+        key = f"answers/{self._duty['ask']}"
+        lines = self._store.get(key).splitlines() if self._store.check([key]) else []
+        answers = {rank: answer for rank, *answer in map(json.loads, lines)}
+        missing = [r for r, sign in signs.items() if not sign["ended"] and r not in answers]
         if missing and now - self._asked_at < self._settings.to_answer:
             return
-        if missing and not self._silent:
-            self._silent = {r: signs[r]["process"] for r in missing[:_STACKS_OF_SILENT_RANKS]}
+        if missing and not self._duty["silent"]:
+            some = missing[:_STACKS_OF_SILENT_RANKS]
+            self._duty["silent"] = {rank: signs[rank]["process"] for rank in some}
             self._asked_at = now
             return
-        ranks = sorted(answered & signs.keys())
-        keys = [f"answer/{self._ask}/{rank}" for rank in ranks]
-        answers = dict(zip(ranks, self._store.multi_get(keys), strict=True)) if keys else {}
-        for key in keys:
-            self._store.delete_key(key)
+        self._store.delete_key(key)
         places = []
         for rank, sign in signs.items():
-            what, where, stack = json.loads(answers.get(rank, '["", "", ""]'))
+            what, where, stack = answers.get(rank, ("", "", ""))
             silent = not sign["ended"] and not what  # another process may answer
             places.append(RankPlace(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
                 sign["ended"] or _describe_wait(what, sign["work"]), where, stack,
-                bool(sign["ended"]), sign["name"],
+                bool(sign["ended"]), sign["process"]["name"],
             ))  # fmt: skip
         head, text, named = report(places, idle, self._settings.timeout, self._slices)
         say(f"{head}\n{text}")
-        self._asked_at, self._reported_at, self._silent = None, now, {}
+        self._asked_at, self._reported_at, self._duty["silent"] = None, now, {}
         if self._settings.end:
-            self._end = f"{head}. All stacks are in the output of rank {self._rank}"
-            self._named = named[0].rank if len(named) == 1 else None
+            self._duty["end"] = f"{head}. All stacks are in the output of rank {self._rank}"
+            self._duty["named"] = named[0].rank if len(named) == 1 else None
 
     def _alone(self, why: str) -> None:
         """Watches only this rank, after the store was lost."""
@@ -262,6 +252,7 @@ def _prepare_dump(thread: int) -> dict[str, Any]:
     """Lets processes of this host get a thread's stack, until the process ends."""
     faulthandler.register(_SIGNAL, os.memfd_create(_MEMORY_FILE), all_threads=True)
     return {
+        "name": f"process {os.getpid()} of {socket.gethostname()}",
         "host": _host(),
         "pid": os.getpid(),
         "thread": f"{thread:#018x}",  # as faulthandler writes it
@@ -274,7 +265,7 @@ def _stack_of(process: dict[str, Any]) -> tuple[str, str]:
     try:
         links = [f"{folder}/{name}" for name in os.listdir(folder)]
         # faulthandler writes only into the last file of a process.
-        files = [link for link in links if f"/memfd:{_MEMORY_FILE}" in _target(link)]
+        files = [link for link in links if f"/memfd:{_MEMORY_FILE}" in os.path.realpath(link)]
         if not files or not _handles_it(process["pid"]):
             return "", "  its process has ended\n"  # the id was reused
         os.kill(process["pid"], _SIGNAL)
@@ -301,13 +292,6 @@ def _own_part(text: str, thread: str) -> tuple[str, str]:
             where = f"{found[1]}:{found[2]} in {found[3]}"
         lines.append(f"{line}\n")
     return where, "".join(lines)[:_CHARACTERS]
-
-
-def _target(link: str) -> str:
-    try:
-        return os.readlink(link)
-    except FileNotFoundError:
-        return ""
 
 
 def _handles_it(process: int) -> bool:
