@@ -29,7 +29,7 @@ from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder, decoder_step
-from .model import Block
+from .model import Block, adamw_step
 from .peers import JAX, SPMD, maxtext_options, plan_peer
 from .peers.sizes import AGAIN, KEPT, REMATERIALISED, SCANNED
 from .tables import cycles, require_slices
@@ -143,14 +143,13 @@ def vit_step() -> torch.Tensor:
     embed = nn.Linear(3 * 16 * 16, width)  # of patches
     body = nn.Sequential(embed, blocks, nn.LayerNorm(width), nn.Linear(width, classes))
     model = xla_fsdp.XlaFullyShardedDataParallel(body, **narrow)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    labels = torch.zeros(64, dtype=torch.long).to("xla")
-    logits = model(torch.zeros(64, 14 * 14, 3 * 16 * 16).to("xla")).mean(1)
-    loss = nn.functional.cross_entropy(logits.float(), labels)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
+
+    def loss() -> torch.Tensor:
+        labels = torch.zeros(64, dtype=torch.long).to("xla")
+        logits = model(torch.zeros(64, 14 * 14, 3 * 16 * 16).to("xla")).mean(1)
+        return nn.functional.cross_entropy(logits.float(), labels)
+
+    return adamw_step(model, loss)
 
 
 def markdown(reports: Reports) -> str:
