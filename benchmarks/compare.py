@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,8 @@ from torch import nn
 
 from .model import Block
 from .tables import head, line
+from .workload_s import IN_TREE, OURS, classes_of
 
-OURS, IN_TREE = "ours", "in-tree"
 SEED = 7
 VOCABULARY = 256
 MOST_WARM_UP_STEPS = 8  # nothing compiles after two or three
@@ -127,23 +128,10 @@ def _classes(name: str, work: Workload, simulated_rank: int | None) -> tuple[Cal
     if simulated_rank is not None:
         options["sharding_groups"] = [list(range(work.ranks))]
         options |= {"sharding_rank": simulated_rank, "sharding_world_size": work.ranks}
-    if name == OURS:
-        import xla_fsdp as library
-    else:
-        import torch_xla.distributed.fsdp as library
-
+    if name == IN_TREE:
         options["pin_layout_in_collective_ops"] = False
-
-    def wrap(module: nn.Module) -> nn.Module:
-        return library.XlaFullyShardedDataParallel(module, **options)
-
-    return wrap, library.checkpoint_module
-
-
-def _turns(work: Workload) -> contextlib.AbstractContextManager:
-    # The in-tree checkpoint has its state in a global variable, so only one rank, which is a
-    # thread, may trace at a time; for a fair comparison also with our class.
-    return threading.Lock() if work.checkpoint else contextlib.nullcontext()
+    fsdp, checkpoint_module = classes_of(name)
+    return partial(fsdp, **options), checkpoint_module
 
 
 def step_times(work: Workload, steps: int, rounds: int) -> dict[str, dict]:
@@ -151,7 +139,10 @@ def step_times(work: Workload, steps: int, rounds: int) -> dict[str, dict]:
     import xla_fsdp
 
     each = max(1, round(steps / rounds))
-    arguments = (work, rounds, each, _turns(work))
+    # The in-tree checkpoint has its state in a global variable, so only one rank, which is a
+    # thread, may trace at a time; for a fair comparison also with our class.
+    turns = threading.Lock() if work.checkpoint else contextlib.nullcontext()
+    arguments = (work, rounds, each, turns)
     by_rank = xla_fsdp.launch(_step_times_of_rank, arguments, num_devices=work.ranks)
     return {
         name: {

@@ -24,8 +24,8 @@ from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder, decoder_step
 
-# Peak bfloat16 FLOP/s of a chip (of a core on v3) that the sources use for their MFU.
-_V3_CORE, _V4, _V5E = 123e12 / 2, 275e12, 197e12
+# Peak bfloat16 FLOP/s of a core of v3 that the source uses for its MFU.
+_V3_CORE = 123e12 / 2
 
 
 @dataclass(frozen=True)

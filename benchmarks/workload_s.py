@@ -63,7 +63,7 @@ def step_of(
     """
 
     def step() -> torch.Tensor:
-        fsdp, checkpoint_module = _classes(name)
+        fsdp, checkpoint_module = classes_of(name)
 
         def wrap(module: nn.Module) -> nn.Module:
             return fsdp(
@@ -111,7 +111,8 @@ def scanned_step(blocks: int = 4, kind: type[Block] = BlockOfParts) -> Callable[
     return step
 
 
-def _classes(name: str):
+def classes_of(name: str):
+    """The wrapper class, and the function that checkpoints a module."""
     if name == OURS:
         from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
     elif name == IN_TREE:
