@@ -124,6 +124,21 @@ def test_training_is_that_of_plain_torch(rank, kind):
             assert torch.equal(full[name], found[name])
 
 
+@on_each_rank(2)
+def test_a_nan_of_one_rank_is_in_the_norm_of_all(rank):
+    model = built("nested")
+    model(inputs(rank).to("xla")).square().mean().backward()
+    grad = model.scale.grad
+    if rank == 1:
+        model.scale.grad = grad = grad.clone().index_fill_(
+            0, torch.tensor([1]).to("xla"), torch.nan
+        )
+    grad = model.scale.grad
+    norms = [torch.linalg.vector_norm(grad, order) for order in (2, torch.inf)]
+    found = [torch.max(grad), *norms, model.clip_grad_norm_(1.0, torch.inf)]
+    assert all(value.isnan().item() for value in found)
+
+
 def states(rank, folder):
     def trained(model):
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)

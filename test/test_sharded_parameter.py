@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
 from test_comm_hooks import hybrid
 from torch import nn
@@ -112,6 +113,11 @@ REFUSED = {
     "transposed": lambda p: p.T,
     "where they are": lambda p: torch.where(p > 0),
     "part": lambda p: p.copy_(torch.zeros(3, device="xla")),
+    "gather of xm": lambda p: xm.all_gather(p),
+    "sum of xm": lambda p: xm.all_reduce("sum", [p.detach()], scale=0.5),
+    "scatter of xm": lambda p: xm.reduce_scatter("sum", p, 1.0, 0, 2),
+    "permutation of xm": lambda p: xm.collective_permute(p, [[0, 1], [1, 0]]),
+    "exchange of xm": lambda p: xm.all_to_all(p, 0, 0, 2),
 }
 
 

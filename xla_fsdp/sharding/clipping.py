@@ -13,7 +13,7 @@ from ..collectives.host_data import as_data
 from ..collectives.world import World, checked_groups
 from ..ranks.rank import is_simulated_rank
 from .layout import spec_of
-from .shard_reductions import without_padding
+from .shard_reductions import largest, largest_of_ranks, own_power
 from .sharded_parameter import local
 from .sharded_tensor import require_reduced
 from .unit import Unit
@@ -64,29 +64,25 @@ def clip_grad_norm_(
         by_world.setdefault(worlds.get(identity), []).append(grad)
 
     everyone = World.to_reduce_over(None, device)
-    is_max = math.isinf(norm_type)
-    # The second element records a NaN: XLA's maximum does not always return NaN.
-    zero = torch.zeros((2,) if is_max else (), device=device)
-    total = zero
+    largest_counts = math.isinf(norm_type)
+    total = torch.zeros((), device=device)
     for world, grads in by_world.items():
-        part = _local_power([g for g in grads if g.device == device], norm_type, zero)
-        if on_host := [g for g in grads if g.device != device]:
-            on_host = [] if is_simulated_rank() else on_host  # host sums are in no program
-            power = _local_power(on_host, norm_type, torch.zeros_like(zero, device="cpu"))
-            theirs = as_data(power, device)
-            part = torch.maximum(part, theirs) if is_max else part + theirs
+        part = _own_power([g for g in grads if g.device == device], norm_type, device)
+        on_host = [g for g in grads if g.device != device]
+        if on_host and not is_simulated_rank():  # host sums are in no program
+            theirs = as_data(_own_power(on_host, norm_type, torch.device("cpu")), device)
+            part = largest(torch.stack([part, theirs])) if largest_counts else part + theirs
         if world is None:
             # If only this rank's gradient counted, ranks would scale by different coefficients.
-            world, part = everyone, part if is_max else part / everyone.size
+            world, part = everyone, part if largest_counts else part / everyone.size
         elif groups is not None:
             checked = checked_groups("groups", groups, None)
             world = World.to_reduce_over(checked, device)
-        reduce = world.all_reduce_max if is_max else world.all_reduce_sum
-        part = reduce(part, "gradient norm")
-        total = torch.maximum(total, part) if is_max else total + part
-    if is_max:
-        total = torch.where(total[1] > 0, torch.full_like(total[0], math.nan), total[0])
-    else:
+        if largest_counts:
+            total = largest(torch.stack([total, largest_of_ranks(part, world)]))
+        else:
+            total = total + world.all_reduce_sum(part, "gradient norm")
+    if not largest_counts:
         total = total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
 
     ratio = max_norm / (total + 1e-6)
@@ -104,24 +100,15 @@ def clip_grad_norm_(
     return total
 
 
-def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor) -> torch.Tensor:
-    """Sum of ``|g|**p``, 0-d; for ``inf``: the largest ``|g|``, and 1 if any is NaN."""
-    parts = []
+def _own_power(
+    grads: Sequence[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
     masks: dict[Any, Any] = {}
-    for gradient in grads:
-        grad, spec = local(gradient), spec_of(gradient)
-        if grad.numel():
-            grad = grad if spec is None else without_padding(grad, spec, masks=masks)
-            if grad.is_complex():
-                grad = grad.abs() if norm_type != 2 else torch.cat([grad.real, grad.imag])
-            grad = grad if grad.dtype is torch.float64 else grad.float()
-            if math.isinf(norm_type):
-                parts.append(torch.stack([grad.abs().max(), grad.isnan().any().to(grad.dtype)]))
-            elif norm_type == 2:
-                parts.append((grad * grad).sum())
-            else:
-                parts.append((grad.abs() ** norm_type).sum())
-    if not parts:
-        return zero
-    stacked = torch.stack(parts)
-    return stacked.amax(0) if math.isinf(norm_type) else stacked.sum()
+    powers = [
+        own_power(local(grad), spec_of(grad), norm_type, masks)
+        for grad in grads
+        if local(grad).numel()
+    ]
+    if not powers:
+        return torch.zeros((), device=device)
+    return largest(torch.stack(powers)) if math.isinf(norm_type) else torch.stack(powers).sum()

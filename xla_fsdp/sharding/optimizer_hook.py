@@ -46,11 +46,8 @@ _SAME = (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, opti
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     every = [p for group in optimizer.param_groups for p in group["params"]]
     if optimizer.__dict__.get(_CHECKED) != len(every):
-        _require_current_parameters(optimizer, every)
-        if _CHECKED not in optimizer.__dict__:
-            _export_local_state(optimizer)
+        _check_parameters(optimizer, every)
         require_initialized(every, f"{type(optimizer).__name__}.step() was called")
-        _warn_of_unreduced(optimizer)
         _import_local_state(optimizer)
         optimizer.__dict__[_CHECKED] = len(every)
     require_reduced(every, f"{type(optimizer).__name__}.step()")
@@ -87,9 +84,12 @@ def state_is_by_name(optimizer: Optimizer) -> None:
     optimizer.__dict__[_BY_NAME] = True
 
 
-def _require_current_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if parameters were replaced, or their order differs."""
-    kind = type(optimizer).__name__
+def _check_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
+    """Warns about gradients that nothing averages, and makes the state's files plain.
+
+    Raises RuntimeError if parameters were replaced, or their order differs.
+    """
+    kind, first = type(optimizer).__name__, _CHECKED not in optimizer.__dict__
     left = next((parameter for parameter in every if hasattr(parameter, REPLACED)), None)
     # If other code still uses the old parameters, they have gradients.
     if left is not None and all(parameter.grad is None for parameter in every):
@@ -98,25 +98,31 @@ def _require_current_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -
             f"its parameters (one of shape {list(left.shape)} on {left.device}) by new ones on the "
             "device, so it would train nothing. Make the optimizer after moving and wrapping"
         )
-    by_position = not {_CHECKED, _BY_NAME} & optimizer.__dict__.keys()
+    unreduced = []
+    shards = False
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
+            where = f"parameter {place} of group {number} of this {kind}"
             if isinstance(parameter, UnshardedParameter):
                 raise RuntimeError(
-                    f"parameter {place} of group {number} of this {kind} is "
-                    "a full parameter of a forward or of unshard(), which is freed afterwards. "
-                    "Make the optimizer from model.parameters() outside of both"
+                    f"{where} is a full parameter of a forward or of unshard(), which is freed "
+                    "afterwards. Make the optimizer from model.parameters() outside of both"
                 )
             sharded = sharded_tensor_of(parameter)
-            if sharded is not None and sharded.shard is not parameter:
+            if sharded is None:
+                if parameter.grad is not None:
+                    unreduced.append((where, parameter))
+                continue
+            shards = True
+            if sharded.shard is not parameter:
                 raise RuntimeError(
-                    f"parameter {place} of group {number} of this {kind} "
-                    f"({sharded.key!r} in its wrapper) was sharded after the optimizer was made, "
-                    "so the optimizer refers to an empty tensor and would train nothing. Make the "
-                    "optimizer after wrapping; parameters have the same names then"
+                    f"{where} ({sharded.key!r} in its wrapper) was sharded after the optimizer "
+                    "was made, so the optimizer refers to an empty tensor and would train "
+                    "nothing. Make the optimizer after wrapping; parameters have the same names "
+                    "then"
                 )
-            has_state = by_position and optimizer.state.get(parameter)
-            if sharded is not None and sharded.reordered and has_state:
+            by_position = first and _BY_NAME not in optimizer.__dict__
+            if sharded.reordered and by_position and optimizer.state.get(parameter):
                 raise RuntimeError(
                     f"this {kind} has state of parameter {sharded.key!r} before its "
                     "first step, and the weights came from torch_xla's class, which "
@@ -125,37 +131,36 @@ def _require_current_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -
                     "xla_fsdp.consolidate --optimizer, and load the result with "
                     "xla_fsdp.load_full_optim_state_dict: docs/how-to/migrate-from-torch-xla.md"
                 )
+    if shards and first:
+        optimizer.register_state_dict_post_hook(_with_local_state)
+        optimizer.register_load_state_dict_post_hook(_import_local_state)
+    if xr.world_size() > 1:
+        _warn_of_unreduced(unreduced, shards)
 
 
-def _warn_of_unreduced(optimizer: Optimizer) -> None:
-    if xr.world_size() == 1:
-        return
-    shards = has_shards(optimizer)
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            note = ignored_mark_of(parameter)
-            if parameter.grad is None or sharded_tensor_of(parameter) is not None:
-                continue
-            if note is not None and not note.averaged:
-                warnings.warn(
-                    f"parameter {note.name!r} is ignored by its wrapper, so its gradient is of "
-                    "this rank's batch only, and the ranks' values will diverge. Call "
-                    "model.average_ignored_gradients() between backward and step; ignore this "
-                    "warning if all ranks see the same data or are meant to differ",
-                    stacklevel=2,
-                )
-                return
-            alone = shards and note is None and parameter.device.type == "xla"
-            if alone and not getattr(parameter, WARNED, False):
-                warnings.warn(
-                    f"parameter {place} of group {number} of this {type(optimizer).__name__}, of "
-                    f"shape {list(parameter.shape)}, is in no wrapper, while others are sharded: "
-                    "its gradient is of this rank's batch only, and the ranks' values will "
-                    "diverge. Wrap the module that has it (replace layers before wrapping), or "
-                    "average its gradient manually",
-                    stacklevel=2,
-                )
-                return
+def _warn_of_unreduced(parameters: Sequence[tuple[str, Tensor]], shards: bool) -> None:
+    """``shards``: others of the optimizer are sharded."""
+    for where, parameter in parameters:
+        note = ignored_mark_of(parameter)
+        if note is not None and not note.averaged:
+            warnings.warn(
+                f"parameter {note.name!r} is ignored by its wrapper, so its gradient is of "
+                "this rank's batch only, and the ranks' values will diverge. Call "
+                "model.average_ignored_gradients() between backward and step; ignore this "
+                "warning if all ranks see the same data or are meant to differ",
+                stacklevel=2,
+            )
+            return
+        alone = shards and note is None and parameter.device.type == "xla"
+        if alone and not getattr(parameter, WARNED, False):
+            warnings.warn(
+                f"{where}, of shape {list(parameter.shape)}, is in no wrapper, while others are "
+                "sharded: its gradient is of this rank's batch only, and the ranks' values will "
+                "diverge. Wrap the module that has it (replace layers before wrapping), or "
+                "average its gradient manually",
+                stacklevel=2,
+            )
+            return
 
 
 def _warn_without_sync(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
@@ -183,16 +188,9 @@ def has_shards(optimizer: Optimizer) -> bool:
     return next(sharded_tensors_of(parameters), None) is not None
 
 
-def _export_local_state(optimizer: Optimizer) -> None:
-    """Makes ``state_dict()`` return plain tensors, and ``load_state_dict`` accept them."""
-    if not has_shards(optimizer):
-        return
-
-    def plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, "state": map_tensors(local, state_dict["state"])}
-
-    optimizer.register_state_dict_post_hook(plain)
-    optimizer.register_load_state_dict_post_hook(_import_local_state)
+def _with_local_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with plain tensors, which files contain."""
+    return {**state_dict, "state": map_tensors(local, state_dict["state"])}
 
 
 def _import_local_state(optimizer: Optimizer) -> None:

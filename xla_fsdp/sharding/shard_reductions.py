@@ -210,7 +210,7 @@ class PendingNorm(torch.Tensor):
                 one._norm = _root(total, one._order).to(one._dtype)
             if others := [one for one in own if one._order == math.inf]:
                 powers = torch.stack([one._power for one in others])
-                for one, norm in zip(others, _Largest.apply(powers, world).unbind(), strict=True):
+                for one, norm in zip(others, largest_of_ranks(powers, world), strict=True):
                     one._norm = norm.to(one._dtype)
         return map_tensors(lambda one: one._norm, arguments, cls)
 
@@ -294,29 +294,52 @@ TENSOR_METADATA = frozenset(
      torch.Tensor.is_complex}  # fmt: skip
 
 
-def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None) -> torch.Tensor:
+def norm_of(
+    value: torch.Tensor, spec: ShardSpec | None, order: Any, dtype: Any = None
+) -> torch.Tensor:
+    """``spec``: ``None`` if ``value`` is replicated: the norm of the mean of all ranks' powers."""
     order = 2.0 if order is None or order == "fro" else order
-    if not isinstance(order, (int, float)):
-        raise unsupported(f"norm of order {order!r}", spec)
     value = value if dtype is None else value.to(dtype)
-    kept = value.abs().dtype if value.is_complex() else value.dtype
-    size = _wide(value.abs() if value.is_complex() else value)
-    if order == -math.inf:
+    kept = value.dtype.to_real() if value.is_complex() else value.dtype
+    if spec is None:
+        world = World.to_reduce_over(None, value.device)
+    elif not isinstance(order, (int, float)):
+        raise unsupported(f"norm of order {order!r}", spec)
+    elif order == -math.inf:
         _require_one(spec, "norm")
-        return _min(size.abs(), spec).to(kept)
-    order = float(order)
-    if order == math.inf:
-        _require_elements(spec, "norm")
-        power = _own_largest(size.abs(), spec)
-        return PendingNorm.of(power, spec.world, spec, order, kept)
-    if order == 0:
-        powers = (size != 0).to(size.dtype)
-    elif order == 2:
-        powers = size * size
+        return _min(_wide(value.abs().to(kept)), spec).to(kept)
     else:
-        powers = size.abs() ** order
-    power = without_padding(powers, spec, 0).sum()
-    return PendingNorm.of(power, spec.world, spec, order, kept)
+        world = spec.world
+        if order == math.inf:
+            _require_elements(spec, "norm")
+    power = own_power(value, spec, float(order))
+    return PendingNorm.of(power, world, spec, float(order), kept)
+
+
+def own_power(
+    value: torch.Tensor, spec: ShardSpec | None, order: float, masks: dict[Any, Any] | None = None
+) -> torch.Tensor:
+    """This rank's sum of ``|x| ** order``; for ``inf`` the largest ``|x|``, NaN if one is NaN."""
+    if value.is_complex():
+        value = value.abs().to(value.dtype.to_real())  # torch_xla says that it is complex
+    size = _wide(value)
+    size = size if spec is None else without_padding(size, spec, 0, masks)
+    if order == math.inf:
+        return largest(size.abs())
+    if order == 0:
+        return (size != 0).to(size.dtype).sum()
+    return (size * size if order == 2 else size.abs() ** order).sum()
+
+
+def largest(value: torch.Tensor) -> torch.Tensor:
+    # XLA's maximum does not always return NaN if an element is NaN.
+    return torch.where(value.isnan().any(), value.new_full((), math.nan), value.max())
+
+
+def largest_of_ranks(value: torch.Tensor, world: World) -> torch.Tensor:
+    """The maximum over the ranks, NaN if any is NaN."""
+    found: torch.Tensor = _Largest.apply(value, world)
+    return found
 
 
 _NORMS = (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm)
@@ -325,24 +348,20 @@ OF_REPLICATED = frozenset([*_NORMS, *_MAXIMA])
 
 
 def reduce_replicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A norm, of the mean of all ranks' powers, or the largest element on any rank, of a replicated
-    tensor. With other arguments, this rank's result."""
+    """The norm, or the largest element on any rank, of a replicated tensor. With other arguments,
+    this rank's result."""
     value, *rest = args
     given = {n: one for n, one in kwargs.items() if one is not None and one is not False}
     if func in _MAXIMA and not (rest or given):
         world = World.to_reduce_over(None, value.device)
-        return _Largest.apply(_wide(value).max(), world).to(value.dtype)
+        return largest_of_ranks(largest(_wide(value)), world).to(value.dtype)
     order = rest.pop(0) if rest else given.pop("p", given.pop("ord", None))
     order = 2.0 if order is None or order == "fro" else order
     dtype = given.pop("dtype", None)
     numeric = isinstance(order, (int, float)) and order > 0
     if func not in _NORMS or rest or given or not numeric:
         return func(*args, **kwargs)
-    found = torch.linalg.vector_norm(value if dtype is None else value.to(dtype), order)
-    wide = _wide(found)
-    power = wide if math.isinf(order) else wide ** float(order)
-    world = World.to_reduce_over(None, value.device)
-    return PendingNorm.of(power, world, None, float(order), found.dtype)
+    return norm_of(value, None, order, dtype)
 
 
 def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -354,14 +373,8 @@ def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         low = torch.iinfo(kept).min
         own = without_padding(value, spec, low).max()
         return collective(spec.world.all_reduce_max, own, spec.world)
-    largest: torch.Tensor = _Largest.apply(_own_largest(_wide(value), spec), spec.world)
-    return largest.to(kept)
-
-
-def _own_largest(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    value = without_padding(value, spec, -math.inf)
-    # XLA's maximum does not always return NaN if an element is NaN.
-    return torch.where(value.isnan().any(), value.new_full((), math.nan), value.max())
+    own = largest(without_padding(_wide(value), spec, -math.inf))
+    return largest_of_ranks(own, spec.world).to(kept)
 
 
 def _min(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

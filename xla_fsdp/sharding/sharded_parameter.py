@@ -58,6 +58,12 @@ class _Sharded:
             full: torch.Tensor = _FullTensor.apply(self, spec)
         return full
 
+    def require_plain(self, operation: str) -> None:
+        """Raises ShardedParameterError if other ranks have other parts, see ranks/cpu."""
+        spec = self.__dict__[SPEC]
+        if spec.world.size > 1:
+            raise unsupported(operation, spec, "it would combine the shards of different elements")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain CPU tensor, so that files need neither this package nor torch_xla.
 

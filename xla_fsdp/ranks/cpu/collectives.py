@@ -66,7 +66,7 @@ class Collectives:
     ) -> torch.Tensor | list[torch.Tensor]:
         """Returns a new tensor for a tensor; reduces a list in place."""
         tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        context = self._rank_of(tensors)
+        context = self._rank_of("all_reduce", tensors)
         if context is None or self._session.size == 1:  # torch_xla only copies
             return self._original["all_reduce"](
                 reduce_type, inputs, scale=scale, groups=groups, pin_layout=pin_layout
@@ -90,7 +90,7 @@ class Collectives:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        context = self._rank_of(value)
+        context = self._rank_of("all_gather", value)
         if context is None or channel_id is not None:
             gathered = self._original["all_gather"](
                 _with_own_channel(context, "all_gather", value, channel_id), dim, groups, output,
@@ -112,7 +112,7 @@ class Collectives:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        context = self._rank_of(input)
+        context = self._rank_of("reduce_scatter", input)
         if context is None or channel_id is not None:
             mine = self._original["reduce_scatter"](
                 reduce_type, _with_own_channel(context, "reduce_scatter", input, channel_id), scale,
@@ -143,7 +143,7 @@ class Collectives:
         pin_layout: bool = True,
     ) -> torch.Tensor:
         """Member j's part i goes to member i, joined in order of j."""
-        context = self._rank_of(value)
+        context = self._rank_of("all_to_all", value)
         if context is None:
             return self._original["all_to_all"](
                 value, split_dimension, concat_dimension, split_count, groups, pin_layout
@@ -170,7 +170,7 @@ class Collectives:
         self, value: torch.Tensor, pairs: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         """Ranks to which no rank sends get zeros."""
-        context = self._rank_of(value)
+        context = self._rank_of("collective_permute", value)
         if context is None:
             return self._original["collective_permute"](value, pairs)
         sources = {int(target): int(source) for source, target in pairs}
@@ -260,8 +260,14 @@ class Collectives:
                 return group
         raise ValueError(f"rank {context.rank} is in none of the groups {groups}")
 
-    def _rank_of(self, value: torch.Tensor | Sequence[torch.Tensor]) -> RankContext | None:
+    def _rank_of(
+        self, name: str, value: torch.Tensor | Sequence[torch.Tensor]
+    ) -> RankContext | None:
         tensors = [value] if isinstance(value, torch.Tensor) else list(value)
+        for one in tensors:
+            require_plain = getattr(type(one), "require_plain", None)  # a shard's type has it
+            if require_plain is not None:
+                require_plain(one, f"xm.{name}")
         device = tensors[0].device if tensors else None
         if device is not None and device.type != "xla":
             return None  # torch_xla raises the error
