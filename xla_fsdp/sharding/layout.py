@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 from ..collectives.world import World
-
-LANES = 128
-SUBLANES = 8
+from ..tpu.chips import LANES, SUBLANES
 
 
 @dataclass(frozen=True)
