@@ -91,8 +91,9 @@ class StochasticRounding(InFloat32):
 
     def _finish(self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> torch.Tensor:
         count = self._counts.pop(parameter)
-        number = _mixed_number(self._seed * 0x9E3779B9 + self._numbers[parameter])
-        key = _mixed(count + _signed(number))
+        number = _signed(self._seed * 0x9E3779B9 + self._numbers[parameter])
+        number = int(_mixed(torch.tensor(number, dtype=torch.int32)))
+        key = _mixed(count + number)
         bits = random_bits(elements_of(parameter), key)
         parameter.copy_(rounded(wide.detach(), bits))
         self._drop(wide)
@@ -152,12 +153,6 @@ def _shifted(x: torch.Tensor, places: int) -> torch.Tensor:
     return torch.bitwise_right_shift(x, torch.full_like(x, places)) & low
 
 
-def _mixed_number(x: int) -> int:
-    x &= 0xFFFFFFFF
-    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
 def _signed(x: int) -> int:
-    return x - (1 << 32) if x >= 1 << 31 else x
+    """The int32 with the lowest 32 bits of ``x``."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
