@@ -359,8 +359,7 @@ changes.set(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloa
 
 @changes.around(AcceleratedOptimizer, "step")
 def _step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> None:
-    sharded = has_shards(self.optimizer)
-    if not sharded and sharding_of(self.accelerator_state) is None:
+    if not has_shards(self.optimizer) and sharding_of(self.accelerator_state) is None:
         return original(self, closure)
     stepping = self.gradient_state.sync_gradients
     if stepping:
@@ -445,14 +444,10 @@ def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> 
         for number, model in enumerate(models):
             name = f"model_{number}.safetensors" if number else "model.safetensors"
             path = os.path.join(folder, name)
-            write = partial(_write_weights, full_state_dict(model), path)
-            exchange.run_on_first_rank(f"write {path}", write)
+            state = clean_state_dict_for_safetensors(full_state_dict(model))
+            exchange.run_on_first_rank(f"write {path}", partial(save_file, state, path))
     self.wait_for_everyone()
     return folder
-
-
-def _write_weights(state: dict[str, Any], path: str) -> None:
-    save_file(clean_state_dict_for_safetensors(state), path)
 
 
 @changes.around(Accelerator, "load_state", _shards_models)
