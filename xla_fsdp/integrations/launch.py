@@ -33,7 +33,7 @@ _VARIABLES = {
     "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "fsdp_backward_prefetch_policy": "FSDP_BACKWARD_PREFETCH",
 }
-_FLAG = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_FLAG = ("TRUE", "FALSE", "YES", "NO", "ON", "OFF", "1", "0")
 # The allowed values of options; ``None``: any. A name can also be its number, counted from 1.
 _OPTIONS: dict[str, Sequence[str] | None] = {
     "fsdp_sharding_strategy": FSDP_SHARDING_STRATEGY,
@@ -205,13 +205,10 @@ def _text(name: str, value: Any, version: str) -> str:
             raise ValueError(f"{name}: {text} must be a number of parameters") from error
     if allowed is None:
         return text
-    if allowed is _FLAG:
-        if text.lower() not in _FLAG:
-            raise ValueError(f"{name}: {text} must be true or false")
-        return text.lower()
-    numbers = map(str, range(1, len(allowed) + 1))
+    numbers = () if allowed is _FLAG else map(str, range(1, len(allowed) + 1))
     if text.upper() not in allowed and text not in numbers:
-        raise ValueError(f"{name}: {text} must be one of {', '.join(allowed)}")
+        known = "true or false" if allowed is _FLAG else f"one of {', '.join(allowed)}"
+        raise ValueError(f"{name}: {text} must be {known}")
     return text.upper()
 
 
