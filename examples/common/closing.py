@@ -100,12 +100,6 @@ def summarize(
             dtype = getattr(options, "compute_dtype", "float32")
             found, same, two = meters.compare(evaluate_in_plain_torch(folder), dtype)
             rows |= {f"{meters.RESULT}, plain torch": found, "agree": "yes" if same else "no"}
-    _print(title, rows)
-    if not same:
-        raise Stop(f"{two}, so the checkpoint differs from the trained model")
-
-
-def _print(title: str, rows: dict[str, str]) -> None:
     table = Table(title=title, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -113,6 +107,8 @@ def _print(title: str, rows: dict[str, str]) -> None:
         table.add_row(*row)
     width = None if sys.stdout.isatty() else 100
     Console(file=sys.stdout, width=width).print(table, highlight=False)
+    if not same:
+        raise Stop(f"{two}, so the checkpoint differs from the trained model")
 
 
 def count_parameters(saved: str) -> int:
