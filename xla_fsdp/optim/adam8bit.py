@@ -7,7 +7,7 @@ half as many in each lower decade. Values are computed, because tables are slow 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from .saved import LazyState, require_keys, require_shape
 
 BLOCK = 2048
 _DECADES = 7
+# The codes of 0, and those of 1 relative to them; signed or not.
+_ZERO, _ONE = {True: 127, False: 0}, {True: 128, False: 255}
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -135,7 +137,7 @@ def _initial_state(parameter: torch.nn.Parameter, group: Mapping[str, Any]) -> d
     state: dict[str, Any] = {"step": torch.zeros((), device=parameter.device)}
     encoded = parameter.numel() >= group["min_8bit_size"]
     for name, signed in _MOMENTS:
-        code, dtype = (_zero(signed), torch.uint8) if encoded else (0.0, torch.float32)
+        code, dtype = (_ZERO[signed], torch.uint8) if encoded else (0.0, torch.float32)
         state[name] = torch.full_like(parameter, code, dtype=dtype)
     if encoded:
         state["scales"] = torch.zeros(_shape_of_scales(parameter), device=parameter.device)
@@ -173,22 +175,16 @@ def encode(value: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tenso
     scales = blocks.abs().amax(1)
     ratio = blocks / torch.where(scales > 0, scales, torch.ones_like(scales))[:, None]
     size = ratio.abs()
-    number = (size > _middle(0.0, _value(0, 0, signed))).to(size.dtype)
-    for decade in range(_DECADES):
-        count, width = _count(decade, signed), _width(decade, signed)
-        low = 10.0 ** (decade - _DECADES)
-        place = ((size - low) / width).floor().clamp(0, count - 1) + _first(decade, signed)
-        if decade == 0:
-            number = number * place
-        else:
-            below = _value(decade - 1, _count(decade - 1, signed) - 1, signed)
-            number = torch.where(size > _middle(below, _value(decade, 0, signed)), place, number)
-    last = _value(_DECADES - 1, _count(_DECADES - 1, signed) - 1, signed)
-    one = _first(_DECADES, signed)
-    number = torch.where(size > _middle(last, 1.0), torch.full_like(number, one), number)
+    number, below = torch.zeros_like(size), 0.0
+    for low, width, count, first in _decades(signed):
+        place = ((size - low) / width).floor().clamp(0, count - 1) + first
+        number = torch.where(size > (below + (low + 0.5 * width)) / 2, place, number)
+        below = low + (count - 0.5) * width  # the largest value of the decade
+    one = _ONE[signed]
+    number = torch.where(size > (below + 1.0) / 2, torch.full_like(number, one), number)
     if signed:
         # The value 1 exists only with a positive sign.
-        number = torch.where(ratio < 0, -number.clamp(max=one - 1), number) + _zero(signed)
+        number = torch.where(ratio < 0, -number.clamp(max=one - 1), number) + _ZERO[signed]
     return number.reshape(-1)[: value.numel()].view(value.shape).to(torch.uint8), scales
 
 
@@ -212,20 +208,18 @@ def encode_again(
     before, own = _in_blocks(scales), _in_blocks(value)
     top = before.amax(1)
     same = ((before == top[:, None]) | ((before == 0) & (own == 0))).all(1)
-    kept = torch.where(scales > 0, numbers, torch.full_like(numbers, _zero(signed)))
+    kept = torch.where(scales > 0, numbers, torch.full_like(numbers, _ZERO[signed]))
     of_element = scales_of_elements(same, value.shape)
     return torch.where(of_element, kept, anew), torch.where(same, top, scales_anew)
 
 
 def _ratios(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
-    number = numbers.float() - _zero(signed)
+    number = numbers.float() - _ZERO[signed]
     place = number.abs()
     size = torch.zeros_like(place)
-    for decade in range(_DECADES):
-        first = _first(decade, signed)
-        own = (place - first) * _width(decade, signed) + _value(decade, 0, signed)
-        size = torch.where(place >= first, own, size)
-    size = torch.where(place >= _first(_DECADES, signed), torch.ones_like(size), size)
+    for low, width, _, first in _decades(signed):
+        size = torch.where(place >= first, (place - first) * width + (low + 0.5 * width), size)
+    size = torch.where(place >= _ONE[signed], torch.ones_like(size), size)
     return torch.where(number < 0, -size, size)
 
 
@@ -237,28 +231,16 @@ def _in_blocks(value: torch.Tensor) -> torch.Tensor:
     return flat.view(-1, BLOCK)
 
 
-def _count(decade: int, signed: bool) -> int:
-    """The number of values of one sign."""
-    return 2**decade if signed else 2 ** (decade + 1)
-
-
-def _first(decade: int, signed: bool) -> int:
-    """The code of a decade's smallest value, relative to that of 0."""
-    return 1 + sum(_count(below, signed) for below in range(decade))
-
-
-def _zero(signed: bool) -> int:
-    """The code of 0."""
-    return _first(_DECADES, signed) - 1 if signed else 0
-
-
-def _width(decade: int, signed: bool) -> float:
-    return 0.9 * 10.0 ** (decade + 1 - _DECADES) / _count(decade, signed)
-
-
-def _value(decade: int, place: int, signed: bool) -> float:
-    return 10.0 ** (decade - _DECADES) + (place + 0.5) * _width(decade, signed)
-
-
-def _middle(low: float, high: float) -> float:
-    return (low + high) / 2
+def _decades(signed: bool) -> Iterator[tuple[float, float, int, int]]:
+    """Of each decade: where it begins, the distance of its values, their number (of one sign), and
+    the code of the smallest, relative to that of 0."""
+    first = 1
+    for decade in range(_DECADES):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        yield (
+            10.0 ** (decade - _DECADES),
+            0.9 * 10.0 ** (decade + 1 - _DECADES) / count,
+            count,
+            first,
+        )
+        first += count
