@@ -444,10 +444,14 @@ def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> 
         for number, model in enumerate(models):
             name = f"model_{number}.safetensors" if number else "model.safetensors"
             path = os.path.join(folder, name)
-            state = clean_state_dict_for_safetensors(full_state_dict(model))
-            exchange.run_on_first_rank(f"write {path}", partial(save_file, state, path))
+            write = partial(_write_weights, full_state_dict(model), path)
+            exchange.run_on_first_rank(f"write {path}", write)
     self.wait_for_everyone()
     return folder
+
+
+def _write_weights(state: dict[str, Any], path: str) -> None:
+    save_file(clean_state_dict_for_safetensors(state), path)
 
 
 @changes.around(Accelerator, "load_state", _shards_models)

@@ -82,11 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_cpu = os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
     ranks = options.num_processes or config.num_processes
     if on_cpu and not 1 <= ranks <= 8:
+        given = "no number of ranks" if ranks == -1 else f"{ranks} CPU ranks are not possible"
         parser.error(
-            f"{ranks} CPU ranks are not possible: set num_processes to 1 to 8 in the config "
-            "file, or pass --num_processes"
-            if ranks != -1
-            else "the config file has no num_processes: add it, or pass --num_processes"
+            f"{given}: set num_processes in the config file to 1 to 8, or pass --num_processes"
         )
     function = config.main_training_function or "main"
     sys.argv = [options.script, *options.arguments]
