@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .sizes import KEPT
+from .child import KEPT, WAYS, Request, Sizes, lower
 
 if TYPE_CHECKING:
     from xla_fsdp import Report
-
-    from .sizes import Sizes
 
 SPMD, JAX = "SPMD", "JAX"
 _MODULES = {SPMD: "spmd", JAX: "jax_fsdp"}
@@ -60,9 +58,6 @@ def plan_peer(
     """
     from xla_fsdp.planning.foreign import plan_partitioned
     from xla_fsdp.tpu.topology import resolve
-
-    from .child import Request, lower
-    from .sizes import WAYS, Sizes
 
     if name not in _MODULES:
         raise ValueError(f"no peer has the name {name!r}; allowed are {', '.join(_MODULES)}")
