@@ -228,9 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__)
     parser.add_argument("slices", nargs="*", help="default: all slices of each table")
     every = sorted({name for table in TABLES.values() for name in table.names})
-    parser.add_argument(
-        "--only", action="append", choices=every, help="plan only this (repeatable)"
-    )
+    parser.add_argument("--only", action="append", choices=every, help="plan only this; repeatable")
     usual = [kind for kind in TABLES if kind != COMPILERS]
     parser.add_argument(
         "--table", action="append", choices=list(TABLES), help=f"default: {', '.join(usual)}"

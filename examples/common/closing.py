@@ -16,9 +16,7 @@ import xla_fsdp
 
 from .script import Stop
 
-flags.DEFINE_bool(
-    "no_ckpt_consolidation", False, "do not join the files of the ranks into one model"
-)
+flags.DEFINE_bool("no_ckpt_consolidation", False, "do not join the ranks' files into one model")
 
 # Images times parameters that one core evaluates in about a minute.
 EVALUATED = 10**11

@@ -70,9 +70,7 @@ class TrainerCheckpoints:
             _write_file(self, checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
-            raise ValueError(
-                "storage_options have no effect on sharded checkpoints: leave them out"
-            )
+            raise ValueError("storage_options has no effect on sharded checkpoints: leave it out")
         rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
         save_alone(
             os.fspath(filepath),
