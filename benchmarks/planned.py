@@ -31,7 +31,7 @@ from xla_fsdp.tpu.topology import resolve
 from .decoder import Decoder, decoder_step
 from .model import Block, adamw_step
 from .peers import JAX, SPMD, maxtext_options, plan_peer
-from .peers.child import AGAIN, KEPT, REMATERIALISED, SCANNED
+from .peers.sizes import AGAIN, KEPT, REMATERIALISED, SCANNED
 from .tables import cycles, head, line, require_slices
 from .workload_s import IN_TREE, OURS, scanned_step, step_of
 
@@ -47,7 +47,7 @@ GPT_SIZES = Decoder(24, 1024, 16, 64, 4096, 50304, length=1024, batch=8, gpt=Tru
 
 @dataclass(frozen=True)
 class Table:
-    """The slices and names of a table, and what is saved for the backward (``peers/child.py``)."""
+    """The slices and names of a table, and what is saved for the backward (``peers/sizes.py``)."""
 
     slices: tuple[str, ...]
     names: tuple[str, ...]
@@ -228,7 +228,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__)
     parser.add_argument("slices", nargs="*", help="default: all slices of each table")
     every = sorted({name for table in TABLES.values() for name in table.names})
-    parser.add_argument("--only", action="append", choices=every, help="plan only this; repeatable")
+    parser.add_argument(
+        "--only", action="append", choices=every, help="plan only this (repeatable)"
+    )
     usual = [kind for kind in TABLES if kind != COMPILERS]
     parser.add_argument(
         "--table", action="append", choices=list(TABLES), help=f"default: {', '.join(usual)}"

@@ -164,7 +164,9 @@ def _open(folder: Path, part: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if folder.stat().st_mode & stat.S_IWOTH:
-            raise PermissionError(errno.EPERM, "anybody can put programs there, which would run")
+            raise PermissionError(
+                errno.EPERM, "anybody can put programs there, which you would run"
+            )
         kind = f"{on.lower()}-{digest[:16]}"
         run = open_run(folder.resolve(), kind, about)
     except OSError as error:

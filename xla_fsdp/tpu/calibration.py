@@ -161,5 +161,7 @@ def read(calibration: Calibration | str | os.PathLike[str]) -> Calibration:
     if isinstance(calibration, Calibration):
         return calibration
     if not isinstance(calibration, (str, os.PathLike)):
-        raise TypeError(f"calibration must be a path or a Calibration, got {calibration!r:.60}")
+        raise TypeError(
+            f"calibration must be a file's path or a Calibration, got {calibration!r:.60}"
+        )
     return Calibration.load(calibration)
