@@ -10,7 +10,7 @@ from on_ranks import without_ranks
 from reports import make
 
 from benchmarks.peers import JAX, SPMD, plan_peer
-from benchmarks.peers.child import AGAIN, REMATERIALISED, SCANNED, WAYS, Sizes
+from benchmarks.peers.sizes import AGAIN, REMATERIALISED, SCANNED, WAYS, Sizes
 from xla_fsdp.planning.foreign import plan_partitioned
 from xla_fsdp.planning.program.flops import model_flops
 from xla_fsdp.planning.tracing.step import trace_step

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .child import KEPT, WAYS, Request, Sizes, lower
+from .sizes import KEPT
 
 if TYPE_CHECKING:
     from xla_fsdp import Report
+
+    from .sizes import Sizes
 
 SPMD, JAX = "SPMD", "JAX"
 _MODULES = {SPMD: "spmd", JAX: "jax_fsdp"}
@@ -58,6 +60,9 @@ def plan_peer(
     """
     from xla_fsdp.planning.foreign import plan_partitioned
     from xla_fsdp.tpu.topology import resolve
+
+    from .child import Request, lower
+    from .sizes import WAYS, Sizes
 
     if name not in _MODULES:
         raise ValueError(f"no peer has the name {name!r}; allowed are {', '.join(_MODULES)}")

@@ -35,7 +35,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .child import AGAIN, HEADS, KEPT, REMATERIALISED, SCANNED, Request, write_answer
+from .child import Request, write_answer
+from .sizes import AGAIN, HEADS, KEPT, REMATERIALISED, SCANNED
 
 Parameters = Mapping[str, jax.Array]  # by dotted name
 Gather = Callable[[jax.Array], jax.Array]
