@@ -184,9 +184,17 @@ class Chip:
         """
         edge = self.cube
         for count in range(1, self.largest_slice // edge**3 + 1 if edge else 1):
-            pairs = ((a, b) for a in _divisors(count) for b in _divisors(count // a))
-            boxes = [(a, b, count // (a * b)) for a, b in pairs]
-            yield tuple(edge * length for length in sorted(min(boxes, key=sum)))
+            a, b, c = min(
+                (
+                    (a, b, count // (a * b))
+                    for a in range(1, round(count ** (1 / 3)) + 1)
+                    if count % a == 0
+                    for b in range(a, int((count // a) ** 0.5) + 1)
+                    if count // a % b == 0
+                ),
+                key=sum,
+            )
+            yield a * edge, b * edge, c * edge
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of ``shape`` chips are rings.
@@ -198,10 +206,6 @@ class Chip:
             whole = all(length % self.cube == 0 for length in shape)
             return tuple(whole for _ in shape)
         return tuple(length == full for length, full in zip(shape, self.pod, strict=True))
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 # Cloud, up to one cube.
