@@ -74,15 +74,13 @@ def _rank(rank: int, folder: str, gib: float, rounds: int) -> dict[str, list[flo
         xm.rendezvous(name)
         times.setdefault(name, []).append(time.perf_counter() - start)
 
-    def fresh(name: str) -> Path:
-        if rank == 0:
-            shutil.rmtree(root / name, ignore_errors=True)
-            (root / name).mkdir(parents=True)
-        xm.rendezvous("fresh")
-        return root / name
+    intree_file = root / "intree" / f"rank-{rank}-of-{RANKS}.pth"
 
-    def intree_file() -> Path:
-        return root / "intree" / f"rank-{rank}-of-{RANKS}.pth"
+    def save_ours() -> None:
+        xla_fsdp.save_checkpoint(root / "ours", model, optimizer, step=1)
+
+    def load_ours() -> None:
+        xla_fsdp.load_checkpoint(root / "ours", model, optimizer)
 
     def save_intree() -> None:
         held = {
@@ -90,10 +88,10 @@ def _rank(rank: int, folder: str, gib: float, rounds: int) -> dict[str, list[flo
             "shard_metadata": model.get_shard_metadata(),
             "optimizer": optimizer.state_dict(),
         }
-        xm.save(held, str(intree_file()), master_only=False)
+        xm.save(held, str(intree_file), master_only=False)
 
     def load_intree() -> None:
-        held = torch.load(intree_file())
+        held = torch.load(intree_file)
         model.load_state_dict(held["model"])
         optimizer.load_state_dict(held["optimizer"])
         torch_xla.sync(wait=True)
@@ -102,21 +100,16 @@ def _rank(rank: int, folder: str, gib: float, rounds: int) -> dict[str, list[flo
         return sorted((root / SAVED).iterdir())
 
     for _ in range(rounds):
-        fresh("ours")
-        timed(
-            "save, ours",
-            lambda: xla_fsdp.save_checkpoint(root / "ours", model, optimizer, step=1),
-        )
-        fresh("intree")
+        if rank == 0:
+            for name in ("ours", "intree", "copy", "dcp"):
+                shutil.rmtree(root / name, ignore_errors=True)
+                (root / name).mkdir(parents=True)
+        timed("save, ours", save_ours)
         timed("save, in-tree way", save_intree)
-        fresh("copy")
         timed("save, plain copy", lambda: _copy(files(), root / "copy", rank))
-        fresh("dcp")
         timed("save, torch dcp", lambda: _save_dcp(root / "dcp", model, optimizer, rank))
     for _ in range(rounds):
-        timed(
-            "load, ours", lambda: xla_fsdp.load_checkpoint(root / "ours", model, optimizer) and None
-        )
+        timed("load, ours", load_ours)
         timed("load, in-tree way", load_intree)
         timed("load, plain copy", lambda: _read(files(), rank))
         timed("load, torch dcp", lambda: _load_dcp(root / "dcp", model, optimizer, rank))

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +27,12 @@ from torch import nn
 
 from .model import Block
 from .tables import head, line
+from .workload_s import IN_TREE, OURS, classes_of
 
-OURS, IN_TREE = "ours", "in-tree"
 SEED = 7
 VOCABULARY = 256
-MOST_WARM_UP_STEPS = 8  # nothing compiles after two or three
+WARM_UP_STEPS = 4  # nothing compiles after two or three
+UNTIMED_STEPS = 2  # they create optimizer state and have one-time costs
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,8 @@ class LanguageModel(nn.Module):
 class Lane:
     """The model and optimizer of one rank, sharded by one of the classes.
 
-    Args:
-        turns: taken while a step is traced.
-        simulated: simulates rank ``rank`` of ``work.ranks``; no other rank exists.
+    ``turns``: taken while a step is traced. ``simulated``: simulates rank ``rank`` of
+    ``work.ranks``; no other rank exists.
     """
 
     def __init__(
@@ -87,12 +86,21 @@ class Lane:
         import torch_xla
 
         self.name, self.turns = name, turns
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
         torch.manual_seed(SEED)  # the same weights on every rank and in every lane
         model = LanguageModel(work.blocks, work.width, work.heads, work.sequence)
-        wrap, checkpoint = _classes(name, work, rank if simulated else None)
+        options: dict = {} if name == OURS else {"pin_layout_in_collective_ops": False}
+        if work.compute_dtype:
+            options["compute_dtype"] = getattr(torch, work.compute_dtype)
+        if simulated:
+            options["sharding_groups"] = [list(range(work.ranks))]
+            options |= {"sharding_rank": rank, "sharding_world_size": work.ranks}
+        wrap, checkpoint = classes_of(name)
         for number, block in enumerate(model.blocks):
-            model.blocks[number] = wrap(checkpoint(block) if work.checkpoint else block)
-        self.model = wrap(model).to(torch_xla.device())
+            block = checkpoint(block) if work.checkpoint else block
+            model.blocks[number] = wrap(block, **options)
+        self.model = wrap(model, **options).to(torch_xla.device())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         # Each rank has another part of the batch.
         generator = torch.Generator().manual_seed(SEED + 1 + rank)
@@ -110,56 +118,37 @@ class Lane:
             self.optimizer.zero_grad(set_to_none=True)
             return loss.detach()
 
-    def run(self, wait: bool = False) -> torch.Tensor:
-        """Runs a step; returns its loss."""
+    def run(self, steps: int) -> None:
+        """Runs steps on all ranks, and stores the seconds of one."""
         import torch_xla
+        import torch_xla.core.xla_model as xm
 
-        loss = self.trace()  # kept over the sync: with one output less it is another program
-        torch_xla.sync(wait=wait)
-        return loss
-
-
-def _classes(name: str, work: Workload, simulated_rank: int | None) -> tuple[Callable, Callable]:
-    """The wrapper and the function that checkpoints a block."""
-    options: dict = {}
-    if work.compute_dtype:
-        options["compute_dtype"] = getattr(torch, work.compute_dtype)
-    if simulated_rank is not None:
-        options["sharding_groups"] = [list(range(work.ranks))]
-        options |= {"sharding_rank": simulated_rank, "sharding_world_size": work.ranks}
-    if name == OURS:
-        import xla_fsdp as library
-    else:
-        import torch_xla.distributed.fsdp as library
-
-        options["pin_layout_in_collective_ops"] = False
-
-    def wrap(module: nn.Module) -> nn.Module:
-        return library.XlaFullyShardedDataParallel(module, **options)
-
-    return wrap, library.checkpoint_module
-
-
-def _turns(work: Workload) -> contextlib.AbstractContextManager:
-    # The in-tree checkpoint has its state in a global variable, so only one rank, which is a
-    # thread, may trace at a time; for a fair comparison also with our class.
-    return threading.Lock() if work.checkpoint else contextlib.nullcontext()
+        xm.rendezvous("begin")
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = self.trace()  # kept over the sync: with one output less it is another program
+            torch_xla.sync()
+        xm.wait_device_ops()
+        xm.rendezvous("done")
+        self.seconds.append((time.perf_counter() - start) / steps)
+        self.losses.append(loss.item())
 
 
 def step_times(work: Workload, steps: int, rounds: int) -> dict[str, dict]:
     """Milliseconds of a step and losses, by lane. Both are in one launch, and take turns."""
     import xla_fsdp
 
-    each = max(1, round(steps / rounds))
-    arguments = (work, rounds, each, _turns(work))
+    # The in-tree checkpoint has its state in a global variable, so only one rank, which is a
+    # thread, may trace at a time; for a fair comparison also with our class.
+    turns = threading.Lock() if work.checkpoint else contextlib.nullcontext()
+    arguments = (work, rounds, max(1, round(steps / rounds)), turns)
     by_rank = xla_fsdp.launch(_step_times_of_rank, arguments, num_devices=work.ranks)
     return {
         name: {
-            "step_ms": 1e3 * statistics.median(by_rank[0][name]["seconds"]),
-            "step_ms_rounds": [1e3 * value for value in by_rank[0][name]["seconds"]],
+            "step_ms": 1e3 * statistics.median(by_rank[0][name][0]),
             "losses": [
                 statistics.mean(step)
-                for step in zip(*(rank[name]["losses"] for rank in by_rank), strict=True)
+                for step in zip(*(rank[name][1] for rank in by_rank), strict=True)
             ],
         }
         for name in (OURS, IN_TREE)
@@ -167,52 +156,21 @@ def step_times(work: Workload, steps: int, rounds: int) -> dict[str, dict]:
 
 
 def _step_times_of_rank(rank: int, work: Workload, rounds: int, steps: int, turns) -> dict:
+    import xla_fsdp
+
     lanes = [Lane(name, work, rank, turns) for name in (OURS, IN_TREE)]
-    found = {lane.name: {"losses": _warm_up(lane), "seconds": []} for lane in lanes}
-    compiled = _compiled()
+    for lane in lanes:
+        for _ in range(WARM_UP_STEPS):
+            lane.run(1)
+        lane.seconds.clear()
+    compiled = xla_fsdp.compilation_counts()
     for number in range(rounds):
         # Alternate the order: caches and clock rate of the first lane affect the second.
         for lane in lanes if number % 2 == 0 else reversed(lanes):
-            _wait_for_all()
-            start = time.perf_counter()
-            for _ in range(steps):
-                loss = lane.run()
-            _wait_for_all()
-            del loss
-            found[lane.name]["seconds"].append((time.perf_counter() - start) / steps)
-    if _compiled() != compiled:
+            lane.run(steps)
+    if xla_fsdp.compilation_counts() != compiled:
         raise RuntimeError("a step was compiled while it was timed")
-    for lane in lanes:
-        found[lane.name]["losses"].append(lane.trace().item())
-    return found
-
-
-def _warm_up(lane: Lane) -> list[float]:
-    """Runs steps until nothing compiles; returns their losses."""
-    import torch_xla.core.xla_model as xm
-
-    losses, before, count = [], None, _compiled()
-    while before != count and len(losses) < MOST_WARM_UP_STEPS:
-        before = count
-        losses.append(lane.run().item())
-        xm.rendezvous("warm")  # all ranks read the same count
-        count = _compiled()
-        xm.rendezvous("read")
-    return losses
-
-
-def _compiled() -> int:
-    import torch_xla.debug.metrics as met
-
-    data = met.metric_data("CompileTime")
-    return data[0] if data else 0
-
-
-def _wait_for_all() -> None:
-    import torch_xla.core.xla_model as xm
-
-    xm.wait_device_ops()
-    xm.rendezvous("done")
+    return {lane.name: (lane.seconds, lane.losses) for lane in lanes}
 
 
 def tracing_times(work: Workload, steps: int) -> dict[str, dict]:
@@ -228,14 +186,12 @@ def tracing_times(work: Workload, steps: int) -> dict[str, dict]:
     os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"
     turns = contextlib.nullcontext()
     lanes = [Lane(name, work, 0, turns, simulated=True) for name in (OURS, IN_TREE)]
-    samples: dict[str, list[float]] = {lane.name: [] for lane in lanes}
-    first = 2  # steps that create optimizer state and have one-time costs
-    for number in range(first + steps):
+    for number in range(UNTIMED_STEPS + steps):
         for lane in lanes if number % 2 == 0 else reversed(lanes):
             start = time.process_time()
             lane.trace()
-            if number >= first:
-                samples[lane.name].append(time.process_time() - start)
+            lane.seconds.append(time.process_time() - start)
+    samples = {lane.name: lane.seconds[UNTIMED_STEPS:] for lane in lanes}
     return {name: {"trace_ms": 1e3 * statistics.median(one)} for name, one in samples.items()}
 
 

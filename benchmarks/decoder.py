@@ -14,6 +14,8 @@ from torch import nn
 import xla_fsdp
 from xla_fsdp import ShardingStrategy
 
+from .model import adamw_step
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -191,6 +193,16 @@ def _angles(sizes: Decoder, device: torch.device) -> tuple[torch.Tensor, torch.T
     return turns.cos().bfloat16().to(device), turns.sin().bfloat16().to(device)
 
 
+def token_step(model: nn.Module, batch: int, length: int) -> torch.Tensor:
+    """Trains a step of a language model that returns its loss; gradients are clipped at 1."""
+
+    def loss() -> torch.Tensor:
+        tokens = torch.zeros(batch, length, dtype=torch.long).to("xla")
+        return model(tokens, tokens)
+
+    return adamw_step(model, loss, lr=1e-4, clip_norm=1.0)
+
+
 def decoder_step(sizes: Decoder, replicas: int = 1) -> Callable[[], torch.Tensor]:
     """A training step for :func:`xla_fsdp.plan`: AdamW, bfloat16, gradients clipped at a norm of 1.
 
@@ -210,13 +222,6 @@ def decoder_step(sizes: Decoder, replicas: int = 1) -> Callable[[], torch.Tensor
         loop = {"keep": sizes.keep, "prefetch": sizes.prefetch, "offload": sizes.offload}
         model = Model(sizes, lambda blocks: xla_fsdp.scan_blocks(blocks, **loop, **wrapping))
         model = xla_fsdp.XlaFullyShardedDataParallel(model, **wrapping)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        tokens = torch.zeros(sizes.batch, sizes.length, dtype=torch.long).to("xla")
-        loss = model(tokens, tokens)
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return token_step(model, sizes.batch, sizes.length)
 
     return step

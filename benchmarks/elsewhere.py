@@ -40,6 +40,11 @@ FIRST_ON_CPU = (2, 9)
 
 def train(rank: int, folder: str, name: str) -> Any:
     """Call ``train`` of a script of docs/how-to/migrate-to-torchtpu.md on this rank."""
+    return _module(folder, name).train(rank)
+
+
+def _module(folder: str, name: str) -> Any:
+    """A new module of the file, which may import the others of the folder."""
     with _importing:  # ranks are threads
         sys.path.insert(0, folder)
         try:
@@ -48,17 +53,16 @@ def train(rank: int, folder: str, name: str) -> Any:
             spec.loader.exec_module(module)
         finally:
             sys.path.remove(folder)
-            sys.modules.pop("network")  # the module in this folder
-    return module.train(rank)
+            sys.modules.pop("network", None)
+    return module
 
 
 def stay(folder: str) -> None:
     """Write the losses that there.py must have: those of one process with all data."""
-    network: dict[str, Any] = {}
-    exec(Path(folder, "network.py").read_text(), network)
-    model = network["build"]()
-    optimizer = network["adamw"](model)
-    losses = [network["step"](model, optimizer, number, 0, 1, "cpu") for number in range(6)]
+    network = _module(folder, "network")
+    model = network.build()
+    optimizer = network.adamw(model)
+    losses = [network.step(model, optimizer, number, 0, 1, "cpu") for number in range(6)]
     Path(folder, "losses.json").write_text(json.dumps(losses[4:]))
 
 
@@ -106,10 +110,7 @@ def come_back(rank: int, written: str, own: str) -> None:
     """Load the checkpoint of that torch's FSDP2 here; raise ValueError if values differ."""
     import xla_fsdp
 
-    with _importing:
-        spec = importlib.util.spec_from_file_location("network", f"{written}/network.py")
-        network = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(network)
+    network = _module(written, "network")
     model = xla_fsdp.XlaFullyShardedDataParallel(network.build(), flatten_parameters=True)
     optimizer = network.adamw(model)
     xla_fsdp.from_dcp(f"{own}/there", model, optimizer, allow_pickle=True)

@@ -1,6 +1,8 @@
-"""Pre-norm transformer blocks of the benchmarks."""
+"""Pre-norm transformer blocks of the benchmarks, and a training step."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,24 @@ class BlockOfParts(Block):
         mixed = einsum("bhqk,bhkd->bhqd", softmax(self.mask(scores)), v)
         out = einsum("bhsd,whd->bsw", mixed, self.out.weight.view(w, self.heads, d))
         return out + self.out.bias
+
+
+def adamw_step(
+    model: nn.Module,
+    loss_of: Callable[[], torch.Tensor],
+    lr: float = 1e-3,
+    clip_norm: float | None = None,
+) -> torch.Tensor:
+    """Trains a step with AdamW on the loss ``loss_of()``, and returns the loss."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr)
+    loss = loss_of()
+    loss.backward()
+    if clip_norm is not None:
+        model.clip_grad_norm_(clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 class LowRankLinear(nn.Module):

@@ -29,10 +29,10 @@ from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder, decoder_step
-from .model import Block
+from .model import Block, adamw_step
 from .peers import JAX, SPMD, maxtext_options, plan_peer
 from .peers.sizes import AGAIN, KEPT, REMATERIALISED, SCANNED
-from .tables import cycles, require_slices
+from .tables import cycles, head, line, require_slices
 from .workload_s import IN_TREE, OURS, scanned_step, step_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -143,26 +143,22 @@ def vit_step() -> torch.Tensor:
     embed = nn.Linear(3 * 16 * 16, width)  # of patches
     body = nn.Sequential(embed, blocks, nn.LayerNorm(width), nn.Linear(width, classes))
     model = xla_fsdp.XlaFullyShardedDataParallel(body, **narrow)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    labels = torch.zeros(64, dtype=torch.long).to("xla")
-    logits = model(torch.zeros(64, 14 * 14, 3 * 16 * 16).to("xla")).mean(1)
-    loss = nn.functional.cross_entropy(logits.float(), labels)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
+
+    def loss() -> torch.Tensor:
+        labels = torch.zeros(64, dtype=torch.long).to("xla")
+        logits = model(torch.zeros(64, 14 * 14, 3 * 16 * 16).to("xla")).mean(1)
+        return nn.functional.cross_entropy(logits.float(), labels)
+
+    return adamw_step(model, loss)
 
 
 def markdown(reports: Reports) -> str:
     """A table with a row for each slice and name, and a column for each figure."""
-    lines = [
-        "| slice | | " + " | ".join(label for label, *_ in FIGURES) + " |",
-        "|---|---|" + "---:|" * len(FIGURES),
-    ]
+    lines = [head(["slice", "", *(label for label, *_ in FIGURES)], names=2)]
     for where, by_name in reports.items():
         for name, report in by_name.items():
             cells = [f"{get(report):,.{decimals}f}" for _, get, decimals in FIGURES]
-            lines.append(f"| {where} | {name} | " + " | ".join(cells) + " |")
+            lines.append(line([where, name, *cells]))
     return "\n".join(lines)
 
 
@@ -178,24 +174,18 @@ def page(tables: dict[str, Reports]) -> str:
 
 def differences(reports: Reports, names: Sequence[str], compilers: Sequence[str]) -> str:
     """A table of the figures in which two compilers differ by more than :data:`LARGE`."""
-    lines = [
-        f"| slice | | figure | {' | '.join(compilers)} | ratio |",
-        "|---|---|---|---:|---:|---:|",
-    ]
+    lines = [head(["slice", "", "figure", *compilers, "ratio"], names=3)]
     for where, by_name in reports.items():
         for name in names:
             pair = [by_name.get(by_compiler(name, compiler)) for compiler in compilers]
-            first, second = pair
-            if first is None or second is None:
+            if None in pair:
                 continue
             for label, get, decimals in FIGURES:
-                old, new = get(first), get(second)
+                old, new = map(get, pair)
                 if abs(new - old) > LARGE * max(old, new):
-                    ratio = f"{new / old:.2f}" if old else "-"
-                    lines.append(
-                        f"| {where} | {name} | {label} | {old:,.{decimals}f} "
-                        f"| {new:,.{decimals}f} | {ratio} |"
-                    )
+                    cells = [f"{figure:,.{decimals}f}" for figure in (old, new)]
+                    cells.append(f"{new / old:.2f}" if old else "-")
+                    lines.append(line([where, name, label, *cells]))
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder
 from .published_runs import NOT_PLANNED, RUNS, Run, halves, step_of
+from .tables import head, line
 
 RESULTS = Path(__file__).parent / "results" / "published.json"
 GIB = 2**30
@@ -95,19 +96,12 @@ def markdown(rows: dict[str, dict]) -> str:
     """Tables of all rows, of the errors by chip and by half, and of the order of settings."""
     good = {name: row for name, row in rows.items() if name in RUNS and "step" in row}
     fit, held = halves(list(good))
-    lines = [
-        "| run | half | published | step, s | modelled, s | less kept | error "
-        "| MFU, % | exposed | host | HBM, GiB |",
-        "|---|---|---|" + "---:|" * 8,
-    ]
-    for name in RUNS:
-        if name in good:
-            lines.append("| " + " | ".join(_row(RUNS[name], good[name], name in fit)) + " |")
-    lines += [
-        "",
-        "| | runs | mean error | mean absolute error | worst | within 15 % |",
-        "|---|" + "---:|" * 5,
-    ]
+    labels = ["run", "half", "published", "step, s", "modelled, s", "less kept"]
+    labels += ["error", "MFU, %", "exposed", "host", "HBM, GiB"]
+    lines = [head(labels, names=3)]
+    lines += [line(_row(RUNS[name], good[name], name in fit)) for name in RUNS if name in good]
+    errors_of = ["mean error", "mean absolute error", "worst", "within 15 %"]
+    lines += ["", head(["", "runs", *errors_of])]
     groups = {chip: [n for n in good if RUNS[n].chip == chip] for chip in _chips()}
     groups |= {"corrected on": sorted(fit), "held out": sorted(held)}
     newer = {"v5e", "v5p", "v6e", "tpu7x"}
@@ -117,11 +111,9 @@ def markdown(rows: dict[str, dict]) -> str:
         if names:
             errors = [100 * (ratio(RUNS[n], good[n]) - 1) for n in names]
             near = sum(abs(error) <= 15 for error in errors)
-            lines.append(
-                f"| {label} | {len(names)} | {statistics.mean(errors):+.0f} % "
-                f"| {statistics.mean(map(abs, errors)):.1f} % | {max(errors, key=abs):+.0f} % "
-                f"| {near} of {len(names)} |"
-            )
+            means = statistics.mean(errors), statistics.mean(map(abs, errors))
+            cells = [f"{means[0]:+.0f} %", f"{means[1]:.1f} %", f"{max(errors, key=abs):+.0f} %"]
+            lines.append(line([label, f"{len(names)}", *cells, f"{near} of {len(names)}"]))
     lines += _corrected(good, held)
     lines += ["", NOTE]
     if any(row.get("options", {}) != RUNS[name].options for name, row in good.items()):
@@ -154,12 +146,9 @@ def correction(good: dict[str, dict], chip: str) -> tuple[float, int]:
 
 def _corrected(good: dict[str, dict], held: set[str]) -> list[str]:
     """A table of the held-out runs with the corrections of the other half."""
-    lines = [
-        "",
-        "| chip | published / modelled, median | of runs | held-out runs | mean absolute error "
-        "| corrected | worst, corrected | within 15 %, corrected |",
-        "|---|" + "---:|" * 7,
-    ]
+    labels = ["chip", "published / modelled, median", "of runs", "held-out runs"]
+    labels += ["mean absolute error", "corrected", "worst, corrected", "within 15 %, corrected"]
+    lines = ["", head(labels)]
     every: list[tuple[float, float]] = []
 
     def row(label: str, factor: str, runs: str, pairs: list[tuple[float, float]]) -> str:
@@ -169,7 +158,7 @@ def _corrected(good: dict[str, dict], held: set[str]) -> list[str]:
         if pairs:
             cells = [f"{statistics.mean(map(abs, each)):.1f} %" for each in (plain, corrected)]
             cells += [f"{max(corrected, key=abs):+.0f} %", f"{near} of {len(pairs)}"]
-        return f"| {label} | {factor} | {runs} | {len(pairs)} | {' | '.join(cells)} |"
+        return line([label, factor, runs, f"{len(pairs)}", *cells])
 
     for chip in _chips():
         factor, runs = correction(good, chip)
@@ -185,26 +174,24 @@ def _corrected(good: dict[str, dict], held: set[str]) -> list[str]:
 def orders(good: dict[str, dict]) -> list[str]:
     """Lines on each source with several settings of a model on a slice: fastest first, a token."""
     groups: dict[tuple[str, str, int], list[str]] = {}
-    for name in RUNS:
+    for name, run in RUNS.items():
         if name in good:
-            run = RUNS[name]
             size = getattr(run.sizes, "parameters", 0)
             groups.setdefault((run.slice, run.source, size), []).append(name)
+
+    def published(name: str) -> float:  # seconds for each token of a device
+        return RUNS[name].seconds / RUNS[name].sizes.tokens
+
+    def modelled(name: str) -> float:
+        return ratio(RUNS[name], good[name]) * published(name)
+
     lines = []
     for names in groups.values():
         if len(names) > 1:
-            published = sorted(names, key=lambda n: RUNS[n].seconds / RUNS[n].sizes.tokens)
-            modelled = sorted(names, key=lambda n: _modelled(RUNS[n], good[n]))
-            same = "the same" if published == modelled else "; ".join(modelled)
-            lines.append(
-                f"\nBy published time of a token: {'; '.join(published)}. Modelled: {same}."
-            )
+            first, second = sorted(names, key=published), sorted(names, key=modelled)
+            same = "the same" if first == second else "; ".join(second)
+            lines.append(f"\nBy published time of a token: {'; '.join(first)}. Modelled: {same}.")
     return lines
-
-
-def _modelled(run: Run, row: dict) -> float:
-    """Modelled seconds for each token of a device."""
-    return ratio(run, row) * run.seconds / run.sizes.tokens
 
 
 def _chips() -> list[str]:
@@ -213,9 +200,8 @@ def _chips() -> list[str]:
 
 def _row(run: Run, row: dict, fit: bool) -> list[str]:
     marks = " (1)" * (row.get("options", {}) != run.options) + " (2)" * bool(row.get("offloaded"))
-    name = run.name + marks
     return [
-        name,
+        run.name + marks,
         "corrected on" if fit else "held out",
         run.published,
         f"{'at most ' if run.bound else ''}{run.seconds:.3f}",

@@ -24,8 +24,8 @@ from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder, decoder_step
 
-# Peak bfloat16 FLOP/s of a chip (of a core on v3) that the sources use for their MFU.
-_V3_CORE, _V4, _V5E = 123e12 / 2, 275e12, 197e12
+# Peak bfloat16 FLOP/s of a core of v3 that the source uses for its MFU.
+_V3_CORE = 123e12 / 2
 
 
 @dataclass(frozen=True)
@@ -194,37 +194,30 @@ RUNS = {
             "1,775 images/s a chip", "torch_xla PR 6053 (and 5720, 6904: 1,447, 1,762)",
             assumed="batch 128, float32 (the script's defaults)",
         ),
-        Run(
-            "Llama 3.1 8B, v6e-8", "v6e-8", _LLAMA_8B, 3.443, "3.443 s", _RECIPES, kept=_QKVO,
-            differs=f"{_ON_HOST}; {_FUSED}", options=_VMEM,
+        *(
+            Run(
+                f"Llama 3.1 8B, {where}", where, _LLAMA_8B, seconds, f"{seconds} s", _RECIPES,
+                kept=_QKVO, differs=f"{_ON_HOST}; {_FUSED}", options=_VMEM,
+            )
+            for where, seconds in (("v6e-8", 3.443), ("v6e-16", 3.393), ("v6e-32", 3.495))
         ),
-        Run(
-            "Llama 3.1 8B, v6e-16", "v6e-16", _LLAMA_8B, 3.393, "3.393 s", _RECIPES, kept=_QKVO,
-            differs=f"{_ON_HOST}; {_FUSED}", options=_VMEM,
+        *(
+            Run(
+                f"Llama 3 8B, v6e-256, batch {batch}", "v6e-256", replace(_LLAMA_8B, batch=batch),
+                seconds, f"{seconds} s", _PRIME, assumed="all rematerialised", differs=_FLASH,
+            )
+            for batch, seconds in ((1, 1.625), (2, 2.991))
         ),
-        Run(
-            "Llama 3.1 8B, v6e-32", "v6e-32", _LLAMA_8B, 3.495, "3.495 s", _RECIPES, kept=_QKVO,
-            differs=f"{_ON_HOST}; {_FUSED}", options=_VMEM,
-        ),
-        Run(
-            "Llama 3 8B, v6e-256, batch 1", "v6e-256", replace(_LLAMA_8B, batch=1), 1.625,
-            "1.625 s", _PRIME, assumed="all rematerialised", differs=_FLASH,
-        ),
-        Run(
-            "Llama 3 8B, v6e-256, batch 2", "v6e-256", replace(_LLAMA_8B, batch=2), 2.991,
-            "2.991 s", _PRIME, assumed="all rematerialised", differs=_FLASH,
-        ),
-        Run(
-            "16B, v5litepod-256", "v5litepod-256", MAXTEXT_16B, _of_rate(MAXTEXT_16B, 120),
-            "120 TFLOP/s, 61.1 %", _V5E_CONFIG, assumed=_16B,
-        ),
-        Run(
-            "32B, v5litepod-256", "v5litepod-256", _MAXTEXT_32B, _of_rate(_MAXTEXT_32B, 132),
-            "132 TFLOP/s, 66.9 %", _V5E_CONFIG, assumed=_16B,
-        ),
-        Run(
-            "64B, v5litepod-256", "v5litepod-256", _MAXTEXT_64B, _of_rate(_MAXTEXT_64B, 118),
-            "118 TFLOP/s, 59.9 %", _V5E_CONFIG, assumed=_16B,
+        *(
+            Run(
+                f"{name}, v5litepod-256", "v5litepod-256", sizes, _of_rate(sizes, rate),
+                f"{rate} TFLOP/s, {mfu} %", _V5E_CONFIG, assumed=_16B,
+            )
+            for name, sizes, rate, mfu in (
+                ("16B", MAXTEXT_16B, 120, 61.1),
+                ("32B", _MAXTEXT_32B, 132, 66.9),
+                ("64B", _MAXTEXT_64B, 118, 59.9),
+            )
         ),
         Run(
             "16B, 4 x v5litepod-256", "4xv5litepod-256", MAXTEXT_16B,
@@ -273,17 +266,16 @@ RUNS = {
             "Llama 3.1 70B, v6e-32", "v6e-32", replace(_V6E_70B, weights="bfloat16"), 17.79,
             "17.79 s, 45.1 %", _2026, kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
         ),
-        Run(
-            "Llama 3.1 70B, v6e-64", "v6e-64", _V6E_70B, 18.69, "18.69 s, 42.9 %", _2026,
-            kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
-        ),
-        Run(
-            "Llama 3.1 70B, v6e-128", "v6e-128", replace(_V6E_70B, batch=4), 34.79,
-            "34.79 s, 46.1 %", _2026, kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
-        ),
-        Run(
-            "Llama 3.1 70B, v6e-256", "v6e-256", replace(_V6E_70B, batch=5), 42.66,
-            "42.66 s, 47.0 %", _2026, kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
+        *(
+            Run(
+                f"Llama 3.1 70B, {where}", where, replace(_V6E_70B, batch=batch), seconds,
+                f"{seconds} s, {mfu} %", _2026, kept=_QKV, differs=_QKV_ON_HOST, options=_VMEM,
+            )
+            for where, batch, seconds, mfu in (
+                ("v6e-64", 2, 18.69, "42.9"),
+                ("v6e-128", 4, 34.79, "46.1"),
+                ("v6e-256", 5, 42.66, "47.0"),
+            )
         ),
         Run(
             "Llama 3.1 405B, 2 x v6e-256", "2xv6e-256",
@@ -308,15 +300,13 @@ RUNS = {
             "Llama 3 8B, 2 x v6e-4, flash", "2xv6e-4", _PRIME_FLASH, 3.959, "3.959 s, 23.2 %",
             _BOUNDS, assumed=_4_CHIPS, differs=_FLASH_2026 + _UNROLLED, options=_VMEM,
         ),
-        Run(
-            "Llama 3.1 70B, tpu7x-128", "tpu7x-128",
-            replace(_LLAMA_70B, keep=("attention", *_QKV)), 12.20, "12.20 s, 52.3 %", _7X,
-            differs=f"Adam's mean was in bfloat16; {_BLOCKS_7X}", options=_IRONWOOD, libtpu=_NEWER,
-        ),
-        Run(
-            "Llama 3.1 70B, tpu7x-512", "tpu7x-512",
-            replace(_LLAMA_70B, keep=("attention", *_QKV)), 12.27, "12.27 s, 52.0 %", _7X,
-            differs=f"Adam's mean was in bfloat16; {_BLOCKS_7X}", options=_IRONWOOD, libtpu=_NEWER,
+        *(
+            Run(
+                f"Llama 3.1 70B, {where}", where, replace(_LLAMA_70B, keep=("attention", *_QKV)),
+                seconds, f"{seconds:.2f} s, {mfu} %", _7X, options=_IRONWOOD, libtpu=_NEWER,
+                differs=f"Adam's mean was in bfloat16; {_BLOCKS_7X}",
+            )
+            for where, seconds, mfu in (("tpu7x-128", 12.20, 52.3), ("tpu7x-512", 12.27, "52.0"))
         ),
         Run(
             "Llama 3.1 405B, tpu7x-512", "tpu7x-512",

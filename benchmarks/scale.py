@@ -20,8 +20,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from .tables import head, line
 
 RANKS = (64, 256, 1024, 4096)
 ROWS, HOSTS_HAVE, SLICES = 16, 4, {64: "v4:4x4x4", 256: "v4:4x8x8", 1024: "v4:8x8x16",
@@ -37,12 +40,10 @@ class Counted:
     bytes: int = 0
     lock: object = field(default_factory=threading.Lock)
 
-    @property
-    def renames(self) -> bool:
-        return self.inner.renames
-
-    def __getattr__(self, name: str) -> Callable:
+    def __getattr__(self, name: str) -> Any:
         call = getattr(self.inner, name)
+        if not callable(call):
+            return call
 
         def counted(*arguments):
             with self.lock:
@@ -123,21 +124,16 @@ def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tupl
         one, first = store.total - before, first or incomplete
     before, began = store.total, time.perf_counter()
     path = first.commit(records)
-    found = {
-        "save: requests of a rank": one,
-        "save: requests of rank 0 to complete it": store.total - before,
-        "save: seconds of rank 0 to complete it (local disk)": time.perf_counter() - began,
-        "manifest: bytes": Path(path, "manifest.json").stat().st_size,
-    }
-    return path, found | measure_exchange(records)
-
-
-def measure_exchange(records: list) -> dict:
-    """What the exchange of these records is, as each rank has it to send and to read."""
+    completing, seconds = store.total - before, time.perf_counter() - began
+    # The exchange of the records, as each rank has it to send and to read.
     payloads = [json.dumps([rank, [each, None]]).encode() for rank, each in enumerate(records)]
     length = 1 << max(8, (max(map(len, payloads)) - 1).bit_length())
     padded = [payload.ljust(length) for payload in payloads]
-    return {
+    return path, {
+        "save: requests of a rank": one,
+        "save: requests of rank 0 to complete it": completing,
+        "save: seconds of rank 0 to complete it (local disk)": seconds,
+        "manifest: bytes": Path(path, "manifest.json").stat().st_size,
         "barrier: bytes that a rank receives": length * len(records),
         "barrier: seconds of a rank to read them": best(lambda: list(map(json.loads, padded))),
     }
@@ -153,10 +149,11 @@ def best(work: Callable) -> float:
     return min(found)
 
 
-def read(
-    path: str, world: int, loading: int, rank: int, stated: bool
-) -> tuple[Counted, int, float]:
-    """Load the part of rank ``rank`` of ``loading``; return requests, peak memory and seconds."""
+def read(path: str, ranks: int, stated: bool = True) -> tuple[Counted, int, float]:
+    """Load the part of one of ``ranks``; return requests, peak memory and seconds.
+
+    ``stated``: by the rule in the manifest, not by all headers.
+    """
     from xla_fsdp.consolidate.format.local import LocalStore
     from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
@@ -167,7 +164,7 @@ def read(
     if not stated:
         checkpoint.manifest = replace(checkpoint.manifest, sharding_rules=None)
     for name, tensor in checkpoint.manifest.parameters.items():
-        begin, end = (tensor.numel * r // loading for r in (rank, rank + 1))
+        begin, end = (tensor.numel * rank // ranks for rank in (ranks // 2, ranks // 2 + 1))
         checkpoint.read(name, begin, end)
         checkpoint.read(name, begin, end, "exp_avg")
     seconds = time.perf_counter() - began
@@ -176,31 +173,21 @@ def read(
     return store, peak, seconds
 
 
-def loads(path: str, world: int) -> dict:
-    """Costs of a load on half as many ranks, by the rule in the manifest and by all headers."""
-    half = world // 2
-    by_rule, peak, seconds = read(path, world, half, half // 2, stated=True)
-    found = {
+def loads(path: str, ranks: int) -> dict:
+    """Costs of a load, by the rule in the manifest and by all headers."""
+    by_rule, peak, seconds = read(path, ranks)
+    by_headers, peak_by_headers, _ = read(path, ranks, stated=False)
+    return {
         "load on half: requests of a rank": by_rule.total,
         "load on half: bytes that a rank reads": by_rule.bytes,
         "load on half: peak host memory of a rank, bytes": peak,
         "load on half: seconds of a rank (local disk)": seconds,
-    }
-    by_headers, peak, _ = read(path, world, half, half // 2, stated=False)
-    return found | {
         "the same without the rule: requests of a rank": by_headers.total,
-        "the same without the rule: peak host memory, bytes": peak,
+        "the same without the rule: peak host memory, bytes": peak_by_headers,
     }
 
 
-def replicas(path: str, world: int) -> dict:
-    """Costs of an HSDP replica that loads what another replica wrote, on as many ranks."""
-    half = world // 2
-    store, _, _ = read(path, world, half, half // 2, stated=True)
-    return {"HSDP: requests of a replica that wrote nothing": store.total}
-
-
-def consolidating(path: str, parameters: int) -> dict:
+def consolidating(path: str) -> dict:
     """Costs of opening all files, as a consolidation does, and reading every tensor once."""
     from xla_fsdp.consolidate.format.local import LocalStore
     from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
@@ -246,30 +233,25 @@ def launching(world: int) -> dict:
 def measure(world: int, parameters: int, folder: Path) -> dict:
     """All rows, for ``world`` ranks."""
     path, found = saved(folder / "all", world, parameters)
-    found |= loads(path, world) | consolidating(path, parameters)
+    found |= loads(path, world // 2) | consolidating(path)
     shutil.rmtree(folder / "all")
+    # An HSDP replica loads what another replica wrote, on as many ranks.
     path, _ = saved(folder / "halves", world, parameters, halves=True)
-    found |= replicas(path, world)
+    found["HSDP: requests of a replica that wrote nothing"] = read(path, world // 2)[0].total
     shutil.rmtree(folder / "halves")
     return found | launching(world)
 
 
-def power(small: float, large: float, times: float) -> float:
-    """The exponent ``p`` in ``large = small * times ** p``."""
-    return math.log(large / small) / math.log(times) if small > 0 and large > 0 else 0.0
-
-
 def table(found: dict[int, dict]) -> str:
     ranks = sorted(found)
-    lines = [
-        f"| | {' | '.join(f'{n:,} ranks' for n in ranks)} | grows as ranks to the |",
-        "|---" + "|---:" * (len(ranks) + 1) + "|",
-    ]
+    lines = [head(["", *(f"{number:,} ranks" for number in ranks), "grows as ranks to the"])]
     for name in found[ranks[0]]:
-        values = [found[n][name] for n in ranks]
-        grows = power(values[-2], values[-1], ranks[-1] / ranks[-2]) if len(ranks) > 1 else 0.0
-        shown = " | ".join(f"{v:,}" if isinstance(v, int) else f"{v:.4f}" for v in values)
-        lines.append(f"| {name} | {shown} | {grows:.2f} |")
+        values = [found[number][name] for number in ranks]
+        grows = 0.0  # the exponent p in: last = last but one * times ** p
+        if len(ranks) > 1 and min(values[-2:]) > 0:
+            grows = math.log(values[-1] / values[-2]) / math.log(ranks[-1] / ranks[-2])
+        shown = [f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for value in values]
+        lines.append(line([name, *shown, f"{grows:.2f}"]))
     return "\n".join(lines)
 
 

@@ -12,27 +12,28 @@ import ast
 import io
 import subprocess
 import sys
+import tarfile
 import tokenize
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 600  # the largest number of lines that a file outside of test/ should have
 
 
-def lines_by_file(revision: str | None = None) -> Counter[str]:
-    """The number of lines of each file in the working tree, or in ``revision``."""
-    where = [] if revision is None else [revision]
-    command = ["git", "grep", "-c", "", *where, "--", "*.py", "*.sh"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # 1: nothing found
-        raise ValueError(f"needs a git checkout and a revision of it: {done.stderr.strip()}")
-    found = Counter()
-    for line in done.stdout.splitlines():
-        name, _, number = line.rpartition(":")
-        found[name.removeprefix(f"{revision}:")] = int(number)
-    return found
+def texts(revision: str | None = None) -> dict[str, str]:
+    """The text of each file in the working tree, or in ``revision``."""
+    command = ["git", "ls-files"] if revision is None else ["git", "archive", revision]
+    done = subprocess.run([*command, "--", "*.py", "*.sh"], cwd=ROOT, capture_output=True)
+    if done.returncode:
+        wrong = done.stderr.decode().strip()
+        raise ValueError(f"needs a git checkout and a revision of it: {wrong}")
+    if revision is None:
+        paths = [ROOT / name for name in done.stdout.decode().splitlines()]
+        return {str(path.relative_to(ROOT)): path.read_text() for path in paths if path.exists()}
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        files = [member for member in archive if member.isfile()]
+        return {file.name: archive.extractfile(file).read().decode() for file in files}
 
 
 # Tokens that are no code.
@@ -42,29 +43,26 @@ _LAYOUT = {
 }  # fmt: skip
 
 
-def tokens_by_file(
-    names: Iterable[str], revision: str | None = None
-) -> tuple[Counter[str], Counter[str]]:
-    """The number of tokens of each Python file, and of lines that have some."""
+def tokens_a_line(texts: dict[str, str]) -> dict[str, float]:
+    """By folder, the mean number of tokens of a line of Python code."""
     tokens, lines = Counter(), Counter()
-    for name in names:
+    for name, text in texts.items():
         if not name.endswith(".py"):
             continue
-        if revision is None:
-            text = (ROOT / name).read_text(encoding="utf-8")
-        else:
-            command = ["git", "show", f"{revision}:{name}"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-            text = done.stdout.decode()
         statements = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Expr))
         docstrings = {one.lineno for one in statements if isinstance(one.value, ast.Constant)}
-        there = set()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type not in _LAYOUT and token.start[0] not in docstrings:
-                tokens[name] += 1
-                there.add(token.start[0])
-        lines[name] = len(there)
-    return tokens, lines
+        there = [
+            token.start[0]
+            for token in tokenize.generate_tokens(io.StringIO(text).readline)
+            if token.type not in _LAYOUT and token.start[0] not in docstrings
+        ]
+        tokens[name], lines[name] = len(there), len(set(there))
+    tokens, lines = by_folder(tokens), by_folder(lines)
+    return {folder: tokens[folder] / lines[folder] for folder in lines if lines[folder]}
+
+
+def lines_of(texts: dict[str, str]) -> Counter[str]:
+    return Counter({name: text.count("\n") for name, text in texts.items()})
 
 
 def by_folder(lines: Counter[str]) -> Counter[str]:
@@ -77,22 +75,15 @@ def by_folder(lines: Counter[str]) -> Counter[str]:
     return sums
 
 
-def tokens_a_line(names: Iterable[str], revision: str | None = None) -> dict[str, float]:
-    """By folder, the mean number of tokens of a line of code."""
-    tokens, lines = map(by_folder, tokens_by_file(names, revision))
-    return {folder: tokens[folder] / lines[folder] for folder in lines if lines[folder]}
-
-
-def table(now: Counter[str], before: Counter[str] | None, revision: str | None) -> str:
-    """The sums, folder by folder, as text. ``before``: the lines of ``revision``."""
-    files = Counter({name: 1 for name in now})
-    columns = [by_folder(files), by_folder(now)]
+def table(now: dict[str, str], before: dict[str, str] | None) -> str:
+    """The sums of lines, folder by folder, as text."""
+    columns = [by_folder(Counter(dict.fromkeys(now, 1))), by_folder(lines_of(now))]
     heads, ratios = ["files", "lines"], [tokens_a_line(now)]
     if before is not None:
-        columns += [by_folder(before), by_folder(now)]
+        columns += [by_folder(lines_of(before)), by_folder(lines_of(now))]
         columns[-1].subtract(columns[-2])
         heads += ["before", "more"]
-        ratios.append(tokens_a_line(before, revision))
+        ratios.append(tokens_a_line(before))
     heads += ["tokens a line", "before"][: len(ratios)]
     rows = []
     for folder in sorted(set().union(*columns), key=lambda name: (name == "", name)):
@@ -115,13 +106,13 @@ def main() -> int:
     parser.add_argument("--against", metavar="REVISION", help="the revision to compare with")
     options = parser.parse_args()
     try:
-        now = lines_by_file()
-        before = None if options.against is None else lines_by_file(options.against)
+        now = texts()
+        before = None if options.against is None else texts(options.against)
     except (ValueError, OSError) as error:
         print(f"python -m benchmarks.size: {error}", file=sys.stderr)
         return 2
-    print(table(now, before, options.against))
-    for name, number in now.most_common():
+    print(table(now, before))
+    for name, number in lines_of(now).most_common():
         if number > LONGEST and not name.startswith("test/"):
             print(f"longer than {LONGEST} lines: {name}, {number:,}")
     return 0

@@ -19,9 +19,10 @@ def require_slices(parser: argparse.ArgumentParser, names: Iterable[str]) -> Non
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
-def head(labels: Sequence[str]) -> str:
-    """The first two lines of a table: a column of names, then columns of numbers."""
-    return f"{line(labels)}\n|---|{'---:|' * (len(labels) - 1)}"
+def head(labels: Sequence[str], names: int = 1) -> str:
+    """The first two lines of a table: columns of ``names``, then columns of numbers."""
+    first = line(labels).replace("|  |", "| |")
+    return f"{first}\n|{'---|' * names}{'---:|' * (len(labels) - names)}"
 
 
 def line(cells: Iterable[str]) -> str:

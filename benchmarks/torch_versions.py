@@ -25,6 +25,7 @@ from pathlib import Path
 from xla_fsdp.testing import run_in_ranks
 
 from . import elsewhere
+from .tables import line
 
 ROOT = Path(__file__).resolve().parent.parent
 NEWEST = "newest"
@@ -92,15 +93,15 @@ def table(found: list[tuple[dict[str, str], dict[str, str]]]) -> str:
     """A table with a column for each version, followed by the reason of each ``no``."""
     lines, reasons = [], []
     for name in found[0][0]:
-        lines.append([name, *(versions[name] for versions, _ in found)])
-    lines.insert(1, ["---"] * (len(found) + 1))
+        lines.append(line([name, *(versions[name] for versions, _ in found)]))
+    lines.insert(1, line(["---"] * (len(found) + 1)))
     for name in max((checks for _, checks in found), key=len):
         said = [checks.get(name, "-") for _, checks in found]
-        lines.append([name, *(one if one in ("yes", "-") else "no" for one in said)])
+        lines.append(line([name, *(one if one in ("yes", "-") else "no" for one in said)]))
         for (versions, _), one in zip(found, said, strict=True):
             if one not in ("yes", "-"):
                 reasons.append(f"torch {versions['torch']}, {name}: {one}")
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), *reasons])
+    return "\n".join([*lines, *reasons])
 
 
 def main() -> int:

@@ -27,9 +27,9 @@ import xla_fsdp
 from xla_fsdp import ShardingSettings
 
 from . import llama
-from .decoder import Model
-from .model import Block
-from .workload_s import Network
+from .decoder import Model, token_step
+from .model import Block, adamw_step
+from .workload_s import Network, train
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LENGTH = 2048
@@ -50,7 +50,7 @@ def gpt_step(name: str) -> Callable[[ShardingSettings], None]:
             join=lambda blocks: settings.join(blocks, **NARROW),
             attention=scaled_dot_product_attention, cross_entropy=linear_cross_entropy,
         )  # fmt: skip
-        _train(model, settings, LENGTH)
+        token_step(settings.wrap_root(model, **NARROW), settings.batch, LENGTH)
 
     return step
 
@@ -61,19 +61,15 @@ def llama_step(name: str) -> Callable[[ShardingSettings], None]:
     sizes = replace(llama.MODELS[name], **llama.WAYS["kernel, fused cross entropy"], by_heads=True)
 
     def step(settings: ShardingSettings) -> None:
-        _train(Model(sizes, lambda blocks: settings.join(blocks, **NARROW)), settings, sizes.length)
+        model = Model(sizes, lambda blocks: settings.join(blocks, **NARROW))
+        token_step(settings.wrap_root(model, **NARROW), settings.batch, sizes.length)
 
     return step
 
 
 def step_s(settings: ShardingSettings) -> None:
     """A step of workload S."""
-    model: Any = settings.wrap(Network(lambda block: block), **NARROW)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs = torch.randn(settings.batch or 32, 256, 1024).to("xla")
-    model(inputs).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train(settings.wrap(Network(lambda block: block), **NARROW), settings.batch or 32)
 
 
 class ViT(nn.Module):
@@ -98,22 +94,13 @@ class ViT(nn.Module):
 def step_of_vit(settings: ShardingSettings) -> None:
     """A step of ViT-L/16."""
     model: Any = settings.wrap(ViT(), **NARROW)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    images = torch.zeros(settings.batch, 3, 224, 224).to("xla")
-    labels = torch.zeros(settings.batch, dtype=torch.long).to("xla")
-    F.cross_entropy(model(images).float(), labels).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
+    def loss() -> torch.Tensor:
+        images = torch.zeros(settings.batch, 3, 224, 224).to("xla")
+        labels = torch.zeros(settings.batch, dtype=torch.long).to("xla")
+        return F.cross_entropy(model(images).float(), labels)
 
-def _train(model: torch.nn.Module, settings: ShardingSettings, length: int) -> None:
-    wrapped: Any = settings.wrap_root(model, **NARROW)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
-    tokens = torch.zeros(settings.batch, length, dtype=torch.long).to("xla")
-    wrapped(tokens, tokens).backward()
-    wrapped.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    adamw_step(model, loss)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

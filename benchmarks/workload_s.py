@@ -14,7 +14,7 @@ from torch import nn
 
 import xla_fsdp
 
-from .model import Block, BlockOfParts, LowRankLinear
+from .model import Block, BlockOfParts, LowRankLinear, adamw_step
 
 OURS, IN_TREE = "ours", "in-tree"
 
@@ -36,6 +36,15 @@ class Network(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
+def train(model: nn.Module, batch: int = 32) -> torch.Tensor:
+    """Trains a step of the wrapped :class:`Network`; the loss is the mean of squared outputs."""
+
+    def loss() -> torch.Tensor:
+        return model(torch.randn(batch, 256, 1024).to("xla")).float().square().mean()
+
+    return adamw_step(model, loss)
+
+
 def step_of(
     name: str,
     checkpoint: bool = False,
@@ -54,7 +63,7 @@ def step_of(
     """
 
     def step() -> torch.Tensor:
-        fsdp, checkpoint_module = _classes(name)
+        fsdp, checkpoint_module = classes_of(name)
 
         def wrap(module: nn.Module) -> nn.Module:
             return fsdp(
@@ -83,14 +92,7 @@ def step_of(
         model = wrap(network)
         if prepare is not None:
             prepare(model)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-3)
-        inputs = torch.randn(32, 256, 1024).to("xla")
-        loss = model(inputs).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return train(model)
 
     return step
 
@@ -104,18 +106,13 @@ def scanned_step(blocks: int = 4, kind: type[Block] = BlockOfParts) -> Callable[
             (kind(1024, 16, causal=False) for _ in range(blocks)),
             compute_dtype=torch.bfloat16,
         )
-        wrapped = xla_fsdp.XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
-        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
-        loss = wrapped(torch.randn(32, 256, 1024).to("xla")).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return train(xla_fsdp.XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16))
 
     return step
 
 
-def _classes(name: str):
+def classes_of(name: str):
+    """The wrapper class, and the function that checkpoints a module."""
     if name == OURS:
         from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
     elif name == IN_TREE:

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -118,30 +117,26 @@ def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dic
 
 def test_images(described: Any, datadir: str | None) -> Dataset:
     """The images that ``network.json`` describes, from ``datadir`` if that is given."""
-    unknown = "network.json does not describe images correctly"
-    if not isinstance(described, dict):
-        raise script.Stop(f"{unknown}: it has {described!r:.60}", code=2)
-    if datadir is not None:
-        described = described | {"datadir": datadir}
-        if "fake" in described:
-            described["fake"] = False
     try:
-        if described["kind"] == "folders" and described["datadir"] is None:
+        if not isinstance(described, dict):
+            raise TypeError(f"it has {described!r:.60}")
+        arguments = dict(described)
+        kind = arguments.pop("kind")
+        if datadir is not None:
+            arguments["datadir"] = datadir
+            if "fake" in arguments:
+                arguments["fake"] = False
+        if kind == "mnist":
+            return digits.load(False, **arguments)
+        if kind == "folders" and arguments["datadir"] is None:
             fake = "the network was trained on fake images; give real ones with --datadir=DIR"
             raise script.Stop(fake, code=2)
-        return _read(**described)
+        if kind == "folders":
+            return images.test_images(**arguments)
     except (TypeError, ValueError, KeyError) as error:
         reason = script.to_one_line(error)
-        raise script.Stop(f"{unknown}: {reason}", code=2) from error
-
-
-def _read(
-    kind: str, datadir: str | None, classes: Sequence[str] | None = None, **arguments: Any
-) -> Dataset:
-    if kind == "mnist":
-        return digits.load(False, datadir, **arguments)
-    if kind == "folders":
-        return images.test_images(datadir, classes, **arguments)
+        unknown = f"network.json does not describe images correctly: {reason}"
+        raise script.Stop(unknown, code=2) from error
     raise script.Stop(f"unknown kind of images {kind!r}; mnist and folders are known", code=2)
 
 

@@ -72,9 +72,7 @@ def of_folder(folder: str) -> LlamaConfig:
     try:
         said = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
         if said.get("model_type") != "llama":
-            raise ValueError(
-                f"its config.json has model_type {said.get('model_type')!r}, not 'llama'"
-            )
+            raise ValueError(f"config.json has model_type {said.get('model_type')!r}, not 'llama'")
         found = LlamaConfig.from_pretrained(folder, attn_implementation="xla_fsdp")
     except (OSError, ValueError) as error:
         raise Stop(f"--folder={folder} has no model: {to_one_line(error)}", code=2) from error

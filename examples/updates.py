@@ -23,9 +23,7 @@ flags.DEFINE_integer("update_freq", 1, "micro-batches in an update", lower_bound
 flags.DEFINE_integer("max_update", None, "total number of updates", lower_bound=1)
 DEFINE_number("lr", None, "learning rate after the warm-up", "(0, inf)")
 flags.DEFINE_integer("warmup_updates", None, "updates of the warm-up", lower_bound=0)
-flags.DEFINE_integer(
-    "total_num_update", None, "updates until the decay ends; default: max_update", 1
-)
+flags.DEFINE_integer("total_num_update", None, "updates until decay ends; default: max_update", 1)
 DEFINE_number("end_learning_rate", 0.0, "learning rate after the decay", "[0, inf)")
 DEFINE_number("power", 1.0, "power of the decay; 1: linear", "(0, inf)")
 flags.DEFINE_string("adam_betas", "(0.9, 0.98)", "betas of AdamW")

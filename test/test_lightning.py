@@ -359,7 +359,7 @@ ARGUMENTS = [
     (dict(layers=[Block]), "has no option 'layers', .* auto_wrap_policy"),
     (dict(state_dict_type="local"), "'full' or"),
     (dict(auto_wrap_policy="Block"), "must be a set of classes"),
-    (dict(auto_wrap_policy={"Block"}), "must have classes of modules"),
+    (dict(auto_wrap_policy={"Block"}), "must be a set of classes"),
     (dict(activation_checkpointing_policy=print), "must be a set of classes"),
 ]
 ON_XLA = [

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -284,7 +284,12 @@ def _require_done(command: list[str], what: str) -> None:
 
 
 def _interpreter_of(release: str) -> str:
-    for candidate in _candidates(release):
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    named = (os.path.join(folder, f"python{release}") for folder in folders)
+    # pyenv's own commands on PATH start only releases that are switched on.
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    installed = map(str, sorted(root.glob(f"versions/{release}*/bin/python")))
+    for candidate in (sys.executable, *named, *installed):
         try:
             done = _run([candidate, "-c", "import sys; print(*sys.version_info[:2])"], {}, _SECONDS)
         except (OSError, subprocess.TimeoutExpired):
@@ -295,16 +300,6 @@ def _interpreter_of(release: str) -> str:
         f"there is no Python {release} on this machine: install python{release} with its venv "
         "module, or pass --python PATH"
     )
-
-
-def _candidates(release: str) -> Iterator[str]:
-    yield sys.executable
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        if os.access(path := os.path.join(folder, f"python{release}"), os.X_OK):
-            yield path
-    # pyenv's own commands on PATH start only releases that are switched on.
-    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    yield from map(str, sorted(root.glob(f"versions/{release}*/bin/python")))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -258,10 +258,10 @@ def adapt(module: nn.Module) -> None:
         try:
             part: Any = import_module(f".{source}", __package__)
         except ImportError as error:
-            unadapted: Any = import_module(".integrations.unadapted", __package__)
-            unadapted.raise_in_methods(library, error)
+            changes: Any = import_module(".integrations.changes", __package__)
+            changes.raise_in_methods(library, error)
             warnings.warn(
-                f"{unadapted.remedy_of(error)}. Until then save_pretrained and generate of sharded "
+                f"{changes.remedy_of(error)}. Until then save_pretrained and generate of sharded "
                 "models raise; full_state_dict returns the weights",
                 stacklevel=2,
             )

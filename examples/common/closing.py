@@ -16,9 +16,7 @@ import xla_fsdp
 
 from .script import Stop
 
-flags.DEFINE_bool(
-    "no_ckpt_consolidation", False, "do not join the files of the ranks into one model"
-)
+flags.DEFINE_bool("no_ckpt_consolidation", False, "do not join the ranks' files into one model")
 
 # Images times parameters that one core evaluates in about a minute.
 EVALUATED = 10**11
@@ -100,12 +98,6 @@ def summarize(
             dtype = getattr(options, "compute_dtype", "float32")
             found, same, two = meters.compare(evaluate_in_plain_torch(folder), dtype)
             rows |= {f"{meters.RESULT}, plain torch": found, "agree": "yes" if same else "no"}
-    _print(title, rows)
-    if not same:
-        raise Stop(f"{two}, so the checkpoint differs from the trained model")
-
-
-def _print(title: str, rows: dict[str, str]) -> None:
     table = Table(title=title, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -113,6 +105,8 @@ def _print(title: str, rows: dict[str, str]) -> None:
         table.add_row(*row)
     width = None if sys.stdout.isatty() else 100
     Console(file=sys.stdout, width=width).print(table, highlight=False)
+    if not same:
+        raise Stop(f"{two}, so the checkpoint differs from the trained model")
 
 
 def count_parameters(saved: str) -> int:

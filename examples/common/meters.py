@@ -18,9 +18,7 @@ import xla_fsdp
 from .script import Stop, require, to_one_line
 
 flags.DEFINE_string("logdir", None, "write TensorBoard curves to this folder")
-flags.DEFINE_string(
-    "profile_steps", None, "a:b: record a trace of steps a to b - 1, for TensorBoard"
-)
+flags.DEFINE_string("profile_steps", None, "a:b: trace steps a to b - 1, for TensorBoard")
 flags.DEFINE_integer("log_steps", 5, "steps between updates of the progress bar", lower_bound=1)
 
 

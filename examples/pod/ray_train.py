@@ -150,9 +150,7 @@ def parse(arguments: list[str]) -> tuple[Plan, argparse.Namespace]:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--slice", help="such as v4-32: one actor on each of its hosts")
     where.add_argument("--cpu_hosts", type=int, help="number of hosts without TPUs")
-    parser.add_argument(
-        "--address", default="auto", help="address of the Ray cluster; default: auto"
-    )
+    parser.add_argument("--address", default="auto", help="of the Ray cluster; default: auto")
     parser.add_argument("--cwd", help="folder to run in, the same on every host")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(

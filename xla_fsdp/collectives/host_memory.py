@@ -17,9 +17,9 @@ import torch_xla.core.xla_model as xm
 
 from .. import xlac
 from ..ranks.rank import current_rank
+from ..tpu.chips import SUBLANES
 
 _CALL = "annotate_device_placement"
-_SUBLANES = 8  # rows of a tile
 
 
 def can_offload(tensor: torch.Tensor) -> bool:
@@ -41,7 +41,7 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def can_be_stored(shape: torch.Size) -> bool:
     """Whether :func:`store` supports this shape: the last two dimensions cannot be sliced."""
-    return len(shape) > 2 or (len(shape) == 2 and shape[0] % _SUBLANES == 0)
+    return len(shape) > 2 or (len(shape) == 2 and shape[0] % SUBLANES == 0)
 
 
 def store(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def store(tensor: torch.Tensor) -> torch.Tensor:
     If :func:`fetch` read all rows, the compiler would know the offset.
     """
     *_, s, w = tensor.shape
-    s = _SUBLANES if tensor.shape[-2] % _SUBLANES == 0 else s
+    s = SUBLANES if tensor.shape[-2] % SUBLANES == 0 else s
     rows = to_host(torch.view_copy(tensor, (-1, s, w)))
     return _computed(_stored, rows, [tensor])
 

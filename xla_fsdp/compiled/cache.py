@@ -237,16 +237,6 @@ class Program:
     size: int
     digest: str
 
-    @classmethod
-    def at(cls, path: Path) -> Program | None:
-        match = _KEPT.fullmatch(path.name)
-        return cls(path, match[1], int(match[2]), match[3]) if match else None
-
-    def is_whole(self) -> bool:
-        with contextlib.suppress(OSError):
-            return self.path.stat().st_size == self.size and _digest_of(self.path) == self.digest
-        return False
-
 
 def _entries_of(folder: Path) -> list[os.DirEntry]:
     """Empty if the folder does not exist any more."""
@@ -258,8 +248,8 @@ def _entries_of(folder: Path) -> list[os.DirEntry]:
 
 
 def _programs_in(kind: Path) -> list[Program]:
-    found = (Program.at(Path(entry.path)) for entry in _entries_of(kind))
-    return [program for program in found if program is not None]
+    named = ((Path(entry.path), _KEPT.fullmatch(entry.name)) for entry in _entries_of(kind))
+    return [Program(path, one[1], int(one[2]), one[3]) for path, one in named if one]
 
 
 def _digest_of(path: Path) -> str:
@@ -320,19 +310,14 @@ class Run:
 
     def keep_new(self) -> None:
         """Stores the programs that torch_xla has finished writing."""
-        new = [
-            entry.path
-            for entry in _entries_of(self.folder)
-            if (entry.name, entry.inode()) not in self._known
-        ]
-        if not new:
-            return
+        there = _entries_of(self.folder)
+        new = [entry for entry in there if (entry.name, entry.inode()) not in self._known]
         # Listed before: torch_xla opens a file once, so one that is not open is complete.
-        unfinished = _open_files()
-        for path in map(Path, new):
-            if str(path) not in unfinished:
-                self._known.add((path.name, path.stat().st_ino))
-                self._keep(path)
+        unfinished = _open_files() if new else set()
+        for entry in new:
+            if entry.path not in unfinished:
+                self._known.add((entry.name, entry.inode()))
+                self._keep(Path(entry.path))
 
     def end(self) -> None:
         if os.getpid() != self._process:
@@ -354,14 +339,15 @@ class Run:
                 self.keep_new()
 
     def _take(self, program: Program) -> tuple[str, int] | None:
-        # It may have been damaged since the last start.
-        if not program.is_whole():
-            program.path.unlink(missing_ok=True)
-            return None
-        path = self.folder / program.name
+        path, size = program.path, program.size
+        target = self.folder / program.name
         try:
-            _link(program.path, path)
-            return path.name, path.stat().st_ino
+            # It may have been damaged since the last start.
+            if path.stat().st_size != size or _digest_of(path) != program.digest:
+                path.unlink(missing_ok=True)
+                return None
+            _link(path, target)
+            return target.name, target.stat().st_ino
         except OSError:
             return None  # another process was faster
 
@@ -431,13 +417,13 @@ def _host() -> str:
 
 
 def _make_room(store: Path, limit: int) -> None:
-    aged = []
-    for kind in store.iterdir():
-        for program in _programs_in(kind) if kind.is_dir() else ():
+    aged = {}
+    for kind in filter(Path.is_dir, store.iterdir()):
+        for program in _programs_in(kind):
             with contextlib.suppress(FileNotFoundError):
-                aged.append((program.path.stat().st_mtime, program))
+                aged[program] = program.path.stat().st_mtime
     total = 0
-    for _, program in sorted(aged, key=lambda pair: pair[0], reverse=True):
+    for program in sorted(aged, key=aged.__getitem__, reverse=True):
         total += program.size
         if total > limit:
             program.path.unlink(missing_ok=True)
@@ -505,10 +491,8 @@ def _functions(both_steps: int) -> tuple[int, int]:
     """
     enter = bytes.fromhex("f30f1efa")  # endbr64, which call targets may need
     libc = _libc()
-    size = mmap.PAGESIZE
-    page = libc.mmap(
-        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
-    )
+    size, private = mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    page = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
     if page == ctypes.c_void_p(-1).value:
         _refuse("there is no memory for two functions")
     no_options = page + size // 2  # LoadOptions of zeros

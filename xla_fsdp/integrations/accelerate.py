@@ -359,8 +359,7 @@ changes.set(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloa
 
 @changes.around(AcceleratedOptimizer, "step")
 def _step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> None:
-    sharded = has_shards(self.optimizer)
-    if not sharded and sharding_of(self.accelerator_state) is None:
+    if not has_shards(self.optimizer) and sharding_of(self.accelerator_state) is None:
         return original(self, closure)
     stepping = self.gradient_state.sync_gradients
     if stepping:

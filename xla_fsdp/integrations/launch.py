@@ -33,7 +33,7 @@ _VARIABLES = {
     "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "fsdp_backward_prefetch_policy": "FSDP_BACKWARD_PREFETCH",
 }
-_FLAG = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_FLAG = ("TRUE", "FALSE", "YES", "NO", "ON", "OFF", "1", "0")
 # The allowed values of options; ``None``: any. A name can also be its number, counted from 1.
 _OPTIONS: dict[str, Sequence[str] | None] = {
     "fsdp_sharding_strategy": FSDP_SHARDING_STRATEGY,
@@ -82,11 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_cpu = os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
     ranks = options.num_processes or config.num_processes
     if on_cpu and not 1 <= ranks <= 8:
+        given = "no number of ranks" if ranks == -1 else f"{ranks} CPU ranks are not possible"
         parser.error(
-            f"{ranks} CPU ranks are not possible: set num_processes to 1 to 8 in the config "
-            "file, or pass --num_processes"
-            if ranks != -1
-            else "the config file has no num_processes: add it, or pass --num_processes"
+            f"{given}: set num_processes in the config file to 1 to 8, or pass --num_processes"
         )
     function = config.main_training_function or "main"
     sys.argv = [options.script, *options.arguments]
@@ -205,13 +203,10 @@ def _text(name: str, value: Any, version: str) -> str:
             raise ValueError(f"{name}: {text} must be a number of parameters") from error
     if allowed is None:
         return text
-    if allowed is _FLAG:
-        if text.lower() not in _FLAG:
-            raise ValueError(f"{name}: {text} must be true or false")
-        return text.lower()
-    numbers = map(str, range(1, len(allowed) + 1))
+    numbers = () if allowed is _FLAG else map(str, range(1, len(allowed) + 1))
     if text.upper() not in allowed and text not in numbers:
-        raise ValueError(f"{name}: {text} must be one of {', '.join(allowed)}")
+        known = "true or false" if allowed is _FLAG else f"one of {', '.join(allowed)}"
+        raise ValueError(f"{name}: {text} must be {known}")
     return text.upper()
 
 

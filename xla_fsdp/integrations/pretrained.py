@@ -72,12 +72,9 @@ def _compute_buffers(model: Any) -> None:
         config = getattr(module, "config", None) or model.config
         kind = type(module), id(config)
         if kind not in built:
-            needed = [
-                parameter.name
-                for parameter in inspect.signature(type(module)).parameters.values()
-                if parameter.default is parameter.empty
-                and parameter.kind < parameter.VAR_POSITIONAL
-            ]
+            parameters = inspect.signature(type(module)).parameters.values()
+            named = [one for one in parameters if one.kind < one.VAR_POSITIONAL]
+            needed = [one.name for one in named if one.default is one.empty]
             if needed[1:] or needed[:1] != ["config"]:
                 raise ValueError(
                     f"{name!r} ({type(module).__name__}) has buffers {lacking} whose values are "

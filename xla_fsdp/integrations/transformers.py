@@ -205,9 +205,7 @@ def _decay_names(original: Any, self: Trainer, model: nn.Module) -> list[str]:
 def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Removes the default ``fused``: that kernel supports no XLA tensors, and XLA fuses anyway."""
     cls, options = original(*args, **kwargs)
-    if options.get("fused"):
-        options = {name: value for name, value in options.items() if name != "fused"}
-    return cls, options
+    return cls, {name: value for name, value in options.items() if name != "fused"}
 
 
 # On a Trainer during a training step: the number of micro-batches that it accumulates.

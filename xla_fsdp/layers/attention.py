@@ -19,7 +19,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch.autograd.function import once_differentiable
 
-from ..tpu.chips import Chip, chip_of
+from ..tpu.chips import LANES, SUBLANES, Chip, chip_of
 from .jax_call import Cost, JaxFunction, call
 from .saved_activations import ATTENTION, current_saved_activations
 
@@ -29,11 +29,8 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 # Multiples of the first, up to the second; compiled for v4, v5e and v6e.
 _HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
 
-# Lengths are multiples of the width of vector registers.
-LANES = 128
 # As in MaxText's configurations.
 _LARGEST_BLOCK = 512
-_SUBLANES = 8
 _FLOAT = 4  # bytes
 
 
@@ -350,7 +347,7 @@ class Splash:
             return {"splash_mha_fwd": cost(2, 2, by_queries(row, written))}
         return {
             # Scores, their gradient, gradients of values and keys.
-            "splash_mha_dkv": cost(4, 3, by_keys(2 * row + 2 * _SUBLANES * _FLOAT)),
+            "splash_mha_dkv": cost(4, 3, by_keys(2 * row + 2 * SUBLANES * _FLOAT)),
             # Scores, their gradient, gradient of queries.
             "splash_mha_dq": cost(3, 1, by_queries(2 * row + 2 * _FLOAT, row)),
         }

@@ -7,7 +7,7 @@ rows if the shard consists of rows, otherwise single elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,8 @@ class Adafactor(ShardedOptimizer):
         super().__init__(params, options)
 
     def _update_parts(self) -> None:
-        trained = list(self._trained())
-        parts = [part for *_, part in trained]
-        own = [_Own(self.state[p], p, part, group) for group, p, part in trained]
+        own = [_Own(self.state[trained[1]], *trained) for trained in self._trained()]
+        parts = [one.part for one in own]
         sums = reduced(parts, [one.sums() for one in own], "rows, columns and norms")
         updates = [one.update(total) for one, total in zip(own, sums, strict=True)]
         found = norms(parts, updates, "norms of updates")
@@ -72,21 +71,17 @@ class Adafactor(ShardedOptimizer):
     ) -> list[dict[str, Any]]:
         """Rows and columns of each matrix, and one element for each other."""
         part = Parts(parameter)
+        shapes = _state_shapes(part, parameter)
+        require_keys(state, ["step", *shapes])
+        for key, size in shapes.items():
+            require_shape(key, state[key], size)
+        held = {key: state[key].detach().float() for key in shapes}
+        elements = held.pop("variance", None)
+        variance = None if elements is None else LazyState(torch.float32, elements.cpu)
+        # One block after the other, of each block one matrix after the other.
+        blocks = zip(*(value.cpu().view(part.depth, -1) for value in held.values()), strict=True)
         lengths = _lengths(part.shapes)
-        vectors = any(not _lengths([shape]) for shape in part.shapes)
-        keys = ["row_var", "col_var"] if part.world is None else ["row_and_col_var"]
-        require_keys(state, ["step", *(keys if lengths else ()), *["variance"] * vectors])
-        variance = None
-        if vectors:
-            require_shape("variance", state["variance"], parameter.shape)
-            variance = LazyState(torch.float32, state["variance"].detach().float().cpu)
-        kept: Iterator[torch.Tensor] = iter(())
-        if lengths:
-            for key, size in _factor_shapes(part, parameter).items():
-                require_shape(key, state[key], size)
-            flat = torch.cat([state[key].detach().cpu().float().reshape(-1) for key in keys])
-            blocks = flat.view(part.depth, -1)
-            kept = iter([piece for block in blocks for piece in block.split(lengths)])
+        kept = iter([piece for block in blocks for piece in torch.cat(block).split(lengths)])
         members: list[dict[str, Any]] = []
         for shape in part.shapes * part.depth:
             own: dict[str, Any] = {"step": state["step"]}
@@ -102,16 +97,16 @@ class Adafactor(ShardedOptimizer):
     ) -> dict[str, Any]:
         part, device = Parts(parameter), parameter.device
         state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device=device)}
-        if any(not _lengths([shape]) for shape in part.shapes):
+        shapes = _state_shapes(part, parameter)
+        if shapes.pop("variance", None) is not None:
             state["variance"] = saved.get("variance", torch.zeros(parameter.shape)).to(device)
-        if _lengths(part.shapes):
-            found = []
-            for number, shape in enumerate(part.shapes * part.depth):
-                for key, length in zip(("row_var", "col_var"), _lengths([shape]), strict=False):
-                    values = saved.get(key) or []
-                    value = values[number] if number < len(values) else None
-                    found.append(torch.zeros(length) if value is None else torch.cat(value))
-            shapes = _factor_shapes(part, parameter)
+        found = []
+        for number, shape in enumerate(part.shapes * part.depth):
+            for key, length in zip(("row_var", "col_var"), _lengths([shape]), strict=False):
+                values = saved.get(key) or []
+                value = values[number] if number < len(values) else None
+                found.append(torch.zeros(length) if value is None else torch.cat(value))
+        if found:
             pieces = torch.cat(found).split([math.prod(size) for size in shapes.values()])
             for (key, size), piece in zip(shapes.items(), pieces, strict=True):
                 state[key] = piece.view(size).to(device, copy=True)
@@ -124,44 +119,44 @@ def _lengths(shapes: Sequence[Sequence[int]]) -> list[int]:
     return [n // length for n, shape in sizes if n for length in (shape[-1], shape[-2])]
 
 
-def _factor_shapes(part: Parts, parameter: torch.Tensor) -> dict[str, list[int]]:
-    """Shapes of the state with the rows and columns of matrices."""
-    if part.world is None:  # the format of torch.optim.Adafactor
+def _state_shapes(part: Parts, parameter: torch.Tensor) -> dict[str, list[int]]:
+    """Shapes of the state: elements of vectors, rows and columns of matrices."""
+    lengths, shapes = _lengths(part.shapes), {}
+    if len(lengths) < 2 * len(part.shapes):
+        shapes["variance"] = list(parameter.shape)
+    if lengths and part.world is None:  # the format of torch.optim.Adafactor
         *batch, height, width = parameter.shape
-        return {"row_var": [*batch, height, 1], "col_var": [*batch, 1, width]}
-    # One dimension more than a parameter, to differ from elementwise state.
-    shape = [*[1] * parameter.dim(), part.depth, sum(_lengths(part.shapes))]
-    return {"row_and_col_var": shape}
+        shapes |= {"row_var": [*batch, height, 1], "col_var": [*batch, 1, width]}
+    elif lengths:
+        # One dimension more than a parameter, to differ from elementwise state.
+        shapes["row_and_col_var"] = [*[1] * parameter.dim(), part.depth, sum(lengths)]
+    return shapes
 
 
 class _Own:
     def __init__(
         self,
         state: dict[str, Any],
-        parameter: torch.nn.Parameter,
-        part: Parts,
         group: dict[str, Any],
+        parameter: torch.nn.Parameter,
+        grad: torch.Tensor,
+        part: Parts,
     ):
-        assert parameter.grad is not None  # skipped before
-        self.state, self.parameter, self.part, self.group = state, parameter, part, group
-        self.grad = part.without_padding(parameter.grad.float())
-        self.factors = factors_of(part, parameter)
+        self.state, self.group, self.parameter, self.part = state, group, parameter, part
+        self.grad = part.without_padding(grad.float())
+        self.factors = [
+            Factors(part, number, parameter)
+            for number, shape in enumerate(part.shapes)
+            if _lengths([shape])
+        ]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
-            if any(factors is None for factors in self.factors):
-                state["variance"] = torch.zeros_like(self.grad)
-            if self._lengths:
-                for key, shape in _factor_shapes(part, parameter).items():
-                    state[key] = torch.zeros(shape, device=parameter.device)
+            for key, shape in _state_shapes(part, parameter).items():
+                state[key] = torch.zeros(shape, device=parameter.device)
         for key, value in state.items():
             if value.dtype is not torch.float32:  # load_state_dict casts to the parameter's
                 state[key] = value.float()
         state["step"].add_(1)
-
-    @property
-    def _lengths(self) -> list[int]:
-        found = [factors for factors in self.factors if factors is not None]
-        return [length for factors in found for length in (factors.rows, factors.columns)]
 
     @property
     def _scale(self) -> float | torch.Tensor:
@@ -176,7 +171,7 @@ class _Own:
         weights = self.parameter.float()
         pieces = [self.part.sums(weights * weights)]
         squares = self.grad * self.grad
-        means = [m for factors in self.factors if factors for m in factors.means(squares)]
+        means = [mean for factors in self.factors for mean in factors.means(squares)]
         if means:
             pieces.append(torch.cat(means, 1).reshape(-1))
         return torch.cat(pieces)
@@ -191,26 +186,18 @@ class _Own:
         estimate = None
         if "variance" in state:
             estimate = state["variance"].lerp_(self.grad * self.grad, rate)
-        for factors, (rows, columns) in self._moved(totals[count:], rate):
-            own = factors.spread(rows, columns, eps)
-            mask = factors.mask
+        kept = [state[key] for key in ("row_var", "col_var", "row_and_col_var") if key in state]
+        for value in kept:
+            value.lerp_(totals[count : count + value.numel()].view(value.shape), rate)
+            count += value.numel()
+        means = [value.view(self.part.depth, -1) for value in kept]
+        if len(means) == 1:
+            means = list(means[0].split(_lengths(self.part.shapes), 1))
+        for factors, rows, columns in zip(self.factors, means[::2], means[1::2], strict=True):
+            own, mask = factors.spread(rows, columns, eps), factors.mask
             estimate = own if mask is None or estimate is None else torch.where(mask, own, estimate)
-        assert estimate is not None  # all parameters are matrices, or none is
+        assert estimate is not None  # there is at least one parameter
         return estimate.clamp(min=eps * eps).rsqrt() * self.grad
-
-    def _moved(
-        self, totals: torch.Tensor, rate: torch.Tensor
-    ) -> Iterator[tuple[Factors, tuple[torch.Tensor, torch.Tensor]]]:
-        found = [factors for factors in self.factors if factors is not None]
-        if not found:
-            return
-        kept = [self.state[key] for key in _factor_shapes(self.part, self.parameter)]
-        sums = totals.split([value.numel() for value in kept])
-        for value, total in zip(kept, sums, strict=True):
-            value.lerp_(total.view(value.shape), rate)
-        every = [value.view(self.part.depth, -1) for value in kept]
-        pieces = every if len(every) > 1 else every[0].split(self._lengths, 1)
-        yield from zip(found, zip(pieces[::2], pieces[1::2], strict=True), strict=True)
 
     def move(self, update: torch.Tensor, norm: torch.Tensor) -> None:
         """``norm``: of the full updates."""
@@ -222,14 +209,6 @@ class _Own:
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_((update * self.part.spread(reach)).to(parameter.dtype))
-
-
-def factors_of(part: Parts, like: torch.Tensor) -> list[Factors | None]:
-    """``None`` for a parameter that is not a matrix."""
-    return [
-        Factors(part, number, like) if len(shape) > 1 and torch.Size(shape).numel() else None
-        for number, shape in enumerate(part.shapes)
-    ]
 
 
 class Factors:

@@ -7,19 +7,21 @@ half as many in each lower decade. Values are computed, because tables are slow 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .base import ShardedOptimizer, require_range
+from .base import ShardedOptimizer, require_adam_options, require_range
 from .layerwise import one_minus_power
 from .parts import Parts
 from .saved import LazyState, require_keys, require_shape
 
 BLOCK = 2048
 _DECADES = 7
+# The codes of 0, and those of 1 relative to them; signed or not.
+_ZERO, _ONE = {True: 127, False: 0}, {True: 128, False: 255}
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -45,22 +47,17 @@ class AdamW8bit(ShardedOptimizer):
         weight_decay: float = 1e-2,
         min_8bit_size: int = 4096,
     ):
-        require_range("lr", lr, 0)
-        require_range("betas[0]", betas[0], 0, 1)
-        require_range("betas[1]", betas[1], 0, 1)
-        require_range("eps", eps, 0, open_low=True)  # else padding divides by 0
-        require_range("weight_decay", weight_decay, 0)
+        require_adam_options(lr, betas, eps, weight_decay)
         require_range("min_8bit_size", min_8bit_size, 0)
         options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, {**options, "min_8bit_size": min_8bit_size})
 
     def _update_parts(self) -> None:
-        for group, parameter, part in self._trained():
-            assert parameter.grad is not None  # skipped before
-            grad = part.without_padding(parameter.grad.float())
+        for group, parameter, own_grad, part in self._trained():
+            grad = part.without_padding(own_grad.float())
             state = self.state[parameter]
             if not state:
-                _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
+                state.update(_initial_state(parameter, group))
             state["step"].add_(1)
             mean, square = _moments(state)
             beta1, beta2 = group["betas"]
@@ -110,20 +107,19 @@ class AdamW8bit(ShardedOptimizer):
 
         This moves an element by at most half the distance of two of the 256 values.
         """
-        state: dict[str, Any] = {}
-        _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
+        state = _initial_state(parameter, group)
         state["step"].fill_(float(saved["step"]))
         scales = []
         for name, signed in _MOMENTS:
             value = saved.get(name, torch.zeros(parameter.shape)).float()
             numbers, own = saved.get(f"{name}_numbers"), saved.get(f"{name}_scales")
             if numbers is not None and own is not None:
-                value = value + decode_each(numbers, own, signed)
-            if "scales" in state:
-                if numbers is None or own is None:
-                    value, made = encode(value, signed)
-                else:
+                value = value + _ratios(numbers, signed) * own  # the same bits as decode's
+                if "scales" in state:
                     value, made = encode_again(value, numbers, own, signed)
+                    scales.append(made)
+            elif "scales" in state:
+                value, made = encode(value, signed)
                 scales.append(made)
             state[name] = value.to(parameter.device)
         if scales:
@@ -137,13 +133,15 @@ def _shape_of_scales(parameter: torch.nn.Parameter) -> list[int]:
     return [*[1] * parameter.dim(), 2, -(-parameter.numel() // BLOCK)]
 
 
-def _begin(state: dict[str, Any], parameter: torch.nn.Parameter, small: bool) -> None:
-    zeros = torch.zeros_like(parameter, dtype=torch.float32)
-    state["step"] = torch.zeros((), device=parameter.device)
+def _initial_state(parameter: torch.nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {"step": torch.zeros((), device=parameter.device)}
+    encoded = parameter.numel() >= group["min_8bit_size"]
     for name, signed in _MOMENTS:
-        state[name], scales = (zeros.clone(), None) if small else encode(zeros, signed)
-        if scales is not None:
-            state["scales"] = torch.zeros(_shape_of_scales(parameter), device=parameter.device)
+        code, dtype = (_ZERO[signed], torch.uint8) if encoded else (0.0, torch.float32)
+        state[name] = torch.full_like(parameter, code, dtype=dtype)
+    if encoded:
+        state["scales"] = torch.zeros(_shape_of_scales(parameter), device=parameter.device)
+    return state
 
 
 def _moments(state: dict[str, Any]) -> list[torch.Tensor]:
@@ -177,33 +175,22 @@ def encode(value: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tenso
     scales = blocks.abs().amax(1)
     ratio = blocks / torch.where(scales > 0, scales, torch.ones_like(scales))[:, None]
     size = ratio.abs()
-    number = (size > _middle(0.0, _value(0, 0, signed))).to(size.dtype)
-    for decade in range(_DECADES):
-        count, width = _count(decade, signed), _width(decade, signed)
-        low = 10.0 ** (decade - _DECADES)
-        place = ((size - low) / width).floor().clamp(0, count - 1) + _first(decade, signed)
-        if decade == 0:
-            number = number * place
-        else:
-            below = _value(decade - 1, _count(decade - 1, signed) - 1, signed)
-            number = torch.where(size > _middle(below, _value(decade, 0, signed)), place, number)
-    last = _value(_DECADES - 1, _count(_DECADES - 1, signed) - 1, signed)
-    one = _first(_DECADES, signed)
-    number = torch.where(size > _middle(last, 1.0), torch.full_like(number, one), number)
+    number, below = torch.zeros_like(size), 0.0
+    for low, width, count, first in _decades(signed):
+        place = ((size - low) / width).floor().clamp(0, count - 1) + first
+        number = torch.where(size > (below + (low + 0.5 * width)) / 2, place, number)
+        below = low + (count - 0.5) * width  # the largest value of the decade
+    one = _ONE[signed]
+    number = torch.where(size > (below + 1.0) / 2, torch.full_like(number, one), number)
     if signed:
         # The value 1 exists only with a positive sign.
-        number = torch.where(ratio < 0, -number.clamp(max=one - 1), number) + (one - 1)
+        number = torch.where(ratio < 0, -number.clamp(max=one - 1), number) + _ZERO[signed]
     return number.reshape(-1)[: value.numel()].view(value.shape).to(torch.uint8), scales
 
 
 def decode(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     blocks = _in_blocks(_ratios(numbers, signed)) * scales[:, None]
     return blocks.reshape(-1)[: numbers.numel()].view(numbers.shape)
-
-
-def decode_each(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The same bits as :func:`decode`, with one scale for each element."""
-    return _ratios(numbers, signed) * scales
 
 
 def scales_of_elements(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -221,24 +208,18 @@ def encode_again(
     before, own = _in_blocks(scales), _in_blocks(value)
     top = before.amax(1)
     same = ((before == top[:, None]) | ((before == 0) & (own == 0))).all(1)
-    zero = _first(_DECADES, signed) - 1 if signed else 0
-    kept = torch.where(scales > 0, numbers, torch.full_like(numbers, zero))
+    kept = torch.where(scales > 0, numbers, torch.full_like(numbers, _ZERO[signed]))
     of_element = scales_of_elements(same, value.shape)
     return torch.where(of_element, kept, anew), torch.where(same, top, scales_anew)
 
 
 def _ratios(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
-    number = numbers.float()
-    one = _first(_DECADES, signed)
-    if signed:
-        number = number - (one - 1)
+    number = numbers.float() - _ZERO[signed]
     place = number.abs()
     size = torch.zeros_like(place)
-    for decade in range(_DECADES):
-        first = _first(decade, signed)
-        own = (place - first) * _width(decade, signed) + _value(decade, 0, signed)
-        size = torch.where(place >= first, own, size)
-    size = torch.where(place >= one, torch.ones_like(size), size)
+    for low, width, _, first in _decades(signed):
+        size = torch.where(place >= first, (place - first) * width + (low + 0.5 * width), size)
+    size = torch.where(place >= _ONE[signed], torch.ones_like(size), size)
     return torch.where(number < 0, -size, size)
 
 
@@ -250,23 +231,16 @@ def _in_blocks(value: torch.Tensor) -> torch.Tensor:
     return flat.view(-1, BLOCK)
 
 
-def _count(decade: int, signed: bool) -> int:
-    """The number of values of one sign."""
-    return 2**decade if signed else 2 ** (decade + 1)
-
-
-def _first(decade: int, signed: bool) -> int:
-    """The code of a decade's smallest value, relative to that of 0."""
-    return 1 + sum(_count(below, signed) for below in range(decade))
-
-
-def _width(decade: int, signed: bool) -> float:
-    return 0.9 * 10.0 ** (decade + 1 - _DECADES) / _count(decade, signed)
-
-
-def _value(decade: int, place: int, signed: bool) -> float:
-    return 10.0 ** (decade - _DECADES) + (place + 0.5) * _width(decade, signed)
-
-
-def _middle(low: float, high: float) -> float:
-    return (low + high) / 2
+def _decades(signed: bool) -> Iterator[tuple[float, float, int, int]]:
+    """Of each decade: where it begins, the distance of its values, their number (of one sign), and
+    the code of the smallest, relative to that of 0."""
+    first = 1
+    for decade in range(_DECADES):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        yield (
+            10.0 ** (decade - _DECADES),
+            0.9 * 10.0 ** (decade + 1 - _DECADES) / count,
+            count,
+            first,
+        )
+        first += count

@@ -78,7 +78,8 @@ class ShardedOptimizer(ShardAwareOptimizer):
         """One step, on local tensors."""
         raise NotImplementedError
 
-    def _trained(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, Parts]]:
+    def _trained(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, torch.Tensor, Parts]]:
+        """Groups, parameters that have a gradient, their gradients, and :class:`Parts` of them."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad
@@ -90,7 +91,17 @@ class ShardedOptimizer(ShardAwareOptimizer):
                         f"{type(self).__name__} needs real, dense gradients, but "
                         f"{Parts(parameter).name} has a {kind} one. Use another optimizer for it"
                     )
-                yield group, parameter, Parts(parameter)
+                yield group, parameter, grad, Parts(parameter)
+
+
+def require_adam_options(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    require_range("lr", lr, 0)
+    require_range("betas[0]", betas[0], 0, 1)
+    require_range("betas[1]", betas[1], 0, 1)
+    require_range("eps", eps, 0, open_low=True)  # else padding divides by 0
+    require_range("weight_decay", weight_decay, 0)
 
 
 def require_range(

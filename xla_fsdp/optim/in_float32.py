@@ -43,7 +43,7 @@ class InFloat32(ShardAwareOptimizer):
                 "optimizer_class must be the class of an optimizer, such as torch.optim.AdamW, got "
                 f"{optimizer_class!r}"
             )
-        self._inner: Optimizer | None = None
+        self._inner: Any = None  # the Optimizer, once there are groups
         self._wide: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         super().__init__(params, {})
         groups = [
@@ -72,51 +72,47 @@ class InFloat32(ShardAwareOptimizer):
 
     def _update(self) -> None:
         inner = self._inner
-        assert inner is not None
         pairs = list(self._pairs())
         for parameter, wide in pairs:
             own = self.state.get(parameter) or {}
-            further = (*self._element_keys, *self._single_keys)
-            kept = {key: value for key, value in own.items() if key not in further}
+            inner.state.pop(wide, None)
+            kept = {key: value for key, value in own.items() if key != self._own_key}
             if kept:
                 inner.state[wide] = kept
-            else:
-                inner.state.pop(wide, None)
-            if wide is not parameter:
-                grad = parameter.grad
-                if grad is not None:
-                    with on_local_parts():
-                        self._begin(parameter, wide, own)
-                        wide.grad = grad.to(wide.dtype)
+            grad = parameter.grad
+            if wide is not parameter and grad is not None:
+                with on_local_parts():
+                    self._begin(parameter, wide, own.get(self._own_key))
+                    wide.grad = grad.to(wide.dtype)
         # The global optimizer hooks are called for this optimizer.
         step: Any = type(inner).step
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
         for parameter, wide in pairs:
             if parameter.grad is None:
                 continue
-            extra = {}
+            state = self.state[parameter] = {**inner.state.get(wide, {})}
             if wide is not parameter:
                 wide.grad = None
                 with on_local_parts():
-                    extra = self._finish(parameter, wide)
-            self.state[parameter] = {**inner.state.get(wide, {}), **extra}
+                    state[self._own_key] = self._finish(parameter, wide)
 
-    # State that the inner optimizer does not know: elementwise, and single values.
-    _element_keys: tuple[str, ...] = ()
-    _single_keys: tuple[str, ...] = ()
+    # The key of state that the inner optimizer does not know.
+    _own_key: str
     _copied: frozenset[str] = frozenset({"_inner", "_wide", "_own"})
 
     def _begin(
-        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, own: torch.Tensor | None
     ) -> None:
-        """Prepares ``wide``, the value to step from."""
+        """Prepares ``wide``, the value to step from. ``own``: the additional state, if any."""
         raise NotImplementedError
 
-    def _finish(
-        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter
-    ) -> dict[str, torch.Tensor]:
-        """Gives ``parameter`` its new value; returns additional state."""
+    def _finish(self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> torch.Tensor:
+        """Gives ``parameter`` its new value; returns the additional state."""
         raise NotImplementedError
+
+    def _saved_own(self, parameter: torch.nn.Parameter, own: Any) -> Any:
+        """The additional state in a checkpoint."""
+        return own
 
     @property
     def state_converter(self) -> StateConverter | None:
@@ -129,31 +125,22 @@ class InFloat32(ShardAwareOptimizer):
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        rest, more = dict(state), {}
-        for key in self._element_keys:
-            if key in rest:
-                value = local(rest.pop(key))
-                require_shape(key, value, local(parameter).shape)
-                more[key] = LazyState(value.dtype, value.detach().cpu)
-        for key in self._single_keys:
-            if key in rest:
-                more[key] = rest.pop(key)
-        return [{**own, **more} for own in self._inner_converter.saved_state(parameter, rest)]
+        rest = dict(state)
+        own = rest.pop(self._own_key, None)
+        more = {} if own is None else {self._own_key: self._saved_own(parameter, own)}
+        return [{**each, **more} for each in self._inner_converter.saved_state(parameter, rest)]
 
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        further = {*self._element_keys, *self._single_keys}
-        rest = {key: value for key, value in saved.items() if key not in further}
+        rest = dict(saved)
+        own = rest.pop(self._own_key, None)
         state = self._inner_converter.load_saved_state(parameter, rest, group)
-        more = {key: value for key, value in saved.items() if key in further}
-        return state | {key: value.to(parameter.device) for key, value in more.items()}
+        return state if own is None else {**state, self._own_key: own.to(parameter.device)}
 
     @property
-    def _inner_converter(self) -> StateConverter:
-        found = state_converter_of(self._inner)
-        assert found is not None
-        return found
+    def _inner_converter(self) -> Any:
+        return state_converter_of(self._inner)
 
     def __getstate__(self) -> dict[str, Any]:
         more = {key: value for key, value in vars(self).items() if key in self._copied}
@@ -173,7 +160,6 @@ class InFloat32(ShardAwareOptimizer):
 
     def _pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """Updates the inner optimizer's options first."""
-        assert self._inner is not None
         for group, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             changed = [key for key, value in self._own.items() if group.get(key) != value]
             if changed:
@@ -208,7 +194,7 @@ class MasterWeights(InFloat32):
         TypeError: ``optimizer_class`` does not make an optimizer.
     """
 
-    _element_keys = ("master",)
+    _own_key = "master"
 
     def __init__(self, params: ParamsT, optimizer_class: Callable[..., Optimizer], **options: Any):
         self._left: dict[torch.nn.Parameter, Stamp] = {}
@@ -221,21 +207,23 @@ class MasterWeights(InFloat32):
         self._left = {}  # stamps belong to the copied tensors
 
     def _begin(
-        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, own: torch.Tensor | None
     ) -> None:
-        master = state.get("master")
-        if master is not None and master is not wide:  # state was loaded
-            wide.copy_(master)
+        if own is not None and own is not wide:  # state was loaded
+            wide.copy_(own)
         if _stamp(parameter) != self._left.get(parameter):
             same = wide.to(parameter.dtype) == parameter
             wide.copy_(torch.where(same, wide, parameter.float()))
 
-    def _finish(
-        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter
-    ) -> dict[str, torch.Tensor]:
+    def _finish(self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> torch.Tensor:
         parameter.copy_(wide)
         self._left[parameter] = _stamp(parameter)
-        return {"master": wide}
+        return wide
+
+    def _saved_own(self, parameter: torch.nn.Parameter, own: Any) -> LazyState:
+        value = local(own)
+        require_shape(self._own_key, value, local(parameter).shape)
+        return LazyState(value.dtype, value.detach().cpu)
 
 
 def _share_sharded_tensor(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:

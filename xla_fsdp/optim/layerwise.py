@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .base import ShardedOptimizer, require_range
-from .parts import Parts, norms
+from .base import ShardedOptimizer, require_adam_options, require_range
+from .parts import norms
 
 
 class LAMB(ShardedOptimizer):
@@ -38,23 +39,16 @@ class LAMB(ShardedOptimizer):
         weight_decay: float = 0.0,
         adapt: bool = True,
     ):
-        require_range("lr", lr, 0)
-        require_range("betas[0]", betas[0], 0, 1)
-        require_range("betas[1]", betas[1], 0, 1)
-        require_range("eps", eps, 0, open_low=True)  # else padding divides by 0
-        require_range("weight_decay", weight_decay, 0)
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt},
-        )
+        require_adam_options(lr, betas, eps, weight_decay)
+        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adapt=adapt)
+        super().__init__(params, options)
 
     def _update_parts(self) -> None:
         trained = list(self._trained())
         updates = []
-        for group, parameter, _ in trained:
+        for group, parameter, grad, _ in trained:
             beta1, beta2 = group["betas"]
-            state, grad = self.state[parameter], parameter.grad
-            assert grad is not None  # skipped before
+            state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -68,10 +62,12 @@ class LAMB(ShardedOptimizer):
             if group["weight_decay"]:
                 update = update + parameter * group["weight_decay"]
             updates.append(update)
-        parts = [part for *_, part in trained]
-        ratios = _ratios(parts, [parameter for _, parameter, _ in trained], updates)
-        for (group, parameter, part), update, ratio in zip(trained, updates, ratios, strict=True):
+        lengths = _norms(trained, updates, "updates")
+        for (group, parameter, _, part), update, (length, step) in zip(
+            trained, updates, lengths, strict=True
+        ):
             if group["adapt"]:
+                ratio = _ratio(length, step, step)
                 update = update * part.spread(ratio).to(update.dtype)
             parameter.sub_(update * group["lr"])
 
@@ -112,14 +108,8 @@ class LARS(ShardedOptimizer):
 
     def _update_parts(self) -> None:
         trained = list(self._trained())
-        parts = [part for *_, part in trained]
-        parameters = [parameter for _, parameter, _ in trained]
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        found = norms([*parts, *parts], [*parameters, *grads], "norms of parameters and gradients")
-        lengths, slopes = found[: len(parts)], found[len(parts) :]
-        for (group, parameter, part), grad, length, slope in zip(
-            trained, grads, lengths, slopes, strict=True
-        ):
+        lengths = _norms(trained, [grad for _, _, grad, _ in trained], "gradients")
+        for (group, parameter, grad, part), (length, slope) in zip(trained, lengths, strict=True):
             decay = group["weight_decay"]
             step = (grad + parameter * decay if decay else grad) * group["lr"]
             if group["adapt"]:
@@ -138,12 +128,14 @@ def one_minus_power(beta: float, step: torch.Tensor) -> torch.Tensor:
     return -torch.expm1(step * math.log(beta))
 
 
-def _ratios(
-    parts: list[Parts], parameters: list[torch.nn.Parameter], updates: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    found = norms([*parts, *parts], [*parameters, *updates], "norms of parameters and updates")
-    lengths, steps = found[: len(parts)], found[len(parts) :]
-    return [_ratio(length, step, step) for length, step in zip(lengths, steps, strict=True)]
+def _norms(
+    trained: list[Any], others: list[torch.Tensor], label: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each of ``trained``, the norm of the parameter and that of its tensor in ``others``."""
+    parts = [part for *_, part in trained]
+    values = [*(parameter for _, parameter, *_ in trained), *others]
+    found = norms([*parts, *parts], values, f"norms of parameters and {label}")
+    return list(zip(found[: len(parts)], found[len(parts) :], strict=True))
 
 
 def _ratio(above: torch.Tensor, norm: torch.Tensor, below: torch.Tensor) -> torch.Tensor:

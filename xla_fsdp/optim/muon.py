@@ -82,12 +82,23 @@ class Muon(ShardedOptimizer):
 
     def _update_parts(self) -> None:
         for group in self.param_groups:
-            own = [(p, part) for of, p, part in self._trained() if of is group]
-            full_matrices = [
-                part.gather(self._momentum(group, p), "momentum of matrices") for p, part in own
+            own = [trained for trained in self._trained() if trained[0] is group]
+            momenta = [
+                part.gather(self._momentum(group, p, grad), "momentum of matrices")
+                for _, p, grad, part in own
             ]
-            self._orthogonalise(group, [part for _, part in own], full_matrices)
-            for (parameter, part), steps in zip(own, full_matrices, strict=True):
+            # All matrices of one shape are orthogonalised together.
+            alike: dict[tuple[World | None, tuple[int, ...]], list[tuple[int, int]]] = {}
+            for number, (*_, part) in enumerate(own):
+                for member, shape in enumerate(part.shapes):
+                    alike.setdefault((part.world, shape), []).append((number, member))
+            for (world, _), places in alike.items():
+                matrices = [momenta[number][member] for number, member in places]
+                done = _orthogonalise_by_rank(torch.cat(matrices), world, group)
+                pieces = done.split([len(each) for each in matrices])
+                for (number, member), piece in zip(places, pieces, strict=True):
+                    momenta[number][member] = piece
+            for (_, parameter, _, part), steps in zip(own, momenta, strict=True):
                 scaled = [
                     step.to(parameter.dtype) * _adjustment(group["adjust_lr_fn"], shape)
                     for step, shape in zip(steps, part.shapes, strict=True)
@@ -95,29 +106,16 @@ class Muon(ShardedOptimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(part.cut(scaled) * group["lr"])
 
-    def _momentum(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> torch.Tensor:
-        state, grad = self.state[parameter], parameter.grad
-        assert grad is not None  # skipped before
+    def _momentum(
+        self, group: dict[str, Any], parameter: torch.nn.Parameter, grad: torch.Tensor
+    ) -> torch.Tensor:
+        state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"]
         mean.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
         return update.to(getattr(torch, group["compute_dtype"]))
-
-    def _orthogonalise(
-        self, group: dict[str, Any], parts: list[Parts], full_matrices: list[list[torch.Tensor]]
-    ) -> None:
-        alike: dict[tuple[World | None, tuple[int, ...]], list[tuple[int, int]]] = {}
-        for number, part in enumerate(parts):
-            for member, shape in enumerate(part.shapes):
-                alike.setdefault((part.world, shape), []).append((number, member))
-        for (world, _), places in alike.items():
-            matrices = torch.cat([full_matrices[number][member] for number, member in places])
-            done = _orthogonalise_by_rank(matrices, world, group)
-            pieces = done.split([parts[number].depth for number, _ in places])
-            for (number, member), piece in zip(places, pieces, strict=True):
-                full_matrices[number][member] = piece
 
 
 def split_matrices(

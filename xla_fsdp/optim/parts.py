@@ -12,48 +12,40 @@ from collections.abc import Sequence
 import torch
 
 from ..collectives.world import World
-from ..sharding.layout import LANES, Layout
+from ..sharding.layout import count_up
 from ..sharding.sharded_parameter import local
 from ..sharding.sharded_tensor import sharded_tensor_of
-
-# Later positions need int64, which is slower than int32 on TPUs.
-_INT32 = 1 << 31
 
 
 class Parts:
     """The full parameters whose elements ``parameter``, a shard or a full parameter, contains.
 
-    ``shapes``: of the unsharded parameters; for a stack, those of one block.
+    ``shapes``: of the unsharded parameters; for a stack, those of one block. ``offsets``: where
+    they begin in a flat vector. A stack has one parameter in each block.
     """
 
     def __init__(self, parameter: torch.Tensor):
         sharded = sharded_tensor_of(parameter)
-        parameter = local(parameter)
-        self.shape = parameter.shape
+        self._spec = None if sharded is None else sharded.shard_spec()
+        self.shape = local(parameter).shape
         self.world: World | None = None
         self.depth = 1
         self.name = "a parameter that is not sharded"
-        if sharded is None:
-            self._layout = Layout.rows(torch.Size((1, *parameter.shape)), 1)
-            self.shapes: tuple[tuple[int, ...], ...] = (tuple(parameter.shape),)
-            return
-        self.world, self._layout, self.name = sharded.world, sharded.layout, repr(sharded.key)
-        self.shapes = tuple(member.shape for member in sharded.layout.members)
-        if tuple(parameter.shape) != sharded.layout.shard_shape:
-            self.depth = parameter.shape[0]
+        self.shapes: tuple[tuple[int, ...], ...] = (tuple(self.shape),)
+        self.offsets = [0]
+        if sharded is not None and self._spec is not None:
+            self.world, self.name, self.depth = sharded.world, repr(sharded.key), self._spec.blocks
+            self.shapes = tuple(member.shape for member in sharded.layout.members)
+            self.offsets = [member.offset for member in sharded.layout.members]
 
     @property
     def count(self) -> int:
         return self.depth * len(self.shapes)
 
     @property
-    def offsets(self) -> list[int]:
-        return [member.offset for member in self._layout.members]
-
-    @property
     def numels(self) -> list[int]:
         """Of each parameter, on all ranks together; ``m`` numbers."""
-        return [torch.Size(shape).numel() for shape in self.shapes] * self.depth
+        return [math.prod(shape) for shape in self.shapes] * self.depth
 
     def sums(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over each parameter, without padding: ``s`` to ``(m,)``."""
@@ -65,10 +57,9 @@ class Parts:
 
     def without_padding(self, value: torch.Tensor) -> torch.Tensor:
         """``value``, ``s``, with 0 in the padding, which users may have changed."""
-        if math.prod(self._layout.padded_shape) == self._layout.numel:
+        if self._spec is None or not self._spec.padded:
             return value
-        inside = (self.positions(value) < self._layout.numel).view(self._layout.shard_shape)
-        return torch.where(inside, value, torch.zeros_like(value))
+        return torch.where(self._spec.inside(value), value, torch.zeros_like(value))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Repeats ``(m,)`` values for all elements of each parameter."""
@@ -81,47 +72,28 @@ class Parts:
 
     def gather(self, value: torch.Tensor, label: str) -> list[torch.Tensor]:
         """Every full parameter, ``(d, *shape)`` each, from a tensor of shape ``s`` on all ranks."""
-        if self.world is None:
-            return [value[None]]
-        layout, size = self._layout, self.world.size
-        rest = layout.shard_shape[1:]
-        rows = value.reshape(-1, LANES) if layout.kind == "flat" else value.reshape(-1, *rest)
-        full = self.world.all_gather(rows, label).reshape(size, self.depth, -1, *rest)
-        full = full.transpose(0, 1).reshape(self.depth, *layout.padded_shape)
-        if layout.kind == "dim0":
-            return [full[:, : self.shapes[0][0]]]
-        return [
-            full[:, member.offset : member.offset + member.numel].reshape(self.depth, *member.shape)
-            for member in layout.members
-        ]
+        full = value if self._spec is None else self._spec.gather(value, label)
+        if len(self.shapes) == 1:
+            return [full.reshape(self.depth, *self.shapes[0])]
+        pieces = full.split([math.prod(shape) for shape in self.shapes])
+        return [piece.view(1, *shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def cut(self, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self.world is None:
+        if self._spec is None:
             return fulls[0][0]
-        layout = self._layout
-        if layout.kind == "dim0":
-            full = fulls[0]
-        else:
-            full = torch.cat([each.reshape(self.depth, -1) for each in fulls], 1)
-        missing = layout.padded_shape[0] - full.shape[1]
-        if missing:
-            padding = full.new_zeros(self.depth, missing, *full.shape[2:])
-            full = torch.cat([full, padding], 1)
-        shards = full.reshape(self.depth, self.world.size, *layout.shard_shape)
-        return torch.index_select(shards, 1, self.world.rank_on_device).reshape(self.shape)
+        one = len(fulls) == 1
+        return self._spec.cut(fulls[0] if one else torch.cat([full.flatten() for full in fulls]))
 
     def positions(self, like: torch.Tensor) -> torch.Tensor:
         """Positions of this rank's elements (of one block) in the flattened ``p``, as a vector."""
-        length = torch.Size(self._layout.shard_shape).numel()
-        size = 1 if self.world is None else self.world.size
-        dtype = torch.int32 if size * length < _INT32 else torch.int64
-        here = torch.arange(length, dtype=dtype, device=like.device)
-        return here if self.world is None else here + self.world.rank_on_device.to(dtype) * length
+        if self._spec is None:
+            return count_up(self.shape.numel(), self.shape.numel(), like.device)
+        return self._spec.positions(like)
 
     def _masks(self, like: torch.Tensor) -> list[torch.Tensor]:
         at = self.positions(like)
-        members = self._layout.members
-        return [(at >= one.offset) & (at < one.offset + one.numel) for one in members]
+        places = zip(self.offsets, self.shapes, strict=True)
+        return [(at >= first) & (at < first + math.prod(shape)) for first, shape in places]
 
 
 def reduced(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class StochasticRounding(InFloat32):
         ValueError: ``seed`` is out of range.
     """
 
-    _single_keys = ("roundings",)
+    _own_key = "roundings"
     _copied = InFloat32._copied | {"_seed", "_numbers", "_counts"}
 
     def __init__(
@@ -82,24 +82,22 @@ class StochasticRounding(InFloat32):
                 one.data = one.detach().new_zeros(0)
 
     def _begin(
-        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, own: torch.Tensor | None
     ) -> None:
         wide.data = parameter.float()
-        count = state.get("roundings")
-        if count is None:
-            count = torch.zeros((), dtype=torch.int32, device=parameter.device)
-        self._counts[parameter] = count.to(torch.int32) + 1
+        if own is None:
+            own = torch.zeros((), dtype=torch.int32, device=parameter.device)
+        self._counts[parameter] = own.to(torch.int32) + 1
 
-    def _finish(
-        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter
-    ) -> dict[str, torch.Tensor]:
+    def _finish(self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> torch.Tensor:
         count = self._counts.pop(parameter)
-        number = _mixed_number(self._seed * 0x9E3779B9 + self._numbers[parameter])
-        key = _mixed(count + _signed(number))
+        number = _signed(self._seed * 0x9E3779B9 + self._numbers[parameter])
+        number = int(_mixed(torch.tensor(number, dtype=torch.int32)))
+        key = _mixed(count + number)
         bits = random_bits(elements_of(parameter), key)
         parameter.copy_(rounded(wide.detach(), bits))
         self._drop(wide)
-        return {"roundings": count}
+        return count
 
 
 def elements_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -155,12 +153,6 @@ def _shifted(x: torch.Tensor, places: int) -> torch.Tensor:
     return torch.bitwise_right_shift(x, torch.full_like(x, places)) & low
 
 
-def _mixed_number(x: int) -> int:
-    x &= 0xFFFFFFFF
-    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
 def _signed(x: int) -> int:
-    return x - (1 << 32) if x >= 1 << 31 else x
+    """The int32 with the lowest 32 bits of ``x``."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)

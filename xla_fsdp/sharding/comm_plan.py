@@ -16,8 +16,9 @@ import torch
 from ..collectives.order import BackwardPrefetch, Event, Wait
 from ..collectives.routes import Route
 from ..collectives.world import World
+from ..tpu.chips import LANES
 from ..tpu.slices import Groups
-from .layout import LANES, TensorSpec
+from .layout import TensorSpec
 from .mixed_precision import NARROW
 from .options import FSDPOptions
 

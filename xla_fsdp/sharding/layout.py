@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 from ..collectives.world import World
-
-LANES = 128
-SUBLANES = 8
+from ..tpu.chips import LANES, SUBLANES
 
 
 @dataclass(frozen=True)
@@ -178,8 +176,11 @@ def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     return asked if asked is not None and stored.is_floating_point else stored
 
 
-# Positions from here on need int64, which is slower on TPUs.
-_INT32 = 1 << 31
+def count_up(length: int, limit: int, device: torch.device) -> torch.Tensor:
+    """0 to ``length`` - 1, int32 if ``limit`` permits; int64 is slower on TPUs."""
+    return torch.arange(
+        length, dtype=torch.int32 if limit < 1 << 31 else torch.int64, device=device
+    )
 
 
 class ShardedParameterError(RuntimeError):
@@ -217,6 +218,10 @@ class ShardSpec:
         return None if self.owner is None else self.owner()
 
     @property
+    def blocks(self) -> int:
+        return max(self.depth, 1)
+
+    @property
     def several(self) -> bool:
         """Whether it contains more than one parameter."""
         return self.depth > 1 or len(self.layout.members) > 1
@@ -238,39 +243,42 @@ class ShardSpec:
     @property
     def numel(self) -> int:
         """Of the full tensor."""
-        return self.layout.numel * max(self.depth, 1)
+        return self.layout.numel * self.blocks
 
     @property
     def padded(self) -> bool:
         """Whether some rank has padding."""
         return math.prod(self.layout.padded_shape) != self.layout.numel
 
+    def positions(self, local: torch.Tensor) -> torch.Tensor:
+        """Where the elements of ``local`` (of one block) are in the flattened full tensor with its
+        padding, a vector; one program for all ranks."""
+        length = math.prod(self.layout.shard_shape)
+        here = count_up(length, self.world.size * length, local.device)
+        if local.device == self.world.device:
+            return here + self.world.rank_on_device.to(here.dtype) * length
+        return here + self.world.rank * length
+
     def inside(self, local: torch.Tensor) -> torch.Tensor:
         """A mask of the elements of ``local`` that are no padding; one program for all ranks."""
-        length, size = math.prod(self.layout.shard_shape), self.world.size
-        dtype = torch.int32 if size * length < _INT32 else torch.int64
-        position = torch.arange(length, dtype=dtype, device=local.device)
-        if local.device == self.world.device:
-            position = position + self.world.rank_on_device.to(dtype) * length
-        else:
-            position = position + self.world.rank * length
-        inside = (position < self.layout.numel).view(self.layout.shard_shape)
+        inside = (self.positions(local) < self.layout.numel).view(self.layout.shard_shape)
         return inside.expand(self.local_shape) if self.depth else inside
 
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The full tensor, on this rank's device; collective."""
+    def gather(self, local: torch.Tensor, label: str = "") -> torch.Tensor:
+        """The full tensor, on this rank's device; collective. ``label``: default its name."""
         layout, size = self.layout, self.world.size
         if not layout.numel:
             return local.new_zeros(self.shape)
         rest = layout.shard_shape[1:]
         sent = local.reshape(-1, LANES) if layout.kind == "flat" else local.reshape(-1, *rest)
-        full = self.world.all_gather(sent, self.name).reshape(size, max(self.depth, 1), -1, *rest)
-        full = full.transpose(0, 1).reshape(max(self.depth, 1), *layout.padded_shape)
+        full = self.world.all_gather(sent, label or self.name)
+        full = full.reshape(size, self.blocks, -1, *rest)
+        full = full.transpose(0, 1).reshape(self.blocks, *layout.padded_shape)
         return full[:, : self._length].reshape(self.shape)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``full``, on its device."""
-        layout, blocks = self.layout, max(self.depth, 1)
+        layout, blocks = self.layout, self.blocks
         if not layout.numel:
             return full.new_zeros(self.local_shape)
         shape = layout.members[0].shape[1:] if layout.kind == "dim0" else ()

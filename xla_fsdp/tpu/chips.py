@@ -16,6 +16,8 @@ from math import prod
 from types import MappingProxyType
 
 GIB = 2**30
+# Of a vector register of 32-bit values: columns and rows.
+LANES, SUBLANES = 128, 8
 
 # Besides hops and bytes. Scaling book, part 3, pop quiz 2: 8 us profiled for 3 x 32 KiB over 3
 # hops, of which hops and bytes are 5.2. One measurement, on v5e.

@@ -198,31 +198,24 @@ class Links:
 
     def _wired(self, groups: Groups) -> Iterator[Route]:
         chips = [Counter(self._places[rank][:3] for rank in group) for group in groups]
-        sides = [_grid(count) for count in chips]
-        if not all(sides):
+        grids = [sides for count in chips if (sides := _grid(count)) is not None]
+        if len(grids) < len(groups):
             yield self._astray(groups)
             return
-        used = [
-            {link for a in range(3) for link in self._links(a, s)} for s in sides if s is not None
-        ]
+        used = [{link for axis in range(3) for link in self._links(axis, grid)} for grid in grids]
         load = Counter(link for links in used for link in links)
-        for group, count, side, links in zip(groups, chips, sides, used, strict=True):
-            cores = len(group) // len(count)
-            sharing = max((load[link] for link in links), default=1)
-            yield self._box(len(group), cores, side or (), sharing)
-
-    def _box(self, ranks: int, cores: int, sides: Sequence[Sequence[int]], sharing: int) -> Route:
-        links, hops, crossing = 0, 0, 0.0
-        for axis, at in enumerate(sides):
-            size = len(at)
-            if size < 2:
-                continue
-            ring = self._closes(axis, at)
-            links += 2 if ring else 1
-            hops += self._shape[axis] // 2 if ring else at[-1] - at[0]
-            half = size // 2
-            crossing = max(crossing, cores * half * (size - half) / size / (2 if ring else 1))
-        return Route(ranks, cores, links, hops, crossing, sharing)
+        for group, count, grid, own in zip(groups, chips, grids, used, strict=True):
+            cores, links, hops, crossing = len(group) // len(count), 0, 0, 0.0
+            for axis, at in enumerate(grid):
+                size, half = len(at), len(at) // 2
+                if size < 2:
+                    continue
+                ways = 2 if self._closes(axis, at) else 1
+                links += ways
+                hops += self._shape[axis] // 2 if ways == 2 else at[-1] - at[0]
+                crossing = max(crossing, cores * half * (size - half) / size / ways)
+            sharing = max((load[link] for link in own), default=1)
+            yield Route(len(group), cores, links, hops, crossing, sharing)
 
     def _closes(self, axis: int, at: Sequence[int]) -> bool:
         length = self._shape[axis]

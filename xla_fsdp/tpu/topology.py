@@ -156,21 +156,23 @@ def resolve(name: str) -> Slice:
     text = given.lower()
     several = re.fullmatch(r"([0-9]{1,4})x([a-z].+)", text)
     if several:
-        return _several(given, int(several[1]), several[2])
-    if ":" in text:
-        chip, shape = _parse_shape(given, text)
+        return _several(given, int(several[1]), resolve(several[2]))
+    family, colon, size = text.partition(":" if ":" in text else "-")
+    chip = _chip_called(family)
+    if chip is None:
+        raise UnknownTopologyError(given, f"there is no TPU family {family!r}")
+    if colon == ":":
+        shape = _parse_shape(given, chip, size)
+    elif (found := _named().get(f"{chip.accelerator}-{size}")) is not None:
+        _, shape = found
     else:
-        family, _, size = text.partition("-")
-        called = _chip_called(family)
-        found = called and _named().get(f"{called.accelerator}-{size}")
-        if not found:
-            raise UnknownTopologyError(given, _why_not_named(family, size))
-        chip, shape = found
+        counted = "chips" if chip.tensor_cores == 1 else "TensorCores"
+        reason = f"there is no {family} slice of {size or 'no'} {counted}"
+        raise UnknownTopologyError(given, reason)
     return Slice(given, chip, shape, chip.wraps(shape))
 
 
-def _several(given: str, count: int, name: str) -> Slice:
-    one = resolve(name)
+def _several(given: str, count: int, one: Slice) -> Slice:
     if count < 1:
         raise UnknownTopologyError(given, f"{count} slices")
     if count > 1 and not one.chip.dcn_bandwidth:
@@ -179,60 +181,38 @@ def _several(given: str, count: int, name: str) -> Slice:
     return replace(one, name=given, count=count)
 
 
-def _parse_shape(given: str, text: str) -> tuple[Chip, tuple[int, ...]]:
-    family, _, lengths = text.partition(":")
-    chip = _chip_called(family)
-    if chip is None:
-        raise UnknownTopologyError(given, f"there is no TPU family {family!r}")
+def _parse_shape(given: str, chip: Chip, lengths: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", lengths):
         raise UnknownTopologyError(
             given, f"after the colon go the chips along each axis, such as 4x4, not {lengths!r}"
         )
     shape = tuple(int(length) for length in lengths.split("x"))
-    dimension = chip.torus_dimension
-    if dimension == 2 and len(shape) == 3 and shape[2] == 1:
+    if chip.torus_dimension == 2 and len(shape) == 3 and shape[2] == 1:
         shape = shape[:2]
-    if len(shape) != dimension:
-        raise UnknownTopologyError(
-            given, f"a {chip.family} slice has {dimension} axes, not {len(shape)}"
-        )
     reason = _why_not_shape(chip, shape)
     if reason:
         raise UnknownTopologyError(given, reason)
-    return chip, shape
+    return shape
 
 
 def _why_not_shape(chip: Chip, shape: tuple[int, ...]) -> str | None:
+    edge, number = chip.cube, prod(shape)
+    if len(shape) != chip.torus_dimension:
+        return f"a {chip.family} slice has {chip.torus_dimension} axes, not {len(shape)}"
     if min(shape) < 1:
         return "every axis needs at least one chip"
-    single = prod(shape) == 1
-    if single and not chip.sub_host and not chip.cube:
+    if number == 1 and not chip.sub_host and not edge:
         return f"the smallest {chip.family} slice is one host of 2x2 chips"
-    if not single and (shape[0] % 2 or shape[1] % 2):
+    if number > 1 and (shape[0] % 2 or shape[1] % 2):
         return "a host holds 2x2 chips, so the first two axes must be even"
-    if chip.cube:
-        edge = chip.cube
-        if any(n > edge for n in shape) and any(n % edge for n in shape):
-            return (
-                f"the axes of a {chip.family} slice are all at most {edge} or all multiples of "
-                f"{edge} chips"
-            )
-        if prod(shape) > chip.largest_slice:
-            return (
-                f"it has {prod(shape)} chips; the largest {chip.family} slice has "
-                f"{chip.largest_slice}"
-            )
-    elif any(n > full for n, full in zip(shape, chip.pod, strict=True)):
+    if not edge and any(n > full for n, full in zip(shape, chip.pod, strict=True)):
         return f"a {chip.family} pod has {'x'.join(map(str, chip.pod))} chips"
+    if edge and any(n > edge for n in shape) and any(n % edge for n in shape):
+        axes = f"the axes of a {chip.family} slice are"
+        return f"{axes} all at most {edge} or all multiples of {edge} chips"
+    if edge and number > chip.largest_slice:
+        return f"it has {number} chips; the largest {chip.family} slice has {chip.largest_slice}"
     return None
-
-
-def _why_not_named(family: str, size: str) -> str:
-    chip = _chip_called(family)
-    if chip is None:
-        return f"there is no TPU family {family!r}"
-    counted = "chips" if chip.tensor_cores == 1 else "TensorCores"
-    return f"there is no {family} slice of {size or 'no'} {counted}"
 
 
 def _closest(name: str) -> tuple[str, ...]:

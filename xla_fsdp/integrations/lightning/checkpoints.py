@@ -39,8 +39,6 @@ from .settings import Settings
 # The key of a checkpoint that was read from a folder: its value is the folder.
 _FOLDER = "xla_fsdp_folder"
 
-Filters = dict[str, Callable[[str, Any], bool]]
-
 
 class TrainerCheckpoints:
     settings: Settings
@@ -72,9 +70,7 @@ class TrainerCheckpoints:
             _write_file(self, checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
-            raise ValueError(
-                "storage_options have no effect on sharded checkpoints: leave them out"
-            )
+            raise ValueError("storage_options has no effect on sharded checkpoints: leave it out")
         rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
         save_alone(
             os.fspath(filepath),
@@ -91,15 +87,12 @@ class TrainerCheckpoints:
         wanted = os.fspath(checkpoint_path)
         if not get_filesystem(wanted).isdir(wanted):
             return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        folder, extra = _extra_of(wanted)
-        if not isinstance(extra, dict) or "lightning" not in extra:
-            raise ValueError(
-                f"{folder} was not saved by a Trainer, so it does not contain the progress of the "
-                "training. Build the model and call xla_fsdp.load_checkpoint, or fit without "
-                "ckpt_path"
-            )
-        found = _unpacked(extra["lightning"], weights_only)
-        return {**found, "state_dict": {}, _FOLDER: folder}
+        wrong = (
+            "was not saved by a Trainer, so it does not contain the progress of the training. "
+            "Build the model and call xla_fsdp.load_checkpoint, or fit without ckpt_path"
+        )
+        folder, extra = _read_extra(wanted, "lightning", wrong, weights_only)
+        return {**extra["lightning"], "state_dict": {}, _FOLDER: folder}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Before the setup only stores the state; the setup loads it once the model is sharded."""
@@ -155,7 +148,7 @@ class FabricCheckpoints:
         path: Any,
         state: dict[str, Any],
         storage_options: Any = None,
-        filter: Filters | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Saves a checkpoint; every rank calls it. Raises ValueError for filters or storage options
         with a sharded checkpoint, or if there is a file instead of a folder, or the reverse."""
@@ -212,12 +205,9 @@ class FabricCheckpoints:
                 "convert it to one file with python -m xla_fsdp.consolidate"
             )
         models, optimizers, rest = _sorted(state)
-        folder, extra = _extra_of(path)
-        if not isinstance(extra, dict) or "fabric" not in extra:
-            raise ValueError(
-                f"{folder} was not saved by fabric.save. Load it with xla_fsdp.load_checkpoint"
-            )
-        saved = _unpacked(extra["fabric"], weights_only)
+        wrong = "was not saved by fabric.save. Load it with xla_fsdp.load_checkpoint"
+        folder, extra = _read_extra(path, "fabric", wrong, weights_only)
+        saved = extra["fabric"]
         _validate_keys_for_strict_loading(rest, saved.keys(), strict=strict)
         if optimizers and list(optimizers) != extra["optimizers"]:
             raise KeyError(
@@ -249,7 +239,7 @@ class FabricCheckpoints:
     def _model_with(self, optimizer: Optimizer) -> nn.Module:
         """The module that was set up and has the parameters of ``optimizer``."""
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = [one for one in self.modules if wanted & {id(p) for p in one.parameters()}]
+        found = [one for one in self.modules if wanted.intersection(map(id, one.parameters()))]
         if not found:
             raise ValueError(
                 f"this {type(optimizer).__name__} has no parameter of a model that was set up. "
@@ -283,22 +273,25 @@ def _write_file(strategy: Any, content: dict[str, Any], path: Any, storage_optio
     RankExchange().run_on_first_rank(f"write {path}", write)
 
 
-def _extra_of(path: str) -> tuple[str, Any]:
-    """The folder of the checkpoint at ``path``, and its ``extra``. Not a collective."""
+def _read_extra(
+    path: str, key: str, wrong: str, weights_only: bool | None
+) -> tuple[str, dict[str, Any]]:
+    """The folder of the checkpoint at ``path``, and its ``extra``, in which ``key`` is unpacked.
+    Not a collective. Raises ValueError, with ``wrong``, if it has no ``key``."""
     found = ShardedCheckpoint(path)
     whole, last = path.rstrip("/") or "/", found.folder.rpartition("/")[2]
     folder = whole if whole.rpartition("/")[2] == last else f"{whole}/{last}"
-    return folder, values.decode(found.manifest.extra, join(folder, NAME))
+    extra = values.decode(found.manifest.extra, join(folder, NAME))
+    if not isinstance(extra, dict) or key not in extra:
+        raise ValueError(f"{folder} {wrong}")
+    packed = io.BytesIO(extra[key])
+    return folder, extra | {key: torch.load(packed, "cpu", weights_only=weights_only)}
 
 
 def _packed(rest: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(on_host(rest), buffer)
     return buffer.getvalue()
-
-
-def _unpacked(data: bytes, weights_only: bool | None) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 
 
 def _sorted(

@@ -90,19 +90,16 @@ class RanksAccelerator(Accelerator):
     @staticmethod
     def parse_devices(devices: Any) -> int:
         """The number of devices of this host; raises ValueError if it is not possible."""
-        number = devices
+        number, found = devices, ranks_of_this_host()
         if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
             number = int(devices)
-        found = ranks_of_this_host()
-        if number in (-1, "auto"):
+        if isinstance(number, (list, tuple)):
+            number = list(number)
+        every = [-1, "auto", found, list(range(found)), xr.world_size() if in_rank() else found]
+        if number in every and not isinstance(number, bool):
             return found
-        if isinstance(number, (list, tuple)) and list(number) == list(range(found)):
-            return found
-        if isinstance(number, int) and not isinstance(number, bool):
-            if number == found or (in_rank() and number == xr.world_size()):
-                return found
-            if not in_rank() and on_cpu() and 1 <= number <= 8:
-                return number
+        if type(number) is int and 1 <= number <= 8 and on_cpu() and not in_rank():
+            return number
         if in_rank():
             raise ValueError(
                 f"devices={devices!r}, but {found} ranks are running already, and all must take "

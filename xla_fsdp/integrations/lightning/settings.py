@@ -44,21 +44,12 @@ class Settings:
                 f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}"
             )
         self.saves_shards = state_dict_type == "sharded"
-        self.layers = _classes("auto_wrap_policy", auto_wrap_policy)
-        self.policy = auto_wrap_policy if self.layers is None else None
-        if self.policy is not None and not callable(self.policy):
-            raise TypeError(
-                "auto_wrap_policy must be a set of classes, or a function (module, recurse, "
-                f"unwrapped_params) -> bool, got {auto_wrap_policy!r}"
-            )
-        self.recomputed = _classes(
-            "activation_checkpointing_policy", activation_checkpointing_policy
-        )
-        if activation_checkpointing_policy is not None and self.recomputed is None:
-            raise TypeError(
-                "activation_checkpointing_policy must be a set of classes, got "
-                f"{activation_checkpointing_policy!r}"
-            )
+        self.policy = any_policy(auto_wrap_policy) if callable(auto_wrap_policy) else None
+        classes = auto_wrap_policy if self.policy is None else None
+        function = ", or a function (module, recurse, unwrapped_params) -> bool"
+        self.layers = _classes("auto_wrap_policy", classes, function)
+        classes = activation_checkpointing_policy
+        self.recomputed = _classes("activation_checkpointing_policy", classes)
         self.options = {"sync_module_states": True, **options}
         self.wrapper = self.options.pop("auto_wrapper_callable", None)
         if self.wrapper is not None and self.recomputed:
@@ -101,8 +92,7 @@ class Settings:
                 )
             elif precision == "bf16-true":
                 options["compute_dtype"] = torch.bfloat16
-        wrapper = self.wrapper
-        policy = any_policy(self.policy) if callable(self.policy) else None
+        wrapper, policy = self.wrapper, self.policy
         if self.layers is not None:
             policy = functools.partial(
                 transformer_auto_wrap_policy, transformer_layer_cls=self.layers
@@ -145,12 +135,12 @@ class Settings:
                 )
 
 
-def _classes(name: str, given: Any) -> set[type[nn.Module]] | None:
-    if not isinstance(given, (set, frozenset, list, tuple)):
+def _classes(name: str, given: Any, otherwise: str = "") -> set[type[nn.Module]] | None:
+    if given is None:
         return None
-    for each in given:
-        if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise TypeError(f"{name} must have classes of modules, got {each!r}")
+    members = given if isinstance(given, (set, frozenset, list, tuple)) else (None,)
+    if not all(isinstance(each, type) and issubclass(each, nn.Module) for each in members):
+        raise TypeError(f"{name} must be a set of classes of modules{otherwise}, got {given!r}")
     return set(given)
 
 

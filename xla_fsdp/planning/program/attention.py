@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from math import prod
 
-from ...tpu.chips import Chip
+from ...tpu.chips import LANES, Chip
 
-_LANES, _HEAD_DIM, _LARGEST_HEAD_DIM = 128, 64, 256  # as layers/attention.py, which needs torch
+_HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256  # as layers/attention.py, which needs torch
 _STEP = re.compile(
     r"= \w+\[([\d,]+)\]\S* (?:dot\(.*lhs_batch_dims=\{\d|(exponential)\().*"
     r'op_name="(?:\w+\[[^\]"]*\][\d.]*/)*forward\['
@@ -44,9 +44,9 @@ def why_no_kernel(traced: str, chip: Chip) -> str:
     if not chip.attention_kernel:
         return f"the kernel cannot be compiled for {chip.family}"
     for length in lengths:
-        if length % _LANES:
-            more = length + -length % _LANES
-            return f"{length} tokens are no multiple of {_LANES}; {more} would be"
+        if length % LANES:
+            more = length + -length % LANES
+            return f"{length} tokens are no multiple of {LANES}; {more} would be"
     if dim % _HEAD_DIM or dim > _LARGEST_HEAD_DIM:
         return f"the head dimension {dim} is no multiple of {_HEAD_DIM} up to {_LARGEST_HEAD_DIM}"
     return ""
