@@ -56,7 +56,13 @@ def flops_of(computation: Computation, instruction: Instruction) -> float:
         spread = _DILATED.search(instruction.attributes)
         zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
         return 2.0 * math.prod(_dims(instruction)) * math.prod(kernel) / outputs / zeros
-    return kernel_flops(instruction) if is_kernel(instruction) else 0.0
+    if not is_kernel(instruction):
+        return 0.0
+    for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
+        name, _, value = pair.partition("=")
+        if name.strip() == _MODEL_FLOPS:
+            return float(value.strip('"'))
+    return float(_cost(instruction).get("flops", 0))
 
 
 def _dims(instruction: Instruction) -> tuple[int, ...]:
@@ -78,14 +84,6 @@ def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
     flops, moved = (float(cost.get(name, 0)) for name in ("flops", "bytes_accessed"))
     seconds = max(flops / chip.device_flops, moved / chip.device_hbm_bandwidth)
     return round(seconds * chip.clock_hz)
-
-
-def kernel_flops(instruction: Instruction) -> float:
-    for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
-        name, _, value = pair.partition("=")
-        if name.strip() == _MODEL_FLOPS:
-            return float(value.strip('"'))
-    return float(_cost(instruction).get("flops", 0))
 
 
 def _cost(instruction: Instruction) -> dict[str, str]:
