@@ -240,11 +240,7 @@ def report_on_parts(
 
 
 def _timing(
-    parts: Sequence[TracedPart],
-    timings: Sequence[Timing],
-    worst: Report,
-    flops: float,
-    peak: float,
+    parts: Sequence[TracedPart], timings: Sequence[Timing], worst: Report, flops: float, peak: float
 ) -> Timing:
     # Before the first part only its shards are sent; after the last, only its gradients.
     sent = [*(part.to_device for part in parts), 0]

@@ -14,17 +14,7 @@ from ..compiling.cache import write_whole
 from ..recorded import RecordedStep, Share
 from ..records import KINDS, PHASES
 from .page import document, tables, target_of_plot
-from .tables import (
-    NO_MODULE,
-    NO_PHASE,
-    Section,
-    figure,
-    milliseconds,
-    percent,
-    share,
-    short,
-    units,
-)
+from .tables import NO_MODULE, NO_PHASE, Section, figure, milliseconds, percent, share, short, units
 
 if TYPE_CHECKING:
     from .report import Report

@@ -140,11 +140,7 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
     Where torch allows no copy in place (expanded, inference mode), views keep their value.
     """
-    with (
-        torch.no_grad(),
-        on_local_parts(),
-        torch.autograd._unsafe_preserve_version_counter(tensor),
-    ):
+    with torch.no_grad(), on_local_parts(), torch.autograd._unsafe_preserve_version_counter(tensor):
         try:
             tensor.copy_(data)
         except RuntimeError:

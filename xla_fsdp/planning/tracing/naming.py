@@ -14,10 +14,7 @@ from typing import Any
 import torch
 import torch_xla
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ... import xlac
 from ...inplace import FSDPModule
@@ -63,14 +60,11 @@ class Naming:
 
     def enter(self, phase: str) -> None:
         """Names what this thread traces until :meth:`leave`."""
-        self._push(None, f"{phase}[]")
+        self._threads.stack.append((None, xlac.scope(f"{phase}[]")))
 
     def leave(self) -> None:
         if self._threads.stack:
             self._threads.stack.pop()
-
-    def _push(self, module: nn.Module | None, name: str) -> None:
-        self._threads.stack.append((module, xlac.scope(name)))
 
     def is_in(self, module: nn.Module) -> bool:
         return bool(self._threads.stack) and self._threads.stack[-1][0] is module
@@ -103,7 +97,7 @@ class Naming:
             self._on_root_call()
         self._threads.modules += 1
         phase = "recompute" if in_backward else "forward"
-        self._push(module, f"{phase}[{self.name_of(module)}]")
+        self._threads.stack.append((module, xlac.scope(f"{phase}[{self.name_of(module)}]")))
 
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if not self.is_in(module):  # entered before

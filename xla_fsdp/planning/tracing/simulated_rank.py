@@ -169,8 +169,11 @@ class _SimulatedReads(TorchFunctionMode):
             return _with_truth(func, args, kwargs)
         if masks := [t for t in _masks(func, args, kwargs) if is_pending(t)]:
             self.simulated.select(masks)
-        if func in _FOLLOWED and _is_known(args, kwargs):
-            return _computed(func, args, kwargs)
+        if func in _FOLLOWED:
+            tensors = xla_tensors((args, kwargs))
+            # Whether all values follow from masks that select everything.
+            if tensors and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors):
+                return _computed(func, args, kwargs)
         if masks:
             return func(*args, **kwargs)
         if func in READS and reads_to_host(func, args, kwargs):
@@ -197,12 +200,6 @@ def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_on_device(one, device) for one in value)
     return value
-
-
-def _is_known(args: tuple, kwargs: dict) -> bool:
-    """Whether all values follow from masks that select everything."""
-    tensors = xla_tensors((args, kwargs))
-    return bool(tensors) and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors)
 
 
 def _computed(func: Any, args: tuple, kwargs: dict) -> Any:

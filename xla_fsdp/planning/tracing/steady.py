@@ -45,24 +45,18 @@ class SteadyOptimizers:
         self.with_closure = False
         self.untrained: list[torch.Tensor] = []
         self.warming_up = False
-        self._saved: list[_Saved] = []
+        self._restored = contextlib.ExitStack()
         self.host = HostSteps()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SteadyOptimizers]:
-        with contextlib.ExitStack() as stack:
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before),
-                (register_optimizer_step_post_hook, self._after),
-            ):
-                stack.callback(register(hook).remove)
-            stack.callback(self._put_back)
-            yield self
-
-    def _put_back(self) -> None:
-        self.host.restore()
-        while self._saved:
-            self._saved.pop().restore()
+        with self._restored as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._before).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after).remove)
+            try:
+                yield self
+            finally:
+                self.host.restore()
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self.warming_up:
@@ -71,7 +65,7 @@ class SteadyOptimizers:
             self._on_repeat()
         if optimizer not in self.all:
             self.all.append(optimizer)
-            self._saved.append(_Saved(optimizer))
+            self._restored.callback(_Saved(optimizer).restore)
             # A closure runs forward and backward, perhaps often: too much to revert.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:

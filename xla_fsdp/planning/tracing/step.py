@@ -101,27 +101,21 @@ def trace_step(
             "plan inside a step that is being planned"
         )
     try:
-        return _trace(step, rank, size, slice, arguments)
+        with _state_restored() as live:
+            run = _Run(live)
+            simulated = SimulatedRank(rank, size, run.cut, run.read, slice, arguments)
+            with run.naming.active(), run.optimizers.active(), simulated:
+                try:
+                    result = step()  # stays referenced, as in a training loop
+                    run.end()
+                    del result
+                except StepTraced:
+                    pass
+            traced = run.finish(simulated)
+            run.forget()
+        return traced
     finally:
         ONE_AT_A_TIME.release()
-
-
-def _trace(
-    step: Callable[[], Any], rank: int, size: int, slice: Slice | None, arguments: str | None
-) -> TracedStep:
-    with _state_restored() as live:
-        run = _Run(live)
-        simulated = SimulatedRank(rank, size, run.cut, run.read, slice, arguments)
-        with run.naming.active(), run.optimizers.active(), simulated:
-            try:
-                result = step()  # stays referenced, as in a training loop
-                run.end()
-                del result
-            except StepTraced:
-                pass
-        traced = run.finish(simulated)
-        run.forget()
-    return traced
 
 
 class _Run:
@@ -222,7 +216,7 @@ class _Run:
             with_closure=self.optimizers.with_closure,
             sized_by_data=tuple(simulated.sized_by_data),
             untrained=tuple(owners.get(p, "a parameter") for p in self.optimizers.untrained),
-            host=self._needs(),
+            host=self._host_needs(),
             parts=_with_transfers(self.parts),
             trained=sum(
                 p.requires_grad
@@ -232,12 +226,23 @@ class _Run:
             ),
         )
 
-    def _needs(self) -> HostNeeds | None:
-        tensors, parts = offloaded_tensors(self.naming.roots), self.parts
-        needs = needs_of(tensors, self.sent, self.optimizers.host.state)
-        if needs is None or not parts:
-            return needs
-        return replace(needs, to_device=sum(part.to_device for part in parts))
+    def _host_needs(self) -> HostNeeds | None:
+        tensors = offloaded_tensors(self.naming.roots)
+        if not tensors:
+            return None
+        sizes = [(local(t.shard).numel(), t.shard.dtype.itemsize, t.copy) for t in tensors]
+        copies = [count * copy.dtype.itemsize for count, _, copy in sizes if copy is not None]
+        trained = [t.shard for t in tensors if t.shard.requires_grad]
+        largest = max(*copies, *self.sent, 0, 0)
+        return HostNeeds(
+            shards=sum(count * size for count, size, _ in sizes),
+            gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
+            state=self.optimizers.host.state,
+            # A shard in its communication dtype and the runtime's copy, or pieces of gradients.
+            buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
+            to_host=sum(self.sent),
+            to_device=sum([part.to_device for part in self.parts] or copies),
+        )
 
     def forget(self) -> None:
         for shard, grad in self._grads:
@@ -261,9 +266,11 @@ class _Run:
         tensors = self.live.all()
         program = self.boundary.lower(tensors, self._names(self.boundary))
         backward, self.naming.in_backward = self.naming.in_backward, False
-        sent = [t.numel() * t.dtype.itemsize for t in gradients_for_host(self.naming.roots)]
+        units = units_of(self.naming.roots)
+        hosts = [unit.host_gradients for unit in units if unit.host_gradients is not None]
+        sent = [t.numel() * t.dtype.itemsize for host in hosts for _, t in host.pending]
         # Parameters of streamed units are on the device only while the unit computes.
-        streamed = any(unit.stream is not None for unit in units_of(self.naming.roots))
+        streamed = any(unit.stream is not None for unit in units)
         if streamed and program is not None and not self.optimizers.stepped:
             self._add_part(program, tensors, sum(sent), backward)
         elif self.sent and not sent:  # in the optimizer step on the host
@@ -278,11 +285,7 @@ class _Run:
         self.units = traced_units(self.naming.roots)
 
     def _add_part(
-        self,
-        program: TracedProgram,
-        tensors: Iterable[torch.Tensor],
-        to_host: int,
-        backward: bool,
+        self, program: TracedProgram, tensors: Iterable[torch.Tensor], to_host: int, backward: bool
     ) -> None:
         """Equal programs become the same object."""
         assert self.boundary is not None
@@ -388,30 +391,3 @@ def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
         if tensor.copy is not None
     }
     return list(found.values())
-
-
-def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
-    hosts = [unit.host_gradients for unit in units_of(roots)]
-    return [grad for host in hosts if host is not None for _, grad in host.pending]
-
-
-def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostNeeds | None:
-    """The host memory of one rank; ``None`` if ``tensors`` is empty.
-
-    ``sent``: bytes of each gradient that the device sends in a step. ``state``: bytes.
-    """
-    if not tensors:
-        return None
-    sizes = [(local(t.shard).numel(), t.shard.dtype.itemsize, t.copy) for t in tensors]
-    copies = [count * copy.dtype.itemsize for count, _, copy in sizes if copy is not None]
-    trained = [t.shard for t in tensors if t.shard.requires_grad]
-    largest = max(*copies, *sent, 0, 0)
-    return HostNeeds(
-        shards=sum(count * size for count, size, _ in sizes),
-        gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
-        state=state,
-        # A shard in its communication dtype and the runtime's copy, or pieces of gradients.
-        buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
-        to_host=sum(sent),
-        to_device=sum(copies),
-    )

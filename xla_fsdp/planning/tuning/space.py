@@ -13,7 +13,7 @@ from ...deprecated import rename_keys
 from ...tpu.topology import Slice
 from .estimate import Estimates
 from .facts import StepFacts
-from .settings import PREFETCHES, ShardingSettings, by_name
+from .settings import PREFETCHES, ShardingSettings, by_name, changes
 
 # Estimates model MAIN well: all combinations are candidates. FINE are tried one by one on the best.
 MAIN = (
@@ -160,9 +160,7 @@ def main_of(settings: ShardingSettings) -> ShardingSettings:
 
 def plainness(settings: ShardingSettings) -> int:
     """How many settings differ from the defaults; the batch does not count."""
-    usual = ShardingSettings()
-    names = (one.name for one in fields(settings) if one.name != "batch")
-    return sum(getattr(settings, name) != getattr(usual, name) for name in names)
+    return len(changes(settings, ShardingSettings(batch=settings.batch)))
 
 
 def _pointless(chosen: Mapping[str, Any]) -> bool:
