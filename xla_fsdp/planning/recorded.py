@@ -119,33 +119,17 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def trace_in(folder: str | os.PathLike[str]) -> Path:
-    """The newest trace in a TensorBoard folder, or ``folder`` itself if it is a file."""
-    path = Path(folder)
-    if path.is_file():
-        return path
-    found = sorted(path.glob("plugins/profile/*/*.xplane.pb"))
-    if not found:
-        raise FileNotFoundError(
-            f"{path}: has no trace (plugins/profile/*/*.xplane.pb): record one with "
-            "xla_fsdp.profile or --profile_steps, and give the folder of the recording"
-        )
-    return max(found, key=lambda each: (each.parent.name, each.stat().st_mtime))
-
-
-def read(path: Path) -> list[Plane]:
+def _planes(path: Path) -> list[Plane]:
     size = path.stat().st_size
     if size >= _MOST_BYTES:
-        raise ValueError(
-            f"{path}: has {size} bytes, the limit is {_MOST_BYTES}: record fewer steps"
-        )
+        raise ValueError(f"has {size} bytes, the limit is {_MOST_BYTES}: record fewer steps")
     try:
         space = messages()["XSpace"].FromString(path.read_bytes())
     except DecodeError as error:
-        raise ValueError(f"{path}: is not a trace, or is damaged: record it again") from error
+        raise ValueError("is not a trace, or is damaged: record it again") from error
     planes = [Plane(plane) for plane in space.planes]
     if not planes:
-        raise ValueError(f"{path}: is empty: the recording was interrupted; record it again")
+        raise ValueError("is empty: the recording was interrupted; record it again")
     return planes
 
 
@@ -240,14 +224,21 @@ class RecordedStep:
 
 
 def read_trace(folder: str | os.PathLike[str]) -> RecordedStep:
-    """Read a step from the newest trace in a folder that ``xla_fsdp.profile`` wrote.
+    """Read a step from a trace: a file, or the newest in a folder that ``xla_fsdp.profile`` wrote.
 
     Raises FileNotFoundError without a trace; ValueError if it is damaged or has no module names.
     """
-    path = trace_in(folder)
-    planes = read(path)
+    path = Path(folder)
+    if not path.is_file():
+        found = sorted(path.glob("plugins/profile/*/*.xplane.pb"))
+        if not found:
+            raise FileNotFoundError(
+                f"{path}: has no trace (plugins/profile/*/*.xplane.pb): record one with "
+                "xla_fsdp.profile or --profile_steps, and give the folder of the recording"
+            )
+        path = max(found, key=lambda each: (each.parent.name, each.stat().st_mtime))
     try:
-        return _step(str(path), planes)
+        return _step(str(path), _planes(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves
 
+Key = tuple[int, str]  # scope and name of an instruction
 _WITHOUT_OPERANDS = ("parameter", "constant")  # with a number or a literal instead
 
 
@@ -40,7 +42,11 @@ class Line:
     places: list[Place]
     notes: list[str]
 
-    def operands(self, place: Place) -> list[tuple[int, str]]:
+    @cached_property
+    def by_key(self) -> Mapping[Key, Place]:
+        return {(place.scope, place.instruction.name): place for place in self.places}
+
+    def operands(self, place: Place) -> list[Key]:
         if place.instruction.opcode in _WITHOUT_OPERANDS:
             return []
         return [(place.scope, name) for name in place.instruction.operands]

@@ -221,9 +221,6 @@ def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[
 
 
 def _host_copies(line: Line) -> Iterator[HostCopy]:
-    shapes = {
-        (place.scope, place.instruction.name): place.instruction.shape for place in line.places
-    }
     ends = {
         operand: place.index
         for place in line.places
@@ -234,7 +231,7 @@ def _host_copies(line: Line) -> Iterator[HostCopy]:
         kind = place.instruction.opcode.removesuffix("-start")
         if kind not in _COPIES:
             continue
-        given = [leaves(shapes[operand])[0] for operand in line.operands(place)]
+        given = [leaves(line.by_key[o].instruction.shape)[0] for o in line.operands(place)]
         if kind == "dynamic-update-slice":  # in place: it moves what is written
             target, source = given[:2]
             size = source.bytes
