@@ -20,7 +20,7 @@ from .compiling.cache import CompiledStep
 from .compiling.compile_child import peak_memory
 from .compiling.compiler import Target
 from .program.assignment import read_assignment
-from .program.attention import why_no_kernel
+from .program.flops import why_no_kernel
 from .program.schedule import read_schedule
 from .records import CompilerMemory, Part, Schedule, Timing
 from .reporting.advice import Situation, suggestions, warnings

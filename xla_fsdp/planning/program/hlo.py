@@ -239,16 +239,14 @@ def _joined(lines: list[str]) -> Iterator[str]:
     """Yield lines, joined with those that continue an instruction (a constant, a string)."""
     pending = ""
     for line in lines:
-        if line[:1] == " " and _INSTRUCTION.match(line):
-            if pending:
-                yield pending
-            pending = line
-        elif pending and not line.startswith("}"):
+        begins = line[:1] == " " and _INSTRUCTION.match(line) is not None
+        if pending and not begins and not line.startswith("}"):
             pending += "\n" + line
-        else:
-            if pending:
-                yield pending
-            pending = ""
+            continue
+        if pending:
+            yield pending
+        pending = line if begins else ""
+        if not begins:
             yield line
     if pending:
         yield pending
@@ -263,9 +261,9 @@ def _instruction(line: str) -> Instruction:
     else:
         found = _ARRAY_THEN_OPCODE.match(line, start)
         shape_text, opcode = (found[1], found[2]) if found else ("", "")
-    if head is None or found is None:
+    stop = _end_of_item(line, found.end(), ends="") if found else len(line)
+    if head is None or found is None or stop == len(line):  # a bracket is not closed
         raise ValueError(f"not an HLO instruction: {line.strip()[:120]!r}")
-    stop = _closing(line, found.end())
     inside = line[found.end() : stop]
     if opcode in ("parameter", "constant"):
         operands: tuple[str, ...] = (inside.strip(),)
@@ -296,17 +294,6 @@ def _elements(user: Instruction, defined: dict[str, Shape | Tuple]) -> list[Inst
         shape = defined[name] = whole.parts[int(number)]
         found.append(Instruction(name, "get-tuple-element", shape, (of,), f"index={number}"))
     return found
-
-
-def _closing(text: str, start: int) -> int:
-    """The position of the bracket that closes the one before ``start``."""
-    stop = text.find(")", start)
-    if stop >= 0 and "(" not in (inside := text[start:stop]) and '"' not in inside:
-        return stop
-    stop = _end_of_item(text, start, ends="")
-    if stop == len(text):
-        raise ValueError(f"a bracket is not closed: {text.strip()[:120]!r}")
-    return stop
 
 
 def _end_of_item(text: str, start: int, ends: str = ",") -> int:

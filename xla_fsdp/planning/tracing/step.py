@@ -280,7 +280,10 @@ class _Run:
             return
         self.programs += 1
         self.found, self.sent = program, [*self.sent, *sent] if streamed else sent
-        self.has_optimizer = bool(self.optimizers.stepped) or self._updates_parameters(program)
+        # Optimizers that are no torch class update parameters as well.
+        trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
+        updated = any(program.arguments[number] in trained for number in program.donated)
+        self.has_optimizer = bool(self.optimizers.stepped) or updated
         self.bound = zero_bound(self.naming.roots)
         self.units = traced_units(self.naming.roots)
 
@@ -295,11 +298,6 @@ class _Run:
         )
         sent = _sent(self.naming.roots) - sum(part.to_device for part in self.parts)
         self.parts.append(TracedPart(next(same, program), beside, sent, to_host, backward))
-
-    def _updates_parameters(self, program: TracedProgram) -> bool:
-        """Works also for optimizers that are no torch class."""
-        trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
-        return any(program.arguments[number] in trained for number in program.donated)
 
     def _owners(self) -> dict[torch.Tensor, str]:
         owners: dict[torch.Tensor, str] = {}
