@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ class Place:
     """An instruction in the schedule, which runs ``times`` times.
 
     ``scope`` numbers the calls of ``computation``. ``path``: its ``op_name`` after those of its
-    callers. ``inline``: the scopes of the computations that it calls.
+    callers. ``caller``: the outermost of the ``call`` instructions around it, up to a loop.
     """
 
     index: int
@@ -31,7 +31,7 @@ class Place:
     scope: int
     times: int
     path: str
-    inline: list[int] = field(default_factory=list)
+    caller: Instruction | None
 
 
 @dataclass(eq=False)
@@ -61,14 +61,17 @@ def line_up(module: Module) -> Line:
     line = Line(module, [], [])
     scopes = iter(range(1, 1 << 60))
 
-    def add(computation: Computation, scope: int, times: int, path: str) -> None:
+    def add(
+        computation: Computation, scope: int, times: int, path: str, caller: Instruction | None
+    ) -> None:
         for instruction in computation.instructions:
             if instruction.opcode not in _WITHOUT_OPERANDS:
                 for name in instruction.operands:
                     if name not in computation.by_name:
                         raise ValueError(f"{instruction.name} uses {name!r}, which is not defined")
             inside = f"{path}/{instruction.op_name}"
-            place = Place(len(line.places), instruction, computation, scope, times, inside)
+            index = len(line.places)
+            place = Place(index, instruction, computation, scope, times, inside, caller)
             line.places.append(place)
             if instruction.opcode not in ("while", "conditional", "call"):
                 continue
@@ -83,11 +86,11 @@ def line_up(module: Module) -> Line:
                 called = _condition_and_body(module, instruction)
             else:
                 called = [module.named(name, instruction) for name in instruction.called]
+            outermost = (caller or instruction) if instruction.opcode == "call" else None
             for one in called:
-                place.inline.append(next(scopes))
-                add(one, place.inline[-1], inner, inside)
+                add(one, next(scopes), inner, inside, outermost)
 
-    add(module.entry, 0, 1, "")
+    add(module.entry, 0, 1, "", None)
     return line
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
 
@@ -63,31 +61,22 @@ class LiveTensors:
     def _found() -> list[torch.Tensor]:
         # type(), because isinstance() reads __class__, which is slow and runs code of objects.
         kinds = _tensor_types()
-        with _other_threads_paused():
+        # A list of all objects references tuples under construction. A thread that resizes one gets
+        # a SystemError, so no other thread may run Python meanwhile, for up to 2 s.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(2.0)
+        try:
+            time.sleep(0)  # a thread that waits already runs first
             objects = gc.get_objects()
             tensors = list(compress(objects, map(kinds.__contains__, map(type, objects))))
             del objects
+        finally:
+            sys.setswitchinterval(before)
+            time.sleep(0)  # else a thread that waits since then waits for 2 s
         found = [tensor for tensor in tensors if is_xla(tensor)]
         for tensor in found:  # some are referenced only by autograd
             tensor._fix_weakref()
         return found
-
-
-@contextlib.contextmanager
-def _other_threads_paused() -> Iterator[None]:
-    """Prevents other threads from running Python for up to 2 s.
-
-    A list of all objects references tuples under construction; a thread that resizes one gets a
-    SystemError.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(2.0)
-    try:
-        time.sleep(0)  # a thread that waits already runs first
-        yield
-    finally:
-        sys.setswitchinterval(before)
-        time.sleep(0)  # else a thread that waits since then waits for 2 s
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

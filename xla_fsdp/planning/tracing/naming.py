@@ -55,7 +55,8 @@ class Naming:
 
     def name_of(self, module: nn.Module) -> str:
         if module not in self._names:
-            self._know(module)
+            for name, child in module.named_modules():
+                self._names.setdefault(child, plain(name))
         return self._names[module]
 
     def enter(self, phase: str) -> None:
@@ -84,16 +85,11 @@ class Naming:
         self._threads.modules = 0
         self._threads.gradient.clear()
 
-    def _know(self, root: nn.Module) -> None:
-        for name, module in root.named_modules():
-            self._names.setdefault(module, plain(name))
-
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and not self._threads.modules:
             if module not in self.roots:
                 self.roots.append(module)
-                self._know(module)
             self._on_root_call()
         self._threads.modules += 1
         phase = "recompute" if in_backward else "forward"

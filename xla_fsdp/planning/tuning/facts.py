@@ -18,7 +18,7 @@ from ...layers.saved_activations import ATTENTION
 from ...tpu.chips import Chip
 from ..program.flops import flops_of, is_kernel, kernel_cycles
 from ..program.hlo import Instruction, Module, leaves, parse_module
-from ..program.places import Key, Line, Place, line_up
+from ..program.places import Key, Place, line_up
 from ..program.scopes import scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
@@ -183,7 +183,6 @@ class Activations:
         # Kernels have only JAX's names, after those of the calling instruction.
         self._phases = {key: scope(place.path) for key, place in self._places.items()}
         self._sources: dict[Key, frozenset[Key]] = {}
-        callers = _callers(self._line)
         unit = functools.cache(lambda module: unit_of(module, units))
         for key in self._held():
             place = self._places[key]
@@ -200,7 +199,7 @@ class Activations:
             # Recomputed kernels lack the name of their module.
             if kernel and phase == "forward":
                 # A kernel writes each value of a row several times; its function returns it once.
-                size = _bytes(callers.get(place.scope, instruction))
+                size = _bytes(place.caller or instruction)
                 self.again.setdefault(name, []).extend(
                     [Again(ATTENTION, seconds, size)] * place.times
                 )
@@ -212,14 +211,11 @@ class Activations:
         if is_kernel(instruction):
             return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
         moved = _bytes(instruction)
-        moved += sum(self._read_bytes(operand) for operand in self._line.operands(place))
+        for operand in self._line.operands(place):
+            own = _bytes(self._places[operand].instruction)
+            made_of = sum(_bytes(self._places[o].instruction) for o in self._sources_of(operand))
+            moved += min(own, made_of) if made_of else own
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
-
-    def _read_bytes(self, key: Key) -> int:
-        """Bytes that an operand makes its user read: its own, or those of its sources if fewer."""
-        own = _bytes(self._places[key].instruction)
-        made_of = sum(_bytes(self._places[one].instruction) for one in self._sources_of(key))
-        return min(own, made_of) if made_of else own
 
     def _held(self) -> set[Key]:
         held: set[Key] = set()
@@ -269,16 +265,6 @@ class Activations:
             is_source = large > 2 * _bytes(place.instruction)
             self._sources[now] = frozenset([now]) if is_source else found
         return self._sources[key]
-
-
-def _callers(line: Line) -> dict[int, Instruction]:
-    """By scope: the outermost call instruction that contains it."""
-    found: dict[int, Instruction] = {}
-    for place in line.places:
-        if place.instruction.opcode == "call":
-            caller = found.get(place.scope, place.instruction)
-            found.update(dict.fromkeys(place.inline, caller))
-    return found
 
 
 def _bytes(instruction: Instruction) -> int:

@@ -203,11 +203,9 @@ class Search:
         left, best = self.budget - self.compilations, self.best()
         unchecked = best is not None and self._found[best].extrapolated
         faster = best is not None and self._trial(best).per_sample < self._own_per_sample
-        if left <= 0:
-            return None
         if left > unchecked and (one := self._next(candidates)):
             return one, left < _EXTRAPOLATED + 1 and (one.scan or not self._lacks_memory)
-        return (best, True) if best is not None and unchecked and faster else None
+        return (best, True) if left > 0 and best is not None and unchecked and faster else None
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
         best = self.best()
