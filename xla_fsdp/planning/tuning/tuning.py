@@ -17,19 +17,6 @@ from .settings import ShardingSettings, changes, described
 
 _SHOWN = 6  # candidates that were not compiled
 _HEAD = ("step, ms", "compute", "exposed", "GiB", "estimate, ms", "GiB", "")
-# The effect of each setting in a script that shards its model itself.
-_EFFECT = {
-    "batch": "samples of a device",
-    "units": '"model": only the outermost module is wrapped',
-    "scan": "scan_blocks",
-    "scan_prefetch": "scan_blocks(prefetch=...)",
-    "kept_blocks": "reshard_after_forward=False for these blocks",
-    "recompute": "checkpoint_module on the blocks",
-    "keep": "scan_blocks(keep=...)",
-    "offload": "checkpoint_module(offload=...), scan_blocks(offload=...)",
-    "shard_group_size": "device_mesh",
-    "scoped_vmem_kib": "compiler_options.limit_scoped_vmem, before launch",
-}
 
 
 @dataclass(frozen=True)
@@ -87,8 +74,7 @@ class Tuning:
             lines.append("from xla_fsdp.compiler_options import add_to_environment")
         lines += ["", "settings = ShardingSettings("]
         for name, value in changes(self.settings, ShardingSettings()).items():
-            written = json.dumps(value) if isinstance(value, str) else repr(value)
-            lines.append(f"    {name}={written},  # {_EFFECT.get(name, 'as in the wrapper')}")
+            lines.append(f"    {name}={json.dumps(value) if isinstance(value, str) else value!r},")
         lines.append(")")
         if self.settings.compiler_options:
             lines.append("add_to_environment(settings.compiler_options)  # before launch")
