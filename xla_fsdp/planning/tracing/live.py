@@ -59,8 +59,6 @@ class LiveTensors:
 
     @staticmethod
     def _found() -> list[torch.Tensor]:
-        # type(), because isinstance() reads __class__, which is slow and runs code of objects.
-        kinds = _tensor_types()
         # A list of all objects references tuples under construction. A thread that resizes one gets
         # a SystemError, so no other thread may run Python meanwhile, for up to 2 s.
         before = sys.getswitchinterval()
@@ -68,6 +66,8 @@ class LiveTensors:
         try:
             time.sleep(0)  # a thread that waits already runs first
             objects = gc.get_objects()
+            # type(), because isinstance() reads __class__, which is slow and runs code of objects.
+            kinds = {kind for kind in set(map(type, objects)) if torch.Tensor in kind.__mro__}
             tensors = list(compress(objects, map(kinds.__contains__, map(type, objects))))
             del objects
         finally:
@@ -87,17 +87,6 @@ def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def may_have_grad(tensor: torch.Tensor) -> bool:
     return tensor.is_leaf and not isinstance(tensor, UnshardedParameter)
-
-
-def _tensor_types() -> set[type]:
-    kinds: set[type] = set()
-    new: list[type] = [torch.Tensor]
-    while new:
-        kind = new.pop()
-        if kind not in kinds:
-            kinds.add(kind)
-            new.extend(type.__subclasses__(kind))
-    return kinds
 
 
 def inspect_tensor(tensor: torch.Tensor) -> LiveTensor:

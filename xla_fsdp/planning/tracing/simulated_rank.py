@@ -183,16 +183,6 @@ def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return []
 
 
-def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        sent = as_data(value, device)
-        setattr(sent, _KNOWN, value)
-        return sent
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_device(one, device) for one in value)
-    return value
-
-
 def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     if func is torch.Tensor.__iter__:
         func = torch.Tensor.unbind
@@ -200,7 +190,13 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     device = xla_tensors((args, kwargs))[0].device
     args, kwargs = tree_map_only(torch.Tensor, lambda t: getattr(t, _KNOWN, t), (args, kwargs))
     value = func(*args, **kwargs)
-    return value if func in _VALUES else _on_device(value, device)
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        sent = as_data(tensor, device)
+        setattr(sent, _KNOWN, tensor)
+        return sent
+
+    return value if func in _VALUES else tree_map_only(torch.Tensor, on_device, value)
 
 
 _PLACES = frozenset({torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere})

@@ -183,6 +183,8 @@ class Activations:
         # Kernels have only JAX's names, after those of the calling instruction.
         self._phases = {key: scope(place.path) for key, place in self._places.items()}
         self._sources: dict[Key, frozenset[Key]] = {}
+        for key, place in self._places.items():
+            self._sources[key] = self._sources_of(key, place)
         unit = functools.cache(lambda module: unit_of(module, units))
         for key in self._held():
             place = self._places[key]
@@ -213,7 +215,7 @@ class Activations:
         moved = _bytes(instruction)
         for operand in self._line.operands(place):
             own = _bytes(self._places[operand].instruction)
-            made_of = sum(_bytes(self._places[o].instruction) for o in self._sources_of(operand))
+            made_of = sum(_bytes(self._places[o].instruction) for o in self._sources[operand])
             moved += min(own, made_of) if made_of else own
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
@@ -228,7 +230,7 @@ class Activations:
                 if place.instruction.opcode in _WHOLE:
                     held.add(self._moved_from(operand))
                 else:
-                    held |= self._sources_of(operand)
+                    held |= self._sources[operand]
         return {
             key for key in held
             if self._phases[key][0] == "forward"
@@ -240,31 +242,15 @@ class Activations:
             (key,) = self._line.operands(self._places[key])[:1]
         return key
 
-    def _sources_of(self, key: Key) -> frozenset[Key]:
-        """The sources of ``key`` through all fusible operations."""
-        waiting = [key]
-        while waiting:
-            now = waiting[-1]
-            if now in self._sources:
-                waiting.pop()
-                continue
-            place = self._places[now]
-            if place.instruction.opcode not in _FUSED:
-                self._sources[now] = frozenset([now])
-                continue
-            operands = [one for one in self._line.operands(place) if one in self._places]
-            unknown = [one for one in operands if one not in self._sources]
-            if unknown:
-                waiting += unknown
-                continue
-            nothing: frozenset[Key] = frozenset()
-            found = nothing.union(*(self._sources[one] for one in operands))
-            # The compiler does not recompute a chain whose sources are much larger.
-            instructions = [self._places[one].instruction for one in found]
-            large = sum(_bytes(one) for one in instructions if one.opcode not in _GIVEN)
-            is_source = large > 2 * _bytes(place.instruction)
-            self._sources[now] = frozenset([now]) if is_source else found
-        return self._sources[key]
+    def _sources_of(self, key: Key, place: Place) -> frozenset[Key]:
+        """The sources of ``key`` through all fusible operations; those of operands are known."""
+        if place.instruction.opcode not in _FUSED:
+            return frozenset([key])
+        found = frozenset[Key]().union(*(self._sources[o] for o in self._line.operands(place)))
+        # The compiler does not recompute a chain whose sources are much larger.
+        instructions = [self._places[one].instruction for one in found]
+        large = sum(_bytes(one) for one in instructions if one.opcode not in _GIVEN)
+        return frozenset([key]) if large > 2 * _bytes(place.instruction) else found
 
 
 def _bytes(instruction: Instruction) -> int:
