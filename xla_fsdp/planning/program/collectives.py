@@ -118,7 +118,6 @@ class _Search:
         # what the fusions with their parts share.
         self._started: dict[tuple[int, str], _Open] = {}
         self._in_parts: dict[tuple[str, str, str], list[_Open]] = {}
-        self._inside: dict[str, list[tuple[Computation, Instruction]]] = {}
         self._between: dict[str, _Open] = {}
         self.found: list[_Open] = []
         self.own: set[int] = set()
@@ -211,16 +210,14 @@ class _Search:
     def _collectives_in(self, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
         if not instruction.called:
             return []
-        name = instruction.called[0]
-        if name not in self._inside:
-            computation = self._module.called_by(instruction)
-            found = self._inside[name] = []
-            for one in computation.instructions:
-                if one.opcode in _KINDS:
-                    found.append((computation, one))
-                elif one.opcode == "fusion":
-                    found += self._collectives_in(one)
-        return self._inside[name]
+        computation = self._module.called_by(instruction)
+        found = []
+        for one in computation.instructions:
+            if one.opcode in _KINDS:
+                found.append((computation, one))
+            elif one.opcode == "fusion":
+                found += self._collectives_in(one)
+        return found
 
 
 def _record(module: Module, one: _Open, last: int) -> Collective:

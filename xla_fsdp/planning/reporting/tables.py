@@ -377,15 +377,13 @@ def _grouped(
     if not any(unit.values()):
         return []
     found: dict[str, list[T]] = {}
-    members: dict[str, set[str]] = {}
     for one in items:
         name = NUMBER.sub(".N", unit[one.module]) or NO_MODULE
         found.setdefault(name, []).append(one)
-        members.setdefault(name, set()).add(unit[one.module])
     ranked = sorted(found.items(), key=lambda item: -sum(map(size, item[1])))
     groups = []
     for name, some in ranked[:most]:
-        alike = len(members[name])
+        alike = len({unit[one.module] for one in some})
         groups.append((f"{short(name, 36)} ({alike})" if alike > 1 else short(name, 40), some))
     if rest := [one for _, some in ranked[most:] for one in some]:
         number = len(ranked) - most

@@ -154,13 +154,10 @@ class HostSteps:
     def restore(self) -> None:
         while self._kept:
             optimizer, shard, values, grad, state = self._kept.pop()
-            made = optimizer.state.pop(shard, {})
-            made = {k: local(v) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
-            size = 0
-            for value in made.values():
-                if isinstance(value, torch.Tensor):
-                    each = values.numel() if value.numel() == _FEW else 1
-                    size += each * value.dtype.itemsize
+            made = optimizer.state.pop(shard, {}).values()
+            tensors = [local(value) for value in made if isinstance(value, torch.Tensor)]
+            sizes = [values.numel() if t.numel() == _FEW else 1 for t in tensors]
+            size = sum(n * t.dtype.itemsize for n, t in zip(sizes, tensors, strict=True))
             self._known[shard] = max(size, self._known.get(shard, 0))
             with on_local_parts():
                 shard.grad = None

@@ -296,7 +296,9 @@ class _Run:
         beside = self.boundary.bytes_beside(
             [one for one in map(inspect_tensor, tensors) if not one.pending]
         )
-        sent = _sent(self.naming.roots) - sum(part.to_device for part in self.parts)
+        copies = (tensor.copy for tensor in offloaded_tensors(self.naming.roots))
+        uploads = {copy.uploads for copy in copies if isinstance(copy, ShardCopy)}
+        sent = sum(one.sent for one in uploads) - sum(part.to_device for part in self.parts)
         self.parts.append(TracedPart(next(same, program), beside, sent, to_host, backward))
 
     def _owners(self) -> dict[torch.Tensor, str]:
@@ -367,25 +369,10 @@ def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:
     )
 
 
-def _sent(roots: Iterable[nn.Module]) -> int:
-    uploads = {
-        id(tensor.copy.uploads): tensor.copy.uploads
-        for unit in units_of(roots)
-        for tensor in unit.stored
-        if isinstance(tensor.copy, ShardCopy)
-    }
-    return sum(one.sent for one in uploads.values())
-
-
 def units_of(roots: Iterable[nn.Module]) -> list[FSDPState]:
     return list(dict.fromkeys(unit for root in roots for unit in unique_units(root)))
 
 
 def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
-    found = {
-        id(tensor): tensor
-        for unit in units_of(roots)
-        for tensor in unit.stored
-        if tensor.copy is not None
-    }
-    return list(found.values())
+    stored = (tensor for unit in units_of(roots) for tensor in unit.stored)
+    return list(dict.fromkeys(tensor for tensor in stored if tensor.copy is not None))

@@ -102,6 +102,13 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
 })  # fmt: skip
 
 
+def require_allowed(name: str, value: Any) -> None:
+    if name == "collective_routes":
+        require_collective_routes(value)
+    elif not _ALLOWED[name][0](value):
+        raise ValueError(f"{name} must be {_ALLOWED[name][1]}; got {value!r}")
+
+
 @accept_old_names
 @dataclass(frozen=True)
 class ShardingSettings:
@@ -148,11 +155,8 @@ class ShardingSettings:
     scoped_vmem_kib: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (is_allowed, allowed) in _ALLOWED.items():
-            value = getattr(self, name)
-            if not is_allowed(value):
-                raise ValueError(f"{name} must be {allowed}; got {value!r}")
-        require_collective_routes(self.collective_routes)
+        for name in (*_ALLOWED, "collective_routes"):
+            require_allowed(name, getattr(self, name))
         scan, units, kept = self.scan, self.units, self.kept_blocks
         by_size = isinstance(self.units, int)
         cannot_keep = "a loop cannot keep gathered parameters"
