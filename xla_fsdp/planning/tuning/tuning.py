@@ -74,7 +74,7 @@ class Tuning:
             lines.append("from xla_fsdp.compiler_options import add_to_environment")
         lines += ["", "settings = ShardingSettings("]
         for name, value in changes(self.settings, ShardingSettings()).items():
-            lines.append(f"    {name}={json.dumps(value) if isinstance(value, str) else value!r},")
+            lines.append(f"    {name}={described(value)},")
         lines.append(")")
         if self.settings.compiler_options:
             lines.append("add_to_environment(settings.compiler_options)  # before launch")
