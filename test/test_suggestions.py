@@ -8,7 +8,7 @@ import pytest
 
 from xla_fsdp.compiler_options import limit_scoped_vmem
 from xla_fsdp.planning.program.assignment import Assignment
-from xla_fsdp.planning.program.attention import why_no_kernel
+from xla_fsdp.planning.program.flops import why_no_kernel
 from xla_fsdp.planning.program.hlo import parse_module
 from xla_fsdp.planning.program.places import line_up
 from xla_fsdp.planning.program.schedule import read_schedule

@@ -14,20 +14,6 @@ from .reporting.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = _parser().parse_args(argv)
-    try:
-        report = Report.load(flags.plan)
-        shown = report.compare_trace(flags.trace) if flags.trace else report
-        print(shown)
-        for path in flags.plot:
-            shown.plot(path)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"plan: {to_one_line(error, 1000)}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xla_fsdp.planning",
         description="Prints a plan that Report.save() or --plan_report wrote. With --trace, "
@@ -45,7 +31,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help=".html, .trace.json (for Perfetto), or .png without --trace; repeatable",
     )
-    return parser
+    flags = parser.parse_args(argv)
+    try:
+        report = Report.load(flags.plan)
+        shown = report.compare_trace(flags.trace) if flags.trace else report
+        print(shown)
+        for path in flags.plot:
+            shown.plot(path)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"plan: {to_one_line(error, 1000)}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from ..tpu.calibration import Calibration
 from ..tpu.topology import Slice
-from .compiling.cache import CompiledStep
 from .compiling.compiler import Target
 from .compiling.progress import Progress
 from .make_report import make_report, report_on_parts
@@ -92,13 +92,11 @@ def plan(
     compiled = [results[id(one)] for one in programs]
     executables = len({first.fingerprint, *(trace(rank).fingerprint for rank in numbers[1:])})
 
-    def report_on(step: TracedStep, one: CompiledStep, beside: int | None) -> Report:
-        return make_report(
-            where, one, step, numbers, executables, title, host, target.measured, beside
-        )
-
+    report_on = partial(
+        make_report, target, host, ranks=numbers, executables=executables, title=title
+    )
     if not first.parts:
-        return report_on(first, compiled[0], None)
+        return report_on(first, compiled[0])
     return report_on_parts(first, compiled, report_on, where.chip.device_flops)
 
 

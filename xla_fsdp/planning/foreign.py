@@ -39,4 +39,4 @@ def plan_partitioned(
         )
     traced = TracedProgram(program.stablehlo, program.donated, program.arguments)
     step = TracedStep(traced, program.bound, (), 0, has_optimizer=True)
-    return make_report(where, target.compile(program, host), step, (0,), 1, title, host)
+    return make_report(target, host, step, target.compile(program, host), title=title)

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..compiled.host_options import HostOptions
-from ..tpu.calibration import Calibration, calibrated
+from ..tpu.calibration import calibrated
 from ..tpu.chips import Chip
 from ..tpu.links import describe
-from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
 from .compiling.compile_child import peak_memory
+from .compiling.compiler import Target
 from .program.assignment import read_assignment
-from .program.attention import why_no_kernel
+from .program.flops import why_no_kernel
 from .program.schedule import read_schedule
 from .records import CompilerMemory, Part, Schedule, Timing
 from .reporting.advice import Situation, suggestions, warnings
@@ -55,23 +55,22 @@ _THEN_ON_THE_HOST = (
 
 
 def make_report(
-    where: Slice,
-    compiled: CompiledStep,
-    step: TracedStep,
-    ranks: tuple[int, ...],
-    executables: int,
-    title: str,
+    target: Target,
     host: HostOptions,
-    measured: Calibration | None = None,
+    step: TracedStep,
+    compiled: CompiledStep,
     beside: int | None = None,
+    *,
+    ranks: tuple[int, ...] = (0,),
+    executables: int = 1,
+    title: str = "",
 ) -> Report:
     """The report on ``compiled``, the program of ``step``.
 
-    ``executables``: the number of different programs among those of ``ranks``. ``measured``:
-    replaces published figures. ``beside``: bytes of the other programs of a streamed step; ``None``
-    if this program is the entire step.
+    ``beside``: bytes of the other programs of a streamed step; ``None`` if this program is the
+    entire step. ``executables``: the number of different programs among those of ``ranks``.
     """
-    published, where = where.chip, calibrated(where, measured)
+    measured, where = target.measured, calibrated(target.where, target.measured)
     chip, capacity = where.chip, where.chip.device_usable_hbm_bytes(host.chip_config)
     schedule, memory = _laid_out(compiled, step, chip)
     memory = replace(memory, beside=beside or 0)
@@ -97,7 +96,7 @@ def make_report(
             f"{1e3 * timing.copies:.2f} ms to the step."
         )
     if measured is not None:
-        notes.append(measured.note(published))
+        notes.append(measured.note(target.where.chip))
     elif beside is None and not compiled.refusal and timing.compute and chip.published:
         times, runs = chip.published
         notes.append(
@@ -241,11 +240,7 @@ def report_on_parts(
 
 
 def _timing(
-    parts: Sequence[TracedPart],
-    timings: Sequence[Timing],
-    worst: Report,
-    flops: float,
-    peak: float,
+    parts: Sequence[TracedPart], timings: Sequence[Timing], worst: Report, flops: float, peak: float
 ) -> Timing:
     # Before the first part only its shards are sent; after the last, only its gradients.
     sent = [*(part.to_device for part in parts), 0]

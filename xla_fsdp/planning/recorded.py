@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,33 +119,17 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def trace_in(folder: str | os.PathLike[str]) -> Path:
-    """The newest trace in a TensorBoard folder, or ``folder`` itself if it is a file."""
-    path = Path(folder)
-    if path.is_file():
-        return path
-    found = sorted(path.glob("plugins/profile/*/*.xplane.pb"))
-    if not found:
-        raise FileNotFoundError(
-            f"{path}: has no trace (plugins/profile/*/*.xplane.pb): record one with "
-            "xla_fsdp.profile or --profile_steps, and give the folder of the recording"
-        )
-    return max(found, key=lambda each: (each.parent.name, each.stat().st_mtime))
-
-
-def read(path: Path) -> list[Plane]:
+def _planes(path: Path) -> list[Plane]:
     size = path.stat().st_size
     if size >= _MOST_BYTES:
-        raise ValueError(
-            f"{path}: has {size} bytes, the limit is {_MOST_BYTES}: record fewer steps"
-        )
+        raise ValueError(f"has {size} bytes, the limit is {_MOST_BYTES}: record fewer steps")
     try:
         space = messages()["XSpace"].FromString(path.read_bytes())
     except DecodeError as error:
-        raise ValueError(f"{path}: is not a trace, or is damaged: record it again") from error
+        raise ValueError("is not a trace, or is damaged: record it again") from error
     planes = [Plane(plane) for plane in space.planes]
     if not planes:
-        raise ValueError(f"{path}: is empty: the recording was interrupted; record it again")
+        raise ValueError("is empty: the recording was interrupted; record it again")
     return planes
 
 
@@ -153,14 +137,14 @@ def read(path: Path) -> list[Plane]:
 class Program:
     """One compiled program; all mappings are by the name of the instruction.
 
-    ``compute``: (phase, module). ``starts``, ``ends``: the collective that it starts or waits for.
-    ``times``: how often it runs in one execution.
+    ``compute``: (phase, module). ``starts``: the collective that it starts. ``ends``: the
+    instruction that waits for that collective. ``times``: how often it runs in one execution.
     """
 
     name: str
     compute: Mapping[str, tuple[str, str]]
     starts: Mapping[str, Collective]
-    ends: Mapping[str, Collective]
+    ends: Mapping[str, str]
     times: Mapping[str, int]
 
     @property
@@ -199,7 +183,8 @@ def read_program(name: str, proto: bytes) -> Program:
     for place in line.places:
         times[place.instruction.name] += place.times
     starts = {names[c.index]: c for c in found.collectives}
-    ends = {names[c.done]: c for c in found.collectives if c.done > c.index}
+    asynchronous = [c for c in found.collectives if c.asynchronous and c.done > c.index]
+    ends = {names[c.index]: names[c.done] for c in asynchronous}
     return Program(line.module.name, compute, starts, ends, times)
 
 
@@ -240,14 +225,21 @@ class RecordedStep:
 
 
 def read_trace(folder: str | os.PathLike[str]) -> RecordedStep:
-    """Read a step from the newest trace in a folder that ``xla_fsdp.profile`` wrote.
+    """Read a step from a trace: a file, or the newest in a folder that ``xla_fsdp.profile`` wrote.
 
     Raises FileNotFoundError without a trace; ValueError if it is damaged or has no module names.
     """
-    path = trace_in(folder)
-    planes = read(path)
+    path = Path(folder)
+    if not path.is_file():
+        found = sorted(path.glob("plugins/profile/*/*.xplane.pb"))
+        if not found:
+            raise FileNotFoundError(
+                f"{path}: has no trace (plugins/profile/*/*.xplane.pb): record one with "
+                "xla_fsdp.profile or --profile_steps, and give the folder of the recording"
+            )
+        path = max(found, key=lambda each: (each.parent.name, each.stat().st_mtime))
     try:
-        return _step(str(path), planes)
+        return _step(str(path), _planes(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -264,9 +256,12 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
     steps = 1 if executions % steps else steps
     on_cpu = device == _HOST
     ranks = max(executions // steps, 1) if on_cpu else 1
-    windows = [_window(mine, number, steps) for number in range(steps)]
-    begins = [min(e.begin for _, e in window) for window in windows]
-    ends = [max(e.end for _, e in window) for window in windows]
+    windows = [
+        {op: ran[n * len(ran) // steps : (n + 1) * len(ran) // steps] for op, ran in mine.items()}
+        for n in range(steps)
+    ]
+    begins = [min(e.begin for some in window.values() for e in some) for window in windows]
+    ends = [max(e.end for some in window.values() for e in some) for window in windows]
     lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
     periods = [later - begin for begin, later in zip(begins, begins[1:], strict=False)]
     number = sorted(range(steps), key=lengths.__getitem__)[(steps - 1) // 2]  # the median
@@ -359,36 +354,23 @@ def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
         )
 
 
-def _window(mine: dict[str, list[Event]], number: int, steps: int) -> list[tuple[str, Event]]:
-    return [
-        (op, event)
-        for op, some in mine.items()
-        for event in some[number * len(some) // steps : (number + 1) * len(some) // steps]
-    ]
-
-
-def _slots(program: Program, window: Sequence[tuple[str, Event]], begin: float) -> list[Slot]:
-    slots, open_ = [], dict[str, list[Slot]]()
-    for op, event in sorted(window, key=lambda one: one[1].begin):
-        start, end = event.begin - begin, max(event.end, event.begin + _LOST) - begin
+def _slots(program: Program, window: Mapping[str, list[Event]], begin: float) -> list[Slot]:
+    slots = []
+    for op, events in window.items():
+        ends = events
         if op in program.compute:
-            phase, module = program.compute[op]
-            slots.append(Slot("compute", start, end, 0, op, module, phase))
+            lane, (phase, module) = "compute", program.compute[op]
         elif op in program.starts:
-            c = program.starts[op]
-            asynchronous = c.asynchronous and c.done > c.index
-            slot = Slot("collective", start, end, 0, c.name, c.module, c.phase, asynchronous)
-            if asynchronous:
-                open_.setdefault(c.name, []).append(slot)
-            else:
-                slots.append(slot)
-        elif op in program.ends:
-            c = program.ends[op]
-            for slot in open_.get(c.name, [])[:1]:
-                open_[c.name].remove(slot)
-                slots.append(
-                    Slot("collective", slot.begin, end, 0, c.name, c.module, c.phase, True)
-                )
+            collective = program.starts[op]
+            lane, phase, module = "collective", collective.phase, collective.module
+            if op in program.ends:
+                ends = window.get(program.ends[op], [])
+        else:
+            continue
+        # From each start to the next end: executions of one collective do not overlap.
+        for first, last in zip(events, ends, strict=False):
+            end, ready = max(last.end, first.begin + _LOST) - begin, op in program.ends
+            slots.append(Slot(lane, first.begin - begin, end, 0, op, module, phase, ready))
     return sorted(slots, key=lambda slot: slot.begin)
 
 
@@ -401,14 +383,12 @@ def _shares(program: Program, mine: dict[str, list[Event]], executions: int) -> 
         for op in mine
         if op in program.compute
     ]
-    waits = {c.name: op for op, c in program.ends.items()}
     for op, c in program.starts.items():
         if op not in mine:
             continue
-        done = waits.get(c.name) if c.asynchronous else None
-        took, waited = seconds(op), seconds(op)
-        if done is not None and done in mine:
-            # From each start to the next done: executions of one collective do not overlap.
+        took = waited = seconds(op)
+        done = program.ends.get(op)
+        if done in mine:
             pairs = zip(mine[op], mine[done], strict=False)
             took = sum(max(end.end - start.begin, 0.0) for start, end in pairs) / executions
             waited = seconds(done)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from ..tpu.links import Links
@@ -41,7 +40,7 @@ def time_step(
     """
     host_link = host_link or (slice.chip.device_host_bandwidth,) * 2
     lanes = _Lanes(schedule, slice, host_link, links or Links(slice))
-    for times, body in groupby(_events(schedule), key=lambda event: event.what.times):
+    for times, body in groupby(_events(schedule), key=lambda event: event[2].times):
         lanes.play(list(body), times)
     compute = sum(op.cycles * op.times for op in schedule.ops) / slice.chip.clock_hz
     busy = sum(lanes.seconds[id(c)] * c.times for c in schedule.collectives)
@@ -61,21 +60,17 @@ def time_step(
     )
 
 
-@dataclass(frozen=True)
-class _Event:
-    index: int
-    order: int
-    what: Op | Collective | HostCopy
+_Event = tuple[int, int, Op | Collective | HostCopy]  # place, order there
 
 
 def _events(schedule: Schedule) -> list[_Event]:
-    events = [_Event(op.index, _COMPUTE, op) for op in schedule.ops]
+    events: list[_Event] = [(op.index, _COMPUTE, op) for op in schedule.ops]
     transfers: list[Collective | HostCopy] = [*schedule.collectives, *schedule.host_copies]
     for one in transfers:
-        events.append(_Event(one.index, _START, one))
         later = one.done > one.index and (isinstance(one, HostCopy) or one.asynchronous)
-        events.append(_Event(one.done if later else one.index, _WAIT if later else _BLOCK, one))
-    return sorted(events, key=lambda event: (event.index, event.order))
+        wait = (one.done, _WAIT, one) if later else (one.index, _BLOCK, one)
+        events += (one.index, _START, one), wait
+    return sorted(events, key=lambda event: event[:2])
 
 
 _COMPUTE_LANE, _LINKS, _BETWEEN, _ON_LINKS, _ANYWHERE = "compute", "links", "between", "all", "any"
@@ -110,8 +105,8 @@ class _Lanes:
         for _ in range(min(times, _PLAYED)):
             if times > _PLAYED:
                 before = dict(self.now)
-            for event in body:
-                self._happen(event)
+            for _, order, what in body:
+                self._happen(order, what)
         if times > _PLAYED:
             self._skip(body, times - _PLAYED, before)
 
@@ -119,35 +114,34 @@ class _Lanes:
         old = dict(self.now)
         for key, value in old.items():
             self.now[key] += count * (value - before.get(key, value))
-        place = body[0].index, f"{count} more iterations"
-        phases = {event.what.phase for event in body if isinstance(event.what, Collective)}
+        place = body[0][0], f"{count} more iterations"
+        phases = {what.phase for _, _, what in body if isinstance(what, Collective)}
         phase = phases.pop() if len(phases) == 1 else ""
         for key, lane in ((_ANYWHERE, "collective"), *_COPY.items()):
             begin, end = old.get(key, 0.0), self.now[key]
             if end > begin:
                 self.slots.append(Slot(lane, begin, end, *place, phase=phase))
         kinds: dict[tuple[str, bool], list[Op]] = defaultdict(list)
-        for event in body:
-            if isinstance(event.what, Op) and event.what.cycles:
-                kinds[event.what.phase, event.what.recomputed].append(event.what)
+        for _, _, what in body:
+            if isinstance(what, Op) and what.cycles:
+                kinds[what.phase, what.recomputed].append(what)
         cycles = {kind: sum(op.cycles for op in ops) for kind, ops in kinds.items()}
         begin = old.get(_COMPUTE_LANE, 0.0)
         length = self.now[_COMPUTE_LANE] - begin
         for (phase, again), ops in kinds.items():
             end = begin + length * cycles[phase, again] / sum(cycles.values())
             module = ".".join(os.path.commonprefix([op.module.split(".") for op in ops]))
-            slot = Slot("compute", begin, end, *place, module, phase, recomputed=again)
-            self.slots.append(slot)
+            self.slots.append(Slot("compute", begin, end, *place, module, phase, recomputed=again))
             begin = end
 
-    def _happen(self, event: _Event) -> None:
-        what, now = event.what, self.now
+    def _happen(self, order: int, what: Op | Collective | HostCopy) -> None:
+        now = self.now
         if isinstance(what, Op):
             begin = now[_COMPUTE_LANE]
             now[_COMPUTE_LANE] += what.cycles / self._hertz
             if what.cycles:
                 self._slot("compute", begin, now[_COMPUTE_LANE], what)
-        elif event.order == _START:
+        elif order == _START:
             self._start(what)
         else:
             end = max(now[_COMPUTE_LANE], now[id(what)])

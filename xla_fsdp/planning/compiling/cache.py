@@ -78,8 +78,8 @@ class PlanCache:
                 step: CompiledStep = reader(CompiledStep)(json.load(file))
         except (OSError, EOFError, zlib.error, RecursionError, ValueError):
             return None
-        except (TypeError, KeyError, AttributeError):
-            return None  # of another version
+        except (TypeError, KeyError, AttributeError):  # of another version
+            return None
         return replace(step, from_cache=True) if step.key == key else None
 
     def write(self, step: CompiledStep) -> None:

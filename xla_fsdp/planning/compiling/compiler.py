@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -47,11 +47,6 @@ _FORMAT = 3  # of what is cached; raise it when that changes
 
 class CompileError(RuntimeError):
     """The TPU compiler refused the program for a reason other than memory."""
-
-
-def require_extra(compiler: Compiler) -> None:
-    own = ("jax", "jaxlib", "libtpu") if compiler.python == sys.executable else ()
-    extras.require_extra("plan", "planning", (*own, "matplotlib", "google.protobuf"))
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,8 @@ class Target:
             measured.apply(where.chip)  # raises before minutes of compilation
         used = find_compiler(compiler)
         used.require_knows(where.chip)
-        require_extra(used)
+        own = ("jax", "jaxlib", "libtpu") if used.python == sys.executable else ()
+        extras.require_extra("plan", "planning", (*own, "matplotlib", "google.protobuf"))
         kept = PlanCache.at(cache)
         return cls(where, used, launcher, options or {}, kept, progress, measured)
 
@@ -139,15 +135,16 @@ class Target:
     def _compile(
         self, key: str, code: bytes, request: dict[str, Any], host: HostOptions
     ) -> CompiledStep:
-        _give_back_memory()
+        with contextlib.suppress(OSError, AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)  # the compiler needs gigabytes next
         with tempfile.TemporaryDirectory(prefix="xla_fsdp_plan_") as name:
             folder = Path(name)
             (folder / "request.json").write_text(json.dumps(request))
             (folder / compile_child.program_file(request)).write_bytes(code)
             result = self._run(folder, host.arguments)
             refusal = result.get("error", "")
-            if refusal:
-                _raise_unless_memory(result["kind"], refusal, self.compiler, self.where)
+            if refusal and result["kind"] != "memory":
+                raise self._error(result["kind"], refusal)
             assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
             if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51
                 assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
@@ -156,6 +153,8 @@ class Target:
                 scheduled = (folder / "scheduled.txt").read_text()
             elif assignment:
                 scheduled = _dumped(folder, "after_optimizations_after_buffer_assignment.txt")
+            flags = _dumped(folder, "flagfile").splitlines()
+            values = dict(line.lstrip("-").partition("=")[::2] for line in flags)
             return CompiledStep(
                 key=key,
                 traced=_dumped(folder, "before_optimizations.txt"),
@@ -166,7 +165,7 @@ class Target:
                 seconds=result["seconds"],
                 from_cache=False,
                 model_flops=request.get("model_flops"),
-                options=_values(_dumped(folder, "flagfile"), host.whose),
+                options={name: values[name].strip("'") for name in host.whose if name in values},
                 host_memory=result["host_memory"],
             )
 
@@ -189,41 +188,51 @@ class Target:
                     child.wait()
         if not (folder / "result.json").exists():
             output = (folder / "log").read_text(errors="replace")
-            raise CompileError(
-                _without_result(child.returncode, output, arguments, compiler, where)
-            )
+            raise CompileError(self._without_result(child.returncode, output, arguments))
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         done = f"{what}, in {result['host_memory'] / 2**30:.1f} GiB of host memory"
         self.progress.done(done, time.monotonic() - began)
         return result
 
+    def _without_result(self, status: int, output: str, arguments: str) -> str:
+        version, where = self.compiler.versions["libtpu"], self.where
+        remedies = []
+        if status == -signal.SIGKILL:
+            how = " (killed, perhaps by a system out of memory)"
+            remedies.append("use scan_blocks, plan fewer blocks, or use a machine with more memory")
+        elif status < 0:
+            how = " (a crash)"
+            others = [one for one in tested_for(where.chip) if one != version]
+            if others:
+                remedies.append(f"plan with compiler={others[0]!r}")
+            if arguments:
+                remedies.append(
+                    "change its options one by one with compiler_options= "
+                    f"(LIBTPU_INIT_ARGS={arguments!r})"
+                )
+        else:
+            last = output.strip().splitlines()[-1:] or ["no message"]
+            how = f" ({to_one_line(last[0], 200)})"
+        remedy = ", or ".join(remedies) or "the reason may be in its output"
+        return (
+            f"libtpu {version} gave no result for {where.name}, exit status {status}{how}: {remedy}"
+            f"{_stored(output)}"
+        )
 
-def _without_result(
-    status: int, output: str, arguments: str, compiler: Compiler, where: Slice
-) -> str:
-    version = compiler.versions["libtpu"]
-    remedies = []
-    if status == -signal.SIGKILL:
-        how = " (killed, perhaps by a system out of memory)"
-        remedies.append("use scan_blocks, plan fewer blocks, or use a machine with more memory")
-    elif status < 0:
-        how = " (a crash)"
-        others = [one for one in tested_for(where.chip) if one != version]
-        if others:
-            remedies.append(f"plan with compiler={others[0]!r}")
-        if arguments:
-            remedies.append(
-                "change its options one by one with compiler_options= "
-                f"(LIBTPU_INIT_ARGS={arguments!r})"
+    def _error(self, kind: str, error: str) -> Exception:
+        """``kind``: as in ``compile_child.py``."""
+        versions, where = self.compiler.versions, self.where
+        if kind == "topology":
+            slice_ = f"{where.name} ({where.libtpu_name})"
+            return UnusableCompilerError(refusal_of(versions["libtpu"], slice_, error))
+        if kind == "names":
+            return UnusableCompilerError(
+                f"jax {versions['jax']} of {self.compiler.python} has no "
+                f"{to_one_line(error, 200)}: install a tested release: {COMMAND}"
             )
-    else:
-        last = output.strip().splitlines()[-1:] or ["no message"]
-        how = f" ({to_one_line(last[0], 200)})"
-    remedy = ", or ".join(remedies) or "the reason may be in its output"
-    return (
-        f"libtpu {version} gave no result for {where.name}, exit status {status}{how}: {remedy}"
-        f"{_stored(output)}"
-    )
+        short = to_one_line(error, 300)
+        more = _stored(error) if short.endswith("...") else ""
+        return CompileError(f"the TPU compiler refused the program: {short}{more}")
 
 
 def _stored(output: str) -> str:
@@ -232,33 +241,6 @@ def _stored(output: str) -> str:
     ) as file:
         file.write(output)
     return f". Its output: {file.name}"
-
-
-def _give_back_memory() -> None:
-    """Returns freed memory to the system: the compiler needs gigabytes next."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _raise_unless_memory(kind: str, error: str, compiler: Compiler, where: Slice) -> None:
-    if kind == "topology":
-        slice_ = f"{where.name} ({where.libtpu_name})"
-        raise UnusableCompilerError(refusal_of(compiler.versions["libtpu"], slice_, error))
-    if kind == "names":
-        raise UnusableCompilerError(
-            f"jax {compiler.versions['jax']} of {compiler.python} has no "
-            f"{to_one_line(error, 200)}: install a tested release: {COMMAND}"
-        )
-    if kind != "memory":
-        short = to_one_line(error, 300)
-        more = _stored(error) if short.endswith("...") else ""
-        raise CompileError(f"the TPU compiler refused the program: {short}{more}")
-
-
-def _values(flags: str, named: Iterable[str]) -> dict[str, str]:
-    pairs = (line.lstrip("-").partition("=") for line in flags.splitlines())
-    known = {name: value.strip("'") for name, _, value in pairs}
-    return {name: known[name] for name in named if name in known}
 
 
 def _dumped(folder: Path, ending: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .hlo import HBM, HOST
@@ -73,48 +73,35 @@ def read_assignment(text: str) -> Assignment:
             ranges[live[1], live[2]] = int(live[3]), int(live[4])
         elif line.startswith("  Live ranges at"):
             break
-    allocations = tuple(_allocations(head, ranges, len(sequence) - 1))
-    lines = filter(None, map(_ALLOCATION.match, head.splitlines()))
-    on_host = sum(int(line[2]) for line in lines if _color(line[3]) == HOST)
-    return Assignment(allocations, tuple(sequence), on_host)
-
-
-def _allocations(
-    text: str, ranges: Mapping[tuple[str, str], tuple[int, int]], last: int
-) -> Iterator[Allocation]:
+    last = len(sequence) - 1
+    allocations: list[Allocation] = []
+    on_host = 0
     values: list[Value] | None = None
-    for line in text.splitlines():
+    for line in head.splitlines():
         if begin := _ALLOCATION.match(line):
-            kind, values = _kind(int(begin[2]), begin[3]), None
-            if kind is not None:
+            size, said, values = int(begin[2]), begin[3], None
+            color = _COLOR.search(said)
+            space = int(color[1]) if color else HBM
+            on_host += size * (space == HOST)
+            if space == HBM and "thread-local" not in said:
                 values = []
-                yield Allocation(*kind, values)
-        elif values is not None:
-            value = _VALUE.match(line)
-            if value:
-                name, index, size, offset, shape = value.groups()
-                born, dies = ranges.get((name, index or "{}"), (0, last))
-                values.append(Value(name, int(size), int(offset), shape, born, dies))
-            elif not line.startswith(" "):
-                break
+                allocations.append(Allocation(size, *_category(said), values))
+        elif values is not None and (value := _VALUE.match(line)):
+            name, index, length, offset, shape = value.groups()
+            born, dies = ranges.get((name, index or "{}"), (0, last))
+            values.append(Value(name, int(length), int(offset), shape, born, dies))
+    return Assignment(tuple(allocations), tuple(sequence), on_host)
 
 
-def _kind(size: int, said: str) -> tuple[int, str, int | None] | None:
-    """Size, category and parameter number; ``None`` if the allocation is not in HBM."""
-    if _color(said) != HBM or "thread-local" in said:
-        return None
+def _category(said: str) -> tuple[str, int | None]:
+    """Category and parameter number."""
     parameter = _PARAMETER.search(said)
     if parameter:
-        return size, "argument", int(parameter[1])
+        return "argument", int(parameter[1])
     if "constant" in said:
-        return size, "constant", None
+        return "constant", None
     is_output = "output shape" in said or "maybe-live-out" in said
-    return size, "output" if is_output else "temporary", None
-
-
-def _color(said: str) -> int:
-    color = _COLOR.search(said)
-    return int(color[1]) if color else HBM
+    return "output" if is_output else "temporary", None
 
 
 def without_overlap(values: Sequence[Value]) -> list[Value]:

@@ -101,12 +101,11 @@ def find_collectives(line: Line) -> Found:
     search = _Search(line)
     for place in line.places:
         search.visit(place)
-    notes = []
-    for one in search.found:
-        if one.asynchronous and one.done is None:
-            notes.append(
-                f"{one.place.instruction.name} is started, but no instruction waits for it"
-            )
+    notes = [
+        f"{one.place.instruction.name} is started, but no instruction waits for it"
+        for one in search.found
+        if one.asynchronous and one.done is None
+    ]
     found = sorted(search.found, key=lambda one: one.place.index)
     collectives = [_record(line.module, one, len(line.places) - 1) for one in found]
     return Found(collectives, search.own, notes)
@@ -119,7 +118,6 @@ class _Search:
         # what the fusions with their parts share.
         self._started: dict[tuple[int, str], _Open] = {}
         self._in_parts: dict[tuple[str, str, str], list[_Open]] = {}
-        self._inside: dict[str, list[tuple[Computation, Instruction]]] = {}
         self._between: dict[str, _Open] = {}
         self.found: list[_Open] = []
         self.own: set[int] = set()
@@ -127,11 +125,11 @@ class _Search:
     def visit(self, place: Place) -> None:
         instruction, opcode = place.instruction, place.instruction.opcode
         if opcode in _KINDS:
-            self._add(place, instruction, _operands(place), leaves(instruction.shape))
+            self._add(place, instruction, place.computation, leaves(instruction.shape))
         elif opcode in ("send", "recv") and _MEGASCALE.search(instruction.attributes):
             self._transfer(place)
         elif opcode.removesuffix("-start") in _KINDS:
-            self._add(place, instruction, _operands(place), (), asynchronous=True)
+            self._add(place, instruction, place.computation, asynchronous=True)
         elif opcode in ("fusion", *_BY_CALL):
             self._fusion(place)
         elif opcode.endswith(("-update", "-done")):
@@ -155,7 +153,7 @@ class _Search:
         end = "operands" if instruction.opcode == "send" else "results"
         one = self._between.get(name)
         if one is None or getattr(one, end):
-            one = self._add(place, instruction, (), (), asynchronous=True)
+            one = self._add(place, instruction, asynchronous=True)
             self._between[name] = one
         setattr(one, end, leaves(instruction.shape)[:1])
         self.own.add(place.index)
@@ -179,9 +177,8 @@ class _Search:
             started = place.instruction.opcode in _BY_CALL or _START in marks
             if not started and running:
                 continue  # a part of a started collective
-            shapes = (computation.by_name[name].shape for name in core.operands)
-            operands = tuple(leaf for shape in shapes for leaf in leaves(shape))
-            one = self._add(place, core, operands, leaves(core.shape), started, fused=not started)
+            results = leaves(core.shape)
+            one = self._add(place, core, computation, results, started, fused=not started)
             if _START in marks:
                 running.append(one)
 
@@ -189,11 +186,14 @@ class _Search:
         self,
         place: Place,
         core: Instruction,
-        operands: tuple[Shape, ...],
-        results: tuple[Shape, ...],
+        computation: Computation | None = None,
+        results: tuple[Shape, ...] = (),
         asynchronous: bool = False,
         fused: bool = False,
     ) -> _Open:
+        """``computation``: that of the operands of ``core``."""
+        known = [computation.by_name[name] for name in core.operands] if computation else []
+        operands = tuple(leaf for one in known for leaf in leaves(one.shape))
         one = _Open(place, core, operands, results, fused, asynchronous)
         self.found.append(one)
         if asynchronous:
@@ -210,21 +210,14 @@ class _Search:
     def _collectives_in(self, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
         if not instruction.called:
             return []
-        name = instruction.called[0]
-        if name not in self._inside:
-            computation = self._module.called_by(instruction)
-            found = self._inside[name] = []
-            for one in computation.instructions:
-                if one.opcode in _KINDS:
-                    found.append((computation, one))
-                elif one.opcode == "fusion":
-                    found += self._collectives_in(one)
-        return self._inside[name]
-
-
-def _operands(place: Place) -> tuple[Shape, ...]:
-    instructions = (place.computation.by_name[name] for name in place.instruction.operands)
-    return tuple(leaf for one in instructions for leaf in leaves(one.shape))
+        computation = self._module.called_by(instruction)
+        found = []
+        for one in computation.instructions:
+            if one.opcode in _KINDS:
+                found.append((computation, one))
+            elif one.opcode == "fusion":
+                found += self._collectives_in(one)
+        return found
 
 
 def _record(module: Module, one: _Open, last: int) -> Collective:
@@ -238,7 +231,10 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
     if one.fused and kind == "all-reduce" and _scatters(module, one, emitter):
         kind = "reduce-scatter"
     if between:
-        groups = _over_slices(module, core)
+        # Of the same device in every slice; the program numbers those of one slice.
+        found, devices = _SLICES.search(core.attributes), module.devices
+        slices = range(len(found[1].split(",")) if found else 1)
+        groups: Groups = tuple(tuple(d + s * devices for s in slices) for d in range(devices))
     else:
         pairs = core.attribute("source_target_pairs")
         groups = parse_groups(core.attribute("replica_groups") or "" if pairs is None else pairs)
@@ -251,8 +247,10 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
         results = leaves(instruction.shape.parts[1])
     number_of_bytes = max(sum(s.bytes for s in shapes) for shapes in (one.operands, results))
     largest = max((*one.operands, *results), key=lambda s: s.bytes, default=None)
-    names = [n for n in (core.op_name, instruction.op_name) if n]
-    names += _names_of_reducer(module, core)
+    names = [core.op_name, instruction.op_name]
+    # Merged collectives have names only in the computation that adds.
+    reducer = module.computations.get((core.attribute("to_apply") or "").lstrip("%"))
+    names += [i.op_name for i in reducer.instructions] if reducer else []
     labels = [label for label in map(scope, names) if any(label)] or [("", "")]
     return Collective(
         index=one.place.index,
@@ -275,14 +273,6 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
     )
 
 
-def _over_slices(module: Module, core: Instruction) -> tuple[tuple[int, ...], ...]:
-    """Groups of the same device in every slice; the program numbers those of one slice."""
-    found = _SLICES.search(core.attributes)
-    slices = len(found[1].split(",")) if found else 1
-    devices = module.devices
-    return tuple(tuple(d + s * devices for s in range(slices)) for d in range(devices))
-
-
 def _emitter(instruction: Instruction) -> str:
     """The compiler's name for the algorithm, such as "RotatedPincer StrategyND"."""
     if "collective_offload_config" in instruction.backend_config:
@@ -301,11 +291,3 @@ def _scatters(module: Module, one: _Open, emitter: str) -> bool:
             users = [i for i in computation.instructions if one.core.name in i.operands]
             return bool(users) and all(i.opcode == "dynamic-slice" for i in users)
     return False
-
-
-def _names_of_reducer(module: Module, core: Instruction) -> list[str]:
-    """Names in the computation that adds; merged collectives have no others."""
-    reducer = (core.attribute("to_apply") or "").lstrip("%")
-    if reducer not in module.computations:
-        return []
-    return [i.op_name for i in module.computations[reducer].instructions if i.op_name]

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations (FLOPs) of a model in the traced program.
+"""Counts the floating-point operations (FLOPs) of a traced program, and finds its attention.
 
 A matmul of (m, k) and (k, n) counts 2mkn, a convolution likewise for each output, and a Pallas
 kernel its cost estimate. Training counts three times the forward. For a transformer this is the 6 N
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 
-from ...tpu.chips import Chip
+from ...tpu.chips import LANES, Chip
 from .hlo import Computation, Instruction, leaves, numbers, parse_module
 from .places import line_up
 
@@ -56,7 +56,13 @@ def flops_of(computation: Computation, instruction: Instruction) -> float:
         spread = _DILATED.search(instruction.attributes)
         zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
         return 2.0 * math.prod(_dims(instruction)) * math.prod(kernel) / outputs / zeros
-    return kernel_flops(instruction) if is_kernel(instruction) else 0.0
+    if not is_kernel(instruction):
+        return 0.0
+    for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
+        name, _, value = pair.partition("=")
+        if name.strip() == _MODEL_FLOPS:
+            return float(value.strip('"'))
+    return float(_cost(instruction).get("flops", 0))
 
 
 def _dims(instruction: Instruction) -> tuple[int, ...]:
@@ -80,14 +86,51 @@ def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
     return round(seconds * chip.clock_hz)
 
 
-def kernel_flops(instruction: Instruction) -> float:
-    for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
-        name, _, value = pair.partition("=")
-        if name.strip() == _MODEL_FLOPS:
-            return float(value.strip('"'))
-    return float(_cost(instruction).get("flops", 0))
-
-
 def _cost(instruction: Instruction) -> dict[str, str]:
     config = instruction.backend_config.get("custom_call_config") or {}
     return config.get("cost_estimate") or {}
+
+
+_HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256  # as layers/attention.py, which needs torch
+_ATTENTION_STEP = re.compile(
+    r"= \w+\[([\d,]+)\]\S* (?:dot\(.*lhs_batch_dims=\{\d|(exponential)\().*"
+    r'op_name="(?:\w+\[[^\]"]*\][\d.]*/)*forward\['
+)
+
+
+def attention_shapes(traced: str) -> tuple[int, int, int] | None:
+    """(queries, keys, head dimension) of the first attention in the forward.
+
+    Attention is two batched matmuls with an exponential of the first result's size between them.
+    """
+    scores: tuple[int, ...] = ()
+    softmax = False
+    for line in traced.splitlines():
+        found = _ATTENTION_STEP.search(line)
+        if found is None:
+            continue
+        dims = tuple(int(number) for number in found[1].split(","))
+        if found[2]:
+            softmax = softmax or math.prod(dims) == math.prod(scores)
+        elif softmax:
+            return scores[-2], scores[-1], dims[-1]
+        else:
+            scores = dims
+    return None
+
+
+def why_no_kernel(traced: str, chip: Chip) -> str:
+    """Why attention cannot use a kernel, or "" if it can or if there is none."""
+    found = attention_shapes(traced)
+    if found is None:
+        return ""
+    *lengths, dim = found
+    if not chip.attention_kernel:
+        return f"the kernel cannot be compiled for {chip.family}"
+    for length in lengths:
+        if length % LANES:
+            more = length + -length % LANES
+            return f"{length} tokens are no multiple of {LANES}; {more} would be"
+    if dim % _HEAD_DIM or dim > _LARGEST_HEAD_DIM:
+        return f"the head dimension {dim} is no multiple of {_HEAD_DIM} up to {_LARGEST_HEAD_DIM}"
+    return ""

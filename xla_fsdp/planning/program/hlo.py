@@ -27,7 +27,6 @@ _FIELD = re.compile(r'\b(\w+)=("(?:[^"\\]|\\.)*"|-?\d+)')
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 
 _SHAPE = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
-_TOKEN = re.compile(r"/\*.*?\*/|[()]|\w+\[[^\]]*\](?:\{[^}]*\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _ELEMENT_BITS = re.compile(r"E\((\d+)\)")
 
@@ -71,19 +70,9 @@ def read_shape(text: str) -> Shape | Tuple:
     """Raises ValueError if ``text`` is no shape."""
     if text[:1] != "(":
         return _array(text)
-    stack: list[list] = [[]]
-    for token in _TOKEN.findall(text):
-        if token == "(":
-            stack.append([])
-        elif token == ")" and len(stack) > 1:
-            parts = stack.pop()
-            stack[-1].append(Tuple(tuple(parts)))
-        elif token[:2] != "/*" and token != ")":
-            stack[-1].append(read_shape(token))
-    if len(stack) != 1 or len(stack[0]) != 1:
+    if text[-1] != ")":
         raise ValueError(f"not the shape of a tuple: {text[:120]!r}")
-    shape: Tuple = stack[0][0]
-    return shape
+    return Tuple(tuple(read_shape(part.strip()) for part in _split(text[1:-1])))
 
 
 def _array(text: str) -> Shape:
@@ -239,16 +228,14 @@ def _joined(lines: list[str]) -> Iterator[str]:
     """Yield lines, joined with those that continue an instruction (a constant, a string)."""
     pending = ""
     for line in lines:
-        if line[:1] == " " and _INSTRUCTION.match(line):
-            if pending:
-                yield pending
-            pending = line
-        elif pending and not line.startswith("}"):
+        begins = line[:1] == " " and _INSTRUCTION.match(line) is not None
+        if pending and not begins and not line.startswith("}"):
             pending += "\n" + line
-        else:
-            if pending:
-                yield pending
-            pending = ""
+            continue
+        if pending:
+            yield pending
+        pending = line if begins else ""
+        if not begins:
             yield line
     if pending:
         yield pending
@@ -263,18 +250,15 @@ def _instruction(line: str) -> Instruction:
     else:
         found = _ARRAY_THEN_OPCODE.match(line, start)
         shape_text, opcode = (found[1], found[2]) if found else ("", "")
-    if head is None or found is None:
+    stop = _end_of_item(line, found.end(), ends="") if found else len(line)
+    if head is None or found is None or stop == len(line):  # a bracket is not closed
         raise ValueError(f"not an HLO instruction: {line.strip()[:120]!r}")
-    stop = _closing(line, found.end())
     inside = line[found.end() : stop]
     if opcode in ("parameter", "constant"):
         operands: tuple[str, ...] = (inside.strip(),)
     else:
-        if "/*" in inside:
-            inside = re.sub(r"/\*.*?\*/", "", inside)
         # Some printers put the shape before the name.
-        items = _split(inside) if "[" in inside else inside.split(",")
-        operands = tuple(i.split()[-1].lstrip("%") for i in items if i.strip())
+        operands = tuple(item.split()[-1].lstrip("%") for item in _split(inside))
     rest = line[stop + 1 :].lstrip(", ")
     return Instruction(head[2], opcode, read_shape(shape_text), operands, rest, bool(head[1]))
 
@@ -298,17 +282,6 @@ def _elements(user: Instruction, defined: dict[str, Shape | Tuple]) -> list[Inst
     return found
 
 
-def _closing(text: str, start: int) -> int:
-    """The position of the bracket that closes the one before ``start``."""
-    stop = text.find(")", start)
-    if stop >= 0 and "(" not in (inside := text[start:stop]) and '"' not in inside:
-        return stop
-    stop = _end_of_item(text, start, ends="")
-    if stop == len(text):
-        raise ValueError(f"a bracket is not closed: {text.strip()[:120]!r}")
-    return stop
-
-
 def _end_of_item(text: str, start: int, ends: str = ",") -> int:
     """The end of the list item at ``start``: at ``ends``, or at the end of the list."""
     depth = 0
@@ -325,13 +298,16 @@ def _end_of_item(text: str, start: int, ends: str = ",") -> int:
 
 
 def _split(text: str) -> list[str]:
+    """The items of a list, without comments."""
+    if "/*" in text:
+        text = re.sub(r"/\*.*?\*/", "", text)
     items = []
     start = 0
     while start < len(text):
         end = _end_of_item(text, start)
         items.append(text[start:end])
         start = end + 1
-    return items
+    return [item for item in items if item.strip()]
 
 
 def _unescape(text: str) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from .hlo import Computation, Instruction, Module, Shape, Tuple
+from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves
 
+Key = tuple[int, str]  # scope and name of an instruction
 _WITHOUT_OPERANDS = ("parameter", "constant")  # with a number or a literal instead
 
 
@@ -20,7 +22,7 @@ class Place:
     """An instruction in the schedule, which runs ``times`` times.
 
     ``scope`` numbers the calls of ``computation``. ``path``: its ``op_name`` after those of its
-    callers. ``inline``: the scopes of the computations that it calls.
+    callers. ``caller``: the outermost of the ``call`` instructions around it, up to a loop.
     """
 
     index: int
@@ -29,7 +31,7 @@ class Place:
     scope: int
     times: int
     path: str
-    inline: list[int] = field(default_factory=list)
+    caller: Instruction | None
 
 
 @dataclass(eq=False)
@@ -40,7 +42,11 @@ class Line:
     places: list[Place]
     notes: list[str]
 
-    def operands(self, place: Place) -> list[tuple[int, str]]:
+    @cached_property
+    def by_key(self) -> Mapping[Key, Place]:
+        return {(place.scope, place.instruction.name): place for place in self.places}
+
+    def operands(self, place: Place) -> list[Key]:
         if place.instruction.opcode in _WITHOUT_OPERANDS:
             return []
         return [(place.scope, name) for name in place.instruction.operands]
@@ -55,14 +61,17 @@ def line_up(module: Module) -> Line:
     line = Line(module, [], [])
     scopes = iter(range(1, 1 << 60))
 
-    def add(computation: Computation, scope: int, times: int, path: str) -> None:
+    def add(
+        computation: Computation, scope: int, times: int, path: str, caller: Instruction | None
+    ) -> None:
         for instruction in computation.instructions:
             if instruction.opcode not in _WITHOUT_OPERANDS:
                 for name in instruction.operands:
                     if name not in computation.by_name:
                         raise ValueError(f"{instruction.name} uses {name!r}, which is not defined")
             inside = f"{path}/{instruction.op_name}"
-            place = Place(len(line.places), instruction, computation, scope, times, inside)
+            index = len(line.places)
+            place = Place(index, instruction, computation, scope, times, inside, caller)
             line.places.append(place)
             if instruction.opcode not in ("while", "conditional", "call"):
                 continue
@@ -77,11 +86,11 @@ def line_up(module: Module) -> Line:
                 called = _condition_and_body(module, instruction)
             else:
                 called = [module.named(name, instruction) for name in instruction.called]
+            outermost = (caller or instruction) if instruction.opcode == "call" else None
             for one in called:
-                place.inline.append(next(scopes))
-                add(one, place.inline[-1], inner, inside)
+                add(one, next(scopes), inner, inside, outermost)
 
-    add(module.entry, 0, 1, "")
+    add(module.entry, 0, 1, "", None)
     return line
 
 
@@ -116,83 +125,70 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     if isinstance(known, dict) and str(known.get("n", "")).isdigit():
         return int(known["n"])
     condition, body = _condition_and_body(module, loop)
-    outside = _Frame(module, computation, lambda number, place: None)
-    # By iteration, and place in the tuple of the state.
-    state: dict[tuple[int, int], Any] = {}
-
-    def element(trip: int, place: int) -> Any:
-        if (trip, place) not in state:
-            before = frame(body, trip - 1) if trip else outside
-            state[trip, place] = before.value(body.root.name if trip else loop.operands[0], place)
-        return state[trip, place]
-
-    def frame(part: Computation, trip: int) -> _Frame:
-        def given(number: int, place: int | None) -> Any:
-            return None if place is None else element(trip, place)
-
-        return _Frame(module, part, given)
-
+    integers = _Integers(module)
+    state = integers.values(computation, ()).get(loop.operands[0])
     for trip in range(_LIMIT):
-        more = frame(condition, trip).value(condition.root.name)
+        more = integers.result(condition, [state])
         if not more:
             return None if more is None else trip
+        state = integers.result(body, [state])
     return None
 
 
-@dataclass
-class _Frame:
-    """One execution of a computation; integers are computed on demand, unknown ones are None.
+class _Integers:
+    """Executes computations; only integers and tuples of them are known, other values are None."""
 
-    ``given(number, place)`` is a parameter's value, or an element of it.
-    """
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._instructions: dict[str, list[Instruction]] = {}  # those with integers
 
-    module: Module
-    computation: Computation
-    given: Callable[[int, int | None], Any]
+    def result(self, computation: Computation, arguments: Sequence[Any]) -> Any:
+        return self.values(computation, arguments).get(computation.root.name)
 
-    def value(self, name: str, place: int | None = None) -> Any:
-        instruction = self.computation.by_name[name]
-        opcode, operands = instruction.opcode, instruction.operands
-        if opcode == "parameter":
-            return self.given(int(operands[0]), place)
+    def values(self, computation: Computation, arguments: Sequence[Any]) -> dict[str, Any]:
+        name = computation.name
+        if name not in self._instructions:
+            self._instructions[name] = [
+                one for one in computation.instructions if any(map(_dtype, leaves(one.shape)))
+            ]
+        values: dict[str, Any] = {}
+        for one in self._instructions[name]:
+            if one.opcode == "parameter":
+                number = int(one.operands[0])
+                values[one.name] = arguments[number] if number < len(arguments) else None
+            else:
+                values[one.name] = self._value(one, [values.get(name) for name in one.operands])
+        return values
+
+    def _value(self, instruction: Instruction, operands: Sequence[Any]) -> Any:
+        opcode = instruction.opcode
         if opcode in ("fusion", "call"):
-            inner = _Frame(self.module, self.module.called_by(instruction), self._given(operands))
-            return inner.value(inner.computation.root.name, place)
+            return self.result(self._module.called_by(instruction), operands)
         if opcode == "tuple":
-            return None if place is None else self.value(operands[place])
-        if opcode == "get-tuple-element":
-            return self.value(operands[0], int(instruction.attribute("index") or 0))
+            return tuple(operands)
         if opcode == "copy-start":  # (result, operand, context)
-            return self.value(operands[0]) if place in (0, 1) else None
-        if opcode == "copy-done":
-            return self.value(operands[0], 0)
+            return operands[0], operands[0], None
+        if opcode in ("get-tuple-element", "copy-done"):
+            index = int(instruction.attribute("index") or 0)
+            return None if operands[0] is None else operands[0][index]
         if opcode in _SAME:
-            return self.value(operands[0], place)
+            return operands[0]
         dtype = _dtype(instruction.shape)
         if dtype is None:
             return None
         if opcode == "constant":
-            literal = operands[0].strip("{ }")
+            literal = instruction.operands[0].strip("{ }")
             return dtype.type(literal == "true" if dtype.kind == "b" else int(literal))
-        return self._computed(instruction, dtype)
-
-    def _given(self, operands: Sequence[str]) -> Callable[[int, int | None], Any]:
-        return lambda number, place: self.value(operands[number], place)
-
-    def _computed(self, instruction: Instruction, dtype: np.dtype) -> Any:
-        opcode, direction = instruction.opcode, instruction.attribute("direction") or ""
+        direction = instruction.attribute("direction") or ""
         operation = _OPERATIONS.get(direction if opcode == "compare" else opcode)
-        if operation is None:
-            return None
-        values = [self.value(operand) for operand in instruction.operands]
         decides = {"and": False, "or": True}.get(opcode)
-        if dtype.kind == "b" and decides is not None and decides in values:
+        if dtype.kind == "b" and decides is not None and decides in operands:
             return np.bool_(decides)  # the other value does not matter
-        needed = values[:1] if opcode == "select" else values
-        if any(value is None for value in needed):
+        needed = operands[:1] if opcode == "select" else operands
+        if operation is None or any(value is None for value in needed):
             return None
         with np.errstate(over="ignore"):
-            found = operation(*values)
+            found = operation(*operands)
         return None if found is None else found.astype(dtype)
 
 

@@ -14,7 +14,7 @@ from ..records import Buffer, Collective, HostCopy, Op, Schedule
 from .assignment import Assignment, Value, without_overlap
 from .collectives import Found, find_collectives
 from .flops import is_kernel, kernel_cycles
-from .hlo import HOST, Instruction, Module, Shape, leaves, parse_module
+from .hlo import HOST, Instruction, Module, leaves, parse_module
 from .places import Line, Place, line_up
 from .scopes import Labels
 
@@ -221,9 +221,6 @@ def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[
 
 
 def _host_copies(line: Line) -> Iterator[HostCopy]:
-    shapes = {
-        (place.scope, place.instruction.name): place.instruction.shape for place in line.places
-    }
     ends = {
         operand: place.index
         for place in line.places
@@ -234,25 +231,20 @@ def _host_copies(line: Line) -> Iterator[HostCopy]:
         kind = place.instruction.opcode.removesuffix("-start")
         if kind not in _COPIES:
             continue
-        given = [leaves(shapes[operand])[0] for operand in line.operands(place)]
-        source, target = _ends(kind, place.instruction, given)
+        given = [leaves(line.by_key[o].instruction.shape)[0] for o in line.operands(place)]
+        if kind == "dynamic-update-slice":  # in place: it moves what is written
+            target, source = given[:2]
+            size = source.bytes
+        else:
+            # An asynchronous copy has the shape (result, operand, context), an asynchronous slice
+            # (operands, result, context).
+            slices = place.instruction.opcode.endswith("-start") and kind != "copy"
+            source = given[0]
+            target = leaves(place.instruction.shape)[len(given) if slices else 0]
+            size = target.bytes
         if (source.space == HOST) != (target.space == HOST):
-            # An update in place moves what is written, a slice what is read.
-            size = (source if kind == "dynamic-update-slice" else target).bytes
             done = ends.get((place.scope, place.instruction.name), place.index)
             yield HostCopy(place.index, done, size, target.space == HOST, place.times)
-
-
-def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shape, Shape]:
-    """The shapes that are copied from and to. An asynchronous copy has the shape (result, operand,
-    context), an asynchronous slice (operands, result, context).
-    """
-    if kind == "dynamic-update-slice":
-        return given[1], given[0]
-    found = leaves(instruction.shape)
-    if not instruction.opcode.endswith("-start"):
-        return given[0], found[0]
-    return given[0], found[0] if kind == "copy" else found[len(given)]
 
 
 def _buffers(

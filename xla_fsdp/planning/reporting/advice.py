@@ -31,11 +31,7 @@ _LARGE_SHARE, _LARGE_UNIT = 0.6, 64 << 20
 
 
 def warnings(
-    schedule: Schedule,
-    step: TracedStep,
-    executables: int,
-    ranks: Sequence[int],
-    headroom: float,
+    schedule: Schedule, step: TracedStep, executables: int, ranks: Sequence[int], headroom: float
 ) -> Iterator[str]:
     if 0 <= headroom < _LITTLE_HEADROOM:
         yield (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -14,17 +15,7 @@ from ..compiling.cache import write_whole
 from ..recorded import RecordedStep, Share
 from ..records import KINDS, PHASES
 from .page import document, tables, target_of_plot
-from .tables import (
-    NO_MODULE,
-    NO_PHASE,
-    Section,
-    figure,
-    milliseconds,
-    percent,
-    share,
-    short,
-    units,
-)
+from .tables import NO_MODULE, NO_PHASE, Section, figure, milliseconds, percent, share, short, units
 
 if TYPE_CHECKING:
     from .report import Report
@@ -48,10 +39,24 @@ class Beside:
 
     report: Report
     recorded: RecordedStep
-    planned: tuple[Share, ...] = field(init=False)
+
+    @cached_property
+    def planned(self) -> list[Share]:
+        once: dict[tuple[int, str], float] = {}
+        for slot in self.report.timing.slots:
+            once.setdefault((slot.index, slot.label), slot.end - slot.begin)
+        shares = []
+        for op in self.report.schedule.ops:
+            seconds = once.get((op.index, op.name), 0.0) * op.times
+            if seconds:
+                shares.append(Share("compute", op.phase, op.module, seconds))
+        for c in self.report.schedule.collectives:
+            seconds = once.get((c.index, c.name), 0.0) * c.times
+            waited = 0.0 if c.asynchronous else seconds
+            shares.append(Share(c.asked or c.kind, c.phase, c.module, seconds, waited))
+        return shares
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "planned", tuple(_planned_shares(self.report)))
         ours, theirs = {s.module for s in self.planned} - {""}, self.recorded.modules
         if not ours & theirs:
             raise ValueError(
@@ -198,22 +203,6 @@ class Beside:
 
         slots = {"modelled": self.report.timing.slots, "measured": self.recorded.slots}
         return trace(slots, self.report)
-
-
-def _planned_shares(report: Report) -> list[Share]:
-    once: dict[tuple[int, str], float] = {}
-    for slot in report.timing.slots:
-        once.setdefault((slot.index, slot.label), slot.end - slot.begin)
-    shares = []
-    for op in report.schedule.ops:
-        seconds = once.get((op.index, op.name), 0.0) * op.times
-        if seconds:
-            shares.append(Share("compute", op.phase, op.module, seconds))
-    for c in report.schedule.collectives:
-        seconds = once.get((c.index, c.name), 0.0) * c.times
-        waited = 0.0 if c.asynchronous else seconds
-        shares.append(Share(c.asked or c.kind, c.phase, c.module, seconds, waited))
-    return shares
 
 
 def _ms(seconds: float | None) -> str:

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import extras
-from .tables import (
-    Section,
-    missing,
-    reason,
-    remarks,
-    sections,
-    subtitle,
-)
+from .tables import Section, missing, reason, remarks, sections, subtitle
 
 if TYPE_CHECKING:
     from .report import Report

@@ -78,12 +78,6 @@ def embed(figure: Figure) -> str:
     return f'<img alt="" src="data:image/png;base64,{data}">'
 
 
-def clean(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
 def draw(report: Report) -> Figure:
     """HBM over the schedule, and the timeline; or a message if one is missing."""
     lines = [report.verdict, _caption(report), reason(report), missing(report)]
@@ -158,11 +152,14 @@ def _draw_memory(
     spots, stack = hbm(report)
     places, values = numpy.append(x[spots], end), list(stack.values())
     heights = [numpy.append(one, one[-1:]) / GIB for one in values]
-    colors = colors_of(stack)
+    shades = iter(_ACTIVATIONS)
+    colors = [COLORS.get(kind) or next(shades) for kind in stack]
     axes.stackplot(places, heights, labels=list(stack), colors=colors, step="post", linewidth=0)
     # Thin: a peak of a few places would otherwise be all line.
     axes.plot(places, sum(heights), color="#555555", linewidth=0.35, drawstyle="steps-post")
-    clean(axes)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
+    axes.set_axisbelow(True)
     axes.set_ylabel("HBM in use,\nGiB a device")
     axes.xaxis.set_major_formatter("{x:,g}")
     peak, capacity = max(report.schedule.curve) / GIB, report.hbm_capacity / GIB
@@ -174,11 +171,6 @@ def _draw_memory(
     where = "dashed" if shown else "dashed in the picture below"
     words = f"peak {peak:.2f} GiB; capacity {capacity:.2f} GiB ({where})"
     axes.set_title(words, loc="left", fontsize=10, weight="bold")
-
-
-def colors_of(kinds: Iterable[str]) -> list[str]:
-    shades = iter(_ACTIVATIONS)
-    return [COLORS.get(kind) or next(shades, _ACTIVATIONS[-1]) for kind in kinds]
 
 
 def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:

@@ -314,9 +314,6 @@ class Comparison:
         most = max(map(len, self.names))
         lines = [f"{n:{most}}  {v}" for n, v in zip(self.names, self.verdicts, strict=True)]
         lines += [self.remark, ""] if self.remark else [""]
-        return "\n".join([*lines, *aligned(self._table(), [False, True, True, True])])
-
-    def _table(self) -> list[tuple[str, str, str, str]]:
         rows = [("", *self.names, "ratio")]
         for f in self.figures:
             unit = f"{f.unit} ({MB_MEANS})" if f.unit == "MB" else f.unit
@@ -324,7 +321,7 @@ class Comparison:
             ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
             digits = {"": 0, "GiB": 3, "×": 2}.get(f.unit, 1)
             rows.append((name, figure(f.left, digits), figure(f.right, digits), ratio))
-        return rows
+        return "\n".join([*lines, *aligned(rows, [False, True, True, True])])
 
 
 def _figures(report: Report) -> list[tuple[str, str, float | None]]:

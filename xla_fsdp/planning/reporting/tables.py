@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ...wording import join_some
-from ..records import KINDS, Buffer, Collective, HostNeeds, Op, Schedule, Timing
+from ..records import KINDS, Buffer, Collective, Op, Schedule, Timing
 
 if TYPE_CHECKING:
     from .report import Report
@@ -238,29 +238,25 @@ def _host(report: Report) -> Section:
         if report.timed:
             speed = figure(moved / report.timing.step / GB, 1, "GB/s")
             rows.append(("needs", speed, "to hide in the modelled step"))
-    if report.host is not None:
-        rows += _offloaded(report, report.host)
+    if host := report.host:
+        part = "the modelled step includes the part that does not overlap"
+        where = f"on the links to the host; {part if report.parts else 'NOT in the modelled step'}"
+        read = "tensors of the traced step"
+        rows += [
+            ("shards", figure(host.shards / GB, 2, "GB"), read),
+            ("gradients", figure(host.gradients / GB, 2, "GB"), read),
+            ("optimizer", figure(host.state / GB, 2, "GB"), "state that its first step creates"),
+            ("buffers", figure(host.buffers / GB, 2, "GB"), "buffers for transfers, at most"),
+            ("gradients sent", figure(host.to_host / MB, 1, "MB"),
+             "per step, when the program has ended"),
+            ("shards sent", figure(host.to_device / MB, 1, "MB"),
+             "per step, in the dtype of the gather"),
+            ("transfer time", milliseconds(host.seconds), f"{where}: {host.link_source}"),
+            ("a host needs", figure(report.host_required / GB, 1, "GB"), f"{host.ranks} rank(s)"),
+            ("a host has", figure(host.capacity / GB, 1, "GB"), host.source),
+            ("fits", "yes" if report.fits_host else "NO", "if nothing else uses host memory"),
+        ]  # fmt: skip
     return _explained("Host memory for a device", rows)
-
-
-def _offloaded(report: Report, host: HostNeeds) -> list[tuple[str, str, str]]:
-    part = "the modelled step includes the part that does not overlap"
-    where = f"on the links to the host; {part if report.parts else 'NOT in the modelled step'}"
-    read = "tensors of the traced step"
-    return [
-        ("shards", figure(host.shards / GB, 2, "GB"), read),
-        ("gradients", figure(host.gradients / GB, 2, "GB"), read),
-        ("optimizer", figure(host.state / GB, 2, "GB"), "state that its first step creates"),
-        ("buffers", figure(host.buffers / GB, 2, "GB"), "buffers for transfers, at most"),
-        ("gradients sent", figure(host.to_host / MB, 1, "MB"),
-         "per step, when the program has ended"),
-        ("shards sent", figure(host.to_device / MB, 1, "MB"),
-         "per step, in the dtype of the gather"),
-        ("transfer time", milliseconds(host.seconds), f"{where}: {host.link_source}"),
-        ("a host needs", figure(report.host_required / GB, 1, "GB"), f"{host.ranks} rank(s)"),
-        ("a host has", figure(host.capacity / GB, 1, "GB"), host.source),
-        ("fits", "yes" if report.fits_host else "NO", "if nothing else uses host memory"),
-    ]  # fmt: skip
 
 
 def _parts(report: Report) -> Section:
@@ -381,15 +377,13 @@ def _grouped(
     if not any(unit.values()):
         return []
     found: dict[str, list[T]] = {}
-    members: dict[str, set[str]] = {}
     for one in items:
         name = NUMBER.sub(".N", unit[one.module]) or NO_MODULE
         found.setdefault(name, []).append(one)
-        members.setdefault(name, set()).add(unit[one.module])
     ranked = sorted(found.items(), key=lambda item: -sum(map(size, item[1])))
     groups = []
     for name, some in ranked[:most]:
-        alike = len(members[name])
+        alike = len({unit[one.module] for one in some})
         groups.append((f"{short(name, 36)} ({alike})" if alike > 1 else short(name, 40), some))
     if rest := [one for _, some in ranked[most:] for one in some]:
         number = len(ranked) - most

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
 
@@ -61,33 +59,24 @@ class LiveTensors:
 
     @staticmethod
     def _found() -> list[torch.Tensor]:
-        # type(), because isinstance() reads __class__, which is slow and runs code of objects.
-        kinds = _tensor_types()
-        with _other_threads_paused():
+        # A list of all objects references tuples under construction. A thread that resizes one gets
+        # a SystemError, so no other thread may run Python meanwhile, for up to 2 s.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(2.0)
+        try:
+            time.sleep(0)  # a thread that waits already runs first
             objects = gc.get_objects()
+            # type(), because isinstance() reads __class__, which is slow and runs code of objects.
+            kinds = {kind for kind in set(map(type, objects)) if torch.Tensor in kind.__mro__}
             tensors = list(compress(objects, map(kinds.__contains__, map(type, objects))))
             del objects
+        finally:
+            sys.setswitchinterval(before)
+            time.sleep(0)  # else a thread that waits since then waits for 2 s
         found = [tensor for tensor in tensors if is_xla(tensor)]
         for tensor in found:  # some are referenced only by autograd
             tensor._fix_weakref()
         return found
-
-
-@contextlib.contextmanager
-def _other_threads_paused() -> Iterator[None]:
-    """Prevents other threads from running Python for up to 2 s.
-
-    A list of all objects references tuples under construction; a thread that resizes one gets a
-    SystemError.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(2.0)
-    try:
-        time.sleep(0)  # a thread that waits already runs first
-        yield
-    finally:
-        sys.setswitchinterval(before)
-        time.sleep(0)  # else a thread that waits since then waits for 2 s
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -98,17 +87,6 @@ def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def may_have_grad(tensor: torch.Tensor) -> bool:
     return tensor.is_leaf and not isinstance(tensor, UnshardedParameter)
-
-
-def _tensor_types() -> set[type]:
-    kinds: set[type] = set()
-    new: list[type] = [torch.Tensor]
-    while new:
-        kind = new.pop()
-        if kind not in kinds:
-            kinds.add(kind)
-            new.extend(type.__subclasses__(kind))
-    return kinds
 
 
 def inspect_tensor(tensor: torch.Tensor) -> LiveTensor:
@@ -140,11 +118,7 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
     Where torch allows no copy in place (expanded, inference mode), views keep their value.
     """
-    with (
-        torch.no_grad(),
-        on_local_parts(),
-        torch.autograd._unsafe_preserve_version_counter(tensor),
-    ):
+    with torch.no_grad(), on_local_parts(), torch.autograd._unsafe_preserve_version_counter(tensor):
         try:
             tensor.copy_(data)
         except RuntimeError:

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 import torch_xla
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ... import xlac
 from ...inplace import FSDPModule
@@ -58,19 +55,17 @@ class Naming:
 
     def name_of(self, module: nn.Module) -> str:
         if module not in self._names:
-            self._know(module)
+            for name, child in module.named_modules():
+                self._names.setdefault(child, plain(name))
         return self._names[module]
 
     def enter(self, phase: str) -> None:
         """Names what this thread traces until :meth:`leave`."""
-        self._push(None, f"{phase}[]")
+        self._threads.stack.append((None, xlac.scope(f"{phase}[]")))
 
     def leave(self) -> None:
         if self._threads.stack:
             self._threads.stack.pop()
-
-    def _push(self, module: nn.Module | None, name: str) -> None:
-        self._threads.stack.append((module, xlac.scope(name)))
 
     def is_in(self, module: nn.Module) -> bool:
         return bool(self._threads.stack) and self._threads.stack[-1][0] is module
@@ -90,20 +85,15 @@ class Naming:
         self._threads.modules = 0
         self._threads.gradient.clear()
 
-    def _know(self, root: nn.Module) -> None:
-        for name, module in root.named_modules():
-            self._names.setdefault(module, plain(name))
-
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and not self._threads.modules:
             if module not in self.roots:
                 self.roots.append(module)
-                self._know(module)
             self._on_root_call()
         self._threads.modules += 1
         phase = "recompute" if in_backward else "forward"
-        self._push(module, f"{phase}[{self.name_of(module)}]")
+        self._threads.stack.append((module, xlac.scope(f"{phase}[{self.name_of(module)}]")))
 
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if not self.is_in(module):  # entered before

@@ -45,7 +45,7 @@ class StepTraced(BaseException):
     """Ends the step when it is fully traced; a BaseException, so that no code catches it."""
 
 
-class SimulatedRank:
+class SimulatedRank(TorchFunctionMode):
     """A context manager that makes this process rank ``rank`` of ``size``.
 
     Args:
@@ -68,12 +68,13 @@ class SimulatedRank:
         slice: Slice | None = None,
         arguments: str | None = None,
     ) -> None:
+        super().__init__()
         self.arguments = arguments
         self.rank, self.size, self.slice = rank, size, slice
         self.on_cut, self.on_read = on_cut, on_read
         self.reads: list[str] = []
         self.sized_by_data: list[str] = []
-        self._stack = contextlib.ExitStack()
+        self._stack, self._host_tensors = contextlib.ExitStack(), HostTensors()
 
     def __enter__(self) -> SimulatedRank:
         self._stack.enter_context(simulated_rank())
@@ -84,7 +85,9 @@ class SimulatedRank:
         patches = Patches()
         self._stack.callback(patches.undo)
         if self.arguments is not None:
-            self._stack.callback(_set_back, os.environ.get(ARGUMENTS))
+            if ARGUMENTS in os.environ:
+                self._stack.callback(os.environ.update, {ARGUMENTS: os.environ[ARGUMENTS]})
+            self._stack.callback(os.environ.pop, ARGUMENTS, None)
             os.environ[ARGUMENTS] = self.arguments
         # torch_xla caches both for the process.
         patches.replace(xlac.WORLD_SIZE, self.size)
@@ -101,11 +104,33 @@ class SimulatedRank:
         device = str(torch_xla.device())
         xlac.set_collective_token(device, None)
         self._stack.callback(xlac.set_collective_token, device, None)
-        self._stack.enter_context(_SimulatedReads(self))
+        super().__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
         self._stack.close()
+
+    def __torch_function__(
+        self, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _TELLS or func in _CARRIES or func in _TURNS:
+            return _with_truth(func, args, kwargs)
+        if masks := [t for t in _masks(func, args, kwargs) if is_pending(t)]:
+            self.select(masks)
+        if func in _FOLLOWED:
+            tensors = xla_tensors((args, kwargs))
+            # Whether all values follow from masks that select everything.
+            if tensors and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors):
+                return _computed(func, args, kwargs)
+        if masks:
+            return func(*args, **kwargs)
+        if func in READS and reads_to_host(func, args, kwargs):
+            pending = [t for t in xla_tensors((args, kwargs)) if is_pending(t)]
+            if pending:
+                self.read(pending)
+        return self._host_tensors.call(func, args, kwargs)
 
     def read(self, tensors: list[torch.Tensor]) -> None:
         """Fills pending ``tensors`` before they are read: with zeros, except for checks."""
@@ -129,12 +154,6 @@ class SimulatedRank:
             setattr(mask, _KNOWN, torch.ones(mask.shape, dtype=mask.dtype))
 
 
-def _set_back(arguments: str | None) -> None:
-    os.environ.pop(ARGUMENTS, None)
-    if arguments is not None:
-        os.environ[ARGUMENTS] = arguments
-
-
 def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
     """Gives pending tensors buffers without running a program."""
     for tensor in tensors:
@@ -155,31 +174,6 @@ def forget_pending() -> None:
     xlac.forget_pending(str(torch_xla.device()))
 
 
-class _SimulatedReads(TorchFunctionMode):
-    def __init__(self, simulated: SimulatedRank) -> None:
-        super().__init__()
-        self.simulated = simulated
-        self.host_tensors = HostTensors()
-
-    def __torch_function__(
-        self, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _TELLS or func in _CARRIES or func in _TURNS:
-            return _with_truth(func, args, kwargs)
-        if masks := [t for t in _masks(func, args, kwargs) if is_pending(t)]:
-            self.simulated.select(masks)
-        if func in _FOLLOWED and _is_known(args, kwargs):
-            return _computed(func, args, kwargs)
-        if masks:
-            return func(*args, **kwargs)
-        if func in READS and reads_to_host(func, args, kwargs):
-            pending = [t for t in xla_tensors((args, kwargs)) if is_pending(t)]
-            if pending:
-                self.simulated.read(pending)
-        return self.host_tensors.call(func, args, kwargs)
-
-
 def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """Tensors whose values decide the shape of the result."""
     if func in (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select):
@@ -189,22 +183,6 @@ def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return []
 
 
-def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        sent = as_data(value, device)
-        setattr(sent, _KNOWN, value)
-        return sent
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_device(one, device) for one in value)
-    return value
-
-
-def _is_known(args: tuple, kwargs: dict) -> bool:
-    """Whether all values follow from masks that select everything."""
-    tensors = xla_tensors((args, kwargs))
-    return bool(tensors) and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors)
-
-
 def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     if func is torch.Tensor.__iter__:
         func = torch.Tensor.unbind
@@ -212,7 +190,13 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     device = xla_tensors((args, kwargs))[0].device
     args, kwargs = tree_map_only(torch.Tensor, lambda t: getattr(t, _KNOWN, t), (args, kwargs))
     value = func(*args, **kwargs)
-    return value if func in _VALUES else _on_device(value, device)
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        sent = as_data(tensor, device)
+        setattr(sent, _KNOWN, tensor)
+        return sent
+
+    return value if func in _VALUES else tree_map_only(torch.Tensor, on_device, value)
 
 
 _PLACES = frozenset({torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere})

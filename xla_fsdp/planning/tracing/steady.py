@@ -45,24 +45,18 @@ class SteadyOptimizers:
         self.with_closure = False
         self.untrained: list[torch.Tensor] = []
         self.warming_up = False
-        self._saved: list[_Saved] = []
+        self._restored = contextlib.ExitStack()
         self.host = HostSteps()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SteadyOptimizers]:
-        with contextlib.ExitStack() as stack:
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before),
-                (register_optimizer_step_post_hook, self._after),
-            ):
-                stack.callback(register(hook).remove)
-            stack.callback(self._put_back)
-            yield self
-
-    def _put_back(self) -> None:
-        self.host.restore()
-        while self._saved:
-            self._saved.pop().restore()
+        with self._restored as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._before).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after).remove)
+            try:
+                yield self
+            finally:
+                self.host.restore()
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self.warming_up:
@@ -71,7 +65,7 @@ class SteadyOptimizers:
             self._on_repeat()
         if optimizer not in self.all:
             self.all.append(optimizer)
-            self._saved.append(_Saved(optimizer))
+            self._restored.callback(_Saved(optimizer).restore)
             # A closure runs forward and backward, perhaps often: too much to revert.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
@@ -160,13 +154,10 @@ class HostSteps:
     def restore(self) -> None:
         while self._kept:
             optimizer, shard, values, grad, state = self._kept.pop()
-            made = optimizer.state.pop(shard, {})
-            made = {k: local(v) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
-            size = 0
-            for value in made.values():
-                if isinstance(value, torch.Tensor):
-                    each = values.numel() if value.numel() == _FEW else 1
-                    size += each * value.dtype.itemsize
+            made = optimizer.state.pop(shard, {}).values()
+            tensors = [local(value) for value in made if isinstance(value, torch.Tensor)]
+            sizes = [values.numel() if t.numel() == _FEW else 1 for t in tensors]
+            size = sum(n * t.dtype.itemsize for n, t in zip(sizes, tensors, strict=True))
             self._known[shard] = max(size, self._known.get(shard, 0))
             with on_local_parts():
                 shard.grad = None

@@ -101,27 +101,21 @@ def trace_step(
             "plan inside a step that is being planned"
         )
     try:
-        return _trace(step, rank, size, slice, arguments)
+        with _state_restored() as live:
+            run = _Run(live)
+            simulated = SimulatedRank(rank, size, run.cut, run.read, slice, arguments)
+            with run.naming.active(), run.optimizers.active(), simulated:
+                try:
+                    result = step()  # stays referenced, as in a training loop
+                    run.end()
+                    del result
+                except StepTraced:
+                    pass
+            traced = run.finish(simulated)
+            run.forget()
+        return traced
     finally:
         ONE_AT_A_TIME.release()
-
-
-def _trace(
-    step: Callable[[], Any], rank: int, size: int, slice: Slice | None, arguments: str | None
-) -> TracedStep:
-    with _state_restored() as live:
-        run = _Run(live)
-        simulated = SimulatedRank(rank, size, run.cut, run.read, slice, arguments)
-        with run.naming.active(), run.optimizers.active(), simulated:
-            try:
-                result = step()  # stays referenced, as in a training loop
-                run.end()
-                del result
-            except StepTraced:
-                pass
-        traced = run.finish(simulated)
-        run.forget()
-    return traced
 
 
 class _Run:
@@ -222,7 +216,7 @@ class _Run:
             with_closure=self.optimizers.with_closure,
             sized_by_data=tuple(simulated.sized_by_data),
             untrained=tuple(owners.get(p, "a parameter") for p in self.optimizers.untrained),
-            host=self._needs(),
+            host=self._host_needs(),
             parts=_with_transfers(self.parts),
             trained=sum(
                 p.requires_grad
@@ -232,12 +226,23 @@ class _Run:
             ),
         )
 
-    def _needs(self) -> HostNeeds | None:
-        tensors, parts = offloaded_tensors(self.naming.roots), self.parts
-        needs = needs_of(tensors, self.sent, self.optimizers.host.state)
-        if needs is None or not parts:
-            return needs
-        return replace(needs, to_device=sum(part.to_device for part in parts))
+    def _host_needs(self) -> HostNeeds | None:
+        tensors = offloaded_tensors(self.naming.roots)
+        if not tensors:
+            return None
+        sizes = [(local(t.shard).numel(), t.shard.dtype.itemsize, t.copy) for t in tensors]
+        copies = [count * copy.dtype.itemsize for count, _, copy in sizes if copy is not None]
+        trained = [t.shard for t in tensors if t.shard.requires_grad]
+        largest = max(*copies, *self.sent, 0, 0)
+        return HostNeeds(
+            shards=sum(count * size for count, size, _ in sizes),
+            gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
+            state=self.optimizers.host.state,
+            # A shard in its communication dtype and the runtime's copy, or pieces of gradients.
+            buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
+            to_host=sum(self.sent),
+            to_device=sum([part.to_device for part in self.parts] or copies),
+        )
 
     def forget(self) -> None:
         for shard, grad in self._grads:
@@ -261,9 +266,11 @@ class _Run:
         tensors = self.live.all()
         program = self.boundary.lower(tensors, self._names(self.boundary))
         backward, self.naming.in_backward = self.naming.in_backward, False
-        sent = [t.numel() * t.dtype.itemsize for t in gradients_for_host(self.naming.roots)]
+        units = units_of(self.naming.roots)
+        hosts = [unit.host_gradients for unit in units if unit.host_gradients is not None]
+        sent = [t.numel() * t.dtype.itemsize for host in hosts for _, t in host.pending]
         # Parameters of streamed units are on the device only while the unit computes.
-        streamed = any(unit.stream is not None for unit in units_of(self.naming.roots))
+        streamed = any(unit.stream is not None for unit in units)
         if streamed and program is not None and not self.optimizers.stepped:
             self._add_part(program, tensors, sum(sent), backward)
         elif self.sent and not sent:  # in the optimizer step on the host
@@ -273,16 +280,15 @@ class _Run:
             return
         self.programs += 1
         self.found, self.sent = program, [*self.sent, *sent] if streamed else sent
-        self.has_optimizer = bool(self.optimizers.stepped) or self._updates_parameters(program)
+        # Optimizers that are no torch class update parameters as well.
+        trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
+        updated = any(program.arguments[number] in trained for number in program.donated)
+        self.has_optimizer = bool(self.optimizers.stepped) or updated
         self.bound = zero_bound(self.naming.roots)
         self.units = traced_units(self.naming.roots)
 
     def _add_part(
-        self,
-        program: TracedProgram,
-        tensors: Iterable[torch.Tensor],
-        to_host: int,
-        backward: bool,
+        self, program: TracedProgram, tensors: Iterable[torch.Tensor], to_host: int, backward: bool
     ) -> None:
         """Equal programs become the same object."""
         assert self.boundary is not None
@@ -290,13 +296,10 @@ class _Run:
         beside = self.boundary.bytes_beside(
             [one for one in map(inspect_tensor, tensors) if not one.pending]
         )
-        sent = _sent(self.naming.roots) - sum(part.to_device for part in self.parts)
+        copies = (tensor.copy for tensor in offloaded_tensors(self.naming.roots))
+        uploads = {copy.uploads for copy in copies if isinstance(copy, ShardCopy)}
+        sent = sum(one.sent for one in uploads) - sum(part.to_device for part in self.parts)
         self.parts.append(TracedPart(next(same, program), beside, sent, to_host, backward))
-
-    def _updates_parameters(self, program: TracedProgram) -> bool:
-        """Works also for optimizers that are no torch class."""
-        trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
-        return any(program.arguments[number] in trained for number in program.donated)
 
     def _owners(self) -> dict[torch.Tensor, str]:
         owners: dict[torch.Tensor, str] = {}
@@ -366,52 +369,10 @@ def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:
     )
 
 
-def _sent(roots: Iterable[nn.Module]) -> int:
-    uploads = {
-        id(tensor.copy.uploads): tensor.copy.uploads
-        for unit in units_of(roots)
-        for tensor in unit.stored
-        if isinstance(tensor.copy, ShardCopy)
-    }
-    return sum(one.sent for one in uploads.values())
-
-
 def units_of(roots: Iterable[nn.Module]) -> list[FSDPState]:
     return list(dict.fromkeys(unit for root in roots for unit in unique_units(root)))
 
 
 def offloaded_tensors(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
-    found = {
-        id(tensor): tensor
-        for unit in units_of(roots)
-        for tensor in unit.stored
-        if tensor.copy is not None
-    }
-    return list(found.values())
-
-
-def gradients_for_host(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
-    hosts = [unit.host_gradients for unit in units_of(roots)]
-    return [grad for host in hosts if host is not None for _, grad in host.pending]
-
-
-def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostNeeds | None:
-    """The host memory of one rank; ``None`` if ``tensors`` is empty.
-
-    ``sent``: bytes of each gradient that the device sends in a step. ``state``: bytes.
-    """
-    if not tensors:
-        return None
-    sizes = [(local(t.shard).numel(), t.shard.dtype.itemsize, t.copy) for t in tensors]
-    copies = [count * copy.dtype.itemsize for count, _, copy in sizes if copy is not None]
-    trained = [t.shard for t in tensors if t.shard.requires_grad]
-    largest = max(*copies, *sent, 0, 0)
-    return HostNeeds(
-        shards=sum(count * size for count, size, _ in sizes),
-        gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
-        state=state,
-        # A shard in its communication dtype and the runtime's copy, or pieces of gradients.
-        buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
-        to_host=sum(sent),
-        to_device=sum(copies),
-    )
+    stored = (tensor for unit in units_of(roots) for tensor in unit.stored)
+    return list(dict.fromkeys(tensor for tensor in stored if tensor.copy is not None))

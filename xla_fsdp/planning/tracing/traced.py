@@ -141,7 +141,10 @@ class StepBoundary:
         donated: dict[int, int] = {}
         for position, one in enumerate(outputs):
             number = number_of.get(self._by_alias.get(one.alias_id, -1))
-            if number is not None and number not in donated and _fits(arguments[number], one):
+            if number is None or number in donated:
+                continue
+            argument, output = local(arguments[number]), local(one.tensor)
+            if (argument.shape, argument.dtype) == (output.shape, output.dtype):
                 donated[number] = position
         by_number = {number: names.get(handle, "") for handle, number in number_of.items()}
         return TracedProgram(
@@ -157,10 +160,3 @@ class StepBoundary:
             if handle not in self._read
         }
         return sum(buffers.values())
-
-
-def _fits(argument: torch.Tensor, output: LiveTensor) -> bool:
-    return (
-        local(argument).shape == local(output.tensor).shape
-        and argument.dtype == output.tensor.dtype
-    )

@@ -16,13 +16,7 @@ import torch
 from torch import nn
 
 from ...names import is_wrapper
-from ...sharding.comm_plan import (
-    Collective,
-    Divisors,
-    plan_gathers,
-    plan_reductions,
-    reduced_in,
-)
+from ...sharding.comm_plan import Collective, Divisors, plan_gathers, plan_reductions, reduced_in
 from .naming import plain
 
 

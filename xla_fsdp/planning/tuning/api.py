@@ -220,7 +220,7 @@ class _Steps:
         with self._progress.while_compiling():
             compiled = target.compile(traced.program, host)
         self.from_cache += compiled.from_cache
-        report = make_report(target.where, compiled, traced, (0,), 1, "", host, target.measured)
+        report = make_report(target, host, traced, compiled)
         timing, fits = report.timing, report.fits
         return Measured(
             seconds=timing.step if fits else 0.0,

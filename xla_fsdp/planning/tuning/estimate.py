@@ -184,7 +184,7 @@ class Estimates:
 
     def _schedule(self, units: Sequence[_Unit], settings: ShardingSettings) -> Schedule:
         """A unit's forward is one operation, as its backward."""
-        facts, chip, count = self.facts(settings), self._where.chip, len(units)
+        state, chip, count = self.facts(settings).state, self._where.chip, len(units)
         shared, hertz = settings.shard_group_size or self._where.devices, chip.clock_hz
         routes, one_loop = settings.collective_routes, settings.scan
         beside = chip.overlaps_gathers and (settings.scan_prefetch or not one_loop)
@@ -211,8 +211,8 @@ class Estimates:
         early, end = settings.forward_prefetch or one_loop, 2 * count + 1
         for at, unit in zip(range(1, end, 2), units, strict=True):
             start = at - 2 if beside and early and at > 1 else at
-            send("all-gather", unit.gathered, start, at)
-            compute(at, unit.forward, "forward")
+            send("all-gather", unit.facts.gathered, start, at)
+            compute(at, unit.facts.forward, "forward")
             if unit.on_host:  # the device has the inputs of two blocks
                 copies.append(HostCopy(at, min(at + 4, end), round(unit.on_host), to_host=True))
         early = settings.backward_prefetch == "pre" or one_loop
@@ -220,19 +220,20 @@ class Estimates:
             before = at - 2 if at > end else at
             if not unit.kept:
                 start, ranks = before if beside and early else at, unit.kept_among or shared
-                send("all-gather", unit.gathered, start, at, min(ranks, shared))
+                send("all-gather", unit.facts.gathered, start, at, min(ranks, shared))
             if unit.on_host:
                 copies.append(HostCopy(before, at, round(unit.on_host), to_host=False))
             compute(at, unit.backward, "backward")
-            rings = self.links.on_rings(unit.reduced, shared, routes)
-            send("reduce-scatter", tuple(o for o in unit.reduced if o not in rings), at + 1, at + 1)
+            reduced = unit.facts.reduced
+            rings = self.links.on_rings(reduced, shared, routes)
+            send("reduce-scatter", tuple(o for o in reduced if o not in rings), at + 1, at + 1)
             alone = one_loop and not settings.scan_prefetch  # the iteration waits for it
             send("reduce-scatter", rings, at + alone, at + 1)
-            send("all-reduce", unit.reduced, at + 1, at + 1)
+            send("all-reduce", reduced, at + 1, at + 1)
             # Of every byte on a ring the chip reads two and writes one.
             added = 3 * sum(one.bytes for one in rings)
             compute(at, added / chip.device_hbm_bandwidth, "backward")
-        compute(2 * end, 2 * facts.state / shared / chip.device_hbm_bandwidth, "optimizer")
+        compute(2 * end, 2 * state / shared / chip.device_hbm_bandwidth, "optimizer")
         return Schedule(
             2 * end + 1, tuple(ops), tuple(sent), (), (0,), 0, host_copies=tuple(copies)
         )
@@ -243,8 +244,8 @@ class Estimates:
         facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
         gathered = [units] if settings.units == "model" else [[unit] for unit in units]
-        full = _full(gathered, settings)
-        working = _activations(units) + _code(units, settings) + full
+        programs = 2 + 2 * settings.scan_prefetch if settings.scan else len(units)
+        working = _activations(units) + CODE_BYTES * programs + _full(gathered, settings)
         return state + facts.inputs, working
 
     def routes_matter(self, settings: ShardingSettings) -> bool:
@@ -256,7 +257,7 @@ class Estimates:
             links.parts(kind, tensors, ranks, "auto")
             != links.parts(kind, tensors, ranks, "default")
             or links.on_rings(tensors, ranks, "auto")
-            for unit in self._units(settings)
+            for unit in self.facts(settings).units
             for kind, tensors in (("all-gather", unit.gathered), ("reduce-scatter", unit.reduced))
         )
 
@@ -276,8 +277,6 @@ class _Unit:
         self.recomputed = facts.is_block and (recompute == "all" or some)
         self.full = facts.elements * facts.itemsize
         self.full_gradient = facts.trainable * facts.itemsize
-        self.gathered, self.reduced = facts.gathered, facts.reduced
-        self.forward = facts.forward
         spared = [one for one in facts.again if one.name in settings.keep]
         self.backward = (3 if self.recomputed else 2) * facts.forward
         self.backward -= sum(one.seconds for one in spared)
@@ -313,10 +312,6 @@ def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> fl
     gradients = sorted((sum(unit.full_gradient for unit in one) for one in gathered), reverse=True)
     few = gradients[:at_a_time] if settings.limit_all_gathers else gradients
     return sum(passing) + kept + sum(few)
-
-
-def _code(units: Sequence[object], settings: ShardingSettings) -> float:
-    return CODE_BYTES * (2 + 2 * settings.scan_prefetch if settings.scan else len(units))
 
 
 def kind_of(settings: ShardingSettings) -> tuple[str, bool]:

@@ -18,7 +18,7 @@ from ...layers.saved_activations import ATTENTION
 from ...tpu.chips import Chip
 from ..program.flops import flops_of, is_kernel, kernel_cycles
 from ..program.hlo import Instruction, Module, leaves, parse_module
-from ..program.places import Line, Place, line_up
+from ..program.places import Key, Place, line_up
 from ..program.scopes import scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
@@ -46,8 +46,6 @@ _GIVEN = frozenset(
 # Operations whose operands must exist in memory.
 _WHOLE = frozenset(["tuple", "opt-barrier", "optimization-barrier"])
 _INLINED = frozenset(["while", "call", "conditional"])
-
-_Key = tuple[int, str]  # scope and name of an instruction
 
 
 @dataclass(frozen=True)
@@ -181,12 +179,12 @@ class Activations:
         self.seconds = dict.fromkeys(units, 0.0)
         self.again: dict[str, list[Again]] = {}
         self._line, self._chip = line_up(module), chip
-        places = self._line.places
-        self._places: dict[_Key, Place] = {(p.scope, p.instruction.name): p for p in places}
+        self._places = self._line.by_key
         # Kernels have only JAX's names, after those of the calling instruction.
         self._phases = {key: scope(place.path) for key, place in self._places.items()}
-        self._sources: dict[_Key, frozenset[_Key]] = {}
-        callers = _callers(self._line)
+        self._sources: dict[Key, frozenset[Key]] = {}
+        for key, place in self._places.items():
+            self._sources[key] = self._sources_of(key, place)
         unit = functools.cache(lambda module: unit_of(module, units))
         for key in self._held():
             place = self._places[key]
@@ -203,7 +201,7 @@ class Activations:
             # Recomputed kernels lack the name of their module.
             if kernel and phase == "forward":
                 # A kernel writes each value of a row several times; its function returns it once.
-                size = _bytes(callers.get(place.scope, instruction))
+                size = _bytes(place.caller or instruction)
                 self.again.setdefault(name, []).extend(
                     [Again(ATTENTION, seconds, size)] * place.times
                 )
@@ -215,17 +213,14 @@ class Activations:
         if is_kernel(instruction):
             return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
         moved = _bytes(instruction)
-        moved += sum(self._read_bytes(operand) for operand in self._line.operands(place))
+        for operand in self._line.operands(place):
+            own = _bytes(self._places[operand].instruction)
+            made_of = sum(_bytes(self._places[o].instruction) for o in self._sources[operand])
+            moved += min(own, made_of) if made_of else own
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
-    def _read_bytes(self, key: _Key) -> int:
-        """Bytes that an operand makes its user read: its own, or those of its sources if fewer."""
-        own = _bytes(self._places[key].instruction)
-        made_of = sum(_bytes(self._places[one].instruction) for one in self._sources_of(key))
-        return min(own, made_of) if made_of else own
-
-    def _held(self) -> set[_Key]:
-        held: set[_Key] = set()
+    def _held(self) -> set[Key]:
+        held: set[Key] = set()
         for key, place in self._places.items():
             if self._phases[key][0] not in ("backward", "optimizer"):
                 continue
@@ -235,57 +230,27 @@ class Activations:
                 if place.instruction.opcode in _WHOLE:
                     held.add(self._moved_from(operand))
                 else:
-                    held |= self._sources_of(operand)
+                    held |= self._sources[operand]
         return {
             key for key in held
             if self._phases[key][0] == "forward"
             and self._places[key].instruction.opcode not in _GIVEN | _WHOLE
         }  # fmt: skip
 
-    def _moved_from(self, key: _Key) -> _Key:
+    def _moved_from(self, key: Key) -> Key:
         while self._places[key].instruction.opcode in _MOVED:
             (key,) = self._line.operands(self._places[key])[:1]
         return key
 
-    def _sources_of(self, key: _Key) -> frozenset[_Key]:
-        """The sources of ``key`` through all fusible operations."""
-        waiting = [key]
-        while waiting:
-            now = waiting[-1]
-            if now in self._sources:
-                waiting.pop()
-                continue
-            place = self._places[now]
-            if place.instruction.opcode not in _FUSED:
-                self._sources[now] = frozenset([now])
-                continue
-            operands = [one for one in self._line.operands(place) if one in self._places]
-            unknown = [one for one in operands if one not in self._sources]
-            if unknown:
-                waiting += unknown
-                continue
-            nothing: frozenset[_Key] = frozenset()
-            found = nothing.union(*(self._sources[one] for one in operands))
-            self._sources[now] = self._smaller(now, found)
-        return self._sources[key]
-
-    def _smaller(self, key: _Key, sources: frozenset[_Key]) -> frozenset[_Key]:
-        """``key`` itself if its sources are much larger: the compiler does not recompute such a
-        chain.
-        """
-        large = [s for s in sources if self._places[s].instruction.opcode not in _GIVEN]
-        many = sum(_bytes(self._places[s].instruction) for s in large)
-        return frozenset([key]) if many > 2 * _bytes(self._places[key].instruction) else sources
-
-
-def _callers(line: Line) -> dict[int, Instruction]:
-    """By scope: the outermost call instruction that contains it."""
-    found: dict[int, Instruction] = {}
-    for place in line.places:
-        if place.instruction.opcode == "call":
-            caller = found.get(place.scope, place.instruction)
-            found.update(dict.fromkeys(place.inline, caller))
-    return found
+    def _sources_of(self, key: Key, place: Place) -> frozenset[Key]:
+        """The sources of ``key`` through all fusible operations; those of operands are known."""
+        if place.instruction.opcode not in _FUSED:
+            return frozenset([key])
+        found = frozenset[Key]().union(*(self._sources[o] for o in self._line.operands(place)))
+        # The compiler does not recompute a chain whose sources are much larger.
+        instructions = [self._places[one].instruction for one in found]
+        large = sum(_bytes(one) for one in instructions if one.opcode not in _GIVEN)
+        return frozenset([key]) if large > 2 * _bytes(place.instruction) else found
 
 
 def _bytes(instruction: Instruction) -> int:

@@ -137,7 +137,7 @@ class Search:
         best = self.answer()
         trials = [
             self._trial(one, self._why_not(one, best))
-            for one in dict.fromkeys([*candidates, *self._tried])
+            for one in dict.fromkeys([*candidates, *self._found, *self._impossible])
         ]
 
         def rank(trial: Trial) -> tuple[int, float]:
@@ -147,10 +147,6 @@ class Search:
             return (1 if fits else 2 if trial.measured else 3), trial.per_sample
 
         return sorted(trials, key=rank)
-
-    @property
-    def _tried(self) -> Collection[ShardingSettings]:
-        return [*self._found, *self._impossible]
 
     @property
     def _own_per_sample(self) -> float:
@@ -207,14 +203,12 @@ class Search:
         left, best = self.budget - self.compilations, self.best()
         unchecked = best is not None and self._found[best].extrapolated
         faster = best is not None and self._trial(best).per_sample < self._own_per_sample
-        if left <= 0:
-            return None
         if left > unchecked and (one := self._next(candidates)):
             return one, left < _EXTRAPOLATED + 1 and (one.scan or not self._lacks_memory)
-        return (best, True) if best is not None and unchecked and faster else None
+        return (best, True) if left > 0 and best is not None and unchecked and faster else None
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
-        known, best = self._tried, self.best()
+        best = self.best()
         too_large = [one for one, found in self._found.items() if not found.fits]
         around = self.space.around(best, self.estimates) if best else []
         several = [
@@ -226,7 +220,8 @@ class Search:
         offload = not any(self._fits(one) for one in every if not one.offload)
         left = [
             one for one in every
-            if one not in known and self._may_fit(one) and (offload or not one.offload)
+            if one not in self._found and one not in self._impossible
+            and self._may_fit(one) and (offload or not one.offload)
         ]  # fmt: skip
         extrapolates = self.budget - self.compilations >= _EXTRAPOLATED
         if self._lacks_memory and (True in self.space.values["scan"] or not extrapolates):

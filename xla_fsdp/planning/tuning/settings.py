@@ -27,22 +27,15 @@ from ...wrap import size_based_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..compiling.cache import write_whole
 from ..tracing.naming import plain
-from .blocks import (
-    BlockRow,
-    Blocks,
-    find_blocks,
-    list_of,
-    replace_modules,
-)
+from .blocks import BlockRow, Blocks, find_blocks, list_of, replace_modules
 
 FORMAT, VERSION = "xla_fsdp settings", 1
-PREFETCHES = ("pre", "post", "none")
-
 _PREFETCH = {
     "pre": BackwardPrefetch.BACKWARD_PRE,
     "post": BackwardPrefetch.BACKWARD_POST,
     "none": None,
 }
+PREFETCHES = tuple(_PREFETCH)
 # Options that ShardingSettings determines.
 _DECIDED = frozenset(
     "reshard_after_forward forward_prefetch backward_prefetch limit_all_gathers collective_routes"
@@ -109,6 +102,13 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
 })  # fmt: skip
 
 
+def require_allowed(name: str, value: Any) -> None:
+    if name == "collective_routes":
+        require_collective_routes(value)
+    elif not _ALLOWED[name][0](value):
+        raise ValueError(f"{name} must be {_ALLOWED[name][1]}; got {value!r}")
+
+
 @accept_old_names
 @dataclass(frozen=True)
 class ShardingSettings:
@@ -155,11 +155,8 @@ class ShardingSettings:
     scoped_vmem_kib: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (is_allowed, allowed) in _ALLOWED.items():
-            value = getattr(self, name)
-            if not is_allowed(value):
-                raise ValueError(f"{name} must be {allowed}; got {value!r}")
-        require_collective_routes(self.collective_routes)
+        for name in (*_ALLOWED, "collective_routes"):
+            require_allowed(name, getattr(self, name))
         scan, units, kept = self.scan, self.units, self.kept_blocks
         by_size = isinstance(self.units, int)
         cannot_keep = "a loop cannot keep gathered parameters"
@@ -220,7 +217,12 @@ class ShardingSettings:
                     "of them. Build them with settings.join(...) and call the result: "
                     "x = self.blocks(x)"
                 )
-            _require_no_hooks(name, model.get_submodule(name))
+            kinds = ("forward_pre", "forward", "backward_pre", "backward")
+            if any(getattr(model.get_submodule(name), f"_{kind}_hooks") for kind in kinds):
+                raise ValueError(
+                    f"{name!r} has hooks, which would be lost with scan: register them after "
+                    "wrapping, on the module that replaces it"
+                )
             model.set_submodule(name, self.join(found, ignore=ignore, **options))
         else:
             wrapped = zip(found, self._units(found, options), strict=True)
@@ -381,33 +383,28 @@ class ShallowSettings(ShardingSettings):
     def of(cls, settings: ShardingSettings, depth: int) -> ShallowSettings:
         return cls(**asdict(settings), depth=depth)
 
-    def wrap(
-        self,
-        model: nn.Module,
-        blocks: Blocks = None,
-        *,
-        ignore: Collection[str] = (),
-        **options: Any,
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, blocks: Blocks = None, **options: Any) -> nn.Module:
         found = find_blocks(model, blocks)
         name = list_of(model, found, (nn.Sequential, nn.ModuleList))
         if name is None:
             raise ValueError("the blocks are not all of one list, so none can be left out")
         several: Any = model.get_submodule(name)
         del several[self.depth :]
-        return super().wrap(model, name, ignore=ignore, **options)
+        return super().wrap(model, name, **options)
 
-    def join(
-        self, blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
-    ) -> nn.Module:
-        return super().join(islice(blocks, self.depth), ignore=ignore, **options)
+    def join(self, blocks: Iterable[nn.Module], **options: Any) -> nn.Module:
+        return super().join(islice(blocks, self.depth), **options)
+
+
+def changes(settings: ShardingSettings, other: ShardingSettings) -> dict[str, Any]:
+    """The settings that differ from those of ``other``, by name."""
+    pairs = ((one.name, getattr(settings, one.name)) for one in fields(settings))
+    return {name: value for name, value in pairs if value != getattr(other, name)}
 
 
 def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
-    pairs = ((one.name, getattr(settings, one.name)) for one in fields(settings))
-    return ", ".join(
-        f"{name}={described(value)}" for name, value in pairs if value != getattr(other, name)
-    )
+    found = changes(settings, other).items()
+    return ", ".join(f"{name}={described(value)}" for name, value in found)
 
 
 def described(value: Any) -> str:
@@ -434,14 +431,4 @@ def _require_undecided(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{', '.join(f'{name}={options[name]!r}' for name in wrong)}: the settings determine "
             "this; leave it out, or change the settings with settings.changed(...)"
-        )
-
-
-def _require_no_hooks(name: str, blocks: nn.Module) -> None:
-    """Hooks of a list of blocks that will be replaced would be lost."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    if any(getattr(blocks, kind) for kind in kinds):
-        raise ValueError(
-            f"{name!r} has hooks, which would be lost with scan: register them after wrapping, on "
-            "the module that replaces it"
         )

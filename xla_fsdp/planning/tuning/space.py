@@ -13,7 +13,7 @@ from ...deprecated import rename_keys
 from ...tpu.topology import Slice
 from .estimate import Estimates
 from .facts import StepFacts
-from .settings import PREFETCHES, ShardingSettings, by_name
+from .settings import PREFETCHES, ShardingSettings, changes, require_allowed
 
 # Estimates model MAIN well: all combinations are candidates. FINE are tried one by one on the best.
 MAIN = (
@@ -53,15 +53,8 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
             )
         if not values:
             raise ValueError(f"search[{name!r}] is empty: give at least one value")
-        alone: dict[str, Any] = {}
-        if name in ("scan", "scan_prefetch", "keep", "offload"):
-            alone["recompute"] = "all"
-        if name in ("scan_prefetch", "keep"):
-            alone["scan"] = True
         for value in values:
-            if name == "kept_blocks" and by_name(value):
-                alone["units"] = 1
-            ShardingSettings(**{**alone, name: value})
+            require_allowed(name, value)
         checked[name] = tuple(dict.fromkeys(values))
     return checked
 
@@ -160,9 +153,7 @@ def main_of(settings: ShardingSettings) -> ShardingSettings:
 
 def plainness(settings: ShardingSettings) -> int:
     """How many settings differ from the defaults; the batch does not count."""
-    usual = ShardingSettings()
-    names = (one.name for one in fields(settings) if one.name != "batch")
-    return sum(getattr(settings, name) != getattr(usual, name) for name in names)
+    return len(changes(settings, ShardingSettings(batch=settings.batch)))
 
 
 def _pointless(chosen: Mapping[str, Any]) -> bool:

@@ -13,23 +13,10 @@ from typing import Any
 from ..compiling.cache import write_whole
 from ..reporting.tables import aligned
 from .search import GIB, Measured, Trial, too_much
-from .settings import ShardingSettings, described
+from .settings import ShardingSettings, changes, described
 
 _SHOWN = 6  # candidates that were not compiled
 _HEAD = ("step, ms", "compute", "exposed", "GiB", "estimate, ms", "GiB", "")
-# The effect of each setting in a script that shards its model itself.
-_EFFECT = {
-    "batch": "samples of a device",
-    "units": '"model": only the outermost module is wrapped',
-    "scan": "scan_blocks",
-    "scan_prefetch": "scan_blocks(prefetch=...)",
-    "kept_blocks": "reshard_after_forward=False for these blocks",
-    "recompute": "checkpoint_module on the blocks",
-    "keep": "scan_blocks(keep=...)",
-    "offload": "checkpoint_module(offload=...), scan_blocks(offload=...)",
-    "shard_group_size": "device_mesh",
-    "scoped_vmem_kib": "compiler_options.limit_scoped_vmem, before launch",
-}
 
 
 @dataclass(frozen=True)
@@ -71,10 +58,9 @@ class Tuning:
         what = f"{self.title}: " if self.title else ""
         lines = [self._verdict(), f"{what}{self.topology}, {self.devices} devices", ""]
         lines += self._table()
-        texts = [*self.advice, *self._remarks()]
-        for text in texts:
+        for text in [*self.advice, *self._remarks()]:
             lines += textwrap.wrap(text, 100, initial_indent="  * ", subsequent_indent="    ")
-        if self.code:
+        if self.settings is not None:
             lines += ["", "To set them:", "", textwrap.indent(self.code, "    ").rstrip()]
         return "\n".join(lines)
 
@@ -83,19 +69,12 @@ class Tuning:
         """Python code that sets :attr:`settings`; "" without settings."""
         if self.settings is None:
             return ""
-        usual = ShardingSettings()
-        chosen = {
-            one.name: value
-            for one in fields(self.settings)
-            if (value := getattr(self.settings, one.name)) != getattr(usual, one.name)
-        }
         lines = ["from xla_fsdp import ShardingSettings"]
         if self.settings.compiler_options:
             lines.append("from xla_fsdp.compiler_options import add_to_environment")
         lines += ["", "settings = ShardingSettings("]
-        for name, value in chosen.items():
-            written = json.dumps(value) if isinstance(value, str) else repr(value)
-            lines.append(f"    {name}={written},  # {_EFFECT.get(name, 'as in the wrapper')}")
+        for name, value in changes(self.settings, ShardingSettings()).items():
+            lines.append(f"    {name}={described(value)},")
         lines.append(")")
         if self.settings.compiler_options:
             lines.append("add_to_environment(settings.compiler_options)  # before launch")
@@ -117,45 +96,38 @@ class Tuning:
         step = f"{1e3 * best.measured.seconds:,.2f} ms a step ({model})"
         if self.samples:
             step += f", {1e6 * best.per_sample:,.1f} us a sample of a device's batch"
-        return f"BEST: {best.settings}: {step}{self._against_own(best)}"
-
-    def _against_own(self, best: Trial) -> str:
-        if self.own is None:
-            return ""
-        if not self.own.fits:
-            return f"; your own step {self._unfit(self.own)}"
-        share = best.per_sample / (self.own.seconds / self.own_batch)
-        return f", {share:.2f} times the time of your own step"
+        if self.own is not None and self.own.fits:
+            share = best.per_sample / (self.own.seconds / self.own_batch)
+            step += f", {share:.2f} times the time of your own step"
+        elif self.own is not None:
+            step += f"; your own step {self._unfit(self.own)}"
+        return f"BEST: {best.settings}: {step}"
 
     def _unfit(self, own: Measured) -> str:
         return "does not fit" + (f" {too_much(own.hbm, self.capacity)}" if own.hbm else "")
-
-    def _own_row(self, own: Measured) -> Sequence[str]:
-        if not own.fits:
-            last = self._unfit(own)
-        elif self.best is None:
-            last = "best"
-        else:
-            times = own.seconds / self.own_batch / self.best.per_sample
-            last = f"{times:.2f} times the time of the best"
-        return (*_told(own), "", "", last)
 
     def _table(self) -> list[str]:
         tried = [trial for trial in self.trials if trial.tried]
         shown = [*tried, *[trial for trial in self.trials if not trial.tried][:_SHOWN]]
         usual = ShardingSettings(batch=shown[0].settings.batch if shown else None)
-        names = [
-            one.name
-            for one in fields(ShardingSettings)
-            if any(getattr(t.settings, one.name) != getattr(usual, one.name) for t in shown)
-        ]
+        changed = {name for trial in shown for name in changes(trial.settings, usual)}
+        names = [one.name for one in fields(ShardingSettings) if one.name in changed]
         rows: list[Sequence[str]] = [("", *names, *_HEAD)]
         if self.own is not None:
-            rows.append(("your own step", *[""] * len(names), *self._own_row(self.own)))
+            last = "best" if self.own.fits else self._unfit(self.own)
+            if self.own.fits and self.best is not None:
+                times = self.own.seconds / self.own_batch / self.best.per_sample
+                last = f"{times:.2f} times the time of the best"
+            rows.append(("your own step", *[""] * len(names), *_told(self.own), "", "", last))
         for trial in shown:
             values = (described(getattr(trial.settings, name)) for name in names)
+            guessed, found = trial.estimate, trial.measured
             best = trial.settings == self.settings
-            rows.append(("BEST" if best else "", *values, *_row(trial, self.settings)))
+            last = "best" if best else trial.rejected
+            if found is not None and found.extrapolated:
+                last += " (extrapolated)"
+            estimate = (f"{1e3 * guessed.seconds:,.1f}", f"{guessed.hbm / GIB:.1f}")
+            rows.append(("BEST" if best else "", *values, *_told(found), *estimate, last))
         numeric = [False] * (1 + len(names)) + [True] * (len(_HEAD) - 1) + [False]
         return [*aligned(rows, numeric), ""] if len(rows) > 1 else []
 
@@ -183,15 +155,6 @@ class Tuning:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_json` to a file, atomically; FileNotFoundError if there is no folder."""
         write_whole(Path(path), f"{self.to_json()}\n".encode())
-
-
-def _row(trial: Trial, best: ShardingSettings | None) -> Sequence[str]:
-    guessed, found = trial.estimate, trial.measured
-    last = "best" if trial.settings == best else trial.rejected
-    if found is not None and found.extrapolated:
-        last += " (extrapolated)"
-    by_analysis = (f"{1e3 * guessed.seconds:,.1f}", f"{guessed.hbm / GIB:.1f}")
-    return (*_told(found), *by_analysis, last)
 
 
 def _told(found: Measured | None) -> Sequence[str]:
