@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -24,12 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -46,9 +37,6 @@ from .rank_exchange import RankExchange, wait_until
 
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 
-# torch collects the content of a file in host memory before writing it.
-FILE_BYTES = 1 << 28
-
 _Path = tuple[str | int, ...]
 
 
@@ -57,8 +45,8 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """Writes a directory that ``torch.distributed.checkpoint`` loads. Call it on every rank.
 
     torch's ``get_state_dict`` and ``dcp.load`` of ``{"model": ..., "optim": ...}`` read it, on any
-    number of GPUs and with any parallelism. Every rank writes its shards into files of up to 256
-    MiB, one of them in host memory at a time.
+    number of GPUs and with any parallelism. Every rank writes its shards into one file, with one
+    tensor in host memory at a time.
 
     Args:
         path: a directory on a file system that all ranks share: new, empty, or with only files of
@@ -169,7 +157,7 @@ def _require_seen(folder: str) -> None:
 def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> None:
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in contents.shapes}
     found: list[WriteResult] = []
-    for key, index_range, size, place in (one for each in results for one in each):
+    for key, block, place in (one for each in results for one in each):
         path = os.path.join(folder, place[0])
         if not wait_until(partial(os.path.isfile, path)):
             raise SharedStorageError(
@@ -177,12 +165,12 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
                 "system that all hosts share."
             )
         info = filesystem._StorageInfo(*place)  # the type that FileSystemReader expects
-        if index_range is None:
-            found.append(WriteResult(MetadataIndex(key), size, info))
+        if block is None:
+            found.append(WriteResult(MetadataIndex(key), info.length, info))
             continue
-        offsets, sizes = map(torch.Size, index_range)
+        offsets, sizes = map(torch.Size, block)
         for name in (key, *contents.aliases.get(key, ())):
-            found.append(WriteResult(MetadataIndex(name, offsets), size, info))
+            found.append(WriteResult(MetadataIndex(name, offsets), info.length, info))
         chunks[key].append(ChunkStorageMetadata(offsets, sizes))
     described: dict[str, Any] = {
         key: BytesStorageMetadata() for key in contents.values if key not in contents.shapes
@@ -199,7 +187,7 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
         raise OutputError(f"{folder}: cannot be written: {error}") from error
 
 
-class _DcpContents(DefaultSavePlanner):
+class _DcpContents:
     """The values that this rank writes, and the keys of the complete checkpoint.
 
     ``values`` are replicated, ``shards`` are this rank's parts. ``paths``: the parts that make up a
@@ -207,13 +195,11 @@ class _DcpContents(DefaultSavePlanner):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.values: dict[str, Any] = {}
         self.shards: dict[str, tuple[ParameterShard, torch.Tensor]] = {}
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.paths: dict[str, _Path] = {}
         self.aliases: dict[str, list[str]] = {}
-        self._copies = HostCopies()
 
     def key(self, *path: str | int) -> str:
         key = ".".join(map(str, path))
@@ -241,50 +227,25 @@ class _DcpContents(DefaultSavePlanner):
         self.shards[key] = shard, value
         self.shapes[key] = shard.shape, value.dtype
 
-    def items(self, inventory: Inventory) -> Iterator[WriteItem]:
-        """What this rank writes. Rank 0 also writes replicated values and empty tensors."""
-        for key in self.values if inventory.rank == 0 else ():
-            if key in self.shapes:
-                yield self._item(key, _all(self.shapes[key][0]))
+    def items(self, inventory: Inventory) -> Iterator[tuple[str, IndexRange | None, Any]]:
+        """What this rank writes: key, place in the tensor (``None`` for other values), value.
+
+        Rank 0 also writes replicated values and empty tensors.
+        """
+        for key, value in self.values.items() if inventory.rank == 0 else ():
+            if isinstance(value, torch.Tensor):
+                yield key, _all(value.shape), value.detach().cpu()
             else:
-                yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-        for key, (shard, _) in self.shards.items():
+                yield key, None, value
+        copies = HostCopies()
+        for key, (shard, value) in self.shards.items():
             if shard.writes:
-                for index_range in split_index_range(shard.shape, shard.begin, shard.end):
-                    yield self._item(key, index_range)
+                for block in split_index_range(shard.shape, shard.begin, shard.end):
+                    first = shard.at + block.begin - shard.begin
+                    part = copies.flat(value)[first : first + block.sizes.numel()]
+                    yield key, block, part.view(block.sizes)
             if shard.numel == 0 and inventory.rank == 0:
-                yield self._item(key, _all(shard.shape))
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        key = write_item.index.fqn
-        if key in self.values and key in self.shapes:
-            value: torch.Tensor = self.values[key].detach().cpu()
-            return value
-        if key in self.values:
-            data = io.BytesIO()
-            torch.save(self.values[key], data)
-            return data
-        shard, value = self.shards[key]
-        assert write_item.tensor_data is not None
-        chunk = write_item.tensor_data.chunk
-        first = shard.at - shard.begin
-        for place, offset in enumerate(chunk.offsets):
-            first += offset * math.prod(shard.shape[place + 1 :])
-        if not chunk.sizes.numel():
-            first = 0
-        flat = self._copies.flat(value)
-        return flat[first : first + chunk.sizes.numel()].view(chunk.sizes)
-
-    def _item(self, key: str, index_range: IndexRange) -> WriteItem:
-        shape, dtype = self.shapes[key]
-        data = TensorWriteData(
-            ChunkStorageMetadata(index_range.offsets, index_range.sizes),
-            TensorProperties(dtype=dtype),
-            torch.Size(shape),
-        )
-        return WriteItem(
-            MetadataIndex(key, index_range.offsets), WriteItemType.SHARD, tensor_data=data
-        )
+                yield key, _all(shard.shape), torch.empty(shard.shape, dtype=value.dtype)
 
 
 def _is_taken_apart(value: Any) -> bool:
@@ -296,37 +257,24 @@ def _is_taken_apart(value: Any) -> bool:
     )
 
 
-def _all(shape: tuple[int, ...]) -> IndexRange:
+def _all(shape: Sequence[int]) -> IndexRange:
     return IndexRange(torch.Size([0] * len(shape)), torch.Size(shape), 0)
 
 
 def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> list[Any]:
+    """Writes this rank's file. Returns for each value its key, place in the tensor and place."""
+    name = f"__{inventory.rank}_0.distcp"
     written: list[Any] = []
-    batches: list[list[WriteItem]] = [[]]
-    size = 0
-    for item in contents.items(inventory):
-        data = item.tensor_data
-        own = data.chunk.sizes.numel() * data.properties.dtype.itemsize if data else 0
-        if size + own > FILE_BYTES and batches[-1]:
-            batches.append([])
-            size = 0
-        size += own
-        batches[-1].append(item)
-    for number, items in enumerate(batches):
-        # torch names a file by the index of its plan.
-        plans = [SavePlan([])] * (inventory.rank + number * inventory.world_size) + [
-            SavePlan(items)
-        ]
-        writer = FileSystemWriter(folder)
-        plan = writer.prepare_global_plan(plans)[-1]
-        sizes = {item.index: item.tensor_data.chunk.sizes for item in items if item.tensor_data}
-        try:
-            results = writer.write_data(plan, contents).wait() if items else []
-        except (OSError, RuntimeError) as error:
-            raise OutputError(f"{folder}: cannot be written: {error}") from error
-        for result in results:
-            index, where = result.index, result.storage_data
-            index_range = None if index.offset is None else [list(index.offset), list(sizes[index])]
-            place = [where.relative_path, where.offset, where.length]
-            written.append([index.fqn, index_range, result.size_in_bytes, place])
+    try:
+        with open(os.path.join(folder, name), "xb") as file:
+            for key, block, value in contents.items(inventory):
+                begin = file.tell()
+                # torch.save writes all elements that a view refers to.
+                torch.save(value if block is None else value.clone(), file)
+                place = [name, begin, file.tell() - begin]
+                written.append([key, block and [list(block.offsets), list(block.sizes)], place])
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        raise OutputError(f"{folder}: cannot be written: {error}") from error
     return written
