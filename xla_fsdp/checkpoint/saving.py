@@ -43,30 +43,6 @@ _SECONDS_AFTER_EXIT = 120.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Request:
-    path: str
-    step: int
-    keep_last: int | None
-
-    @classmethod
-    def agree(
-        cls, exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
-    ) -> Request:
-        return exchange.run_on_each_rank(
-            "save with these arguments", lambda: cls(os.fsdecode(path), step, keep_last)
-        )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.step, bool) or not isinstance(self.step, int):
-            raise TypeError(f"step must be an int, got {type(self.step).__name__}")
-        if not 0 <= self.step < 10**18:
-            raise ValueError(f"step must be at least 0 and less than 10**18, got {self.step}")
-        kept = self.keep_last
-        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
-            raise ValueError(f"keep_last must be an int of at least 1, or None, got {kept!r}")
-
-
 def save_checkpoint(
     path: str | os.PathLike,
     model: nn.Module,
@@ -107,8 +83,9 @@ def save_checkpoint(
     """
     exchange = RankExchange()
     with synced_device() as random:
-        request = Request.agree(exchange, path, step, keep_last)
-        incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
+        state = model, optimizer, scheduler, step, extra
+        contents = agree_on_contents(exchange, random, keep_last, *state)
+        incomplete = begin_save(exchange, path, keep_last, contents)
         with incomplete.removed_on_failure(exchange):
             written = exchange.run_and_gather("write its file", incomplete.write)
             saved: str = exchange.run_on_first_rank(
@@ -155,8 +132,9 @@ class AsyncCheckpointer:
         with synced_device() as random:
             self.wait()
             exchange = RankExchange()
-            request = Request.agree(exchange, self.path, step, self.keep_last)
-            incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
+            state = model, optimizer, scheduler, step, extra
+            contents = agree_on_contents(exchange, random, self.keep_last, *state)
+            incomplete = begin_save(exchange, self.path, self.keep_last, contents)
             with incomplete.removed_on_failure(exchange):
                 contents = exchange.run_on_each_rank(
                     "copy to the host", incomplete.contents.on_host
@@ -330,35 +308,29 @@ def _warn(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def begin_save(
+def agree_on_contents(
     exchange: RankExchange,
-    request: Request,
+    random: DeviceRandomState,
+    keep_last: int | None,
     model: Any,
     optimizer: Any,
     scheduler: Any,
+    step: int,
     extra: Any,
-    random: DeviceRandomState,
-) -> IncompleteSave:
-    """Starts a save: all ranks check their values and the folder. Called on every rank."""
+) -> Contents:
+    """What this rank saves. Raises for invalid arguments, or if it differs between ranks."""
 
-    def describe() -> tuple[tuple[Store, str], Contents]:
-        opened = open_store(request.path)
-        return opened, list_contents(model, optimizer, scheduler, request.step, extra, random)
+    def describe() -> tuple[Contents, list[str]]:
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"step must be an int, got {type(step).__name__}")
+        if not 0 <= step < 10**18:
+            raise ValueError(f"step must be at least 0 and less than 10**18, got {step}")
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise ValueError(f"keep_last must be an int of at least 1, or None, got {keep_last!r}")
+        contents = list_contents(model, optimizer, scheduler, step, extra, random)
+        return contents, contents.agreement()
 
-    opened, contents = agree_on_contents(exchange, describe)
-    return create_folder(exchange, request, opened, contents)
-
-
-def agree_on_contents(
-    exchange: RankExchange, describe: Callable[[], tuple[T, Contents]]
-) -> tuple[T, Contents]:
-    """Returns the result of ``describe()``. Raises if its contents differ between ranks."""
-
-    def own() -> tuple[tuple[T, Contents], list[str]]:
-        described = describe()
-        return described, described[1].agreement()
-
-    described, agreements = exchange.run("describe what to save", own)
+    contents, agreements = exchange.run("describe what to save", describe)
     for rank, agreement in enumerate(agreements):
         if agreement[0] == agreements[0][0] and agreement != agreements[0]:
             raise UnsupportedValueError(
@@ -371,22 +343,23 @@ def agree_on_contents(
                 f"rank {rank} and rank 0 save different models, optimizers or steps. Call this on "
                 "all ranks with the same model, optimizer and step."
             )
-    return described
+    return contents
 
 
-def create_folder(
-    exchange: RankExchange, request: Request, opened: tuple[Store, str], contents: Contents
+def begin_save(
+    exchange: RankExchange, path: str | os.PathLike, keep_last: int | None, contents: Contents
 ) -> IncompleteSave:
     """Makes the partial folder. Called on every rank."""
-    store, root = opened
+    store, root = exchange.run_on_each_rank("open the folder", lambda: open_store(path))
     if store.renames:
         root = os.path.abspath(root)  # a thread uses it after a chdir, too
+    step = contents.manifest.step
 
     def prepare() -> tuple[list[object], Any]:
         if exchange.rank:
             return [], None
-        save_id, version = _prepare(store, root, request.step)
-        name = folders.CheckpointFolder(request.step, version).partial_name(save_id)
+        save_id, version = _prepare(store, root, step)
+        name = folders.CheckpointFolder(step, version).partial_name(save_id)
         return [store.hold_lock(join(root, name))], [save_id, version]
 
     locks, prepared = exchange.run("prepare the folder", prepare)
@@ -394,11 +367,11 @@ def create_folder(
     incomplete = IncompleteSave(
         store=store,
         root=root,
-        path=request.path,
-        place=folders.CheckpointFolder(request.step, version),
+        path=os.fsdecode(path),
+        place=folders.CheckpointFolder(step, version),
         contents=replace(contents, manifest=replace(contents.manifest, save_id=save_id)),
         rank=exchange.rank,
-        keep_last=request.keep_last,
+        keep_last=keep_last,
         locks=locks,
     )
 
@@ -483,7 +456,13 @@ class RunningSave:
 
     def _run(self) -> None:
         try:
-            record = self._write()
+            try:
+                record = self.incomplete.write()
+                self._announce("record", record)
+            except Exception as error:
+                self._written.set_exception(error)
+                raise
+            self._written.set_result(record)
             path = self._complete(record) if self.incomplete.rank == 0 else None
         except Exception as error:
             # This may fail too (disk full). Then the next call reports it to all ranks.
@@ -497,16 +476,6 @@ class RunningSave:
         self.incomplete = replace(
             self.incomplete, contents=replace(self.incomplete.contents, items=[])
         )
-
-    def _write(self) -> dict[str, Any]:
-        try:
-            record = self.incomplete.write()
-            self._announce("record", record)
-        except Exception as error:
-            self._written.set_exception(error)
-            raise
-        self._written.set_result(record)
-        return record
 
     def _complete(self, own: dict[str, Any]) -> str | None:
         """On rank 0: waits for the files of all ranks, then completes the checkpoint."""

@@ -22,7 +22,7 @@ from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, Corr
 from ...consolidate.format.digests import digest
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
-from ..contents import Contents, list_contents
+from ..contents import Contents
 from ..loading import (
     LoadedCheckpoint,
     Prepared,
@@ -32,7 +32,7 @@ from ..loading import (
     prepare,
 )
 from ..rank_exchange import RankExchange, describe_error
-from ..saving import IncompleteSave, Request, RunningSave, agree_on_contents, create_folder
+from ..saving import IncompleteSave, RunningSave, agree_on_contents, begin_save
 from .host_tier import Card, HostTier, Save, manifest_of
 from .hosts import Hosts, MultiHostStore, Peer
 
@@ -132,18 +132,15 @@ class TieredCheckpointer:
         with synced_device() as random:
             exchange = self._exchange
             self._flush()
-            request = Request.agree(exchange, self.path, step, self.keep_last)
-            _, contents = agree_on_contents(
-                exchange,
-                lambda: (None, list_contents(model, optimizer, scheduler, step, extra, random)),
-            )
+            state = model, optimizer, scheduler, step, extra
+            contents = agree_on_contents(exchange, random, self.keep_last, *state)
             save_id = exchange.run_on_first_rank("name the save", lambda: f"{time.time_ns():016x}")
             save = Save(step, save_id)
             if self._hosts.is_leader:
                 # If training went back to an earlier step, later saves must not be loaded again.
                 self._tier.discard([old for old in self._tier.present() if old > save])
             contents_on_host = exchange.run_on_each_rank("copy to the host", contents.on_host)
-            drained = self._drain(request, contents_on_host, durable)
+            drained = self._drain(contents_on_host, durable)
         self._saved += 1
         named = replace(contents_on_host.manifest, save_id=save_id)
         contents = replace(contents_on_host, manifest=named)
@@ -234,9 +231,7 @@ class TieredCheckpointer:
             complete = sorted(old for old in self._tier.present() if old <= save)
             self._tier.discard(complete[: -self._keep_fast])
 
-    def _drain(
-        self, request: Request, contents_on_host: Contents, durable: bool
-    ) -> IncompleteSave | None:
+    def _drain(self, contents_on_host: Contents, durable: bool) -> IncompleteSave | None:
         """Starts to save in ``path`` if this save is due; returns ``None`` otherwise."""
         due = durable or (self._drain_every > 0 and self._saved % self._drain_every == 0)
         if not due:
@@ -247,10 +242,7 @@ class TieredCheckpointer:
             if not durable and not all(finished):
                 return None
             self._finish_draining()
-        opened = self._exchange.run_on_each_rank(
-            "open the durable store", lambda: open_store(request.path)
-        )
-        return create_folder(self._exchange, request, opened, contents_on_host)
+        return begin_save(self._exchange, self.path, self.keep_last, contents_on_host)
 
     def _finish_draining(self) -> None:
         running, self._draining = self._draining, None
