@@ -259,7 +259,7 @@ def test_only_the_job_is_served(started):
         assert bytes(out) != bytes(8)
         assert hosts[0].peer.card(card.without_manifest()) == card and card.manifest
         with pytest.raises(errors.UnreadableFileError, match="is not on this host"):
-            other = replace(card.record, digests=("0" * 16,))
+            other = replace(card.record, digests="0" * 16)
             hosts[0].peer.card(replace(card.without_manifest(), record=other))
         with contextlib.closing(Peer(hosts[0].server.address, b"x" * 32, "me")) as stranger:
             with pytest.raises(errors.UnreadableFileError, match="me .127.0.0.1"):
@@ -275,7 +275,7 @@ def test_only_the_job_is_served(started):
         with pytest.raises(errors.UnreadableFileError, match="is called"):
             hosts[0].peer.read_into(outside, 0, out)
         # What changes on its way is not kept.
-        lie = replace(card, record=replace(card.record, digests=("0" * 16,)))
+        lie = replace(card, record=replace(card.record, digests="0" * 16))
         with pytest.raises(errors.OutputError, match="are not the bytes that were sent"):
             hosts[1].peer.put(hosts[0].tier, lie)
         assert value_of(hosts) == 1.0

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import CorruptFileError, InvalidMetadataError, UnsupportedValueError
-from .digests import chunk_bytes, digest
+from .digests import DIGEST_LENGTH, chunk_bytes, digest
 from .rank_file import FileRecord
 from .store import Store, read
 from .strict import Fields, read_json, write_json
@@ -23,7 +23,6 @@ MAX_BYTES = 1 << 30
 # Keys of torch's parameter groups that are not options.
 NOT_OPTIONS = ("params", "param_names")
 _HEAD, _MIDDLE, _TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
-_DIGEST = len(digest(b""))
 _SEALED = re.compile(re.escape(_HEAD) + b"(.{16})" + re.escape(_MIDDLE) + b"(.*)}\n", re.DOTALL)
 
 
@@ -186,7 +185,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
         body["optimizer"] = {**dump_groups(optimizer), "state": state}
     if rules is not None:
         body["spans"] = {name: list(astuple(rule)) for name, rule in rules.items()}
-    return _sealed({**body, "files": dump_files(manifest.files)})
+    return _sealed({**body, "files": [vars(file) for file in manifest.files]})
 
 
 def _sealed(body: Mapping[str, Any]) -> bytes:
@@ -205,7 +204,7 @@ def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
     body = read_json(_body(data, label), label)
     if not isinstance(body, dict) or body.get("files") != []:
         raise InvalidMetadataError(f"{label}: is not a manifest with an empty list of files")
-    return _sealed({**body, "files": dump_files(files)})
+    return _sealed({**body, "files": [vars(file) for file in files]})
 
 
 def is_begun(store: Store, path: str) -> bool:
@@ -292,31 +291,21 @@ def _load_tensor(found: Fields) -> Tensor:
     return Tensor(found.names("names"), found.dtype("dtype"), found.shape("shape"), restore)
 
 
-def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
-    return [
-        {"name": f.name, "size": f.size, "chunk": f.chunk, "digests": "".join(f.digests)}
-        for f in files
-    ]
-
-
 def load_file(found: Fields, rank: int, world_size: int) -> FileRecord:
-    """Reads one element of :func:`dump_files`."""
+    """Reads one element of ``files``."""
     name, size, digests = found.text("name"), found.integer("size"), found.text("digests")
-    if name != file_name(rank, world_size):
-        found.fail(
-            f"the file of rank {rank} is called {name!r:.80}, expected "
-            f"{file_name(rank, world_size)}"
-        )
-    chunk = found.integer("chunk", least=1)
+    expected, chunk = file_name(rank, world_size), found.integer("chunk", least=1)
+    if name != expected:
+        found.fail(f"the file of rank {rank} is called {name!r:.80}, expected {expected}")
     if chunk != chunk_bytes(size):
         found.fail(f"{name}: chunk is {chunk}, expected {chunk_bytes(size)} for {size} bytes")
-    if len(digests) != _DIGEST * math.ceil(size / chunk):
+    chunks = math.ceil(size / chunk)
+    if len(digests) != DIGEST_LENGTH * chunks:
         found.fail(
-            f"{name}: has digests of {len(digests) // _DIGEST} chunks, expected "
-            f"{math.ceil(size / chunk)} for {size} bytes"
+            f"{name}: has digests of {len(digests) // DIGEST_LENGTH} chunks, expected {chunks} "
+            f"for {size} bytes"
         )
-    each = tuple(digests[i : i + _DIGEST] for i in range(0, len(digests), _DIGEST))
-    return FileRecord(name, size, chunk, each)
+    return FileRecord(name, size, chunk, digests)
 
 
 def dump_groups(optimizer: Optimizer) -> dict[str, Any]:

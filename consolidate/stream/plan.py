@@ -19,12 +19,11 @@ from ..format import manifest, values
 from ..format.digests import chunk_bytes, digest
 from ..format.dtypes import DTYPES
 from ..format.manifest import Manifest, Optimizer, buffer_key, file_name, parameter_key, state_key
-from ..format.rank_file import FileRecord
+from ..format.rank_file import FileRecord, FileTensor
 from ..format.strict import write_json
 from .options import SAFETENSORS, Options
 from .result_file import SafetensorsFile, TorchFile
 from .sources import ShardedSource, Source
-from .tensors import ResultTensor
 
 RECORD = "consolidated.json"
 INDEX = "model.safetensors.index.json"
@@ -47,7 +46,7 @@ class WritePlan:
     texts: dict[str, bytes]
     identity: str
     is_folder: bool = True
-    make_texts: Callable[[list[list[str]]], dict[str, bytes]] = lambda digests: {}
+    make_texts: Callable[[list[str]], dict[str, bytes]] = lambda digests: {}
 
 
 def make_write_plan(
@@ -134,7 +133,7 @@ def _safetensors(
 
 
 def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
-    """The state_dict, with a ``ResultTensor`` for every tensor."""
+    """The state_dict, with a ``FileTensor`` for every tensor."""
     by_name = {tensor.name: tensor for tensor in _model(source, options)}
     extra_state = source.extra_state
     model: OrderedDict[str, Any] = OrderedDict()
@@ -145,7 +144,7 @@ def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
     return model
 
 
-def _model(source: Source, options: Options) -> Iterator[ResultTensor]:
+def _model(source: Source, options: Options) -> Iterator[FileTensor]:
     """Parameters and buffers, each once, in the order of the state_dict."""
     for name in dict.fromkeys(first for _, first in source.order):
         if name in source.parameters:
@@ -158,12 +157,12 @@ def _model(source: Source, options: Options) -> Iterator[ResultTensor]:
             dtype, origin = DTYPES[tensor.restore or tensor.dtype], DTYPES[tensor.dtype]
         else:
             continue
-        yield ResultTensor(name, dtype, tensor.shape, read, origin)
+        yield FileTensor(name, dtype, tensor.shape, read, origin)
 
 
-def _shards(tensors: list[ResultTensor], limit: int | None) -> list[list[ResultTensor]]:
+def _shards(tensors: list[FileTensor], limit: int | None) -> list[list[FileTensor]]:
     """Splits the tensors into lists of at most ``limit`` bytes. A larger one is alone."""
-    shards: list[list[ResultTensor]] = [[]]
+    shards: list[list[FileTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if limit is not None and shards[-1] and size + tensor.nbytes > limit:
@@ -174,9 +173,9 @@ def _shards(tensors: list[ResultTensor], limit: int | None) -> list[list[ResultT
     return shards
 
 
-def _state(source: Source, key: str, name: str, dtype: str) -> ResultTensor:
+def _state(source: Source, key: str, name: str, dtype: str) -> FileTensor:
     read = partial(source.read, name, state=key)
-    return ResultTensor(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
+    return FileTensor(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
 
 
 def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
@@ -212,11 +211,11 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
         tensors = partial(_rank_tensors, source, described, rank)
         files.append(SafetensorsFile(file_name(rank, world_size), tensors, metadata))
 
-    def make_texts(digests: list[list[str]]) -> dict[str, bytes]:
+    def make_texts(digests: list[str]) -> dict[str, bytes]:
         records = []
         for file, found in zip(files, digests, strict=True):
             size = file.size if isinstance(file, SafetensorsFile) else 0
-            records.append(FileRecord(file.name, size, chunk_bytes(size), tuple(found)))
+            records.append(FileRecord(file.name, size, chunk_bytes(size), found))
         return {manifest.NAME: manifest.dump_manifest(replace(described, files=tuple(records)))}
 
     listed = [*(file.name for file in files), manifest.NAME]
@@ -246,7 +245,7 @@ def _range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * count, numel), min((rank + 1) * count, numel)
 
 
-def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[ResultTensor]:
+def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[FileTensor]:
     state = described.optimizer.state if described.optimizer is not None else {}
     for name, tensor in described.parameters.items():
         begin, end = _range(tensor.numel, rank, described.world_size)
@@ -259,13 +258,13 @@ def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[Re
             yield _part(state_key(key, name), dtype, begin, end, read)
     for name, tensor in described.buffers.items():
         read = partial(source.read_buffer, name, rank=rank)
-        yield ResultTensor(buffer_key(name), DTYPES[tensor.dtype], tensor.shape, read)
+        yield FileTensor(buffer_key(name), DTYPES[tensor.dtype], tensor.shape, read)
 
 
 def _part(
     key: str, dtype: str, begin: int, end: int, read: Callable[[int, int], torch.Tensor]
-) -> ResultTensor:
+) -> FileTensor:
     def read_part(low: int, high: int) -> torch.Tensor:
         return read(begin + low, begin + high)
 
-    return ResultTensor(key, DTYPES[dtype], (end - begin,), read_part)
+    return FileTensor(key, DTYPES[dtype], (end - begin,), read_part)

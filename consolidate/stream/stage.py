@@ -128,7 +128,7 @@ class _Stage:
         names, present = {file.name for file in plan.files}, set(_DISK.list(self.folder))
         for name in present - names:
             _DISK.remove(join(self.folder, name))
-        digests: dict[str, list[str]] = {}
+        digests: dict[str, str] = {}
         old = [file for file in plan.files if file.name in present]
         with progress("check", sum(file.nbytes for file in old)) as bar:
             for file in old:

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
@@ -214,7 +214,7 @@ class IncompleteSave:
             self.store, self.file(self.rank), self.contents.items, self.contents.metadata(self.rank)
         )
         self.store.sync_folder(self.data)
-        return asdict(record)
+        return vars(record)
 
     def commit(self, written: Sequence[dict[str, Any]]) -> str:
         """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
@@ -228,7 +228,7 @@ class IncompleteSave:
                 "one. An object store has no locks: wait for the running save (AsyncCheckpointer."
                 "wait()) before you start another one, or save to different folders."
             )
-        records = [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
+        records = [FileRecord(**each) for each in written]
         _run_concurrently(self._await_file, list(enumerate(records)))
         complete = replace(self.contents.manifest, files=tuple(records))
         write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(complete))

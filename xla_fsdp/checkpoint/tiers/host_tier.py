@@ -17,13 +17,7 @@ from dataclasses import dataclass, replace
 
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, InvalidMetadataError
 from ...consolidate.format.digests import digest
-from ...consolidate.format.manifest import (
-    dump_files,
-    dump_manifest,
-    file_name,
-    load_file,
-    with_files,
-)
+from ...consolidate.format.manifest import dump_manifest, file_name, load_file, with_files
 from ...consolidate.format.rank_file import FileRecord, write_file
 from ...consolidate.format.store import Store, join, read, write
 from ...consolidate.format.strict import Fields, read_json, write_json
@@ -77,7 +71,7 @@ class Card:
                 "world_size": self.world_size,
                 "rank": self.rank,
                 "run": self.run,
-                "file": dump_files([self.record])[0],
+                "file": vars(self.record),
                 "manifest": self.manifest,
             }
         )
@@ -127,7 +121,7 @@ class HostTier:
         self.store.make_folder(self.folder(save))
         name, temporary = file_name(rank, world), self.temporary_file(save)
         record = write_file(self.store, temporary, contents.items, contents.metadata(rank))
-        record = FileRecord(name, record.size, record.chunk, record.digests)
+        record = replace(record, name=name)
         self.store.rename(temporary, join(self.folder(save), name))
         manifest = dump_manifest(contents.manifest).decode() if rank == 0 else ""
         card = Card(save, world, rank, self.run, record, manifest)

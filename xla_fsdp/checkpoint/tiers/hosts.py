@@ -221,7 +221,7 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
                 digests.update(memoryview(data))
                 output.write(data)
                 left -= len(data)
-            if tuple(digests.finish()) != card.record.digests:
+            if digests.finish() != card.record.digests:
                 raise OutputError(
                     f"{temporary}: the received bytes are not the bytes that were sent"
                 )
@@ -394,7 +394,7 @@ class MultiHostStore(LocalStore):
         # Only complete chunks have digests; readers read complete chunks.
         number, inside = divmod(begin, card.record.chunk)
         length = min(card.record.chunk, card.record.size - begin)
-        return inside == 0 and len(out) == length and digest(out) == card.record.digests[number]
+        return inside == 0 and len(out) == length and digest(out) == card.record.digest_of(number)
 
     def _move_to_end(self, card: Card, peer: Peer | None, wrong: str) -> None:
         copies = [other for other in self._copies[card.rank] if other is not peer]
