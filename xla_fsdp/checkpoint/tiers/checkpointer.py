@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,9 +89,9 @@ class TieredCheckpointer:
             raise ValueError(
                 f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
             )
-        run = os.fsdecode(path).rstrip("/")
+        run = digest(os.fsdecode(path).rstrip("/").encode())
         # Absolute, because threads use it after a chdir.
-        root = os.path.join(os.path.abspath(root), f"run-{digest(run.encode())}")
+        root = os.path.join(os.path.abspath(root), f"run-{run}")
         self._tier = HostTier(store, root, run)
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
@@ -264,27 +264,34 @@ class TieredCheckpointer:
         )
         kept = durable[2] if durable else -1
         damaged: dict[Save, str] = {}
+
+        def try_to_read(store: MultiHostStore) -> tuple[Prepared | None, str | None]:
+            try:
+                return read(ShardedCheckpoint(store.folder, store)), None
+            except CorruptFileError as error:
+                return None, describe_error(error)
+
         while True:
             choice = choose_save([found[rank] for rank in self._hosts.leaders], step, damaged)
-            newest = max(choice.save.step if choice.save else -1, kept)
-            if newest < 0:
-                self._raise_if_damaged_or_missing(choice, damaged, missing_ok)
-                self._warn_about_skipped_saves(choice, newest, damaged)
-                return None
-            if choice.save is None or choice.save.step < newest:
-                self._warn_about_skipped_saves(choice, newest, damaged)
-                return exchange.run_on_each_rank(
-                    "read the checkpoint", lambda: read(open_checkpoint(durable))
-                )
+            if choice.save is None or choice.save.step < kept:
+                break
             store = self._open_chosen_save(choice)
-            prepared, damage = exchange.run("read the checkpoint", partial(_try, read, store))
+            prepared, damage = exchange.run("read the checkpoint", partial(try_to_read, store))
             if not any(damage):
-                self._warn_about_skipped_saves(choice, newest, damaged)
+                self._warn_about_skipped_saves(choice, choice.save.step, damaged)
                 return prepared
             rank = next(rank for rank, text in enumerate(damage) if text)
             damaged[choice.save] = (
-                f"step {newest}: damaged on every host that has it: {damage[rank]}"
+                f"step {choice.save.step}: damaged on every host that has it: {damage[rank]}"
             )
+        if durable is None:
+            self._raise_if_damaged_or_missing(choice, damaged, missing_ok)
+        self._warn_about_skipped_saves(choice, kept, damaged)
+        if durable is None:
+            return None
+        return exchange.run_on_each_rank(
+            "read the checkpoint", lambda: read(open_checkpoint(durable))
+        )
 
     def _list_saves(self) -> list[SaveDescription]:
         if not self._hosts.is_leader:
@@ -356,15 +363,6 @@ class TieredCheckpointer:
                 )
 
 
-def _try(
-    read: Callable[[ShardedCheckpoint], Prepared], store: MultiHostStore
-) -> tuple[Prepared | None, str | None]:
-    try:
-        return read(ShardedCheckpoint(store.folder, store)), None
-    except CorruptFileError as error:
-        return None, describe_error(error)
-
-
 @dataclass(frozen=True)
 class SaveChoice:
     """The newest complete save in memory, or ``None``.
@@ -377,8 +375,7 @@ class SaveChoice:
     skipped: Mapping[int, str]
 
 
-def describe_save(cards: Iterable[Card]) -> SaveDescription | None:
-    cards = list(cards)
+def describe_save(cards: Sequence[Card]) -> SaveDescription | None:
     if not cards:
         return None
     first = cards[0]

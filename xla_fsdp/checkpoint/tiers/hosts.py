@@ -66,9 +66,9 @@ class Hosts:
         cls, exchange: RankExchange, tier: HostTier, host: str | None, address: str | None
     ) -> Hosts:
         mine = host or _this_host()
-        names = exchange.gather_values("exchange host names", mine)
-        leaders = [names.index(name) for name in dict.fromkeys(names)]
-        number = list(dict.fromkeys(names)).index(mine)
+        of_ranks = exchange.gather_values("exchange host names", mine)
+        names = list(dict.fromkeys(of_ranks))
+        leaders, number = [of_ranks.index(name) for name in names], names.index(mine)
         is_leader = leaders[number] == exchange.rank
         key = bytes.fromhex(exchange.run_on_first_rank("make a key", lambda: secrets.token_hex(32)))
         servers: list[TierServer] = []
@@ -175,24 +175,25 @@ class _Handler(socketserver.StreamRequestHandler):
                     _send_line(self.wfile, {"ok": True, "card": answer})
                 else:
                     begin, count = int(request["begin"]), int(request["count"])
-                    _send(tier, card, begin, count, self.wfile)
+                    if not 0 <= begin <= begin + count <= card.record.size:
+                        raise ValueError(
+                            f"bytes {begin} to {begin + count} requested, but the file has "
+                            f"{card.record.size}"
+                        )
+                    tier.store.size(_path(tier, card))  # raises before "ok"
+                    _send_line(self.wfile, {"ok": True})
+                    _copy(tier, card, begin, count, self.wfile)
             except (CheckpointError, KeyError, ValueError, TypeError) as error:
                 _send_line(self.wfile, {"error": describe_error(error)})
                 return  # the rest of the request was not read
 
 
-def _send(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
-    if not 0 <= begin <= begin + count <= card.record.size:
-        raise ValueError(
-            f"bytes {begin} to {begin + count} requested, but the file has {card.record.size}"
-        )
-    tier.store.size(join(tier.folder(card.save), card.name))  # raises before "ok"
-    _send_line(out, {"ok": True})
-    _copy(tier, card, begin, count, out)
+def _path(tier: HostTier, card: Card) -> str:
+    return join(tier.folder(card.save), card.record.name)
 
 
 def _copy(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
-    path = join(tier.folder(card.save), card.name)
+    path = _path(tier, card)
     piece = memoryview(bytearray(min(count, _PIECE)))
     for at in range(begin, begin + count, _PIECE):
         part = piece[: min(_PIECE, begin + count - at)]
@@ -204,8 +205,7 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
     """Receives a file of another host and its card. Stores it only if its digests match."""
     if card.run != tier.run:
         raise ValueError("the file belongs to another run")
-    folder = tier.folder(card.save)
-    tier.store.make_folder(folder)
+    tier.store.make_folder(tier.folder(card.save))
     temporary = tier.temporary_file(card.save)
     digests = ChunkDigests(card.record.chunk)
     try:
@@ -229,8 +229,8 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
         with contextlib.suppress(CheckpointError):
             tier.store.remove(temporary)
         raise
-    tier.store.remove(join(folder, card.name))
-    tier.store.rename(temporary, join(folder, card.name))
+    tier.store.remove(_path(tier, card))
+    tier.store.rename(temporary, _path(tier, card))
     tier.add_card(card)
 
 
@@ -257,7 +257,7 @@ class Peer:
         self._request(
             {"do": "read", "begin": begin, "count": len(out)},
             card.without_manifest(),
-            f"{card.name} of {card.save.folder} cannot be read",
+            f"{card.record.name} of {card.save.folder} cannot be read",
             UnreadableFileError,
             receive=receive,
         )
@@ -269,7 +269,7 @@ class Peer:
 
     def put(self, tier: HostTier, card: Card) -> None:
         """Copies a file of ``tier`` and its card to the host. Raises OutputError."""
-        what = f"{join(tier.folder(card.save), card.name)} cannot be copied there"
+        what = f"{_path(tier, card)} cannot be copied there"
 
         def send(sink: BufferedIOBase) -> None:
             _copy(tier, card, 0, card.record.size, sink)
@@ -296,7 +296,12 @@ class Peer:
                 _send_line(stream, {**request, "card": card.dump().decode()})
                 send(stream)
                 stream.flush()
-                answer = _require(stream)
+                line = stream.readline(_LINE)
+                if not line:
+                    raise ConnectionError("the connection ended")
+                answer: dict[str, Any] = json.loads(line)
+                if not answer.get("ok"):
+                    raise ValueError(str(answer.get("error"))[:500])
                 receive(stream)
                 return answer
             except (OSError, ValueError) as error:
@@ -330,16 +335,6 @@ def _send_line(out: BufferedIOBase, value: dict[str, Any]) -> None:
     out.flush()
 
 
-def _require(source: BufferedIOBase) -> dict[str, Any]:
-    line = source.readline(_LINE)
-    if not line:
-        raise ConnectionError("the connection ended")
-    answer: dict[str, Any] = json.loads(line)
-    if not answer.get("ok"):
-        raise ValueError(str(answer.get("error"))[:500])
-    return answer
-
-
 class MultiHostStore(LocalStore):
     """A read-only store with one folder, whose files may be on other hosts.
 
@@ -358,7 +353,7 @@ class MultiHostStore(LocalStore):
         first = cards[0]
         self.folder = join(tier.root, f"step-{first.save.step:08d}")
         self._tier, self._manifest = tier, manifest
-        self._cards = {card.name: card for card in cards.values()}
+        self._cards = {card.record.name: card for card in cards.values()}
         self._copies = {rank: list(copies_of(rank)) for rank in cards}
 
     def size(self, path: str) -> int:
@@ -384,8 +379,7 @@ class MultiHostStore(LocalStore):
 
     def _read(self, card: Card, peer: Peer | None, begin: int, out: memoryview) -> None:
         if peer is None:
-            own = join(self._tier.folder(card.save), card.name)
-            self._tier.store.read_into(own, begin, out)
+            self._tier.store.read_into(_path(self._tier, card), begin, out)
         else:
             peer.read_into(card, begin, out)
 
@@ -400,7 +394,7 @@ class MultiHostStore(LocalStore):
         copies = [other for other in self._copies[card.rank] if other is not peer]
         self._copies[card.rank] = [*copies, peer]
         warnings.warn(
-            f"{card.name} of {card.save.folder} on {peer.name if peer else 'this host'}: "
+            f"{card.record.name} of {card.save.folder} on {peer.name if peer else 'this host'}: "
             f"{wrong:.300}; it is read from another host. Check the memory and the network of "
             "the host that failed.",
             stacklevel=2,
