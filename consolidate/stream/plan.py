@@ -22,7 +22,7 @@ from ..format.manifest import Manifest, Optimizer, buffer_key, file_name, parame
 from ..format.rank_file import FileRecord, FileTensor
 from ..format.strict import write_json
 from .options import SAFETENSORS, Options
-from .result_file import SafetensorsFile, TorchFile
+from .result_file import ResultFile, SafetensorsFile, TorchFile
 from .sources import ShardedSource, Source
 
 RECORD = "consolidated.json"
@@ -42,7 +42,7 @@ class WritePlan:
         identity: equal only for the same save with the same options.
     """
 
-    files: list[SafetensorsFile | TorchFile]
+    files: list[ResultFile]
     texts: dict[str, bytes]
     identity: str
     is_folder: bool = True
@@ -70,7 +70,7 @@ def make_write_plan(
         "options": vars(options),
     }
     identity = digest(write_json(about))
-    files: list[SafetensorsFile | TorchFile] = []
+    files: list[ResultFile] = []
     texts: dict[str, bytes] = {}
     if options.optimizer and source.optimizer is None:
         raise OptionsError(f"{source.label}: has no optimizer. Remove --optimizer.")
@@ -102,7 +102,7 @@ def make_write_plan(
 
 def _safetensors(
     source: Source, options: Options, about: str, name: str | None
-) -> tuple[list[SafetensorsFile | TorchFile], dict[str, bytes]]:
+) -> tuple[list[ResultFile], dict[str, bytes]]:
     tied = {alias: first for alias, first in source.order if alias != first}
     metadata = {"format": "pt", "consolidated": about}
     if tied:
@@ -117,7 +117,7 @@ def _safetensors(
             "use --format pth"
         )
     shards = _shards(tensors, options.max_shard_size)
-    files: list[SafetensorsFile | TorchFile] = []
+    files: list[ResultFile] = []
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         each = name or "model.safetensors"
@@ -203,7 +203,7 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
     about = {"save_id": source.save_id, "reshard": world_size, "tied": dict(tied)}
     identity = digest(write_json(about))
     described = _describe(source, world_size, identity)
-    files: list[SafetensorsFile | TorchFile] = []
+    files: list[ResultFile] = []
     for rank in range(world_size):
         ranges = {name: _range(t.numel, rank, world_size) for name, t in source.parameters.items()}
         begins = {name: begin for name, (begin, end) in ranges.items() if begin < end}

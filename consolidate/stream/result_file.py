@@ -163,6 +163,9 @@ class TorchFile:
         return {**small, _IDENTITY: self.identity.encode()}, storages
 
 
+ResultFile = SafetensorsFile | TorchFile
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
