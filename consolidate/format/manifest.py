@@ -224,7 +224,7 @@ def load_manifest(data: bytes, label: str) -> Manifest:
     found.require_format(FORMAT, VERSION)
     save_id, world_size = found.text("save_id"), found.integer("world_size", least=1)
     parameters, buffers = (
-        [_load_tensor(each) for each in found.objects(kind)] for kind in ("parameters", "buffers")
+        [_tensor(each) for each in found.objects(kind)] for kind in ("parameters", "buffers")
     )
     by_name = {tensor.name: tensor for tensor in parameters}
     names = [name for tensor in parameters + buffers for name in tensor.names]
@@ -286,7 +286,7 @@ def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
     return described if tensor.restore is None else {**described, "restore": tensor.restore}
 
 
-def _load_tensor(found: Fields) -> Tensor:
+def _tensor(found: Fields) -> Tensor:
     restore = found.dtype("restore") if "restore" in found else None
     return Tensor(found.names("names"), found.dtype("dtype"), found.shape("shape"), restore)
 

@@ -7,7 +7,7 @@ their own file.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ class WritePlan:
         identity: equal only for the same save with the same options.
     """
 
-    files: list[ResultFile]
+    files: Sequence[ResultFile]
     texts: dict[str, bytes]
     identity: str
     is_folder: bool = True
@@ -203,7 +203,7 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
     about = {"save_id": source.save_id, "reshard": world_size, "tied": dict(tied)}
     identity = digest(write_json(about))
     described = _describe(source, world_size, identity)
-    files: list[ResultFile] = []
+    files = []
     for rank in range(world_size):
         ranges = {name: _range(t.numel, rank, world_size) for name, t in source.parameters.items()}
         begins = {name: begin for name, (begin, end) in ranges.items() if begin < end}
@@ -212,10 +212,10 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
         files.append(SafetensorsFile(file_name(rank, world_size), tensors, metadata))
 
     def make_texts(digests: list[str]) -> dict[str, bytes]:
-        records = []
-        for file, found in zip(files, digests, strict=True):
-            size = file.size if isinstance(file, SafetensorsFile) else 0
-            records.append(FileRecord(file.name, size, chunk_bytes(size), found))
+        records = [
+            FileRecord(file.name, file.size, chunk_bytes(file.size), found)
+            for file, found in zip(files, digests, strict=True)
+        ]
         return {manifest.NAME: manifest.dump_manifest(replace(described, files=tuple(records)))}
 
     listed = [*(file.name for file in files), manifest.NAME]

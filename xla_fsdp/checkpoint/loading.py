@@ -86,8 +86,8 @@ class Reader:
         def fill(out: torch.Tensor, begin: int) -> None:
             if self.same_world:
                 own = self.checkpoint.file(self.exchange.rank)
-                mine = own.begins.get(tensor.name, 0), own.length(tensor.name)
-                if mine == (begin, out.numel()) and key in own.container.entries:
+                mine = own.range_of(tensor.name)
+                if mine == (begin, begin + out.numel()) and key in own.container.entries:
                     own.read_to(out, key, 0)
                     return
             self.checkpoint.read_to(out, state, tensor.name, begin)
