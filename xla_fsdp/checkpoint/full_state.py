@@ -188,10 +188,11 @@ def load_full_state_dict(
     )
 
     def match(found: dict[str, Any]) -> Match:
-        reported = LoadedKeys(found["missing"], found["unexpected"])
+        reported = LoadedKeys(*found["keys"])
         return match_model(inventory, found["values"], label, strict, reported=reported)
 
-    matched = match_given(exchange, label, offered, vars, match)
+    given = offered and {"values": offered.values, "keys": list(offered.keys)}
+    matched = match_given(exchange, label, given, dict, match)
     exchange.run_and_gather(f"load {label}", lambda: load_model_values(inventory, matched))
     return matched.keys
 

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch_xla
 
-from ..collectives.world import World
+from ..collectives.world import World, broadcast_from_first
 from ..consolidate.format.dtypes import DTYPES, dtype_name, tensor_bytes
 from ..consolidate.format.values import decode, encode
 
 # Words of 4 bytes: powers of two, so that few programs are compiled.
 _MOST_WORDS = 1 << 22
 _FEWEST_WORDS = 1 << 8
-_LOWEST = torch.iinfo(torch.int32).min
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,17 +128,14 @@ def _send(world: World, own: torch.Tensor | None, size: int, begin: int, end: in
         words = _FEWEST_WORDS
         while 4 * words < high - low:
             words *= 2
-        # Others have the lowest integer, so the maximum is rank 0's.
-        block = torch.full((words,), _LOWEST, dtype=torch.int32)
+        block = torch.zeros(words, dtype=torch.int32)
         if own is not None:
             block.view(torch.uint8)[: high - low] = torch.frombuffer(
                 tensor_bytes(own)[low:high], dtype=torch.uint8
             )
-        arrived = world.all_reduce_max(block.to(world.device), "from rank 0")
-        torch_xla.sync(wait=True)  # one block at a time on the device
+        # Waits for the block, so that the device has one at a time.
+        data = broadcast_from_first(world, block).cpu().view(torch.uint8)
         first, last = max(low, begin), min(high, end)
         if first < last:
-            kept[first - begin : last - begin] = arrived.cpu().view(torch.uint8)[
-                first - low : last - low
-            ]
+            kept[first - begin : last - begin] = data[first - low : last - low]
     return kept

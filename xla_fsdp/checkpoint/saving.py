@@ -134,12 +134,9 @@ class AsyncCheckpointer:
             exchange = RankExchange()
             state = model, optimizer, scheduler, step, extra
             contents = agree_on_contents(exchange, random, self.keep_last, *state)
+            contents = exchange.run_on_each_rank("copy to the host", contents.on_host)
             incomplete = begin_save(exchange, self.path, self.keep_last, contents)
-            with incomplete.removed_on_failure(exchange):
-                contents = exchange.run_on_each_rank(
-                    "copy to the host", incomplete.contents.on_host
-                )
-        self._running = RunningSave(replace(incomplete, contents=contents), exchange)
+        self._running = RunningSave(incomplete, exchange)
 
     def wait(self) -> str | None:
         """Waits for the running save. Returns the path of its checkpoint, or ``None`` without one.
