@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from ..errors import CorruptFileError, InvalidMetadataError, UnsupportedValueError
@@ -163,8 +163,7 @@ def state_key(key: str, name: str) -> str:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Raises UnsupportedValueError if the manifest is too large."""
-    optimizer, rules = manifest.optimizer, manifest.sharding_rules
-    body = {
+    body: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "save_id": manifest.save_id,
@@ -172,19 +171,13 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "world_size": manifest.world_size,
         "parameters": [_dump_tensor(tensor) for tensor in manifest.parameters.values()],
         "buffers": [_dump_tensor(tensor) for tensor in manifest.buffers.values()],
-        "optimizer": None,
+        "optimizer": manifest.optimizer and asdict(manifest.optimizer),
         "scheduler": manifest.scheduler,
         "extra": manifest.extra,
         "extra_state": manifest.extra_state,
     }
-    if optimizer is not None:
-        state = {
-            name: {"sharded": dict(each.sharded), "single": dict(each.single)}
-            for name, each in optimizer.state.items()
-        }
-        body["optimizer"] = {**dump_groups(optimizer), "state": state}
-    if rules is not None:
-        body["spans"] = {name: list(astuple(rule)) for name, rule in rules.items()}
+    if manifest.sharding_rules is not None:
+        body["spans"] = {name: astuple(rule) for name, rule in manifest.sharding_rules.items()}
     return _sealed({**body, "files": [vars(file) for file in manifest.files]})
 
 
@@ -282,8 +275,7 @@ def _sharding_rules(found: Fields, parameters: Mapping[str, Tensor]) -> dict[str
 
 
 def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
-    described = {"names": list(tensor.names), "dtype": tensor.dtype, "shape": list(tensor.shape)}
-    return described if tensor.restore is None else {**described, "restore": tensor.restore}
+    return {name: value for name, value in vars(tensor).items() if value is not None}
 
 
 def _tensor(found: Fields) -> Tensor:
@@ -306,16 +298,6 @@ def load_file(found: Fields, rank: int, world_size: int) -> FileRecord:
             f"for {size} bytes"
         )
     return FileRecord(name, size, chunk, digests)
-
-
-def dump_groups(optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        "kind": optimizer.kind,
-        "groups": [
-            {"parameters": list(group.parameters), "options": dict(group.options)}
-            for group in optimizer.groups
-        ],
-    }
 
 
 def _load_optimizer(found: Fields, parameters: Mapping[str, Tensor]) -> Optimizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -195,8 +195,10 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _optimizer_json(optimizer: Optimizer) -> bytes:
-    single = {name: dict(each.single) for name, each in optimizer.state.items()}
-    return write_json({**manifest.dump_groups(optimizer), "single": single}) + b"\n"
+    described = asdict(optimizer)
+    state = described.pop("state")
+    single = {name: each["single"] for name, each in state.items()}
+    return write_json({**described, "single": single}) + b"\n"
 
 
 def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) -> WritePlan:
