@@ -1,7 +1,8 @@
 """The hosts of a job. Each runs a TCP server for files of its fast tier and copies of other hosts'.
 
-A client answers the server's random number with its HMAC under the job's key. Then requests and
-answers are lines of JSON, perhaps followed by bytes. Requests name saves and ranks, not paths.
+A client answers the server's random number with its HMAC under the job's key, then sends one
+request. Request and answer are lines of JSON, perhaps followed by bytes. Requests name saves and
+ranks, not paths.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedIOBase, BufferedRWPair
+from io import BufferedIOBase
 from typing import Any
 
 from ...consolidate.errors import (
@@ -90,8 +91,6 @@ class Hosts:
         return self.peers[(self.number + self.stride) % len(self.peers)]
 
     def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
         if self.server is not None:
             self.server.close()
             self.server = None
@@ -163,29 +162,27 @@ class _Handler(socketserver.StreamRequestHandler):
         self.wfile.write(nonce)
         if not hmac.compare_digest(self.rfile.read(_NONCE), _answer(self.server.key, nonce)):
             return
-        while line := self.rfile.readline(_LINE):
-            try:
-                request = json.loads(line)
-                card = Card.load(request["card"].encode(), "a request")
-                if request["do"] == "put":
-                    _receive(tier, card, self.rfile)
-                    _send_line(self.wfile, {"ok": True})
-                elif request["do"] == "card":
-                    answer = tier.card(card).dump().decode()
-                    _send_line(self.wfile, {"ok": True, "card": answer})
-                else:
-                    begin, count = int(request["begin"]), int(request["count"])
-                    if not 0 <= begin <= begin + count <= card.record.size:
-                        raise ValueError(
-                            f"bytes {begin} to {begin + count} requested, but the file has "
-                            f"{card.record.size}"
-                        )
-                    tier.store.size(_path(tier, card))  # raises before "ok"
-                    _send_line(self.wfile, {"ok": True})
-                    _copy(tier, card, begin, count, self.wfile)
-            except (CheckpointError, KeyError, ValueError, TypeError) as error:
-                _send_line(self.wfile, {"error": describe_error(error)})
-                return  # the rest of the request was not read
+        try:
+            request = json.loads(self.rfile.readline(_LINE))
+            card = Card.load(request["card"].encode(), "a request")
+            if request["do"] == "put":
+                _receive(tier, card, self.rfile)
+                _send_line(self.wfile, {"ok": True})
+            elif request["do"] == "card":
+                answer = tier.card(card).dump().decode()
+                _send_line(self.wfile, {"ok": True, "card": answer})
+            else:
+                begin, count = int(request["begin"]), int(request["count"])
+                if not 0 <= begin <= begin + count <= card.record.size:
+                    raise ValueError(
+                        f"bytes {begin} to {begin + count} requested, but the file has "
+                        f"{card.record.size}"
+                    )
+                tier.store.size(_path(tier, card))  # raises before "ok"
+                _send_line(self.wfile, {"ok": True})
+                _copy(tier, card, begin, count, self.wfile)
+        except (CheckpointError, KeyError, ValueError, TypeError) as error:
+            _send_line(self.wfile, {"error": describe_error(error)})
 
 
 def _path(tier: HostTier, card: Card) -> str:
@@ -234,14 +231,13 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
     tier.add_card(card)
 
 
+@dataclass(frozen=True, eq=False)
 class Peer:
-    """A client of another host's server, for one thread at a time. ``name``: for messages."""
+    """A client of another host's server. ``name``: for messages."""
 
-    def __init__(self, address: Address, key: bytes, name: str) -> None:
-        self.address, self.name = address, name
-        self._key = key
-        self._lock = threading.Lock()
-        self._stream: BufferedRWPair | None = None
+    address: Address
+    key: bytes
+    name: str
 
     def read_into(self, card: Card, begin: int, out: memoryview) -> None:
         """Raises UnreadableFileError."""
@@ -258,13 +254,12 @@ class Peer:
             {"do": "read", "begin": begin, "count": len(out)},
             card.without_manifest(),
             f"{card.record.name} of {card.save.folder} cannot be read",
-            UnreadableFileError,
             receive=receive,
         )
 
     def card(self, card: Card) -> Card:
         what = f"the manifest of {card.save.folder} cannot be read"
-        answer = self._request({"do": "card"}, card, what, UnreadableFileError)
+        answer = self._request({"do": "card"}, card, what)
         return Card.load(answer["card"].encode(), self.name)
 
     def put(self, tier: HostTier, card: Card) -> None:
@@ -276,23 +271,22 @@ class Peer:
 
         self._request({"do": "put"}, card, what, OutputError, send=send)
 
-    def close(self) -> None:
-        with self._lock:
-            self._disconnect()
-
     def _request(
         self,
         request: dict[str, Any],
         card: Card,
         what: str,
-        kind: type[CheckpointError],
+        kind: type[CheckpointError] = UnreadableFileError,
         send: Callable[[BufferedIOBase], None] = lambda sink: None,
         receive: Callable[[BufferedIOBase], None] = lambda source: None,
     ) -> dict[str, Any]:
         """Sends a request and what ``send`` writes. Returns the answer, or raises ``kind``."""
-        with self._lock:
-            try:
-                stream = self._connected()
+        try:
+            with (
+                socket.create_connection(self.address, TIMEOUT) as connection,
+                connection.makefile("rwb") as stream,
+            ):
+                stream.write(_answer(self.key, stream.read(_NONCE)))
                 _send_line(stream, {**request, "card": card.dump().decode()})
                 send(stream)
                 stream.flush()
@@ -304,26 +298,12 @@ class Peer:
                     raise ValueError(str(answer.get("error"))[:500])
                 receive(stream)
                 return answer
-            except (OSError, ValueError) as error:
-                self._disconnect()
-                host, port = self.address
-                raise kind(
-                    f"{self.name} ({host}:{port}): {what}: {error or type(error).__name__}. If "
-                    "the host is running, check that hosts reach each other, or pass address=."
-                ) from error
-
-    def _connected(self) -> BufferedRWPair:
-        if self._stream is None:
-            with socket.create_connection(self.address, TIMEOUT) as connection:
-                self._stream = connection.makefile("rwb")
-            self._stream.write(_answer(self._key, self._stream.read(_NONCE)))
-        return self._stream
-
-    def _disconnect(self) -> None:
-        if self._stream is not None:
-            with contextlib.suppress(OSError):
-                self._stream.close()
-            self._stream = None
+        except (OSError, ValueError) as error:
+            host, port = self.address
+            raise kind(
+                f"{self.name} ({host}:{port}): {what}: {error or type(error).__name__}. If "
+                "the host is running, check that hosts reach each other, or pass address=."
+            ) from error
 
 
 def _answer(key: bytes, nonce: bytes) -> bytes:
