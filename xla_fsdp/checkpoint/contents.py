@@ -81,6 +81,11 @@ def list_contents(
     inventory = make_inventory(model)
     require_values(units_in(model), "saving was called")
     first = inventory.rank == 0
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise TypeError(
+            f"scheduler must have a state_dict(), got {type(scheduler).__name__}. Pass a scheduler "
+            "with that method, or None."
+        )
     described: Optimizer | None = None
     states: list[OptimizerStateShard] = []
     if optimizer is not None:
@@ -96,7 +101,9 @@ def list_contents(
         buffers={buffer.name: _described(buffer) for buffer in inventory.buffers},
         files=(),
         optimizer=described,
-        scheduler=_scheduler_state(scheduler) if first else None,
+        scheduler=values.encode(scheduler.state_dict(), "scheduler.state_dict()")
+        if first and scheduler is not None
+        else None,
         extra=values.encode(extra, "extra") if first else None,
         extra_state={
             key: values.encode(module.get_extra_state(), f"get_extra_state() of {key!r}")
@@ -125,17 +132,6 @@ def _sharding_rules(inventory: Inventory) -> dict[str, ShardingRule] | None:
             ), shard.name
         sharding_rules[shard.name] = shard.sharding_rule
     return sharding_rules
-
-
-def _scheduler_state(scheduler: Any) -> Any:
-    if scheduler is None:
-        return None
-    if not hasattr(scheduler, "state_dict"):
-        raise TypeError(
-            f"scheduler must have a state_dict(), got {type(scheduler).__name__}. Pass a scheduler "
-            "with that method, or None."
-        )
-    return values.encode(scheduler.state_dict(), "scheduler.state_dict()")
 
 
 def _described(buffer: ReplicatedBuffer) -> Tensor:

@@ -357,32 +357,30 @@ def agree_on_inventory(exchange: RankExchange, model: nn.Module) -> Inventory:
 
 def gather_members(
     members: Sequence[ParameterShard], value: torch.Tensor, to: torch.device | None
-) -> list[torch.Tensor] | None:
+) -> dict[Entry, torch.Tensor]:
     """Gathers the full tensors of ``members`` on the device ``to``. Call it on every rank.
 
     ``members``: an element of :meth:`Inventory.parts`. ``value``: this rank's shard, of the shape
     of their holder. With ``None`` for ``to``, a rank only takes part in the collective.
     """
     value, layout = local(value).detach(), members[0].layout
-    if layout is None:
-        if to is None:
-            return None
-        return [value.clone() if to != CPU or value.device == CPU else value.cpu()]
-    full = _gather(members[0], value)
+    full = value if layout is None else _gather(members[0], value)
     if to is None:
-        return None
+        return {}
+    if layout is None:
+        return {members[0]: value.clone() if to != CPU or value.device == CPU else value.cpu()}
     if to != CPU:
         tensors = layout.split(full)
         torch_xla.sync(wait=True)
-        return [tensors[shard.member] for shard in members]
+        return {shard: tensors[shard.member] for shard in members}
     # Padding is at the end in both layouts.
     flat = full.cpu().view(-1)
-    tensors = []
+    found: dict[Entry, torch.Tensor] = {}
     for shard in members:
         offset = layout.members[shard.member].offset
         piece = flat[offset : offset + shard.numel].view(shard.shape)
-        tensors.append(piece if shard.numel == flat.numel() else piece.clone())
-    return tensors
+        found[shard] = piece if shard.numel == flat.numel() else piece.clone()
+    return found
 
 
 def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:

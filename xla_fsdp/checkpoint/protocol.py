@@ -218,8 +218,7 @@ def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, to
     """Copies of all full values. Call it on every rank. Ranks that pass ``None`` get none."""
     values: dict[Entry, torch.Tensor] = {}
     for members in inventory.parts():
-        full = gather_members(members, members[0].holder, to)
-        values.update(zip(members, full or (), strict=full is not None))
+        values |= gather_members(members, members[0].holder, to)
     if to is not None:
         values.update((buffer, buffer.copy_to(to)) for buffer in inventory.buffers)
     return values
