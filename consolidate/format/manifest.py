@@ -223,7 +223,9 @@ def load_manifest(data: bytes, label: str) -> Manifest:
     )
     if len(files) != world_size:
         found.fail(f"lists {len(files)} files, expected one for each of {world_size} ranks")
-    optimizer, extra_state = found.optional("optimizer"), found.json("extra_state")
+    optimizer, extra_state = None, found.json("extra_state")
+    if found.json("optimizer") is not None:
+        optimizer = _load_optimizer(found.child("optimizer"), by_name)
     if extra_state is not None and not isinstance(extra_state, dict):
         found.fail("extra_state must be an object")
     return Manifest(
@@ -233,7 +235,7 @@ def load_manifest(data: bytes, label: str) -> Manifest:
         parameters=by_name,
         buffers={tensor.name: tensor for tensor in buffers},
         files=files,
-        optimizer=None if optimizer is None else _load_optimizer(optimizer, by_name),
+        optimizer=optimizer,
         scheduler=found.json("scheduler"),
         extra=found.json("extra"),
         extra_state=extra_state,

@@ -86,7 +86,9 @@ def make_write_plan(
             ]
             metadata = {"consolidated": said}
             files.append(SafetensorsFile("optimizer.safetensors", state.copy, metadata))
-            texts[OPTIMIZER_JSON] = _optimizer_json(optimizer)
+            described = asdict(optimizer)
+            single = {key: one["single"] for key, one in described.pop("state").items()}
+            texts[OPTIMIZER_JSON] = write_json({**described, "single": single}) + b"\n"
     else:
         model = _tree(source, options) if state_dict is None else state_dict
         content = {"model": model, "consolidated": about}
@@ -192,13 +194,6 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
         options = {k: values.decode(v, source.label) for k, v in group.options.items()}
         groups.append({**options, "params": list(group.parameters)})
     return {"state": state, "param_groups": groups}
-
-
-def _optimizer_json(optimizer: Optimizer) -> bytes:
-    described = asdict(optimizer)
-    state = described.pop("state")
-    single = {name: each["single"] for name, each in state.items()}
-    return write_json({**described, "single": single}) + b"\n"
 
 
 def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) -> WritePlan:

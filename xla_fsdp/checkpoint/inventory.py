@@ -202,7 +202,15 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard
             if tensor in seen:  # of two units, or under two names
                 continue
             seen.add(tensor)
-            pieces = tensor.layout.pieces(unit.world.rank)
+            world = unit.world
+            if len(world.groups) > 1 and not world.replica_groups:
+                raise ValueError(
+                    f"the model is sharded over groups of {world.size} of {size} ranks without "
+                    "replication_groups, so the copies of different groups may differ. To save it, "
+                    "pass replication_groups if the groups are replicas, or save state_dict() and "
+                    "get_shard_metadata() of every rank yourself."
+                )
+            pieces = tensor.layout.pieces(world.rank)
             chunk = math.prod(tensor.layout.shard_shape)
             for member, (begin, end, at) in enumerate(pieces):
                 if not names[tensor][member]:  # its module was removed
@@ -215,28 +223,15 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard
                     end=end,
                     at=first + at,
                     holder=holder,
-                    writes=_writes(unit.world, rank, size),
+                    writes=rank in world.groups[0],
                     layout=tensor.layout,
                     member=member,
                     first=first,
-                    world=unit.world,
+                    world=world,
                     sharding_rule=_sharding_rule(
-                        unit.world, chunk, tensor.layout.members[member].offset
+                        world, chunk, tensor.layout.members[member].offset
                     ),
                 )
-
-
-def _writes(world: World, rank: int, size: int) -> bool:
-    if world.size == size:
-        return True
-    if len(world.groups) > 1 and not world.replica_groups:
-        raise ValueError(
-            f"the model is sharded over groups of {world.size} of {size} ranks without "
-            "replication_groups, so the copies of different groups may differ. To save it, pass "
-            "replication_groups if the groups are replicas, or save state_dict() and "
-            "get_shard_metadata() of every rank yourself."
-        )
-    return rank in world.groups[0]
 
 
 def _sharding_rule(world: World, chunk: int, offset: int) -> ShardingRule | None:
