@@ -215,9 +215,10 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard
             for member, (begin, end, at) in enumerate(pieces):
                 if not names[tensor][member]:  # its module was removed
                     continue
+                full = tensor.layout.members[member]
                 yield ParameterShard(
                     names=tuple(names[tensor][member]),
-                    shape=tensor.layout.members[member].shape,
+                    shape=full.shape,
                     dtype=holder.dtype,
                     begin=begin,
                     end=end,
@@ -228,9 +229,7 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard
                     member=member,
                     first=first,
                     world=world,
-                    sharding_rule=_sharding_rule(
-                        world, chunk, tensor.layout.members[member].offset
-                    ),
+                    sharding_rule=_sharding_rule(world, chunk, full.offset),
                 )
 
 
