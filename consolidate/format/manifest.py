@@ -200,6 +200,11 @@ def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
     return _sealed({**body, "files": [vars(file) for file in files]})
 
 
+def is_begun(store: Store, path: str) -> bool:
+    """Whether a file begins like a manifest. Checked before a large file is read."""
+    return store.size(path) >= len(_HEAD) and read(store, path, 0, len(_HEAD)) == _HEAD
+
+
 def is_ended(store: Store, path: str) -> bool:
     """Whether a manifest is complete. Some stores show files that are being written."""
     size = store.size(path)

@@ -60,6 +60,8 @@ class ShardedCheckpoint:
                 f"{label}: has {size} bytes, a manifest has at most {manifest.MAX_BYTES}. Use "
                 "another checkpoint."
             )
+        if not manifest.is_begun(self.store, label):
+            raise CorruptFileError(f"{label}: is not a manifest. Use another checkpoint.")
         self.manifest = load_manifest(read(self.store, label, 0, size), label)
         self._files: dict[int, RankFile] = {}
         self._load = cached_loader(self.manifest.files)
