@@ -43,9 +43,11 @@ class LocalStore:
         """Fills ``out`` from ``begin``. Raises UnreadableFileError if the file is too short."""
         done = 0
         with _reading(path):
-            with open(path, "rb", buffering=0, opener=_open_no_link) as file:
+            # Do not follow a link, and do not block if the path is a pipe.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with contextlib.closing(_Descriptor(descriptor)):
                 while done < len(out):
-                    count = os.preadv(file.fileno(), [out[done:]], begin + done)
+                    count = os.preadv(descriptor, [out[done:]], begin + done)
                     if not count:
                         raise UnreadableFileError(
                             f"{path}: ends at byte {begin + done}, expected at least "
@@ -111,15 +113,14 @@ class LocalStore:
     def sync_folder(self, path: str) -> None:
         """Makes the names in a folder durable."""
         with _writing(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                # Some network file systems do not support it, nor need it.
-                if error.errno not in _UNSUPPORTED:
-                    raise
-            finally:
-                os.close(descriptor)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.closing(_Descriptor(descriptor)):
+                try:
+                    os.fsync(descriptor)
+                except OSError as error:
+                    # Some network file systems do not support it, nor need it.
+                    if error.errno not in _UNSUPPORTED:
+                        raise
 
     def hold_lock(self, path: str) -> object:
         """Locks a folder while the returned object exists, if the file system has locks."""
@@ -137,43 +138,51 @@ class LocalStore:
         return False
 
 
-class FolderLock:
+class _Descriptor:
+    """A file descriptor that is closed once, at the latest when this object is deleted."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def close(self) -> None:
+        # Another thread may reuse the number of the descriptor.
+        number, self.number = self.number, _CLOSED
+        if number != _CLOSED:
+            os.close(number)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            _Descriptor.close(self)
+
+
+class FolderLock(_Descriptor):
     """The lock of a folder, if the file system has locks. Raises BlockingIOError if it is taken."""
 
-    _descriptor = _CLOSED
-
     def __init__(self, path: str):
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        super().__init__(_CLOSED)
+        self.number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
             raise
         except OSError:
             pass
 
-    def close(self) -> None:
-        # Another thread may reuse the number of the descriptor.
-        descriptor, self._descriptor = self._descriptor, _CLOSED
-        if descriptor != _CLOSED:
-            os.close(descriptor)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.close()
-
-
-class LocalOutput:
+class LocalOutput(_Descriptor):
     def __init__(self, path: str):
+        super().__init__(_CLOSED)
         self.path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with _writing(path):
-            self._file = open(path, "xb", buffering=0)
+            self.number = os.open(path, flags, 0o666)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
         with _writing(self.path):
             while view:
-                view = view[self._file.write(view[: 1 << 30]) :]
+                view = view[os.write(self.number, view[: 1 << 30]) :]
         return len(data)
 
     def flush(self) -> None:
@@ -183,20 +192,18 @@ class LocalOutput:
         with _writing(self.path):
             done = 0
             while done < len(data):
-                done += os.pwrite(self._file.fileno(), data[done:], begin + done)
+                done += os.pwrite(self.number, data[done:], begin + done)
 
     def close(self) -> None:
-        with _writing(self.path), self._file:
-            os.fsync(self._file.fileno())
+        with _writing(self.path):
+            try:
+                os.fsync(self.number)
+            finally:
+                super().close()
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
-            self._file.close()
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    """Also does not block if the path is a pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+            super().close()
 
 
 @contextlib.contextmanager
