@@ -63,13 +63,9 @@ class Reader:
     exchange: RankExchange
 
     @property
-    def label(self) -> str:
-        return self.checkpoint.folder
-
-    @property
     def source(self) -> str:
         """The manifest, which has all values that are not tensors."""
-        return join(self.label, NAME)
+        return join(self.checkpoint.folder, NAME)
 
     @property
     def same_world(self) -> bool:
@@ -148,7 +144,7 @@ def prepare(
     weights: bool = True,
 ) -> Prepared:
     """Matches and reads everything for ``load_checkpoint``, and changes nothing."""
-    manifest, label, source = reader.checkpoint.manifest, reader.label, reader.source
+    manifest, label, source = reader.checkpoint.manifest, reader.checkpoint.folder, reader.source
     for what, value, saved in (
         ("an optimizer", optimizer, manifest.optimizer),
         ("a scheduler", scheduler, manifest.scheduler),

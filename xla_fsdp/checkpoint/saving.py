@@ -147,10 +147,7 @@ class AsyncCheckpointer:
         running, self._running = self._running, None
         # Also without a running save: a resumed run must do the same as others.
         with synced_device():
-            path = None if running is None else running.finish()
-        if running is not None:
-            running.wait_for_removal()  # only rank 0 waits here
-        return path
+            return None if running is None else running.finish()
 
     def close(self) -> None:
         """Same as :meth:`wait`."""
@@ -442,10 +439,8 @@ class RunningSave:
                 self._thread.join()
                 self.exchange.gather_values("stop writing", None)
                 raise
+        self._thread.join()  # until old checkpoints are removed: only rank 0 waits
         return path
-
-    def wait_for_removal(self) -> None:
-        self._thread.join()
 
     def is_finished(self) -> bool:
         """Whether :meth:`finish` does not have to wait for this rank."""

@@ -98,7 +98,7 @@ class TieredCheckpointer:
         with synced_device():
             self._exchange = RankExchange()
             self._exchange.run_and_gather("open the fast tier", lambda: store.make_folder(root))
-            self._hosts = Hosts.connect(self._exchange, self._tier, host, address)
+            self._hosts = Hosts(self._exchange, self._tier, host, address)
             if self._hosts.is_leader:
                 self._tier.clean()
             self._exchange.gather_values("begin", None)  # write only after the cleaning
@@ -219,7 +219,7 @@ class TieredCheckpointer:
     def _write(self, save: Save, contents: Contents) -> None:
         card = self._tier.write(save, contents, self._exchange.rank)
         if self._mirror:
-            self._hosts.partner().put(self._tier, card)
+            self._hosts.partner.put(self._tier, card)
 
     def _flush(self) -> None:
         """Waits until the previous save is written on all ranks, then removes older saves."""
@@ -248,7 +248,6 @@ class TieredCheckpointer:
         running, self._draining = self._draining, None
         if running is not None:
             running.finish()
-            running.wait_for_removal()
 
     def _read_newest(
         self, step: int | None, missing_ok: bool, read: Callable[[ShardedCheckpoint], Prepared]

@@ -47,48 +47,38 @@ _POLL = 0.1
 Address = tuple[str, int]
 
 
-@dataclass
 class Hosts:
     """The hosts of the job, in the order of their first ranks.
 
     ``number``: index of this host. ``leaders``: the first rank of each, which runs its ``server``.
-    ``stride``: distance in the list from a host to the one that stores its copies.
+    ``partner``: the host that stores copies of this one's files.
     """
 
-    number: int
-    leaders: list[int]
-    is_leader: bool
-    peers: list[Peer]
-    server: TierServer | None
-    stride: int = 1
-
-    @classmethod
-    def connect(
-        cls, exchange: RankExchange, tier: HostTier, host: str | None, address: str | None
-    ) -> Hosts:
+    def __init__(
+        self, exchange: RankExchange, tier: HostTier, host: str | None, address: str | None
+    ) -> None:
         mine = host or _this_host()
         of_ranks = exchange.gather_values("exchange host names", mine)
         names = list(dict.fromkeys(of_ranks))
-        leaders, number = [of_ranks.index(name) for name in names], names.index(mine)
-        is_leader = leaders[number] == exchange.rank
+        self.number = names.index(mine)
+        self.leaders = [of_ranks.index(name) for name in names]
+        self.is_leader = self.leaders[self.number] == exchange.rank
+        self.server: TierServer | None = None
         key = bytes.fromhex(exchange.run_on_first_rank("make a key", lambda: secrets.token_hex(32)))
-        servers: list[TierServer] = []
 
         def serve() -> Any:
-            if not is_leader or len(leaders) == 1:
+            if not self.is_leader or len(names) == 1:
                 return None
-            servers.append(TierServer(tier, key, address or _own_address()))
-            return servers[0].address
+            self.server = TierServer(tier, key, address or _own_address())
+            return self.server.address
 
         addresses = exchange.run_and_gather("serve the fast tier", serve)
-        peers = [
-            Peer(tuple(addresses[rank] or ("", 0)), key, f"host of rank {rank}") for rank in leaders
+        self.peers = [
+            Peer(tuple(addresses[rank] or ("", 0)), key, f"host of rank {rank}")
+            for rank in self.leaders
         ]
-        stride = hosts_apart(leaders, slices_of_ranks())
-        return cls(number, leaders, is_leader, peers, servers[0] if servers else None, stride)
-
-    def partner(self) -> Peer:
-        return self.peers[(self.number + self.stride) % len(self.peers)]
+        stride = hosts_apart(self.leaders, slices_of_ranks())
+        self.partner = self.peers[(self.number + stride) % len(names)]
 
     def close(self) -> None:
         if self.server is not None:
