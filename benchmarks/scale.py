@@ -72,7 +72,7 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
         parameter_key,
         state_key,
     )  # fmt: skip
-    from xla_fsdp.consolidate.format.rank_file import Item
+    from xla_fsdp.consolidate.format.rank_file import FileTensor
 
     cut = world // 2 if halves else world
     names = [f"blocks.{number}.weight" for number in range(parameters)]
@@ -96,7 +96,11 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
     value = torch.zeros(chunk)
     keys = [key for n in names for key in (parameter_key(n), state_key("exp_avg", n))]
     writes = rank < cut
-    items = [Item(key, "F32", (chunk,), lambda: value) for key in keys if writes]
+    items = [
+        FileTensor(key, value.dtype, (chunk,), lambda low, high: value[low:high])
+        for key in keys
+        if writes
+    ]
     begins = {name: rank * chunk for name in names if writes}
     return Contents(manifest, items, begins)
 

@@ -21,7 +21,7 @@ from xla_fsdp.consolidate.format.manifest import (
     parameter_key,
     state_key,
 )
-from xla_fsdp.consolidate.format.rank_file import Item, write_file
+from xla_fsdp.consolidate.format.rank_file import FileTensor, write_file
 from xla_fsdp.consolidate.format.strict import write_json
 
 
@@ -99,9 +99,8 @@ def _by_name(tensors):
 
 
 def _item(key, tensor):
-    return Item(
-        key, dtype_name(tensor.dtype, key), tuple(tensor.shape), lambda: tensor.contiguous()
-    )
+    flat = tensor.reshape(-1)
+    return FileTensor(key, tensor.dtype, tuple(tensor.shape), lambda low, high: flat[low:high])
 
 
 def random_cuts(name, count, world_size):

@@ -25,7 +25,7 @@ from xla_fsdp.consolidate import (
     errors,
     verify_checkpoint,
 )
-from xla_fsdp.consolidate.stream import tensors
+from xla_fsdp.consolidate.format import rank_file
 
 
 def in_memory(files, rank=-1, **options):
@@ -187,7 +187,7 @@ def test_random_models(tmp_path, monkeypatch, seed):
     assert_same(full, expected_state_dict(model))
     assert_unpadded(full)
     if seed % 2:  # every tensor is read in many pieces
-        monkeypatch.setattr(tensors, "PIECE_BYTES", 16)
+        monkeypatch.setattr(rank_file, "PIECE_BYTES", 16)
     consolidate_checkpoint(save(files, tmp_path), tmp_path / "m.pth", suffix=SUFFIX)
     assert_same(loaded(tmp_path / "m.pth"), expected_state_dict(model))
 
@@ -196,7 +196,7 @@ def test_random_models(tmp_path, monkeypatch, seed):
 def pieces(request, monkeypatch):
     """Also so small that every tensor is read in many."""
     if request.param == "in pieces":
-        monkeypatch.setattr(tensors, "PIECE_BYTES", 16)
+        monkeypatch.setattr(rank_file, "PIECE_BYTES", 16)
 
 
 def test_the_function_writes_what_the_command_writes(tmp_path):

@@ -17,7 +17,6 @@ from wrappings import assert_equal, plain_zoo, stacked, step, zoo
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict, to_dcp
-from xla_fsdp.checkpoint import dcp_writing
 
 RANKS = 3
 
@@ -143,8 +142,6 @@ def write_here(rank, folder, kinds):
                 if parameter.requires_grad:
                     parameter.grad = parameter.detach().clone()
             optimizer.step()
-        if rank == 0:  # many small files
-            dcp_writing.FILE_BYTES = 4000 if kind == "nested" else 1 << 28
         to_dcp(f"{folder}/{kind}", model, optimizer)
         state = full_state_dict(model, rank0_only=False)
         optim = full_optim_state_dict(model, optimizer, rank0_only=False)

@@ -115,13 +115,11 @@ def _entry(name: str, value: Any, start: int, label: str) -> Entry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         fail(f"unknown dtype {dtype!r:.40}")
-    if not is_shape(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
+    if not (is_shape(shape) and isinstance(offsets, list) and len(offsets) == 2) or not all(
+        type(n) is int and 0 <= n < 1 << 63 for n in offsets
+    ):
         fail(f"shape {shape!r:.80} and data_offsets {offsets!r:.80} must be lists of sizes")
     begin, end = offsets
     if math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
         fail(f"{dtype} of shape {shape!r:.80} does not take data_offsets {offsets!r:.80}")
     return Entry(dtype, tuple(shape), start + begin, start + end)
-
-
-def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)

@@ -6,6 +6,7 @@ import xxhash
 
 _LEAST_CHUNK = 1 << 20
 _MOST_CHUNKS = 1 << 10
+DIGEST_LENGTH = 16
 
 
 def chunk_bytes(size: int) -> int:
@@ -36,10 +37,11 @@ class ChunkDigests:
             if not self._missing:
                 self._end_chunk()
 
-    def finish(self) -> list[str]:
+    def finish(self) -> str:
+        """The digests of all chunks, joined."""
         if self._missing < self.chunk:
             self._end_chunk()
-        return self._done
+        return "".join(self._done)
 
     def _end_chunk(self) -> None:
         self._done.append(self._state.hexdigest())

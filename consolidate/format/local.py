@@ -19,12 +19,19 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalStore:
+    """:class:`~.remote.RemoteStore` has the same methods, except ``replace`` and ``exchange``.
+
+    ``renames``: whether a folder can be renamed in one step.
+    """
+
     renames = True
 
     def create(self, path: str) -> LocalOutput:
+        """Raises OutputError if the file exists."""
         return LocalOutput(path)
 
     def size(self, path: str) -> int:
+        """Bytes of a file. Raises UnreadableFileError if it is a link."""
         with _reading(path):
             status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -33,6 +40,7 @@ class LocalStore:
         return status.st_size
 
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
+        """Fills ``out`` from ``begin``. Raises UnreadableFileError if the file is too short."""
         done = 0
         with _reading(path):
             # Do not follow a link, and do not block if the path is a pipe.
@@ -48,6 +56,7 @@ class LocalStore:
                     done += count
 
     def list(self, path: str) -> list[str]:
+        """Names in a folder, empty if there is none."""
         with _reading(path), contextlib.suppress(FileNotFoundError):
             return os.listdir(path)
         return []
@@ -66,6 +75,7 @@ class LocalStore:
                 self.sync_folder(os.path.dirname(each) or ".")
 
     def rename(self, old: str, new: str) -> None:
+        """Renames durably. ``new`` must not exist."""
         with _writing(new):
             if os.path.lexists(new):
                 raise FileExistsError(errno.EEXIST, "exists already")
@@ -93,6 +103,7 @@ class LocalStore:
         return True
 
     def remove(self, path: str) -> None:
+        """Removes a file, or a folder with its content, if it exists."""
         with _writing(path), contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
@@ -100,6 +111,7 @@ class LocalStore:
                 os.unlink(path)
 
     def sync_folder(self, path: str) -> None:
+        """Makes the names in a folder durable."""
         with _writing(path):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with contextlib.closing(_Descriptor(descriptor)):
@@ -111,6 +123,7 @@ class LocalStore:
                         raise
 
     def hold_lock(self, path: str) -> object:
+        """Locks a folder while the returned object exists, if the file system has locks."""
         with contextlib.suppress(OSError):
             return FolderLock(path)
         return None

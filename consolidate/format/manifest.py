@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from ..errors import CorruptFileError, InvalidMetadataError, UnsupportedValueError
-from .digests import chunk_bytes, digest
+from .digests import DIGEST_LENGTH, chunk_bytes, digest
 from .rank_file import FileRecord
 from .store import Store, read
 from .strict import Fields, read_json, write_json
@@ -23,7 +23,6 @@ MAX_BYTES = 1 << 30
 # Keys of torch's parameter groups that are not options.
 NOT_OPTIONS = ("params", "param_names")
 _HEAD, _MIDDLE, _TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
-_DIGEST = len(digest(b""))
 _SEALED = re.compile(re.escape(_HEAD) + b"(.{16})" + re.escape(_MIDDLE) + b"(.*)}\n", re.DOTALL)
 
 
@@ -164,8 +163,7 @@ def state_key(key: str, name: str) -> str:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Raises UnsupportedValueError if the manifest is too large."""
-    optimizer, rules = manifest.optimizer, manifest.sharding_rules
-    body = {
+    body: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "save_id": manifest.save_id,
@@ -173,20 +171,14 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "world_size": manifest.world_size,
         "parameters": [_dump_tensor(tensor) for tensor in manifest.parameters.values()],
         "buffers": [_dump_tensor(tensor) for tensor in manifest.buffers.values()],
-        "optimizer": None,
+        "optimizer": manifest.optimizer and asdict(manifest.optimizer),
         "scheduler": manifest.scheduler,
         "extra": manifest.extra,
         "extra_state": manifest.extra_state,
     }
-    if optimizer is not None:
-        state = {
-            name: {"sharded": dict(each.sharded), "single": dict(each.single)}
-            for name, each in optimizer.state.items()
-        }
-        body["optimizer"] = {**dump_groups(optimizer), "state": state}
-    if rules is not None:
-        body["spans"] = {name: list(astuple(rule)) for name, rule in rules.items()}
-    return _sealed({**body, "files": dump_files(manifest.files)})
+    if manifest.sharding_rules is not None:
+        body["spans"] = {name: astuple(rule) for name, rule in manifest.sharding_rules.items()}
+    return _sealed({**body, "files": [vars(file) for file in manifest.files]})
 
 
 def _sealed(body: Mapping[str, Any]) -> bytes:
@@ -205,7 +197,7 @@ def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
     body = read_json(_body(data, label), label)
     if not isinstance(body, dict) or body.get("files") != []:
         raise InvalidMetadataError(f"{label}: is not a manifest with an empty list of files")
-    return _sealed({**body, "files": dump_files(files)})
+    return _sealed({**body, "files": [vars(file) for file in files]})
 
 
 def is_begun(store: Store, path: str) -> bool:
@@ -225,7 +217,7 @@ def load_manifest(data: bytes, label: str) -> Manifest:
     found.require_format(FORMAT, VERSION)
     save_id, world_size = found.text("save_id"), found.integer("world_size", least=1)
     parameters, buffers = (
-        [_load_tensor(each) for each in found.objects(kind)] for kind in ("parameters", "buffers")
+        [_tensor(each) for each in found.objects(kind)] for kind in ("parameters", "buffers")
     )
     by_name = {tensor.name: tensor for tensor in parameters}
     names = [name for tensor in parameters + buffers for name in tensor.names]
@@ -236,7 +228,9 @@ def load_manifest(data: bytes, label: str) -> Manifest:
     )
     if len(files) != world_size:
         found.fail(f"lists {len(files)} files, expected one for each of {world_size} ranks")
-    optimizer, extra_state = found.optional("optimizer"), found.json("extra_state")
+    optimizer, extra_state = None, found.json("extra_state")
+    if found.json("optimizer") is not None:
+        optimizer = _load_optimizer(found.child("optimizer"), by_name)
     if extra_state is not None and not isinstance(extra_state, dict):
         found.fail("extra_state must be an object")
     return Manifest(
@@ -246,7 +240,7 @@ def load_manifest(data: bytes, label: str) -> Manifest:
         parameters=by_name,
         buffers={tensor.name: tensor for tensor in buffers},
         files=files,
-        optimizer=None if optimizer is None else _load_optimizer(optimizer, by_name),
+        optimizer=optimizer,
         scheduler=found.json("scheduler"),
         extra=found.json("extra"),
         extra_state=extra_state,
@@ -283,50 +277,29 @@ def _sharding_rules(found: Fields, parameters: Mapping[str, Tensor]) -> dict[str
 
 
 def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
-    described = {"names": list(tensor.names), "dtype": tensor.dtype, "shape": list(tensor.shape)}
-    return described if tensor.restore is None else {**described, "restore": tensor.restore}
+    return {name: value for name, value in vars(tensor).items() if value is not None}
 
 
-def _load_tensor(found: Fields) -> Tensor:
+def _tensor(found: Fields) -> Tensor:
     restore = found.dtype("restore") if "restore" in found else None
     return Tensor(found.names("names"), found.dtype("dtype"), found.shape("shape"), restore)
 
 
-def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
-    return [
-        {"name": f.name, "size": f.size, "chunk": f.chunk, "digests": "".join(f.digests)}
-        for f in files
-    ]
-
-
 def load_file(found: Fields, rank: int, world_size: int) -> FileRecord:
-    """Reads one element of :func:`dump_files`."""
+    """Reads one element of ``files``."""
     name, size, digests = found.text("name"), found.integer("size"), found.text("digests")
-    if name != file_name(rank, world_size):
-        found.fail(
-            f"the file of rank {rank} is called {name!r:.80}, expected "
-            f"{file_name(rank, world_size)}"
-        )
-    chunk = found.integer("chunk", least=1)
+    expected, chunk = file_name(rank, world_size), found.integer("chunk", least=1)
+    if name != expected:
+        found.fail(f"the file of rank {rank} is called {name!r:.80}, expected {expected}")
     if chunk != chunk_bytes(size):
         found.fail(f"{name}: chunk is {chunk}, expected {chunk_bytes(size)} for {size} bytes")
-    if len(digests) != _DIGEST * math.ceil(size / chunk):
+    chunks = math.ceil(size / chunk)
+    if len(digests) != DIGEST_LENGTH * chunks:
         found.fail(
-            f"{name}: has digests of {len(digests) // _DIGEST} chunks, expected "
-            f"{math.ceil(size / chunk)} for {size} bytes"
+            f"{name}: has digests of {len(digests) // DIGEST_LENGTH} chunks, expected {chunks} "
+            f"for {size} bytes"
         )
-    each = tuple(digests[i : i + _DIGEST] for i in range(0, len(digests), _DIGEST))
-    return FileRecord(name, size, chunk, each)
-
-
-def dump_groups(optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        "kind": optimizer.kind,
-        "groups": [
-            {"parameters": list(group.parameters), "options": dict(group.options)}
-            for group in optimizer.groups
-        ],
-    }
+    return FileRecord(name, size, chunk, digests)
 
 
 def _load_optimizer(found: Fields, parameters: Mapping[str, Tensor]) -> Optimizer:

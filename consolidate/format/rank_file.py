@@ -6,81 +6,107 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import chain
 
 import torch
 
 from ..errors import CorruptFileError, ShardMismatchError
 from .container import Container, layout, read_container
-from .digests import ChunkDigests, chunk_bytes, digest
-from .dtypes import DTYPES, flatten_on_host, tensor_bytes
+from .digests import DIGEST_LENGTH, ChunkDigests, chunk_bytes, digest
+from .dtypes import DTYPES, copy_into, dtype_name, tensor_bytes
 from .store import Store, creating
 
-_PIECE_BYTES = 1 << 24
+PIECE_BYTES = 1 << 22
 # Minimum and maximum size of the cache.
 _CACHED_BYTES, _MOST_CACHED_BYTES = 1 << 25, 1 << 29
 
 
 @dataclass(frozen=True)
 class FileRecord:
+    """One of ``files`` in the manifest. ``digests``: those of all chunks, joined."""
+
     name: str
     size: int
     chunk: int
-    digests: tuple[str, ...]
+    digests: str
+
+    def digest_of(self, number: int) -> str:
+        return self.digests[number * DIGEST_LENGTH : (number + 1) * DIGEST_LENGTH]
 
 
 @dataclass(frozen=True)
-class Item:
-    """A tensor to be written. ``value`` is called once, when it is written."""
+class FileTensor:
+    """A tensor to be written.
 
-    key: str
-    dtype: str
+    Attributes:
+        read: ``read(begin, end)`` returns the flattened elements ``begin .. end``, contiguous on
+            the CPU. It is called when they are written.
+        origin: the dtype that ``read`` returns, None if the tensor is not cast.
+    """
+
+    name: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
-    value: Callable[[], torch.Tensor]
+    read: Callable[[int, int], torch.Tensor]
+    origin: torch.dtype | None = None
 
     @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[memoryview]:
+        origin = self.origin or self.dtype
+        step = PIECE_BYTES // max(self.dtype.itemsize, origin.itemsize)
+        for begin in range(0, self.numel, step):
+            end = min(begin + step, self.numel)
+            piece = self.read(begin, end)
+            if (piece.dtype, piece.numel()) != (origin, end - begin):
+                raise ShardMismatchError(
+                    f"{self.name!r:.120} has {piece.numel()} elements of {piece.dtype} from "
+                    f"{begin}, expected {end - begin} of {origin}: it changed during the save. Do "
+                    "not change the model while it is saved."
+                )
+            if origin is not self.dtype:
+                piece = copy_into(torch.empty(len(piece), dtype=self.dtype), piece)
+            yield tensor_bytes(piece)
 
 
-def widest_first(tensors: Iterable[Any]) -> list[Any]:
-    """Sorts tensors by ``itemsize``, largest first, so that each is aligned to its item size."""
-    return sorted(tensors, key=lambda tensor: -tensor.itemsize)
+def pieces(tensors: Iterable[FileTensor]) -> Iterator[memoryview]:
+    return (piece for tensor in tensors for piece in tensor.pieces())
+
+
+def layout_of(
+    tensors: Iterable[FileTensor], metadata: Mapping[str, str]
+) -> tuple[list[FileTensor], Container, bytes]:
+    """The tensors in the order of the file, and its header.
+
+    The largest dtypes are first, so that each tensor is aligned to its item size.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    described = [(t.name, dtype_name(t.dtype, repr(t.name)), t.shape) for t in ordered]
+    return ordered, *layout(described, metadata)
 
 
 def write_file(
-    store: Store, path: str, items: Iterable[Item], metadata: Mapping[str, str]
+    store: Store, path: str, tensors: Iterable[FileTensor], metadata: Mapping[str, str]
 ) -> FileRecord:
     """Writes a safetensors file, durable when this returns. Memory: one tensor at a time.
 
     Raises OutputError (the caller must remove the incomplete file), or ShardMismatchError if a
     tensor changed its dtype or size during the save.
     """
-    items = widest_first(items)
-    container, header = layout([(i.key, i.dtype, i.shape) for i in items], metadata)
+    ordered, container, header = layout_of(tensors, metadata)
     digests = ChunkDigests(chunk_bytes(container.size))
     with creating(store, path) as output:
-        for piece in _pieces(path, header, items):
+        for piece in chain([memoryview(header)], pieces(ordered)):
             digests.update(piece)
             output.write(piece)
     name = path.rpartition("/")[2]
-    return FileRecord(name, container.size, digests.chunk, tuple(digests.finish()))
-
-
-def _pieces(path: str, header: bytes, items: Iterable[Item]) -> Iterator[memoryview]:
-    yield memoryview(header)
-    for item in items:
-        value = flatten_on_host(item.value())
-        if (value.dtype, value.numel()) != (DTYPES[item.dtype], math.prod(item.shape)):
-            raise ShardMismatchError(
-                f"{path}: {item.key!r:.120} is {value.dtype} with {value.numel()} elements, "
-                f"expected {item.dtype} {list(item.shape)}: it changed during the save. Do not "
-                "change the model while it is saved."
-            )
-        view = tensor_bytes(value)
-        for begin in range(0, len(view), _PIECE_BYTES):
-            yield view[begin : begin + _PIECE_BYTES]
-        del value, view
+    return FileRecord(name, container.size, digests.chunk, digests.finish())
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +123,7 @@ class _Chunks:
     def read(self, number: int, out: memoryview) -> None:
         begin = number * self.record.chunk
         self.store.read_into(self.path, begin, out)
-        if digest(out) != self.record.digests[number]:
+        if digest(out) != self.record.digest_of(number):
             raise CorruptFileError(
                 f"{self.path}: bytes {begin} to {begin + len(out)} are not those that were "
                 "saved (their digest differs from the manifest). Use another checkpoint."
@@ -179,7 +205,7 @@ class CheckedFile:
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Checks every byte. ``progress`` receives the number of bytes of each step."""
         buffer = memoryview(bytearray(min(self.record.chunk, self.record.size)))
-        for number in range(len(self.record.digests)):
+        for number in range(math.ceil(self.record.size / self.record.chunk)):
             length = self._chunks.length(number)
             self._chunks.read(number, buffer[:length])
             progress(length)

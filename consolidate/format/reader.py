@@ -215,10 +215,7 @@ def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
 
 
 class RankFile(CheckedFile):
-    """The file of one rank. Opening it checks that it matches the manifest.
-
-    ``begins``: by parameter, the first element that the rank stores.
-    """
+    """The file of one rank. Opening it checks that it matches the manifest."""
 
     def __init__(
         self,
@@ -238,7 +235,14 @@ class RankFile(CheckedFile):
                     f"{self.path}: its header has {key} {found!r:.60}, but the manifest in the "
                     f"same folder has {key} {expected!r}. The file belongs to another save."
                 )
-        self.begins: dict[str, int] = self._read_begins()
+        begins = read_json(self.container.metadata.get("begins", "").encode(), path)
+        if not isinstance(begins, dict) or not all(
+            type(n) is int and n >= 0 and name in manifest.parameters for name, n in begins.items()
+        ):
+            raise InvalidMetadataError(
+                f"{path}: its header has no valid 'begins', the first element of each piece"
+            )
+        self._begins: dict[str, int] = begins
         self._require_entries()
         for name, rule in (manifest.sharding_rules or {}).items():
             stated = rule.range_of_rank(rank, manifest.parameters[name].numel)
@@ -248,25 +252,10 @@ class RankFile(CheckedFile):
                     f"manifest says {stated}. Use another checkpoint."
                 )
 
-    def length(self, name: str) -> int:
-        entry = self.container.entries.get(parameter_key(name))
-        return 0 if entry is None else entry.numel
-
     def range_of(self, name: str) -> tuple[int, int]:
         """The range of elements that the rank stores, ``(0, 0)`` if none."""
-        begin, length = self.begins.get(name, 0), self.length(name)
-        return (begin, begin + length) if length else (0, 0)
-
-    def _read_begins(self) -> dict[str, int]:
-        begins = read_json(self.container.metadata.get("begins", "").encode(), self.path)
-        known = self._manifest.parameters
-        if not isinstance(begins, dict) or not all(
-            type(n) is int and n >= 0 and name in known for name, n in begins.items()
-        ):
-            raise InvalidMetadataError(
-                f"{self.path}: its header has no valid 'begins', the first element of each piece"
-            )
-        return begins
+        begin, entry = self._begins.get(name, 0), self.container.entries.get(parameter_key(name))
+        return (begin, begin + entry.numel) if entry is not None and entry.numel else (0, 0)
 
     def _require_entries(self) -> None:
         optimizer, entries = self._manifest.optimizer, self.container.entries

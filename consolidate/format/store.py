@@ -1,4 +1,4 @@
-"""Access to files on a file system or an object store. All writing goes through :class:`Store`."""
+"""Access to files on a file system or an object store. All writing goes through a store."""
 
 from __future__ import annotations
 
@@ -6,64 +6,19 @@ import contextlib
 import os
 import posixpath
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import OptionsError
+from .local import LocalStore
+
+if TYPE_CHECKING:
+    from .remote import RemoteStore
 
 _PIECE = 4 << 20
 
 
-class Output(Protocol):
-    """A file that is being written. Only ``close`` makes it complete and durable."""
-
-    def write(self, data: bytes | memoryview) -> object: ...
-
-    def close(self) -> None: ...
-
-    def discard(self) -> None:
-        """Closes the file after an error."""
-
-
-class Store(Protocol):
-    """Operations on files by path.
-
-    Writing raises :class:`~..errors.OutputError`, reading ``CheckpointNotFoundError`` and
-    ``UnreadableFileError``. ``renames``: whether a folder can be renamed in one step.
-    """
-
-    renames: bool
-
-    def create(self, path: str) -> Output:
-        """Raises OutputError if the file exists."""
-
-    def size(self, path: str) -> int:
-        """Bytes of a file. Raises UnreadableFileError if it is a link."""
-
-    def read_into(self, path: str, begin: int, out: memoryview) -> None:
-        """Fills ``out`` from ``begin``. Raises UnreadableFileError if the file is too short."""
-
-    def list(self, path: str) -> list[str]:
-        """Names in a folder, empty if there is none."""
-
-    def is_folder(self, path: str) -> bool: ...
-
-    def make_folder(self, path: str) -> None:
-        """Makes a folder and its parents, if they do not exist."""
-
-    def rename(self, old: str, new: str) -> None:
-        """Renames durably, if :attr:`renames`. ``new`` must not exist."""
-
-    def remove(self, path: str) -> None:
-        """Removes a file, or a folder with its content, if it exists."""
-
-    def sync_folder(self, path: str) -> None:
-        """Makes the names in a folder durable."""
-
-    def hold_lock(self, path: str) -> object:
-        """Locks a folder while the returned object exists, if the store has locks."""
-
-    def is_locked(self, path: str) -> bool:
-        """Whether a running save has locked the folder."""
+# Writing raises OutputError, reading CheckpointNotFoundError and UnreadableFileError.
+Store: TypeAlias = "LocalStore | RemoteStore"
 
 
 def read(store: Store, path: str, begin: int, end: int) -> bytes:
@@ -123,6 +78,4 @@ def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
         from .remote import RemoteStore
 
         return RemoteStore.open(text, label)
-    from .local import LocalStore
-
     return LocalStore(), text.rstrip("/") or "/"

@@ -148,6 +148,3 @@ class Fields:
         """The items of a list of objects."""
         values = enumerate(self.list(name))
         return [Fields(value, f"{self.label}: {name}[{number}]") for number, value in values]
-
-    def optional(self, name: str) -> Fields | None:
-        return None if self.json(name) is None else self.child(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -82,9 +82,9 @@ class Rank:
     state_dict: Mapping[str, Any]
     world_size: int
     rank: int
-    parameters: dict[str, LegacyParameter]
-    buffers: dict[str, tuple[str, torch.dtype | None]]
-    aliases: dict[str, str]
+    parameters: dict[str, LegacyParameter] = field(default_factory=dict)
+    buffers: dict[str, tuple[str, torch.dtype | None]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     optimizer: Any = None
 
 
@@ -114,22 +114,19 @@ def read_rank(content: Any, label: str) -> Rank:
     if not isinstance(state_dict, Mapping) or not all(isinstance(k, str) for k in state_dict):
         raise ForeignFileError(f"{label}: 'model' is not a state_dict (a dict with str keys)")
     found = Fields(metadata, f"{label}: shard_metadata")
-    read = _read_native if "format" in found else read_intree
     rank = Rank(
         label,
         state_dict,
         found.integer("world_size", 1),
         found.integer("rank"),
-        *read(found, state_dict, label),
         optimizer=content.get("optimizer"),
     )
+    if "format" in found:
+        _read_native(found, rank)
+    else:
+        read_intree(found, rank)
     _validate(rank)
     return rank
-
-
-Described = tuple[
-    dict[str, LegacyParameter], dict[str, tuple[str, torch.dtype | None]], dict[str, str]
-]
 
 
 def _validate(rank: Rank) -> None:
@@ -165,43 +162,41 @@ def _validate(rank: Rank) -> None:
         raise InvalidMetadataError(f"{rank.label}: {twice[0]!r} is described more than once")
 
 
-def _require_stored(keys: Iterable[str], state_dict: Mapping[str, Any], label: str) -> None:
+def _require_stored(keys: Iterable[str], rank: Rank) -> None:
     for key in keys:
-        if key not in state_dict:
-            raise ShardMismatchError(f"{label}: parameter {key!r} is described but not stored")
-        if not isinstance(state_dict[key], torch.Tensor):
-            raise ShardMismatchError(f"{label}: parameter {key!r} is not a tensor")
+        if key not in rank.state_dict:
+            raise ShardMismatchError(f"{rank.label}: parameter {key!r} is described but not stored")
+        if not isinstance(rank.state_dict[key], torch.Tensor):
+            raise ShardMismatchError(f"{rank.label}: parameter {key!r} is not a tensor")
 
 
-def _read_native(found: Fields, state_dict: Mapping[str, Any], label: str) -> Described:
+def _read_native(found: Fields, rank: Rank) -> None:
     """Translates the metadata that ``consolidate/README.md`` defines."""
     found.require_format(_FORMAT, _VERSION)
-    parameters = {}
+    parameters = rank.parameters
     for key, each in found.child("parameters").children().items():
         members = tuple(
             Member(member.names("names"), member.shape("shape"), member.integer("offset"))
             for member in each.objects("members")
         )
         parameters[key] = LegacyParameter(each.text("layout"), each.integer("numel"), members)
-    _require_stored(parameters, state_dict, label)
+    _require_stored(parameters, rank)
 
     owner = {name: key for key, parameter in parameters.items() for name in parameter.names}
     dtypes = found.child("buffers")
-    aliases, buffers = {}, {}
-    for key in state_dict:
+    for key in rank.state_dict:
         if key in parameters:
             continue
         tied_to = owner.get(key) or _same_flat_parameter(key, parameters)
         if tied_to is not None:
-            aliases[key] = tied_to
+            rank.aliases[key] = tied_to
             continue
         dtype = getattr(torch, dtypes.text(key), None) if key in dtypes else None
         if key in dtypes and not isinstance(dtype, torch.dtype):
             dtypes.fail(
                 f"dtype of {key!r} is {dtypes.text(key)!r:.80}, expected a name like 'float32'"
             )
-        buffers[key] = key, dtype
-    return parameters, buffers, aliases
+        rank.buffers[key] = key, dtype
 
 
 def _same_flat_parameter(key: str, parameters: Mapping[str, LegacyParameter]) -> str | None:
@@ -219,7 +214,7 @@ def _same_flat_parameter(key: str, parameters: Mapping[str, LegacyParameter]) ->
     return None
 
 
-def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Described:
+def read_intree(found: Fields, rank: Rank) -> None:
     """Translates the metadata that torch_xla's ``XlaFullyShardedDataParallel`` writes.
 
     ``buffer_info`` has the original dtypes of cast buffers. Its keys have one more wrapper prefix
@@ -233,8 +228,7 @@ def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Des
         for module, shards in found.child("shard_info").children().items()
         for name, info in shards.children().items()
     }
-    _require_stored(infos, state_dict, label)
-    parameters = {}
+    _require_stored(infos, rank)
     for key, (module, info) in infos.items():
         own, shape = info.text("_orig_name"), info.shape("_orig_size")
         # A parameter of the model with this name has one more prefix.
@@ -242,26 +236,24 @@ def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Des
             members = _read_flattened(_join(module, own), flattened)
         else:
             members = (Member((_clean_name(_join(module, own)),), shape, 0),)
-        layout = _DIM0 if state_dict[key].dim() > 1 else _FLAT
-        parameters[key] = LegacyParameter(layout, math.prod(shape), members)
+        layout = _DIM0 if rank.state_dict[key].dim() > 1 else _FLAT
+        rank.parameters[key] = LegacyParameter(layout, math.prod(shape), members)
 
     # Old versions do not write this entry.
-    cast = found.child("buffer_info") if "buffer_info" in found else Fields({}, label)
+    cast = found.child("buffer_info") if "buffer_info" in found else Fields({}, "")
     described = {_clean_name(name): name for name in cast}
-    buffers = {}
-    for key in state_dict:
-        if key in parameters:
+    for key in rank.state_dict:
+        if key in rank.parameters:
             continue
         if any(part.startswith(_SHARD) for part in key.split(".")):
-            raise ShardMismatchError(f"{label}: shard {key!r} is stored but not described")
+            raise ShardMismatchError(f"{rank.label}: shard {key!r} is stored but not described")
         name, dtype = _clean_name(key), None
         if name in described:
             about = cast.child(described[name])
             dtype = about.json("_orig_dtype")
             if not isinstance(dtype, torch.dtype):
                 about.fail(f"_orig_dtype is {dtype!r:.80}, expected a dtype")
-        buffers[key] = name, dtype
-    return parameters, buffers, {}
+        rank.buffers[key] = name, dtype
 
 
 def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:

@@ -34,7 +34,7 @@ from ..format import values
 from ..format.digests import digest
 from ..format.dtypes import copy_into, dtype_name, flatten_on_host, is_dense
 from ..format.manifest import NOT_OPTIONS, Group, Optimizer, State, Tensor
-from .ranks import Member, Rank, read_rank, sort_ranks, tie
+from .ranks import Rank, read_rank, sort_ranks, tie
 
 OUTPUT_NAME = "_consolidated.pth"
 
@@ -49,7 +49,23 @@ def open_legacy(
 
     The files have no digests: only ``--verify`` detects flipped bits in values.
     """
-    ranks = _read_ranks(prefix, suffix, allow_unsafe_pickle)
+    paths = sorted(glob.glob(glob.escape(prefix) + suffix))
+    if not paths:
+        raise CheckpointNotFoundError(
+            f"{prefix}{suffix}: no file matches. Check the prefix and the suffix."
+        )
+    ranks = []
+    for path in paths:
+        content = read_file(path, allow_unsafe_pickle)
+        if not _is_consolidated(content, path == prefix + OUTPUT_NAME):
+            ranks.append(read_rank(content, path))
+            for key in ranks[-1].parameters:
+                _require_stored(key, ranks[-1])
+    if not ranks:
+        raise MissingRankError(
+            f"{paths[0]}: is a consolidated model, and no rank file matches. Check the prefix and "
+            "the suffix."
+        )
     return LegacySource(ranks, f"{prefix}{suffix}", tied, files=True)
 
 
@@ -74,7 +90,10 @@ class LegacySource:
         tie(first, tied or {})
         self.label, self.world_size = label, len(self.ranks)
         self.inputs = [rank.label for rank in self.ranks] if files else []
-        self.save_id = _save_id(self.inputs)
+        # Another one when one of the files is written again.
+        status = [(os.path.basename(path), os.stat(path)) for path in self.inputs]
+        identity = [(name, found.st_size, found.st_mtime_ns) for name, found in status]
+        self.save_id = digest(repr(identity).encode())
         self.found = f"{len(self.ranks)} rank files matching {label}"
         self._mapped = files and all(map(_can_forget, self.inputs))
         # By parameter: the key of its tensor, and its range in that.
@@ -161,7 +180,18 @@ class LegacySource:
             if self._matched is None:
                 raise ValueError(f"{self.label}: has no optimizer, so it has no state {state!r}")
             shards = [each[state] for each in self._matched[1][key]]
-        return self._read(shards, member, begin, end)
+        # All shards have the same length.
+        out = torch.empty(end - begin, dtype=shards[0].dtype, device=shards[0].device)
+        count = shards[0].numel()
+        at, low, high = 0, member.offset + begin, member.offset + end
+        while low < high:
+            rank, first = divmod(low, count)
+            length = min(high - low, count - first)
+            part = shards[rank].detach().reshape(-1)[first : first + length]
+            copy_into(out[at : at + length], part)
+            self._forget([part])
+            at, low = at + length, low + length
+        return out
 
     def read_buffer(self, name: str, begin: int, end: int, rank: int = 0) -> torch.Tensor:
         rank = rank if rank < len(self.ranks) else 0
@@ -191,22 +221,6 @@ class LegacySource:
     def verify(self, progress: Callable[[int], object]) -> str:
         _verify_files(self.inputs, progress)
         return f"{len(self.inputs)} rank files, CRCs"
-
-    def _read(
-        self, shards: list[torch.Tensor], member: Member, begin: int, end: int
-    ) -> torch.Tensor:
-        """Reads elements of the concatenated, flattened shards. All have the same length."""
-        out = torch.empty(end - begin, dtype=shards[0].dtype, device=shards[0].device)
-        count = shards[0].numel()
-        at, low, high = 0, member.offset + begin, member.offset + end
-        while low < high:
-            rank, first = divmod(low, count)
-            length = min(high - low, count - first)
-            part = shards[rank].detach().reshape(-1)[first : first + length]
-            copy_into(out[at : at + length], part)
-            self._forget([part])
-            at, low = at + length, low + length
-        return out
 
 
 def _match_optimizer(
@@ -293,27 +307,6 @@ def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> S
     return State(sharded, single) if states[0] else None
 
 
-def _read_ranks(prefix: str, suffix: str, allow_unsafe_pickle: bool = False) -> list[Rank]:
-    """The content of every rank file, without results of earlier runs. `prefix` is no pattern."""
-    ranks, paths = [], sorted(glob.glob(glob.escape(prefix) + suffix))
-    if not paths:
-        raise CheckpointNotFoundError(
-            f"{prefix}{suffix}: no file matches. Check the prefix and the suffix."
-        )
-    for path in paths:
-        content = read_file(path, allow_unsafe_pickle)
-        if not _is_consolidated(content, path == prefix + OUTPUT_NAME):
-            ranks.append(read_rank(content, path))
-            for key in ranks[-1].parameters:
-                _require_stored(key, ranks[-1])
-    if not ranks:
-        raise MissingRankError(
-            f"{paths[0]}: is a consolidated model, and no rank file matches. Check the prefix and "
-            "the suffix."
-        )
-    return ranks
-
-
 def read_file(
     path: str, allow_unsafe_pickle: bool = False, remedy: str = "--allow_unsafe_pickle would"
 ) -> Any:
@@ -376,12 +369,6 @@ def _require_stored(key: str, rank: Rank) -> None:
             f"{rank.label}: shard {key!r} of shape {list(shard.shape)} has fewer bytes than that "
             "shape needs. Save it as a contiguous tensor."
         )
-
-
-def _save_id(paths: list[str]) -> str:
-    """An id that changes when one of the files is written again."""
-    found = [(os.path.basename(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in paths]
-    return digest(repr(found).encode())
 
 
 def _verify_files(paths: list[str], progress: Callable[[int], object]) -> None:

@@ -7,8 +7,8 @@ their own file.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,11 @@ from ..format import manifest, values
 from ..format.digests import chunk_bytes, digest
 from ..format.dtypes import DTYPES
 from ..format.manifest import Manifest, Optimizer, buffer_key, file_name, parameter_key, state_key
-from ..format.rank_file import FileRecord
+from ..format.rank_file import FileRecord, FileTensor
 from ..format.strict import write_json
 from .options import SAFETENSORS, Options
-from .result_file import SafetensorsFile, TorchFile
+from .result_file import ResultFile, SafetensorsFile, TorchFile
 from .sources import ShardedSource, Source
-from .tensors import ResultTensor
 
 RECORD = "consolidated.json"
 INDEX = "model.safetensors.index.json"
@@ -43,11 +42,11 @@ class WritePlan:
         identity: equal only for the same save with the same options.
     """
 
-    files: list[SafetensorsFile | TorchFile]
+    files: Sequence[ResultFile]
     texts: dict[str, bytes]
     identity: str
     is_folder: bool = True
-    make_texts: Callable[[list[list[str]]], dict[str, bytes]] = lambda digests: {}
+    make_texts: Callable[[list[str]], dict[str, bytes]] = lambda digests: {}
 
 
 def make_write_plan(
@@ -71,7 +70,7 @@ def make_write_plan(
         "options": vars(options),
     }
     identity = digest(write_json(about))
-    files: list[SafetensorsFile | TorchFile] = []
+    files: list[ResultFile] = []
     texts: dict[str, bytes] = {}
     if options.optimizer and source.optimizer is None:
         raise OptionsError(f"{source.label}: has no optimizer. Remove --optimizer.")
@@ -87,7 +86,9 @@ def make_write_plan(
             ]
             metadata = {"consolidated": said}
             files.append(SafetensorsFile("optimizer.safetensors", state.copy, metadata))
-            texts[OPTIMIZER_JSON] = _optimizer_json(optimizer)
+            described = asdict(optimizer)
+            single = {key: one["single"] for key, one in described.pop("state").items()}
+            texts[OPTIMIZER_JSON] = write_json({**described, "single": single}) + b"\n"
     else:
         model = _tree(source, options) if state_dict is None else state_dict
         content = {"model": model, "consolidated": about}
@@ -103,7 +104,7 @@ def make_write_plan(
 
 def _safetensors(
     source: Source, options: Options, about: str, name: str | None
-) -> tuple[list[SafetensorsFile | TorchFile], dict[str, bytes]]:
+) -> tuple[list[ResultFile], dict[str, bytes]]:
     tied = {alias: first for alias, first in source.order if alias != first}
     metadata = {"format": "pt", "consolidated": about}
     if tied:
@@ -118,7 +119,7 @@ def _safetensors(
             "use --format pth"
         )
     shards = _shards(tensors, options.max_shard_size)
-    files: list[SafetensorsFile | TorchFile] = []
+    files: list[ResultFile] = []
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         each = name or "model.safetensors"
@@ -134,7 +135,7 @@ def _safetensors(
 
 
 def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
-    """The state_dict, with a ``ResultTensor`` for every tensor."""
+    """The state_dict, with a ``FileTensor`` for every tensor."""
     by_name = {tensor.name: tensor for tensor in _model(source, options)}
     extra_state = source.extra_state
     model: OrderedDict[str, Any] = OrderedDict()
@@ -145,7 +146,7 @@ def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
     return model
 
 
-def _model(source: Source, options: Options) -> Iterator[ResultTensor]:
+def _model(source: Source, options: Options) -> Iterator[FileTensor]:
     """Parameters and buffers, each once, in the order of the state_dict."""
     for name in dict.fromkeys(first for _, first in source.order):
         if name in source.parameters:
@@ -158,12 +159,12 @@ def _model(source: Source, options: Options) -> Iterator[ResultTensor]:
             dtype, origin = DTYPES[tensor.restore or tensor.dtype], DTYPES[tensor.dtype]
         else:
             continue
-        yield ResultTensor(name, dtype, tensor.shape, read, origin)
+        yield FileTensor(name, dtype, tensor.shape, read, origin)
 
 
-def _shards(tensors: list[ResultTensor], limit: int | None) -> list[list[ResultTensor]]:
+def _shards(tensors: list[FileTensor], limit: int | None) -> list[list[FileTensor]]:
     """Splits the tensors into lists of at most ``limit`` bytes. A larger one is alone."""
-    shards: list[list[ResultTensor]] = [[]]
+    shards: list[list[FileTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if limit is not None and shards[-1] and size + tensor.nbytes > limit:
@@ -174,9 +175,9 @@ def _shards(tensors: list[ResultTensor], limit: int | None) -> list[list[ResultT
     return shards
 
 
-def _state(source: Source, key: str, name: str, dtype: str) -> ResultTensor:
+def _state(source: Source, key: str, name: str, dtype: str) -> FileTensor:
     read = partial(source.read, name, state=key)
-    return ResultTensor(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
+    return FileTensor(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
 
 
 def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
@@ -195,16 +196,11 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _optimizer_json(optimizer: Optimizer) -> bytes:
-    single = {name: dict(each.single) for name, each in optimizer.state.items()}
-    return write_json({**manifest.dump_groups(optimizer), "single": single}) + b"\n"
-
-
 def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) -> WritePlan:
     about = {"save_id": source.save_id, "reshard": world_size, "tied": dict(tied)}
     identity = digest(write_json(about))
     described = _describe(source, world_size, identity)
-    files: list[SafetensorsFile | TorchFile] = []
+    files = []
     for rank in range(world_size):
         ranges = {name: _range(t.numel, rank, world_size) for name, t in source.parameters.items()}
         begins = {name: begin for name, (begin, end) in ranges.items() if begin < end}
@@ -212,11 +208,11 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
         tensors = partial(_rank_tensors, source, described, rank)
         files.append(SafetensorsFile(file_name(rank, world_size), tensors, metadata))
 
-    def make_texts(digests: list[list[str]]) -> dict[str, bytes]:
-        records = []
-        for file, found in zip(files, digests, strict=True):
-            size = file.size if isinstance(file, SafetensorsFile) else 0
-            records.append(FileRecord(file.name, size, chunk_bytes(size), tuple(found)))
+    def make_texts(digests: list[str]) -> dict[str, bytes]:
+        records = [
+            FileRecord(file.name, file.size, chunk_bytes(file.size), found)
+            for file, found in zip(files, digests, strict=True)
+        ]
         return {manifest.NAME: manifest.dump_manifest(replace(described, files=tuple(records)))}
 
     listed = [*(file.name for file in files), manifest.NAME]
@@ -246,7 +242,7 @@ def _range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * count, numel), min((rank + 1) * count, numel)
 
 
-def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[ResultTensor]:
+def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[FileTensor]:
     state = described.optimizer.state if described.optimizer is not None else {}
     for name, tensor in described.parameters.items():
         begin, end = _range(tensor.numel, rank, described.world_size)
@@ -259,13 +255,13 @@ def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[Re
             yield _part(state_key(key, name), dtype, begin, end, read)
     for name, tensor in described.buffers.items():
         read = partial(source.read_buffer, name, rank=rank)
-        yield ResultTensor(buffer_key(name), DTYPES[tensor.dtype], tensor.shape, read)
+        yield FileTensor(buffer_key(name), DTYPES[tensor.dtype], tensor.shape, read)
 
 
 def _part(
     key: str, dtype: str, begin: int, end: int, read: Callable[[int, int], torch.Tensor]
-) -> ResultTensor:
+) -> FileTensor:
     def read_part(low: int, high: int) -> torch.Tensor:
         return read(begin + low, begin + high)
 
-    return ResultTensor(key, DTYPES[dtype], (end - begin,), read_part)
+    return FileTensor(key, DTYPES[dtype], (end - begin,), read_part)

@@ -6,11 +6,11 @@ The header of a safetensors file is written last, with a ``"digest"`` of all byt
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import IO, Any
@@ -19,13 +19,11 @@ import torch
 import xxhash
 
 from ..errors import CheckpointError, UnsupportedValueError
-from ..format.container import layout
 from ..format.digests import ChunkDigests, chunk_bytes, digest
 from ..format.dtypes import flatten_on_host, is_dense
 from ..format.local import LocalStore
-from ..format.rank_file import widest_first
+from ..format.rank_file import PIECE_BYTES, FileTensor, layout_of, pieces
 from ..format.store import creating, read
-from .tensors import PIECE_BYTES, ResultTensor, pieces, pump
 
 _DISK = LocalStore()
 _ALIGNMENT = 64
@@ -46,7 +44,7 @@ class SafetensorsFile:
     """A safetensors file to be written. ``tensors`` is called each time they are needed."""
 
     name: str
-    tensors: Callable[[], Iterable[ResultTensor]]
+    tensors: Callable[[], Iterable[FileTensor]]
     metadata: Mapping[str, str]
 
     @cached_property
@@ -57,7 +55,7 @@ class SafetensorsFile:
     def size(self) -> int:
         return len(self._header(_UNKNOWN)) + self.nbytes
 
-    def write(self, path: str, progress: Callable[[int], object]) -> list[str]:
+    def write(self, path: str, progress: Callable[[int], object]) -> str:
         """Writes durably. Returns the digests of the file's chunks. Raises OutputError."""
         header, total = self._header(_UNKNOWN), xxhash.xxh3_64()
         chunks = ChunkDigests(chunk_bytes(self.size))
@@ -71,16 +69,15 @@ class SafetensorsFile:
         chunks.update(memoryview(header))
         with creating(_DISK, path) as output:
             output.write(bytes(len(header)))
-            pump(pieces(widest_first(self.tensors())), take)
+            pump(pieces(layout_of(self.tensors(), {})[0]), take)
             output.write_at(0, self._header(total.hexdigest()))
         digests, chunk = chunks.finish(), chunks.chunk
-        for number in range(math.ceil(len(header) / chunk)):
-            begin = number * chunk
-            data = read(_DISK, path, begin, min(begin + chunk, self.size))
-            digests[number] = digest(data)
-        return digests
+        first = ""
+        for begin in range(0, len(header), chunk):
+            first += digest(read(_DISK, path, begin, min(begin + chunk, self.size)))
+        return first + digests[len(first) :]
 
-    def check(self, path: str, progress: Callable[[int], object]) -> list[str] | None:
+    def check(self, path: str, progress: Callable[[int], object]) -> str | None:
         """The digests of its chunks if a file equals this one in every byte, else None."""
         begin, total = len(self._header(_UNKNOWN)), xxhash.xxh3_64()
         chunks = ChunkDigests(chunk_bytes(self.size))
@@ -102,15 +99,14 @@ class SafetensorsFile:
         return chunks.finish() if header == self._header(total.hexdigest()) else None
 
     def _header(self, digest: str) -> bytes:
-        described = [tensor.described for tensor in widest_first(self.tensors())]
-        return layout(described, {**self.metadata, "digest": digest})[1]
+        return layout_of(self.tensors(), {**self.metadata, "digest": digest})[2]
 
 
 @dataclass(frozen=True)
 class TorchFile:
     """A torch file to be written.
 
-    ``content`` has a ``ResultTensor`` for every tensor. One that occurs twice is stored once.
+    ``content`` has a ``FileTensor`` for every tensor. One that occurs twice is stored once.
     """
 
     name: str
@@ -121,7 +117,7 @@ class TorchFile:
     def nbytes(self) -> int:
         return sum(storage.nbytes for storage in self._records[1].values())
 
-    def write(self, path: str, progress: Callable[[int], object]) -> list[str]:
+    def write(self, path: str, progress: Callable[[int], object]) -> str:
         small, storages = self._records
         with creating(_DISK, path) as output:
             with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
@@ -131,10 +127,10 @@ class TorchFile:
                 for record, storage in storages.items():
                     with _open(archive, record, storage.nbytes) as entry:
                         _copy(storage, entry, progress)
-        return []
+        return ""
 
-    def check(self, path: str, progress: Callable[[int], object]) -> list[str] | None:
-        """``[]`` if a file equals this one in every byte, else None."""
+    def check(self, path: str, progress: Callable[[int], object]) -> str | None:
+        """``""`` if a file equals this one in every byte, else None."""
         small, storages = self._records
         sizes = {record: len(data) for record, data in small.items()}
         sizes |= {record: storage.nbytes for record, storage in storages.items()}
@@ -154,10 +150,10 @@ class TorchFile:
                             progress(len(piece))
         except Exception:
             return None  # zipfile raises many kinds of exceptions
-        return []
+        return ""
 
     @cached_property
-    def _records(self) -> tuple[dict[str, bytes], dict[str, ResultTensor]]:
+    def _records(self) -> tuple[dict[str, bytes], dict[str, FileTensor]]:
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(self.content)
@@ -167,10 +163,13 @@ class TorchFile:
         return {**small, _IDENTITY: self.identity.encode()}, storages
 
 
+ResultFile = SafetensorsFile | TorchFile
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
-        self.storages: list[ResultTensor] = []
+        self.storages: list[FileTensor] = []
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Storage):
@@ -181,7 +180,7 @@ class _Pickler(pickle.Pickler):
         # Tensors in memory, such as 'step'. Sparse tensors consist of dense ones.
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             value = _constant(value)
-        if not isinstance(value, ResultTensor):
+        if not isinstance(value, FileTensor):
             return NotImplemented
         dtype, key = value.dtype, str(len(self.storages))
         self.storages.append(value)
@@ -205,14 +204,14 @@ class _Storage:
     count: int
 
 
-def _constant(tensor: torch.Tensor) -> ResultTensor:
+def _constant(tensor: torch.Tensor) -> FileTensor:
     if not is_dense(tensor):
         raise UnsupportedValueError(
             f"a tensor of shape {list(tensor.shape)} cannot be written, because it is quantized or "
             "on the meta device. Dequantize it, or give it values."
         )
     flat = flatten_on_host(tensor)
-    return ResultTensor("", tensor.dtype, tuple(tensor.shape), lambda begin, end: flat[begin:end])
+    return FileTensor("", tensor.dtype, tuple(tensor.shape), lambda begin, end: flat[begin:end])
 
 
 def _open(archive: zipfile.ZipFile, record: str, size: int) -> IO[bytes]:
@@ -227,7 +226,7 @@ def _open(archive: zipfile.ZipFile, record: str, size: int) -> IO[bytes]:
     return archive.open(entry, "w", force_zip64=wide)
 
 
-def _copy(storage: ResultTensor, entry: IO[bytes], progress: Callable[[int], object]) -> None:
+def _copy(storage: FileTensor, entry: IO[bytes], progress: Callable[[int], object]) -> None:
     def take(piece: memoryview) -> None:
         entry.write(piece)
         progress(len(piece))
@@ -238,3 +237,20 @@ def _copy(storage: ResultTensor, entry: IO[bytes], progress: Callable[[int], obj
     else:
         for piece in storage.pieces():
             take(piece)
+
+
+def pump(produce: Iterable[memoryview], consume: Callable[[memoryview], object]) -> None:
+    """Calls ``consume`` with every piece, in order, while another thread produces the next one.
+
+    An exception in either thread is raised here. The thread has ended when this returns.
+    """
+    remaining = iter(produce)
+
+    def read() -> memoryview | None:
+        return next(remaining, None)
+
+    with ThreadPoolExecutor(1, "read ahead") as reader:
+        ahead = reader.submit(read)
+        while (piece := ahead.result()) is not None:
+            ahead = reader.submit(read)
+            consume(piece)

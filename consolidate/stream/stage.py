@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ..errors import CheckpointError, OutputError
@@ -19,6 +19,7 @@ from ..format.local import FolderLock, LocalStore
 from ..format.store import content_equals, join, read, write
 from ..format.strict import read_json
 from .plan import RECORD, WritePlan
+from .result_file import ResultFile
 
 _DISK = LocalStore()
 # Called with the number of bytes since the last call.
@@ -41,7 +42,8 @@ def write_result(
     Returns whether the result existed already, and the number of files kept of an earlier run.
     """
     stage = _Stage(target, plan.identity)
-    stage.repair()
+    if os.path.isdir(stage.replaced) and not os.path.lexists(target):
+        _DISK.rename(stage.replaced, target)  # a killed run had renamed it, and not replaced
     check_target(target, plan.is_folder, inputs)
     if _is_there(plan, target, progress):
         with contextlib.suppress(OutputError):  # the result is complete anyway
@@ -55,26 +57,31 @@ def write_result(
 
 
 def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progress]) -> bool:
-    if not os.path.lexists(target):
-        return False
-    paths = [join(target, file.name) if plan.is_folder else target for file in plan.files]
+    folder = target if plan.is_folder else os.path.dirname(target)
+
+    def same(texts: Mapping[str, bytes]) -> bool:
+        return all(content_equals(_DISK, join(folder, n), data) for n, data in texts.items())
+
     try:
-        if not all(content_equals(_DISK, join(target, n), data) for n, data in plan.texts.items()):
+        if not os.path.lexists(target) or not same(plan.texts):
             return False
-        digests = []
-        with progress("check", sum(file.nbytes for file in plan.files)) as bar:
-            for file, path in zip(plan.files, paths, strict=True):
-                found = file.check(path, bar)
-                if found is None:
-                    return False
-                digests.append(found)
-        more = plan.make_texts(digests)
-        if not all(content_equals(_DISK, join(target, name), data) for name, data in more.items()):
+        digests = _check(plan.files, folder, progress)
+        if len(digests) < len(plan.files):
             return False
+        more = plan.make_texts(list(digests.values()))
+        names = digests.keys() | plan.texts.keys() | more.keys()
+        return same(more) and (not plan.is_folder or set(_DISK.list(folder)) == names)
     except CheckpointError:
         return False
-    names = {file.name for file in plan.files} | plan.texts.keys() | more.keys()
-    return not plan.is_folder or set(_DISK.list(target)) == names
+
+
+def _check(
+    files: Sequence[ResultFile], folder: str, progress: Callable[[str, int], Progress]
+) -> dict[str, str]:
+    """The digests of those ``files`` that are in ``folder``, complete and right."""
+    with progress("check", sum(file.nbytes for file in files)) as bar:
+        found = {file.name: file.check(join(folder, file.name), bar) for file in files}
+    return {name: digests for name, digests in found.items() if digests is not None}
 
 
 class _Stage:
@@ -82,14 +89,9 @@ class _Stage:
         self.target = target
         self.parent, name = os.path.dirname(target) or ".", os.path.basename(target)
         self.folder = join(self.parent, f".{name}.{identity}.partial")
-        self._replaced = join(self.parent, f".{name}.replaced")
+        self.replaced = join(self.parent, f".{name}.replaced")
         self._leftover = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.partial")
         self._is_locked = False
-
-    def repair(self) -> None:
-        """Restores a target that a killed run had renamed and not replaced."""
-        if os.path.isdir(self._replaced) and not os.path.lexists(self.target):
-            _DISK.rename(self._replaced, self.target)
 
     def sweep(self) -> None:
         """Removes the hidden folders of runs for this target that are not running."""
@@ -101,7 +103,7 @@ class _Stage:
                 with contextlib.suppress(OSError), contextlib.closing(FolderLock(path)):
                     _DISK.remove(path)
         if os.path.lexists(self.target):
-            _DISK.remove(self._replaced)
+            _DISK.remove(self.replaced)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -128,19 +130,20 @@ class _Stage:
         names, present = {file.name for file in plan.files}, set(_DISK.list(self.folder))
         for name in present - names:
             _DISK.remove(join(self.folder, name))
-        digests: dict[str, list[str]] = {}
         old = [file for file in plan.files if file.name in present]
-        with progress("check", sum(file.nbytes for file in old)) as bar:
-            for file in old:
-                found = file.check(join(self.folder, file.name), bar)
-                if found is not None:
-                    digests[file.name] = found
+        digests = _check(old, self.folder, progress)
         kept = len(digests)
         missing = [file for file in plan.files if file.name not in digests]
         for file in missing:
             _DISK.remove(join(self.folder, file.name))
         total = sum(file.nbytes for file in missing)
-        self._require_space(total)
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(self.parent).free
+            if free < total:
+                raise OutputError(
+                    f"{self.target}: cannot be written: needs {total} bytes, but {free} are free "
+                    "on this disk. Free some space, or write to another disk."
+                )
         with progress("write", total) as bar:
             for file in missing:
                 path = join(self.folder, file.name)
@@ -155,17 +158,6 @@ class _Stage:
             write(_DISK, join(self.folder, name), data)
         return kept
 
-    def _require_space(self, needed: int) -> None:
-        try:
-            free = shutil.disk_usage(self.parent).free
-        except OSError:
-            return
-        if free < needed:
-            raise OutputError(
-                f"{self.target}: cannot be written: needs {needed} bytes, but {free} are free on "
-                "this disk. Free some space, or write to another disk."
-            )
-
     def commit(self, plan: WritePlan) -> None:
         _DISK.sync_folder(self.folder)
         rest = self.folder
@@ -175,7 +167,7 @@ class _Stage:
             _DISK.rename(self.folder, self.target)
             return
         elif not _DISK.exchange(self.folder, self.target):
-            rest = self._replaced
+            rest = self.replaced
             _DISK.remove(rest)
             _DISK.rename(self.target, rest)
             _DISK.rename(self.folder, self.target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..collectives.random_state import DeviceRandomState
 from ..consolidate.errors import UnsupportedValueError
 from ..consolidate.format import values
 from ..consolidate.format.digests import digest
-from ..consolidate.format.dtypes import dtype_name
+from ..consolidate.format.dtypes import dtype_name, flatten_on_host
 from ..consolidate.format.manifest import (
     Manifest,
     Optimizer,
@@ -26,7 +25,7 @@ from ..consolidate.format.manifest import (
     parameter_key,
     state_key,
 )
-from ..consolidate.format.rank_file import Item
+from ..consolidate.format.rank_file import FileTensor
 from ..consolidate.format.strict import write_json
 from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
@@ -47,7 +46,7 @@ class Contents:
     """
 
     manifest: Manifest
-    items: Sequence[Item]
+    items: Sequence[FileTensor]
     begins: Mapping[str, int]
 
     def agreement(self) -> list[str]:
@@ -68,7 +67,11 @@ class Contents:
         return {**self.manifest.identity(rank), "begins": begins}
 
     def on_host(self) -> Contents:
-        return replace(self, items=[_copied(item) for item in self.items])
+        copied = [
+            _in_memory(item.name, item.read(0, item.numel).clone(), item.shape)
+            for item in self.items
+        ]
+        return replace(self, items=copied)
 
 
 def list_contents(
@@ -78,6 +81,11 @@ def list_contents(
     inventory = make_inventory(model)
     require_values(units_in(model), "saving was called")
     first = inventory.rank == 0
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise TypeError(
+            f"scheduler must have a state_dict(), got {type(scheduler).__name__}. Pass a scheduler "
+            "with that method, or None."
+        )
     described: Optimizer | None = None
     states: list[OptimizerStateShard] = []
     if optimizer is not None:
@@ -93,7 +101,9 @@ def list_contents(
         buffers={buffer.name: _described(buffer) for buffer in inventory.buffers},
         files=(),
         optimizer=described,
-        scheduler=_scheduler_state(scheduler) if first else None,
+        scheduler=values.encode(scheduler.state_dict(), "scheduler.state_dict()")
+        if first and scheduler is not None
+        else None,
         extra=values.encode(extra, "extra") if first else None,
         extra_state={
             key: values.encode(module.get_extra_state(), f"get_extra_state() of {key!r}")
@@ -124,17 +134,6 @@ def _sharding_rules(inventory: Inventory) -> dict[str, ShardingRule] | None:
     return sharding_rules
 
 
-def _scheduler_state(scheduler: Any) -> Any:
-    if scheduler is None:
-        return None
-    if not hasattr(scheduler, "state_dict"):
-        raise TypeError(
-            f"scheduler must have a state_dict(), got {type(scheduler).__name__}. Pass a scheduler "
-            "with that method, or None."
-        )
-    return values.encode(scheduler.state_dict(), "scheduler.state_dict()")
-
-
 def _described(buffer: ReplicatedBuffer) -> Tensor:
     if buffer.tensor.layout is not torch.strided:
         raise UnsupportedValueError(
@@ -156,22 +155,23 @@ class HostCopies:
         if tensor is not self._tensor:
             self._tensor, self._copy = tensor, None
         if self._copy is None:
-            copy = tensor.make() if isinstance(tensor, LazyState) else local(tensor.detach()).cpu()
-            self._copy = copy.reshape(-1)
+            value = tensor.make() if isinstance(tensor, LazyState) else local(tensor.detach())
+            self._copy = flatten_on_host(value)
         return self._copy
 
 
 def _items(
     inventory: Inventory, states: Iterable[OptimizerStateShard], random: DeviceRandomState
-) -> Iterator[Item]:
+) -> Iterator[FileTensor]:
     host = HostCopies()
 
     def item(
-        key: str, tensor: torch.Tensor | LazyState, begin: int, shape: tuple[int, ...]
-    ) -> Item:
-        end = begin + math.prod(shape)
-        name = dtype_name(tensor.dtype, key)
-        return Item(key, name, shape, lambda: host.flat(tensor)[begin:end])
+        key: str, tensor: torch.Tensor | LazyState, first: int, shape: tuple[int, ...]
+    ) -> FileTensor:
+        def read(begin: int, end: int) -> torch.Tensor:
+            return host.flat(tensor)[first + begin : first + end]
+
+        return FileTensor(key, tensor.dtype, shape, read)
 
     for shard in chain.from_iterable(inventory.by_holder().values()):
         if shard.writes and shard.length:
@@ -186,12 +186,8 @@ def _items(
         yield item(buffer_key(buffer.name), buffer.tensor, begin, buffer.shape)
     bytes_of_device = torch.tensor(list(random.to_bytes()), dtype=torch.uint8)
     for key, value in ((RNG_TORCH, torch.get_rng_state()), (RNG_XLA, bytes_of_device)):
-        yield Item(key, "U8", tuple(value.shape), partial(_same, value))
+        yield _in_memory(key, value, tuple(value.shape))
 
 
-def _same(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
-def _copied(item: Item) -> Item:
-    return replace(item, value=partial(_same, item.value().clone()))
+def _in_memory(key: str, flat: torch.Tensor, shape: tuple[int, ...]) -> FileTensor:
+    return FileTensor(key, flat.dtype, shape, lambda low, high: flat[low:high])

@@ -7,7 +7,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -67,31 +67,19 @@ class IndexRange(NamedTuple):
 
 def split_index_range(shape: tuple[int, ...], begin: int, end: int) -> list[IndexRange]:
     """Splits a range of a flattened tensor into at most ``2 * n - 1`` blocks, in order."""
-    if begin >= end:
-        return []
     if not shape:
-        return [IndexRange(torch.Size(), torch.Size(), 0)]
-    inner = tuple(shape[1:])
-    row = math.prod(inner)
-
-    def in_row(number: int, first: int, last: int) -> list[IndexRange]:
-        return [
-            IndexRange(
-                torch.Size((number, *each.offsets)),
-                torch.Size((1, *each.sizes)),
-                number * row + each.begin,
-            )
-            for each in split_index_range(inner, first, last)
-        ]
-
-    first, last = -(-begin // row), end // row
-    if first > last:
-        return in_row(last, begin - last * row, end - last * row)
-    found = in_row(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
-    if first < last:
-        offsets = torch.Size((first, *[0] * len(inner)))
-        found.append(IndexRange(offsets, torch.Size((last - first, *inner)), first * row))
-    return found + in_row(last, 0, end - last * row)
+        return [IndexRange(torch.Size(), torch.Size(), 0)] if begin < end else []
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found: list[IndexRange] = []
+    while begin < end:
+        # The outermost dimension in which a complete entry begins here and fits.
+        dim = next(i for i, n in enumerate(strides) if begin % n == 0 and begin + n <= end)
+        offsets = [begin // n % size for n, size in zip(strides, shape, strict=True)]
+        count = min((end - begin) // strides[dim], shape[dim] - offsets[dim])
+        sizes = torch.Size((*[1] * dim, count, *shape[dim + 1 :]))
+        found.append(IndexRange(torch.Size(offsets), sizes, begin))
+        begin = found[-1].end
+    return found
 
 
 # Usual names in the saved dict. torch's tutorials add "app" on top.
@@ -150,13 +138,14 @@ def from_dcp(
         inventory,
         directory.path,
         "read the checkpoint",
-        lambda: _model_in(directory, inventory, _keys(model, inventory)),
+        lambda: _model_in(directory, model, inventory),
     )
 
     def match() -> tuple[Match, OptimizerMatch | None]:
         assert offered is not None
-        reported = LoadedKeys(offered.missing, offered.unexpected)
-        matched = match_model(inventory, offered.values, directory.path, strict, reported=reported)
+        matched = match_model(
+            inventory, offered.values, directory.path, strict, reported=offered.keys
+        )
         if optimizer is None:
             return matched, None
         label = f"{directory.path}: optim"
@@ -176,15 +165,11 @@ def from_dcp(
     return matched.keys
 
 
-def _keys(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Keys of the unwrapped ``state_dict()``; names of tensors if it computes with values."""
-    state = placeholder_state_dict(model, inventory)
-    if state is not None:
-        return list(state)
-    return [name for entry in inventory.entries() for name in entry.names]
+def _model_in(directory: _Directory, model: nn.Module, inventory: Inventory) -> dict[str, Any]:
+    names = list(placeholder_state_dict(model, inventory) or ())
+    if not names:  # state_dict() computes with values
+        names = [name for entry in inventory.entries() for name in entry.names]
 
-
-def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str]) -> dict[str, Any]:
     def fitting(prefix: str) -> int:
         return sum(prefix + name in directory.tensors for name in names)
 
@@ -275,8 +260,8 @@ class _Directory:
                 "or its save did not finish. Pass a complete one."
             )
         self.reader = FileSystemReader(path)
-        with _guarded(path, "its .metadata"):
-            self.metadata = _read_metadata(path)
+        with _guarded(path, "its .metadata"), open(os.path.join(path, ".metadata"), "rb") as file:
+            self.metadata = _Unpickler(file).load()
         if not isinstance(self.metadata, Metadata) or not isinstance(
             self.metadata.storage_data, Mapping
         ):
@@ -375,11 +360,6 @@ class _Unpickler(pickle.Unpickler):
             module_name = "pathlib"
         found = super().find_class(module_name, global_name)
         return _Properties if found is TensorProperties else found
-
-
-def _read_metadata(path: str) -> Any:
-    with open(os.path.join(path, ".metadata"), "rb") as file:
-        return _Unpickler(file).load()
 
 
 def _inside(top: str, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:

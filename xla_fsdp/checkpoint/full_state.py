@@ -17,7 +17,7 @@ from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from ..tree import map_tensors, tensors_in
-from .inventory import CPU, Inventory, ParameterShard, agree_on_inventory, gather_members
+from .inventory import CPU, Entry, Inventory, ParameterShard, agree_on_inventory, gather_members
 from .matching import (
     LoadedKeys,
     Match,
@@ -123,9 +123,7 @@ def gather_state(
     else:
         for number in sorted(set().union(*needed)):
             members, mine = parts[number], number in needed[exchange.rank]
-            full = gather_members(members, members[0].holder, to if mine else None)
-            values.update(zip(members, full or (), strict=full is not None))
-            del full
+            values |= gather_members(members, members[0].holder, to if mine else None)
 
     def resolved(tensor: torch.Tensor) -> torch.Tensor:
         assert to is not None
@@ -188,10 +186,11 @@ def load_full_state_dict(
     )
 
     def match(found: dict[str, Any]) -> Match:
-        reported = LoadedKeys(found["missing"], found["unexpected"])
+        reported = LoadedKeys(*found["keys"])
         return match_model(inventory, found["values"], label, strict, reported=reported)
 
-    matched = match_given(exchange, label, offered, vars, match)
+    given = offered and {"values": offered.values, "keys": list(offered.keys)}
+    matched = match_given(exchange, label, given, dict, match)
     exchange.run_and_gather(f"load {label}", lambda: load_model_values(inventory, matched))
     return matched.keys
 
@@ -276,12 +275,13 @@ def full_optim_state_dict(
             found |= _gather_converted(members, optimizer, saver, group, to)
             continue
         for key, value in local_state(optimizer, holder).items():
-            full: list[Any] | None = None
+            full: Mapping[Entry, Any] = {}
             if isinstance(value, torch.Tensor) and value.shape == local(holder).shape:
                 full = gather_members(members, value, to)
             elif to is not None:
-                full = [_detached(value) if to == CPU else copy.deepcopy(value) for _ in members]
-            for shard, each in zip(members, full or (), strict=full is not None):
+                copied = _detached if to == CPU else copy.deepcopy
+                full = {shard: copied(value) for shard in members}
+            for shard, each in full.items():
                 found.setdefault(shard.name, {})[key] = each
 
     def describe_groups() -> list[dict[str, Any]]:
@@ -361,9 +361,8 @@ def _gather_converted(
     for lazy, (key, shards) in made.items():
         values = lazy.make().reshape(-1)[first : first + shape.numel()]
         full = gather_members(members, values.view(shape), None if to is None else CPU)
-        for shard, each in zip(members, full or (), strict=full is not None):
-            if shard in shards:
-                saved[shard][key] = each
+        for shard in shards if full else ():
+            saved[shard][key] = full[shard]
     if to is None:
         return {}
     return {

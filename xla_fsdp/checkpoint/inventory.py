@@ -202,41 +202,35 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard
             if tensor in seen:  # of two units, or under two names
                 continue
             seen.add(tensor)
-            pieces = tensor.layout.pieces(unit.world.rank)
+            world = unit.world
+            if len(world.groups) > 1 and not world.replica_groups:
+                raise ValueError(
+                    f"the model is sharded over groups of {world.size} of {size} ranks without "
+                    "replication_groups, so the copies of different groups may differ. To save it, "
+                    "pass replication_groups if the groups are replicas, or save state_dict() and "
+                    "get_shard_metadata() of every rank yourself."
+                )
+            pieces = tensor.layout.pieces(world.rank)
             chunk = math.prod(tensor.layout.shard_shape)
             for member, (begin, end, at) in enumerate(pieces):
                 if not names[tensor][member]:  # its module was removed
                     continue
+                full = tensor.layout.members[member]
                 yield ParameterShard(
                     names=tuple(names[tensor][member]),
-                    shape=tensor.layout.members[member].shape,
+                    shape=full.shape,
                     dtype=holder.dtype,
                     begin=begin,
                     end=end,
                     at=first + at,
                     holder=holder,
-                    writes=_writes(unit.world, rank, size),
+                    writes=rank in world.groups[0],
                     layout=tensor.layout,
                     member=member,
                     first=first,
-                    world=unit.world,
-                    sharding_rule=_sharding_rule(
-                        unit.world, chunk, tensor.layout.members[member].offset
-                    ),
+                    world=world,
+                    sharding_rule=_sharding_rule(world, chunk, full.offset),
                 )
-
-
-def _writes(world: World, rank: int, size: int) -> bool:
-    if world.size == size:
-        return True
-    if len(world.groups) > 1 and not world.replica_groups:
-        raise ValueError(
-            f"the model is sharded over groups of {world.size} of {size} ranks without "
-            "replication_groups, so the copies of different groups may differ. To save it, pass "
-            "replication_groups if the groups are replicas, or save state_dict() and "
-            "get_shard_metadata() of every rank yourself."
-        )
-    return rank in world.groups[0]
 
 
 def _sharding_rule(world: World, chunk: int, offset: int) -> ShardingRule | None:
@@ -357,32 +351,30 @@ def agree_on_inventory(exchange: RankExchange, model: nn.Module) -> Inventory:
 
 def gather_members(
     members: Sequence[ParameterShard], value: torch.Tensor, to: torch.device | None
-) -> list[torch.Tensor] | None:
+) -> dict[Entry, torch.Tensor]:
     """Gathers the full tensors of ``members`` on the device ``to``. Call it on every rank.
 
     ``members``: an element of :meth:`Inventory.parts`. ``value``: this rank's shard, of the shape
     of their holder. With ``None`` for ``to``, a rank only takes part in the collective.
     """
     value, layout = local(value).detach(), members[0].layout
-    if layout is None:
-        if to is None:
-            return None
-        return [value.clone() if to != CPU or value.device == CPU else value.cpu()]
-    full = _gather(members[0], value)
+    full = value if layout is None else _gather(members[0], value)
     if to is None:
-        return None
+        return {}
+    if layout is None:
+        return {members[0]: value.clone() if to != CPU or value.device == CPU else value.cpu()}
     if to != CPU:
         tensors = layout.split(full)
         torch_xla.sync(wait=True)
-        return [tensors[shard.member] for shard in members]
+        return {shard: tensors[shard.member] for shard in members}
     # Padding is at the end in both layouts.
     flat = full.cpu().view(-1)
-    tensors = []
+    found: dict[Entry, torch.Tensor] = {}
     for shard in members:
         offset = layout.members[shard.member].offset
         piece = flat[offset : offset + shard.numel].view(shard.shape)
-        tensors.append(piece if shard.numel == flat.numel() else piece.clone())
-    return tensors
+        found[shard] = piece if shard.numel == flat.numel() else piece.clone()
+    return found
 
 
 def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:

@@ -63,13 +63,9 @@ class Reader:
     exchange: RankExchange
 
     @property
-    def label(self) -> str:
-        return self.checkpoint.folder
-
-    @property
     def source(self) -> str:
         """The manifest, which has all values that are not tensors."""
-        return join(self.label, NAME)
+        return join(self.checkpoint.folder, NAME)
 
     @property
     def same_world(self) -> bool:
@@ -86,8 +82,8 @@ class Reader:
         def fill(out: torch.Tensor, begin: int) -> None:
             if self.same_world:
                 own = self.checkpoint.file(self.exchange.rank)
-                mine = own.begins.get(tensor.name, 0), own.length(tensor.name)
-                if mine == (begin, out.numel()) and key in own.container.entries:
+                mine = own.range_of(tensor.name)
+                if mine == (begin, begin + out.numel()) and key in own.container.entries:
                     own.read_to(out, key, 0)
                     return
             self.checkpoint.read_to(out, state, tensor.name, begin)
@@ -148,7 +144,7 @@ def prepare(
     weights: bool = True,
 ) -> Prepared:
     """Matches and reads everything for ``load_checkpoint``, and changes nothing."""
-    manifest, label, source = reader.checkpoint.manifest, reader.label, reader.source
+    manifest, label, source = reader.checkpoint.manifest, reader.checkpoint.folder, reader.source
     for what, value, saved in (
         ("an optimizer", optimizer, manifest.optimizer),
         ("a scheduler", scheduler, manifest.scheduler),

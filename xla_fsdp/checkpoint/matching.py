@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from .optimizers import (
     number_in_holder,
     options,
 )
-from .readable_tensor import ReadableTensor, as_readable, same_bits
+from .readable_tensor import ReadableTensor, as_readable, read_holder_values, same_bits
 
 # The optimizer's own values of these remain.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
@@ -193,17 +194,9 @@ class OptimizerState:
     lists_all_groups: bool = True
 
 
-@dataclass(frozen=True, eq=False)
-class Elements:
-    """State with the shape of a holder. Members that are ``None`` have no state and get zeros."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    members: Mapping[ParameterShard, ReadableTensor | None]
-
-
-# By key: elements (or their values), one value, or one value or None per member.
-HolderState = dict[str, "Elements | torch.Tensor | Number | tuple[Any, ...]"]
+# By key: a tensor of the holder's shape (or how to read it), one value, or one value or None per
+# member.
+HolderState = dict[str, Callable[[], torch.Tensor] | torch.Tensor | Number | list[Any]]
 
 
 @dataclass(frozen=True)
@@ -396,7 +389,7 @@ def _match_holder(
         if not stored and member_state is not None and key in member_state:
             values = {number_in_holder(shard): n.value for shard, n in numbers.items()}
             last = max(map(number_in_holder, members))
-            found[key] = tuple(values.get(number) for number in range(last + 1))
+            found[key] = [values.get(number) for number in range(last + 1)]
         elif not stored:
             found[key] = one = next(iter(numbers.values()))
             problems += [
@@ -417,9 +410,9 @@ def _match_holder(
                 f"{sorted(dtypes)}, but the model stores these parameters as one tensor"
             )
         else:
-            dtype = next(iter(dtypes.values()))
+            (dtype,) = dtypes.values()
             parts = {shard: stored.get(shard) for shard in members}
-            found[key] = Elements(local(holder).shape, dtype, parts)
+            found[key] = partial(read_holder_values, local(holder).shape, dtype, parts)
     return found
 
 

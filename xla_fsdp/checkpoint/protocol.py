@@ -24,6 +24,7 @@ from ..sharding.state import unit_of, units_in
 from ..sharding.user_checks import require_values
 from ..tree import tensors_in
 from .inventory import CPU, Entry, Inventory, ParameterShard, gather_members
+from .matching import LoadedKeys
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
 
@@ -134,9 +135,10 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class CapturedLoad:
+    """What ``load_state_dict`` took. ``keys``: what it reported."""
+
     values: dict[str, Any]
-    missing: list[str]
-    unexpected: list[str]
+    keys: LoadedKeys
 
 
 def state_dict_of(
@@ -216,8 +218,7 @@ def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, to
     """Copies of all full values. Call it on every rank. Ranks that pass ``None`` get none."""
     values: dict[Entry, torch.Tensor] = {}
     for members in inventory.parts():
-        full = gather_members(members, members[0].holder, to)
-        values.update(zip(members, full or (), strict=full is not None))
+        values |= gather_members(members, members[0].holder, to)
     if to is not None:
         values.update((buffer, buffer.copy_to(to)) for buffer in inventory.buffers)
     return values
@@ -292,7 +293,7 @@ def _load(
             found[name] = seen.setdefault(id(value), _stored(name, value, label))
     for name, state in extra.items():
         found[name] = state.source if isinstance(state, PlaceholderTensor) else state
-    return CapturedLoad(found, *_reported(reported, inventory, untouched))
+    return CapturedLoad(found, _reported(reported, inventory, untouched))
 
 
 def _stored(name: str, value: torch.Tensor, label: str) -> ReadableTensor:
@@ -309,9 +310,7 @@ def _stored(name: str, value: torch.Tensor, label: str) -> ReadableTensor:
     return ReadableTensor.from_tensor(value)
 
 
-def _reported(
-    reported: Any, inventory: Inventory, untouched: set[str]
-) -> tuple[list[str], list[str]]:
+def _reported(reported: Any, inventory: Inventory, untouched: set[str]) -> LoadedKeys:
     """Missing and unexpected keys. For a tied parameter, one name is enough.
 
     If an overridden ``load_state_dict`` returned nothing, the ``untouched`` names are missing.
@@ -322,7 +321,7 @@ def _reported(
         if absent.issuperset(entry.names):
             missing.append(entry.name)
         absent.difference_update(entry.names)
-    return missing + sorted(absent), list(getattr(reported, "unexpected_keys", ()))
+    return LoadedKeys(missing + sorted(absent), list(getattr(reported, "unexpected_keys", ())))
 
 
 @contextlib.contextmanager

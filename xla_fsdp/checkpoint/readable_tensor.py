@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch_xla
 
-from ..collectives.world import World
-from ..consolidate.format.dtypes import DTYPES, dtype_name, tensor_bytes
+from ..collectives.world import World, broadcast_from_first
+from ..consolidate.format.dtypes import DTYPES, dtype_name
 from ..consolidate.format.values import decode, encode
+from ..sharding.sharded_parameter import local
+from .inventory import ParameterShard
 
 # Words of 4 bytes: powers of two, so that few programs are compiled.
 _MOST_WORDS = 1 << 22
 _FEWEST_WORDS = 1 << 8
-_LOWEST = torch.iinfo(torch.int32).min
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +68,28 @@ class ReadableTensor:
 
 def as_readable(value: torch.Tensor | ReadableTensor) -> ReadableTensor:
     return value if isinstance(value, ReadableTensor) else ReadableTensor.from_tensor(value)
+
+
+def read_holder_values(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    members: Mapping[ParameterShard, ReadableTensor | None],
+    start: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's part of ``members``, on the CPU, in the ``shape`` of their holder.
+
+    Members that are ``None`` have the values of ``start``, or zeros without it.
+    """
+    if start is not None:
+        flat = local(start).cpu().reshape(-1).clone()
+    else:
+        covered = sum(shard.length for shard, stored in members.items() if stored is not None)
+        make = torch.empty if covered == shape.numel() else torch.zeros
+        flat = make(shape.numel(), dtype=dtype)
+    for shard, stored in members.items():
+        if stored is not None and (shard.length or stored.collective):
+            stored.read_to(flat[shard.at : shard.at + shard.length], shard.begin)
+    return flat.view(shape)
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -130,17 +152,12 @@ def _send(world: World, own: torch.Tensor | None, size: int, begin: int, end: in
         words = _FEWEST_WORDS
         while 4 * words < high - low:
             words *= 2
-        # Others have the lowest integer, so the maximum is rank 0's.
-        block = torch.full((words,), _LOWEST, dtype=torch.int32)
+        block = torch.zeros(words, dtype=torch.int32)
         if own is not None:
-            block.view(torch.uint8)[: high - low] = torch.frombuffer(
-                tensor_bytes(own)[low:high], dtype=torch.uint8
-            )
-        arrived = world.all_reduce_max(block.to(world.device), "from rank 0")
-        torch_xla.sync(wait=True)  # one block at a time on the device
+            block.view(torch.uint8)[: high - low] = own.view(torch.uint8)[low:high]
+        # Waits for the block, so that the device has one at a time.
+        data = broadcast_from_first(world, block).cpu().view(torch.uint8)
         first, last = max(low, begin), min(high, end)
         if first < last:
-            kept[first - begin : last - begin] = arrived.cpu().view(torch.uint8)[
-                first - low : last - low
-            ]
+            kept[first - begin : last - begin] = data[first - low : last - low]
     return kept

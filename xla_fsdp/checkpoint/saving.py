@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
@@ -41,30 +41,6 @@ _SECONDS_AFTER_EXIT = 120.0
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Request:
-    path: str
-    step: int
-    keep_last: int | None
-
-    @classmethod
-    def agree(
-        cls, exchange: RankExchange, path: str | os.PathLike, step: int, keep_last: int | None
-    ) -> Request:
-        return exchange.run_on_each_rank(
-            "save with these arguments", lambda: cls(os.fsdecode(path), step, keep_last)
-        )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.step, bool) or not isinstance(self.step, int):
-            raise TypeError(f"step must be an int, got {type(self.step).__name__}")
-        if not 0 <= self.step < 10**18:
-            raise ValueError(f"step must be at least 0 and less than 10**18, got {self.step}")
-        kept = self.keep_last
-        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
-            raise ValueError(f"keep_last must be an int of at least 1, or None, got {kept!r}")
 
 
 def save_checkpoint(
@@ -107,8 +83,9 @@ def save_checkpoint(
     """
     exchange = RankExchange()
     with synced_device() as random:
-        request = Request.agree(exchange, path, step, keep_last)
-        incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
+        state = model, optimizer, scheduler, step, extra
+        contents = agree_on_contents(exchange, random, keep_last, *state)
+        incomplete = begin_save(exchange, path, keep_last, contents)
         with incomplete.removed_on_failure(exchange):
             written = exchange.run_and_gather("write its file", incomplete.write)
             saved: str = exchange.run_on_first_rank(
@@ -155,13 +132,11 @@ class AsyncCheckpointer:
         with synced_device() as random:
             self.wait()
             exchange = RankExchange()
-            request = Request.agree(exchange, self.path, step, self.keep_last)
-            incomplete = begin_save(exchange, request, model, optimizer, scheduler, extra, random)
-            with incomplete.removed_on_failure(exchange):
-                contents = exchange.run_on_each_rank(
-                    "copy to the host", incomplete.contents.on_host
-                )
-        self._running = RunningSave(replace(incomplete, contents=contents), exchange)
+            state = model, optimizer, scheduler, step, extra
+            contents = agree_on_contents(exchange, random, self.keep_last, *state)
+            contents = exchange.run_on_each_rank("copy to the host", contents.on_host)
+            incomplete = begin_save(exchange, self.path, self.keep_last, contents)
+        self._running = RunningSave(incomplete, exchange)
 
     def wait(self) -> str | None:
         """Waits for the running save. Returns the path of its checkpoint, or ``None`` without one.
@@ -172,10 +147,7 @@ class AsyncCheckpointer:
         running, self._running = self._running, None
         # Also without a running save: a resumed run must do the same as others.
         with synced_device():
-            path = None if running is None else running.finish()
-        if running is not None:
-            running.wait_for_removal()  # only rank 0 waits here
-        return path
+            return None if running is None else running.finish()
 
     def close(self) -> None:
         """Same as :meth:`wait`."""
@@ -236,7 +208,7 @@ class IncompleteSave:
             self.store, self.file(self.rank), self.contents.items, self.contents.metadata(self.rank)
         )
         self.store.sync_folder(self.data)
-        return asdict(record)
+        return vars(record)
 
     def commit(self, written: Sequence[dict[str, Any]]) -> str:
         """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
@@ -250,7 +222,7 @@ class IncompleteSave:
                 "one. An object store has no locks: wait for the running save (AsyncCheckpointer."
                 "wait()) before you start another one, or save to different folders."
             )
-        records = [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
+        records = [FileRecord(**each) for each in written]
         _run_concurrently(self._await_file, list(enumerate(records)))
         complete = replace(self.contents.manifest, files=tuple(records))
         write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(complete))
@@ -330,35 +302,29 @@ def _warn(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def begin_save(
+def agree_on_contents(
     exchange: RankExchange,
-    request: Request,
+    random: DeviceRandomState,
+    keep_last: int | None,
     model: Any,
     optimizer: Any,
     scheduler: Any,
+    step: int,
     extra: Any,
-    random: DeviceRandomState,
-) -> IncompleteSave:
-    """Starts a save: all ranks check their values and the folder. Called on every rank."""
+) -> Contents:
+    """What this rank saves. Raises for invalid arguments, or if it differs between ranks."""
 
-    def describe() -> tuple[tuple[Store, str], Contents]:
-        opened = open_store(request.path)
-        return opened, list_contents(model, optimizer, scheduler, request.step, extra, random)
+    def describe() -> tuple[Contents, list[str]]:
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"step must be an int, got {type(step).__name__}")
+        if not 0 <= step < 10**18:
+            raise ValueError(f"step must be at least 0 and less than 10**18, got {step}")
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise ValueError(f"keep_last must be an int of at least 1, or None, got {keep_last!r}")
+        contents = list_contents(model, optimizer, scheduler, step, extra, random)
+        return contents, contents.agreement()
 
-    opened, contents = agree_on_contents(exchange, describe)
-    return create_folder(exchange, request, opened, contents)
-
-
-def agree_on_contents(
-    exchange: RankExchange, describe: Callable[[], tuple[T, Contents]]
-) -> tuple[T, Contents]:
-    """Returns the result of ``describe()``. Raises if its contents differ between ranks."""
-
-    def own() -> tuple[tuple[T, Contents], list[str]]:
-        described = describe()
-        return described, described[1].agreement()
-
-    described, agreements = exchange.run("describe what to save", own)
+    contents, agreements = exchange.run("describe what to save", describe)
     for rank, agreement in enumerate(agreements):
         if agreement[0] == agreements[0][0] and agreement != agreements[0]:
             raise UnsupportedValueError(
@@ -371,22 +337,23 @@ def agree_on_contents(
                 f"rank {rank} and rank 0 save different models, optimizers or steps. Call this on "
                 "all ranks with the same model, optimizer and step."
             )
-    return described
+    return contents
 
 
-def create_folder(
-    exchange: RankExchange, request: Request, opened: tuple[Store, str], contents: Contents
+def begin_save(
+    exchange: RankExchange, path: str | os.PathLike, keep_last: int | None, contents: Contents
 ) -> IncompleteSave:
     """Makes the partial folder. Called on every rank."""
-    store, root = opened
+    store, root = exchange.run_on_each_rank("open the folder", lambda: open_store(path))
     if store.renames:
         root = os.path.abspath(root)  # a thread uses it after a chdir, too
+    step = contents.manifest.step
 
     def prepare() -> tuple[list[object], Any]:
         if exchange.rank:
             return [], None
-        save_id, version = _prepare(store, root, request.step)
-        name = folders.CheckpointFolder(request.step, version).partial_name(save_id)
+        save_id, version = _prepare(store, root, step)
+        name = folders.CheckpointFolder(step, version).partial_name(save_id)
         return [store.hold_lock(join(root, name))], [save_id, version]
 
     locks, prepared = exchange.run("prepare the folder", prepare)
@@ -394,11 +361,11 @@ def create_folder(
     incomplete = IncompleteSave(
         store=store,
         root=root,
-        path=request.path,
-        place=folders.CheckpointFolder(request.step, version),
+        path=os.fsdecode(path),
+        place=folders.CheckpointFolder(step, version),
         contents=replace(contents, manifest=replace(contents.manifest, save_id=save_id)),
         rank=exchange.rank,
-        keep_last=request.keep_last,
+        keep_last=keep_last,
         locks=locks,
     )
 
@@ -472,10 +439,8 @@ class RunningSave:
                 self._thread.join()
                 self.exchange.gather_values("stop writing", None)
                 raise
+        self._thread.join()  # until old checkpoints are removed: only rank 0 waits
         return path
-
-    def wait_for_removal(self) -> None:
-        self._thread.join()
 
     def is_finished(self) -> bool:
         """Whether :meth:`finish` does not have to wait for this rank."""
@@ -483,7 +448,13 @@ class RunningSave:
 
     def _run(self) -> None:
         try:
-            record = self._write()
+            try:
+                record = self.incomplete.write()
+                self._announce("record", record)
+            except Exception as error:
+                self._written.set_exception(error)
+                raise
+            self._written.set_result(record)
             path = self._complete(record) if self.incomplete.rank == 0 else None
         except Exception as error:
             # This may fail too (disk full). Then the next call reports it to all ranks.
@@ -497,16 +468,6 @@ class RunningSave:
         self.incomplete = replace(
             self.incomplete, contents=replace(self.incomplete.contents, items=[])
         )
-
-    def _write(self) -> dict[str, Any]:
-        try:
-            record = self.incomplete.write()
-            self._announce("record", record)
-        except Exception as error:
-            self._written.set_exception(error)
-            raise
-        self._written.set_result(record)
-        return record
 
     def _complete(self, own: dict[str, Any]) -> str | None:
         """On rank 0: waits for the files of all ranks, then completes the checkpoint."""

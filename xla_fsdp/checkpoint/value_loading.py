@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from ..sharding.freeing import assign_
 from ..sharding.layout import spec_of
 from ..sharding.optimizer_hook import state_is_by_name
 from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
-from .inventory import CPU, Inventory, ParameterShard
-from .matching import Elements, HolderState, Match, Number, OptimizerMatch
+from .inventory import CPU, Inventory
+from .matching import HolderState, Match, Number, OptimizerMatch
 from .optimizers import options
-from .readable_tensor import ReadableTensor
+from .readable_tensor import ReadableTensor, read_holder_values
 
 
 def load_model_values(inventory: Inventory, match: Match) -> None:
@@ -56,7 +56,10 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
                 optimizer.state.pop(holder, None)
                 continue
             if saver is not None:
-                saved = {key: _to_saved_value(value) for key, value in match.state[holder].items()}
+                saved = {
+                    key: value.value if isinstance(value, Number) else _read(value)
+                    for key, value in match.state[holder].items()
+                }
                 with on_local_parts():
                     optimizer.state[holder] = saver.load_saved_state(holder, saved, group)
                 continue
@@ -65,7 +68,7 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
                 if isinstance(value, Number):
                     state[key] = _move_number(value, holder, devices.get(key), prefers_device)
                 else:
-                    moved = _to_saved_value(value).to(holder.device)
+                    moved = _read(value).to(holder.device)
                     state[key] = moved if spec is None else as_sharded(moved, spec)
             optimizer.state[holder] = state
     numbers = [v for own in match.state.values() for v in own.values() if isinstance(v, Number)]
@@ -77,10 +80,7 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
 def read_to_host(match: OptimizerMatch) -> OptimizerMatch:
     """Reads all values to the host, so that :func:`load_optimizer_values` cannot fail then."""
     state: dict[nn.Parameter, HolderState] = {
-        holder: {
-            key: _to_saved_value(value) if isinstance(value, Elements) else value
-            for key, value in own.items()
-        }
+        holder: {key: _read(value) for key, value in own.items()}
         for holder, own in match.state.items()
     }
     return replace(match, state=state)
@@ -127,34 +127,8 @@ def set_tensor_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Non
                 end_load(tensor)
 
 
-def read_holder_values(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    members: Mapping[ParameterShard, ReadableTensor | None],
-    start: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """This rank's part of ``members``, on the CPU, in the ``shape`` of their holder.
-
-    Members that are ``None`` have the values of ``start``, or zeros without it.
-    """
-    if start is not None:
-        flat = local(start).cpu().reshape(-1).clone()
-    else:
-        covered = sum(shard.length for shard, stored in members.items() if stored is not None)
-        make = torch.empty if covered == shape.numel() else torch.zeros
-        flat = make(shape.numel(), dtype=dtype)
-    for shard, stored in members.items():
-        if stored is not None and (shard.length or stored.collective):
-            stored.read_to(flat[shard.at : shard.at + shard.length], shard.begin)
-    return flat.view(shape)
-
-
-def _to_saved_value(value: Elements | torch.Tensor | Number | tuple[Any, ...]) -> Any:
-    if isinstance(value, Elements):
-        return read_holder_values(value.shape, value.dtype, value.members)
-    if isinstance(value, Number):
-        return value.value
-    return list(value) if isinstance(value, tuple) else value
+def _read(value: Any) -> Any:
+    return value() if callable(value) else value
 
 
 def _move_number(

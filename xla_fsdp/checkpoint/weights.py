@@ -108,8 +108,7 @@ def load_weights(
     def match() -> Match:
         assert offered is not None
         values = {n: v for n, v in offered.values.items() if n not in inventory.extra_state}
-        reported = LoadedKeys(offered.missing, offered.unexpected)
-        return match_model(own, values, label, strict, cast, reported=reported)
+        return match_model(own, values, label, strict, cast, reported=offered.keys)
 
     matched = exchange.run_on_each_rank("match the weights", match)
     exchange.run_and_gather("load the weights", lambda: load_model_values(inventory, matched))

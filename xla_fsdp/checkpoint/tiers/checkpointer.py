@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, Corr
 from ...consolidate.format.digests import digest
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
-from ..contents import Contents, list_contents
+from ..contents import Contents
 from ..loading import (
     LoadedCheckpoint,
     Prepared,
@@ -32,7 +32,7 @@ from ..loading import (
     prepare,
 )
 from ..rank_exchange import RankExchange, describe_error
-from ..saving import IncompleteSave, Request, RunningSave, agree_on_contents, create_folder
+from ..saving import IncompleteSave, RunningSave, agree_on_contents, begin_save
 from .host_tier import Card, HostTier, Save, manifest_of
 from .hosts import Hosts, MultiHostStore, Peer
 
@@ -89,16 +89,16 @@ class TieredCheckpointer:
             raise ValueError(
                 f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
             )
-        run = os.fsdecode(path).rstrip("/")
+        run = digest(os.fsdecode(path).rstrip("/").encode())
         # Absolute, because threads use it after a chdir.
-        root = os.path.join(os.path.abspath(root), f"run-{digest(run.encode())}")
+        root = os.path.join(os.path.abspath(root), f"run-{run}")
         self._tier = HostTier(store, root, run)
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
         with synced_device():
             self._exchange = RankExchange()
             self._exchange.run_and_gather("open the fast tier", lambda: store.make_folder(root))
-            self._hosts = Hosts.connect(self._exchange, self._tier, host, address)
+            self._hosts = Hosts(self._exchange, self._tier, host, address)
             if self._hosts.is_leader:
                 self._tier.clean()
             self._exchange.gather_values("begin", None)  # write only after the cleaning
@@ -132,18 +132,15 @@ class TieredCheckpointer:
         with synced_device() as random:
             exchange = self._exchange
             self._flush()
-            request = Request.agree(exchange, self.path, step, self.keep_last)
-            _, contents = agree_on_contents(
-                exchange,
-                lambda: (None, list_contents(model, optimizer, scheduler, step, extra, random)),
-            )
+            state = model, optimizer, scheduler, step, extra
+            contents = agree_on_contents(exchange, random, self.keep_last, *state)
             save_id = exchange.run_on_first_rank("name the save", lambda: f"{time.time_ns():016x}")
             save = Save(step, save_id)
             if self._hosts.is_leader:
                 # If training went back to an earlier step, later saves must not be loaded again.
                 self._tier.discard([old for old in self._tier.present() if old > save])
             contents_on_host = exchange.run_on_each_rank("copy to the host", contents.on_host)
-            drained = self._drain(request, contents_on_host, durable)
+            drained = self._drain(contents_on_host, durable)
         self._saved += 1
         named = replace(contents_on_host.manifest, save_id=save_id)
         contents = replace(contents_on_host, manifest=named)
@@ -222,7 +219,7 @@ class TieredCheckpointer:
     def _write(self, save: Save, contents: Contents) -> None:
         card = self._tier.write(save, contents, self._exchange.rank)
         if self._mirror:
-            self._hosts.partner().put(self._tier, card)
+            self._hosts.partner.put(self._tier, card)
 
     def _flush(self) -> None:
         """Waits until the previous save is written on all ranks, then removes older saves."""
@@ -234,9 +231,7 @@ class TieredCheckpointer:
             complete = sorted(old for old in self._tier.present() if old <= save)
             self._tier.discard(complete[: -self._keep_fast])
 
-    def _drain(
-        self, request: Request, contents_on_host: Contents, durable: bool
-    ) -> IncompleteSave | None:
+    def _drain(self, contents_on_host: Contents, durable: bool) -> IncompleteSave | None:
         """Starts to save in ``path`` if this save is due; returns ``None`` otherwise."""
         due = durable or (self._drain_every > 0 and self._saved % self._drain_every == 0)
         if not due:
@@ -247,16 +242,12 @@ class TieredCheckpointer:
             if not durable and not all(finished):
                 return None
             self._finish_draining()
-        opened = self._exchange.run_on_each_rank(
-            "open the durable store", lambda: open_store(request.path)
-        )
-        return create_folder(self._exchange, request, opened, contents_on_host)
+        return begin_save(self._exchange, self.path, self.keep_last, contents_on_host)
 
     def _finish_draining(self) -> None:
         running, self._draining = self._draining, None
         if running is not None:
             running.finish()
-            running.wait_for_removal()
 
     def _read_newest(
         self, step: int | None, missing_ok: bool, read: Callable[[ShardedCheckpoint], Prepared]
@@ -272,27 +263,34 @@ class TieredCheckpointer:
         )
         kept = durable[2] if durable else -1
         damaged: dict[Save, str] = {}
+
+        def try_to_read(store: MultiHostStore) -> tuple[Prepared | None, str | None]:
+            try:
+                return read(ShardedCheckpoint(store.folder, store)), None
+            except CorruptFileError as error:
+                return None, describe_error(error)
+
         while True:
             choice = choose_save([found[rank] for rank in self._hosts.leaders], step, damaged)
-            newest = max(choice.save.step if choice.save else -1, kept)
-            if newest < 0:
-                self._raise_if_damaged_or_missing(choice, damaged, missing_ok)
-                self._warn_about_skipped_saves(choice, newest, damaged)
-                return None
-            if choice.save is None or choice.save.step < newest:
-                self._warn_about_skipped_saves(choice, newest, damaged)
-                return exchange.run_on_each_rank(
-                    "read the checkpoint", lambda: read(open_checkpoint(durable))
-                )
+            if choice.save is None or choice.save.step < kept:
+                break
             store = self._open_chosen_save(choice)
-            prepared, damage = exchange.run("read the checkpoint", partial(_try, read, store))
+            prepared, damage = exchange.run("read the checkpoint", partial(try_to_read, store))
             if not any(damage):
-                self._warn_about_skipped_saves(choice, newest, damaged)
+                self._warn_about_skipped_saves(choice, choice.save.step, damaged)
                 return prepared
             rank = next(rank for rank, text in enumerate(damage) if text)
             damaged[choice.save] = (
-                f"step {newest}: damaged on every host that has it: {damage[rank]}"
+                f"step {choice.save.step}: damaged on every host that has it: {damage[rank]}"
             )
+        if durable is None:
+            self._raise_if_damaged_or_missing(choice, damaged, missing_ok)
+        self._warn_about_skipped_saves(choice, kept, damaged)
+        if durable is None:
+            return None
+        return exchange.run_on_each_rank(
+            "read the checkpoint", lambda: read(open_checkpoint(durable))
+        )
 
     def _list_saves(self) -> list[SaveDescription]:
         if not self._hosts.is_leader:
@@ -364,15 +362,6 @@ class TieredCheckpointer:
                 )
 
 
-def _try(
-    read: Callable[[ShardedCheckpoint], Prepared], store: MultiHostStore
-) -> tuple[Prepared | None, str | None]:
-    try:
-        return read(ShardedCheckpoint(store.folder, store)), None
-    except CorruptFileError as error:
-        return None, describe_error(error)
-
-
 @dataclass(frozen=True)
 class SaveChoice:
     """The newest complete save in memory, or ``None``.
@@ -385,8 +374,7 @@ class SaveChoice:
     skipped: Mapping[int, str]
 
 
-def describe_save(cards: Iterable[Card]) -> SaveDescription | None:
-    cards = list(cards)
+def describe_save(cards: Sequence[Card]) -> SaveDescription | None:
     if not cards:
         return None
     first = cards[0]

@@ -17,13 +17,7 @@ from dataclasses import dataclass, replace
 
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, InvalidMetadataError
 from ...consolidate.format.digests import digest
-from ...consolidate.format.manifest import (
-    dump_files,
-    dump_manifest,
-    file_name,
-    load_file,
-    with_files,
-)
+from ...consolidate.format.manifest import dump_manifest, file_name, load_file, with_files
 from ...consolidate.format.rank_file import FileRecord, write_file
 from ...consolidate.format.store import Store, join, read, write
 from ...consolidate.format.strict import Fields, read_json, write_json
@@ -62,10 +56,6 @@ class Card:
     record: FileRecord
     manifest: str = ""
 
-    @property
-    def name(self) -> str:
-        return file_name(self.rank, self.world_size)
-
     def without_manifest(self) -> Card:
         return replace(self, manifest="")
 
@@ -77,7 +67,7 @@ class Card:
                 "world_size": self.world_size,
                 "rank": self.rank,
                 "run": self.run,
-                "file": dump_files([self.record])[0],
+                "file": vars(self.record),
                 "manifest": self.manifest,
             }
         )
@@ -113,7 +103,7 @@ class HostTier:
     """The folder of one host. ``run``: files of other runs are ignored."""
 
     def __init__(self, store: Store, root: str, run: str) -> None:
-        self.store, self.root, self.run = store, root, digest(run.encode())
+        self.store, self.root, self.run = store, root, run
 
     def folder(self, save: Save) -> str:
         return join(self.root, save.folder)
@@ -127,7 +117,7 @@ class HostTier:
         self.store.make_folder(self.folder(save))
         name, temporary = file_name(rank, world), self.temporary_file(save)
         record = write_file(self.store, temporary, contents.items, contents.metadata(rank))
-        record = FileRecord(name, record.size, record.chunk, record.digests)
+        record = replace(record, name=name)
         self.store.rename(temporary, join(self.folder(save), name))
         manifest = dump_manifest(contents.manifest).decode() if rank == 0 else ""
         card = Card(save, world, rank, self.run, record, manifest)
@@ -137,16 +127,14 @@ class HostTier:
     def add_card(self, card: Card) -> None:
         temporary = self.temporary_file(card.save)
         write(self.store, temporary, card.dump())
-        self.store.rename(temporary, join(self.folder(card.save), _card_name(card.name)))
+        self.store.rename(temporary, join(self.folder(card.save), _card_name(card)))
 
     def saves(self) -> Iterator[Save]:
         """All saves that have a folder, complete or not, of any run."""
-        for name in self.store.list(self.root):
-            match = _SAVE.fullmatch(name)
-            if match:
-                save = Save(int(match[1]), match[2])
-                if save.folder == name:
-                    yield save
+        for match in filter(None, map(_SAVE.fullmatch, self.store.list(self.root))):
+            save = Save(int(match[1]), match[2])
+            if save.folder == match[0]:
+                yield save
 
     def present(self) -> list[Save]:
         """:meth:`saves`, or an empty list if the folder cannot be read now."""
@@ -158,16 +146,14 @@ class HostTier:
     def cards(self, save: Save) -> list[Card]:
         """This run's cards of ``save``, in rank order, without damaged or incomplete ones."""
         folder, found = self.folder(save), []
-        for name in self.store.list(folder):
-            if not _CARD.fullmatch(name):
-                continue
+        for name in filter(_CARD.fullmatch, self.store.list(folder)):
             path = join(folder, name)
             with contextlib.suppress(CheckpointError):
                 card = Card.load(read(self.store, path, 0, self.store.size(path)), path)
-                size = self.store.size(join(folder, card.name))
-                if card.run == self.run and card.save == save and size == card.record.size:
-                    if _card_name(card.name) == name:
-                        found.append(card)
+                size = self.store.size(join(folder, card.record.name))
+                own = card.run == self.run and card.save == save and _card_name(card) == name
+                if own and size == card.record.size:
+                    found.append(card)
         return sorted(found, key=lambda card: card.rank)
 
     def card(self, wanted: Card) -> Card:
@@ -175,7 +161,8 @@ class HostTier:
         for card in self.cards(wanted.save):
             if card.without_manifest() == wanted:
                 return card
-        raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not on this host")
+        name = join(wanted.save.folder, wanted.record.name)
+        raise CheckpointNotFoundError(f"{name} is not on this host")
 
     def discard(self, unwanted: Iterable[Save]) -> None:
         """Removes saves. Cards are removed first, so a partly removed save is not complete."""
@@ -196,8 +183,8 @@ class HostTier:
                 self.store.remove(join(self.folder(save), name))
 
 
-def _card_name(file: str) -> str:
-    return file.removesuffix(".safetensors") + ".json"
+def _card_name(card: Card) -> str:
+    return card.record.name.removesuffix(".safetensors") + ".json"
 
 
 def manifest_of(cards: Mapping[int, Card]) -> bytes:

@@ -1,7 +1,8 @@
 """The hosts of a job. Each runs a TCP server for files of its fast tier and copies of other hosts'.
 
-A client answers the server's random number with its HMAC under the job's key. Then requests and
-answers are lines of JSON, perhaps followed by bytes. Requests name saves and ranks, not paths.
+A client answers the server's random number with its HMAC under the job's key, then sends one
+request. Request and answer are lines of JSON, perhaps followed by bytes. Requests name saves and
+ranks, not paths.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedIOBase, BufferedRWPair
+from io import BufferedIOBase
 from typing import Any
 
 from ...consolidate.errors import (
@@ -46,52 +47,40 @@ _POLL = 0.1
 Address = tuple[str, int]
 
 
-@dataclass
 class Hosts:
     """The hosts of the job, in the order of their first ranks.
 
     ``number``: index of this host. ``leaders``: the first rank of each, which runs its ``server``.
-    ``stride``: distance in the list from a host to the one that stores its copies.
+    ``partner``: the host that stores copies of this one's files.
     """
 
-    number: int
-    leaders: list[int]
-    is_leader: bool
-    peers: list[Peer]
-    server: TierServer | None
-    stride: int = 1
-
-    @classmethod
-    def connect(
-        cls, exchange: RankExchange, tier: HostTier, host: str | None, address: str | None
-    ) -> Hosts:
+    def __init__(
+        self, exchange: RankExchange, tier: HostTier, host: str | None, address: str | None
+    ) -> None:
         mine = host or _this_host()
-        names = exchange.gather_values("exchange host names", mine)
-        leaders = [names.index(name) for name in dict.fromkeys(names)]
-        number = list(dict.fromkeys(names)).index(mine)
-        is_leader = leaders[number] == exchange.rank
+        of_ranks = exchange.gather_values("exchange host names", mine)
+        names = list(dict.fromkeys(of_ranks))
+        self.number = names.index(mine)
+        self.leaders = [of_ranks.index(name) for name in names]
+        self.is_leader = self.leaders[self.number] == exchange.rank
+        self.server: TierServer | None = None
         key = bytes.fromhex(exchange.run_on_first_rank("make a key", lambda: secrets.token_hex(32)))
-        servers: list[TierServer] = []
 
         def serve() -> Any:
-            if not is_leader or len(leaders) == 1:
+            if not self.is_leader or len(names) == 1:
                 return None
-            servers.append(TierServer(tier, key, address or _own_address()))
-            return servers[0].address
+            self.server = TierServer(tier, key, address or _own_address())
+            return self.server.address
 
         addresses = exchange.run_and_gather("serve the fast tier", serve)
-        peers = [
-            Peer(tuple(addresses[rank] or ("", 0)), key, f"host of rank {rank}") for rank in leaders
+        self.peers = [
+            Peer(tuple(addresses[rank] or ("", 0)), key, f"host of rank {rank}")
+            for rank in self.leaders
         ]
-        stride = hosts_apart(leaders, slices_of_ranks())
-        return cls(number, leaders, is_leader, peers, servers[0] if servers else None, stride)
-
-    def partner(self) -> Peer:
-        return self.peers[(self.number + self.stride) % len(self.peers)]
+        stride = hosts_apart(self.leaders, slices_of_ranks())
+        self.partner = self.peers[(self.number + stride) % len(names)]
 
     def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
         if self.server is not None:
             self.server.close()
             self.server = None
@@ -163,36 +152,35 @@ class _Handler(socketserver.StreamRequestHandler):
         self.wfile.write(nonce)
         if not hmac.compare_digest(self.rfile.read(_NONCE), _answer(self.server.key, nonce)):
             return
-        while line := self.rfile.readline(_LINE):
-            try:
-                request = json.loads(line)
-                card = Card.load(request["card"].encode(), "a request")
-                if request["do"] == "put":
-                    _receive(tier, card, self.rfile)
-                    _send_line(self.wfile, {"ok": True})
-                elif request["do"] == "card":
-                    answer = tier.card(card).dump().decode()
-                    _send_line(self.wfile, {"ok": True, "card": answer})
-                else:
-                    begin, count = int(request["begin"]), int(request["count"])
-                    _send(tier, card, begin, count, self.wfile)
-            except (CheckpointError, KeyError, ValueError, TypeError) as error:
-                _send_line(self.wfile, {"error": describe_error(error)})
-                return  # the rest of the request was not read
+        try:
+            request = json.loads(self.rfile.readline(_LINE))
+            card = Card.load(request["card"].encode(), "a request")
+            if request["do"] == "put":
+                _receive(tier, card, self.rfile)
+                _send_line(self.wfile, {"ok": True})
+            elif request["do"] == "card":
+                answer = tier.card(card).dump().decode()
+                _send_line(self.wfile, {"ok": True, "card": answer})
+            else:
+                begin, count = int(request["begin"]), int(request["count"])
+                if not 0 <= begin <= begin + count <= card.record.size:
+                    raise ValueError(
+                        f"bytes {begin} to {begin + count} requested, but the file has "
+                        f"{card.record.size}"
+                    )
+                tier.store.size(_path(tier, card))  # raises before "ok"
+                _send_line(self.wfile, {"ok": True})
+                _copy(tier, card, begin, count, self.wfile)
+        except (CheckpointError, KeyError, ValueError, TypeError) as error:
+            _send_line(self.wfile, {"error": describe_error(error)})
 
 
-def _send(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
-    if not 0 <= begin <= begin + count <= card.record.size:
-        raise ValueError(
-            f"bytes {begin} to {begin + count} requested, but the file has {card.record.size}"
-        )
-    tier.store.size(join(tier.folder(card.save), card.name))  # raises before "ok"
-    _send_line(out, {"ok": True})
-    _copy(tier, card, begin, count, out)
+def _path(tier: HostTier, card: Card) -> str:
+    return join(tier.folder(card.save), card.record.name)
 
 
 def _copy(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
-    path = join(tier.folder(card.save), card.name)
+    path = _path(tier, card)
     piece = memoryview(bytearray(min(count, _PIECE)))
     for at in range(begin, begin + count, _PIECE):
         part = piece[: min(_PIECE, begin + count - at)]
@@ -204,8 +192,7 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
     """Receives a file of another host and its card. Stores it only if its digests match."""
     if card.run != tier.run:
         raise ValueError("the file belongs to another run")
-    folder = tier.folder(card.save)
-    tier.store.make_folder(folder)
+    tier.store.make_folder(tier.folder(card.save))
     temporary = tier.temporary_file(card.save)
     digests = ChunkDigests(card.record.chunk)
     try:
@@ -221,7 +208,7 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
                 digests.update(memoryview(data))
                 output.write(data)
                 left -= len(data)
-            if tuple(digests.finish()) != card.record.digests:
+            if digests.finish() != card.record.digests:
                 raise OutputError(
                     f"{temporary}: the received bytes are not the bytes that were sent"
                 )
@@ -229,19 +216,18 @@ def _receive(tier: HostTier, card: Card, source: BufferedIOBase) -> None:
         with contextlib.suppress(CheckpointError):
             tier.store.remove(temporary)
         raise
-    tier.store.remove(join(folder, card.name))
-    tier.store.rename(temporary, join(folder, card.name))
+    tier.store.remove(_path(tier, card))
+    tier.store.rename(temporary, _path(tier, card))
     tier.add_card(card)
 
 
+@dataclass(frozen=True, eq=False)
 class Peer:
-    """A client of another host's server, for one thread at a time. ``name``: for messages."""
+    """A client of another host's server. ``name``: for messages."""
 
-    def __init__(self, address: Address, key: bytes, name: str) -> None:
-        self.address, self.name = address, name
-        self._key = key
-        self._lock = threading.Lock()
-        self._stream: BufferedRWPair | None = None
+    address: Address
+    key: bytes
+    name: str
 
     def read_into(self, card: Card, begin: int, out: memoryview) -> None:
         """Raises UnreadableFileError."""
@@ -257,68 +243,57 @@ class Peer:
         self._request(
             {"do": "read", "begin": begin, "count": len(out)},
             card.without_manifest(),
-            f"{card.name} of {card.save.folder} cannot be read",
-            UnreadableFileError,
+            f"{card.record.name} of {card.save.folder} cannot be read",
             receive=receive,
         )
 
     def card(self, card: Card) -> Card:
         what = f"the manifest of {card.save.folder} cannot be read"
-        answer = self._request({"do": "card"}, card, what, UnreadableFileError)
+        answer = self._request({"do": "card"}, card, what)
         return Card.load(answer["card"].encode(), self.name)
 
     def put(self, tier: HostTier, card: Card) -> None:
         """Copies a file of ``tier`` and its card to the host. Raises OutputError."""
-        what = f"{join(tier.folder(card.save), card.name)} cannot be copied there"
+        what = f"{_path(tier, card)} cannot be copied there"
 
         def send(sink: BufferedIOBase) -> None:
             _copy(tier, card, 0, card.record.size, sink)
 
         self._request({"do": "put"}, card, what, OutputError, send=send)
 
-    def close(self) -> None:
-        with self._lock:
-            self._disconnect()
-
     def _request(
         self,
         request: dict[str, Any],
         card: Card,
         what: str,
-        kind: type[CheckpointError],
+        kind: type[CheckpointError] = UnreadableFileError,
         send: Callable[[BufferedIOBase], None] = lambda sink: None,
         receive: Callable[[BufferedIOBase], None] = lambda source: None,
     ) -> dict[str, Any]:
         """Sends a request and what ``send`` writes. Returns the answer, or raises ``kind``."""
-        with self._lock:
-            try:
-                stream = self._connected()
+        try:
+            with (
+                socket.create_connection(self.address, TIMEOUT) as connection,
+                connection.makefile("rwb") as stream,
+            ):
+                stream.write(_answer(self.key, stream.read(_NONCE)))
                 _send_line(stream, {**request, "card": card.dump().decode()})
                 send(stream)
                 stream.flush()
-                answer = _require(stream)
+                line = stream.readline(_LINE)
+                if not line:
+                    raise ConnectionError("the connection ended")
+                answer: dict[str, Any] = json.loads(line)
+                if not answer.get("ok"):
+                    raise ValueError(str(answer.get("error"))[:500])
                 receive(stream)
                 return answer
-            except (OSError, ValueError) as error:
-                self._disconnect()
-                host, port = self.address
-                raise kind(
-                    f"{self.name} ({host}:{port}): {what}: {error or type(error).__name__}. If "
-                    "the host is running, check that hosts reach each other, or pass address=."
-                ) from error
-
-    def _connected(self) -> BufferedRWPair:
-        if self._stream is None:
-            with socket.create_connection(self.address, TIMEOUT) as connection:
-                self._stream = connection.makefile("rwb")
-            self._stream.write(_answer(self._key, self._stream.read(_NONCE)))
-        return self._stream
-
-    def _disconnect(self) -> None:
-        if self._stream is not None:
-            with contextlib.suppress(OSError):
-                self._stream.close()
-            self._stream = None
+        except (OSError, ValueError) as error:
+            host, port = self.address
+            raise kind(
+                f"{self.name} ({host}:{port}): {what}: {error or type(error).__name__}. If "
+                "the host is running, check that hosts reach each other, or pass address=."
+            ) from error
 
 
 def _answer(key: bytes, nonce: bytes) -> bytes:
@@ -328,16 +303,6 @@ def _answer(key: bytes, nonce: bytes) -> bytes:
 def _send_line(out: BufferedIOBase, value: dict[str, Any]) -> None:
     out.write(json.dumps(value).encode() + b"\n")
     out.flush()
-
-
-def _require(source: BufferedIOBase) -> dict[str, Any]:
-    line = source.readline(_LINE)
-    if not line:
-        raise ConnectionError("the connection ended")
-    answer: dict[str, Any] = json.loads(line)
-    if not answer.get("ok"):
-        raise ValueError(str(answer.get("error"))[:500])
-    return answer
 
 
 class MultiHostStore(LocalStore):
@@ -358,7 +323,7 @@ class MultiHostStore(LocalStore):
         first = cards[0]
         self.folder = join(tier.root, f"step-{first.save.step:08d}")
         self._tier, self._manifest = tier, manifest
-        self._cards = {card.name: card for card in cards.values()}
+        self._cards = {card.record.name: card for card in cards.values()}
         self._copies = {rank: list(copies_of(rank)) for rank in cards}
 
     def size(self, path: str) -> int:
@@ -384,8 +349,7 @@ class MultiHostStore(LocalStore):
 
     def _read(self, card: Card, peer: Peer | None, begin: int, out: memoryview) -> None:
         if peer is None:
-            own = join(self._tier.folder(card.save), card.name)
-            self._tier.store.read_into(own, begin, out)
+            self._tier.store.read_into(_path(self._tier, card), begin, out)
         else:
             peer.read_into(card, begin, out)
 
@@ -394,13 +358,13 @@ class MultiHostStore(LocalStore):
         # Only complete chunks have digests; readers read complete chunks.
         number, inside = divmod(begin, card.record.chunk)
         length = min(card.record.chunk, card.record.size - begin)
-        return inside == 0 and len(out) == length and digest(out) == card.record.digests[number]
+        return inside == 0 and len(out) == length and digest(out) == card.record.digest_of(number)
 
     def _move_to_end(self, card: Card, peer: Peer | None, wrong: str) -> None:
         copies = [other for other in self._copies[card.rank] if other is not peer]
         self._copies[card.rank] = [*copies, peer]
         warnings.warn(
-            f"{card.name} of {card.save.folder} on {peer.name if peer else 'this host'}: "
+            f"{card.record.name} of {card.save.folder} on {peer.name if peer else 'this host'}: "
             f"{wrong:.300}; it is read from another host. Check the memory and the network of "
             "the host that failed.",
             stacklevel=2,
