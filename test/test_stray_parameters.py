@@ -72,6 +72,8 @@ def objects_kept_from_before(rank):
     model = wrapped(plain)
     with pytest.raises(RuntimeError, match="square needs .*'layer.weight' in its wrapper.* empty"):
         model(torch.ones(2, WIDE).to("xla"), penalty=True)
+    with pytest.raises(RuntimeError, match="to .data needs .*'norm.weight' in its wrapper"):
+        before[0].data = torch.zeros(WIDE)
     with pytest.raises(RuntimeError, match="no effect.*'norm.bias' in its wrapper.* Freeze"):
         before[1].requires_grad = False
     before[0].requires_grad_()

@@ -279,6 +279,7 @@ _SETS_REQUIRES_GRAD = (
 
 _GRAD: Any = torch.Tensor.grad
 _GETS_GRAD = _GRAD.__get__
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor in C
 
 
 class ReleasedParameter(nn.Parameter):
@@ -295,6 +296,8 @@ class ReleasedParameter(nn.Parameter):
             _require_no_gradient(args[0])
         if func in _SETS_REQUIRES_GRAD:
             _require_no_change(*args, **(kwargs or {}))
+        if func == _SETS_DATA and not isinstance(args[1], cls):  # else it moves with its module
+            _raise_released("an assignment to .data", args[:1])
         name = getattr(func, "__name__", str(func))
         if name not in _HARMLESS:
             _raise_released(name, (args, kwargs))
