@@ -141,6 +141,18 @@ def test_a_flattened_parameter_has_the_metadata_of_its_vector(rank):
         module.weight.requires_grad = True
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "scanned"])
+@on_each_rank(2)
+def test_data_keeps_its_values_when_the_parameter_is_freed(rank, form):
+    def ask(module):
+        return module.weight.data, module.frozen.data
+
+    (want,), (got,) = asked(rank, "plain", ask)[0], asked(rank, form, ask)[0]
+    for one, other in zip(got, want, strict=True):
+        assert type(one) is torch.Tensor and not one.requires_grad
+        assert torch.equal(one.cpu(), other.cpu())
+
+
 def result_of(action, module):
     # Not pytest.raises, whose traceback would keep what a loop traces.
     try:
