@@ -161,6 +161,18 @@ def test_operations_are_as_in_one_process(rank, form):
         assert torch.allclose(p, p + 1e-9) and not torch.allclose(p, p + 1)
 
 
+@on_each_rank(2)
+def test_numbers_promote_dtypes_as_in_one_process(rank):
+    plain = nn.PReLU()
+    plain.gain = nn.Parameter(torch.tensor(0.75))
+    plain.bfloat16()
+    model = FSDP(copy.deepcopy(plain))
+    for p, own in zip(model.parameters(), plain.parameters(), strict=True):
+        for number in (torch.tensor(2.0), torch.tensor(2), torch.tensor(2.0).bfloat16(), 2.0):
+            given = number.to("xla") if isinstance(number, torch.Tensor) else number
+            close((p.detach() * given).full_tensor(), own.detach() * number)
+
+
 PENALTIES = {
     "norm": lambda p: p.norm(),
     "squares": lambda p: (p * p).sum(),

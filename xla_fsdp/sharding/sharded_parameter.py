@@ -447,7 +447,8 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
                 return value
             if value.dim() > max(len(spec.shape), 1):
                 raise unsupported(name, spec, f"the other tensor has shape {list(value.shape)}")
-            value = value.reshape(1) if value.dim() > 1 else value
+            # A parameter without dimensions has a shard with one, and counts in type promotion.
+            value = value.reshape(1) if value.dim() > 1 or not spec.shape else value
             shares = value.requires_grad and torch.is_grad_enabled()
             return reductions.shared(value, spec) if shares else value
 
