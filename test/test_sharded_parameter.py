@@ -136,7 +136,7 @@ def test_operations_are_as_in_one_process(rank, form):
             assert one.dim() == one.ndim == plain.dim()
         assert one.numel() == plain.numel() and one.size() == plain.size()
         assert one.stride() == plain.stride() and len(one) == len(plain)
-        assert one.size(0) == plain.size(0)
+        assert one.size(0) == plain.size(0) and one.nbytes == plain.nbytes
     with torch.no_grad():
         close(p.full_tensor(), plain.detach())
         for name, call in ELEMENTS.items():

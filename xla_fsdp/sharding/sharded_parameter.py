@@ -264,6 +264,8 @@ def _answer_of(func: Any) -> Answer:
             return _unsupported
         if attribute in _METADATA:
             return functools.partial(_metadata, _METADATA[attribute])
+        if attribute == "nbytes":
+            return _bytes
         if attribute in ("grad", "_grad"):
             return _get_grad if name == "__get__" else _set_grad
         if attribute in _PARTS or (attribute in _SHARDED_VALUES and name == "__get__"):
@@ -339,6 +341,12 @@ def _metadata(answer: Callable[..., Any], func: Any, args: tuple, kwargs: dict[s
             "may differ. Choose parameter groups by name, model.named_parameters()"
         )  # fmt: skip
     return answer(spec.shape, *[one for one in args[1:] if not isinstance(one, type)], **kwargs)
+
+
+def _bytes(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+    spec, size = spec_of(args[0]), args[0].element_size()
+    assert spec is not None
+    return spec.shape.numel() * size
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
