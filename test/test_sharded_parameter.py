@@ -526,3 +526,13 @@ def test_gradients_of_reductions_in_a_loss(rank, case, wrapping):
     found = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     expected = {name: p.grad for name, p in plain.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_each_rank(2)
+def test_a_penalty_on_shards_on_the_host_adds_to_their_gradients(rank):
+    plain, model = built(), FSDP(built(), cpu_offload=CPUOffload())
+    for one, x in ((plain, batch(0)), (model, batch(0).to("xla"))):
+        sum(p.square().sum() for p in one.parameters()).backward()
+        one(x).square().mean().backward()
+    for p, own in zip(model.parameters(), plain.parameters(), strict=True):
+        close(p.grad.full_tensor(), own.grad)

@@ -605,12 +605,12 @@ def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
     for hook in list((shard._backward_hooks or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
-    before = reduced_grad(shard)
-    if before is not None and grad.device.type == "cpu":  # host memory may be scarce
-        before.add_(grad)
-    else:
-        total = grad if before is None else before + grad
-        with torch._C.DisableTorchFunctionSubclass():  # what `no_sync` stores stays
-            shard.grad = total
+    # Autograd's own gradient, of a penalty, is a plain tensor; and what `no_sync` stores stays.
+    with torch._C.DisableTorchFunctionSubclass():
+        before = shard.grad
+        if before is not None and grad.device.type == "cpu":  # host memory may be scarce
+            before.add_(grad)
+        else:
+            shard.grad = grad if before is None else before + grad
     for hook in list((getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(shard)
