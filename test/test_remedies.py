@@ -362,6 +362,24 @@ def drawn_on_the_host(wrong):
     trains(xla_fsdp.scan_blocks([Drops(4, 4), Drops(4, 4)]))
 
 
+@case("Branches reads values on the host.*torch.where instead of if")
+def read_in_a_block(wrong):
+    class Branches(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    class Selects(nn.Linear):
+        def forward(self, x):
+            return torch.where(x.sum() > 0, super().forward(x), x)
+
+    with wrong():
+        xla_fsdp.scan_blocks([Branches(4, 4), Branches(4, 4)])(x())
+    with pytest.raises(ValueError, match=r"reads values on the host \(_weight_norm\)"):
+        block = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+        xla_fsdp.scan_blocks([block])(x())
+    trains(xla_fsdp.scan_blocks([Selects(4, 4), Selects(4, 4)]))
+
+
 @case("hooks.*remove it, or wrap each block separately")
 def hook_on_a_block(wrong):
     blocks = list(linears())

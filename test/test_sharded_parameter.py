@@ -136,7 +136,7 @@ def test_operations_are_as_in_one_process(rank, form):
             assert one.dim() == one.ndim == plain.dim()
         assert one.numel() == plain.numel() and one.size() == plain.size()
         assert one.stride() == plain.stride() and len(one) == len(plain)
-        assert one.size(0) == plain.size(0)
+        assert one.size(0) == plain.size(0) and one.nbytes == plain.nbytes
     with torch.no_grad():
         close(p.full_tensor(), plain.detach())
         for name, call in ELEMENTS.items():
@@ -159,6 +159,18 @@ def test_operations_are_as_in_one_process(rank, form):
                 pytest.fail(name)
         assert torch.equal(p, p) and not torch.equal(p, p * 2)
         assert torch.allclose(p, p + 1e-9) and not torch.allclose(p, p + 1)
+
+
+@on_each_rank(2)
+def test_numbers_promote_dtypes_as_in_one_process(rank):
+    plain = nn.PReLU()
+    plain.gain = nn.Parameter(torch.tensor(0.75))
+    plain.bfloat16()
+    model = FSDP(copy.deepcopy(plain))
+    for p, own in zip(model.parameters(), plain.parameters(), strict=True):
+        for number in (torch.tensor(2.0), torch.tensor(2), torch.tensor(2.0).bfloat16(), 2.0):
+            given = number.to("xla") if isinstance(number, torch.Tensor) else number
+            close((p.detach() * given).full_tensor(), own.detach() * number)
 
 
 PENALTIES = {
@@ -465,3 +477,13 @@ def test_gradients_of_reductions_in_a_loss(rank, case, wrapping):
     found = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     expected = {name: p.grad for name, p in plain.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_each_rank(2)
+def test_a_penalty_on_shards_on_the_host_adds_to_their_gradients(rank):
+    plain, model = built(), FSDP(built(), cpu_offload=CPUOffload())
+    for one, x in ((plain, batch(0)), (model, batch(0).to("xla"))):
+        sum(p.square().sum() for p in one.parameters()).backward()
+        one(x).square().mean().backward()
+    for p, own in zip(model.parameters(), plain.parameters(), strict=True):
+        close(p.grad.full_tensor(), own.grad)

@@ -66,6 +66,8 @@ def objects_kept_from_before(rank):
     text = "no effect.*'norm.bias' in its wrapper.*Freeze and unfreeze parameters of the wrapped"
     with pytest.raises(RuntimeError, match=text):
         before[1].requires_grad = False
+    with pytest.raises(RuntimeError, match="to .data needs .*'norm.weight' in its wrapper"):
+        before[0].data = torch.zeros(WIDE)
     before[0].requires_grad_()
     # What needs no values is answered. One that is tied to it finds its shards, if it can.
     assert before[0].dtype is torch.float32 and before[0].requires_grad and before[0].grad is None

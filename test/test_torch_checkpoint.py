@@ -233,11 +233,18 @@ def applied_in_place(model):
     return in_place(model)
 
 
+def composed_in_place(model):
+    for layer in model.layers:
+        composable(layer)
+    return in_place(model)
+
+
 WRAPPINGS = {
     "units in recomputed layers": units_inside,
     "recomputed layers in units": units_outside,
     "reentrant": functools.partial(units_outside, impl=CheckpointImpl.REENTRANT),
     "in place": applied_in_place,
+    "composed in place": composed_in_place,
 }
 
 
@@ -274,7 +281,7 @@ def test_states_have_the_names_and_values_of_the_module(rank, folder):
                 value, expected[key], rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
             )
         assert set(model.state_dict()) == set(Net().state_dict())
-        shards = model.get_shard_metadata()["parameters"] if name != "in place" else {}
+        shards = model.get_shard_metadata()["parameters"] if "in place" not in name else {}
         assert "_checkpoint_wrapped_module" not in str(shards)
         xla_fsdp.load_full_state_dict(model, full_state_dict(plain[0], rank0_only=False))
         state = xla_fsdp.full_optim_state_dict(*plain, rank0_only=False)

@@ -117,6 +117,38 @@ def test_attributes_that_a_forward_sets_are_kept(rank, form):
             assert {p.scale for p in model.parameters()} == {3.0, 4.0}
 
 
+@on_each_rank(2)
+def test_a_flattened_parameter_has_the_metadata_of_its_vector(rank):
+    module = Asking()
+    module.number = nn.Parameter(torch.tensor(2), requires_grad=False)
+    model = FSDP(nn.Sequential(module), flatten_parameters=True)
+    copied = copy.deepcopy(model).double()
+
+    def metadata(module):
+        parameters = module.weight, module.frozen, module.number
+        return [(p.requires_grad, p.dtype) for p in parameters]
+
+    fixed = [(False, torch.float32), (False, torch.int64)]
+    assert metadata(module) == [(True, torch.float32), *fixed]
+    model.requires_grad_(False)
+    assert metadata(module) == [(False, torch.float32), *fixed]
+    assert metadata(copied.module[0])[:2] == [(True, torch.float64), (False, torch.float64)]
+    with pytest.raises(RuntimeError, match="requires_grad needs parameter '0.weight'"):
+        module.weight.requires_grad = True
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "scanned"])
+@on_each_rank(2)
+def test_data_keeps_its_values_when_the_parameter_is_freed(rank, form):
+    def ask(module):
+        return module.weight.data, module.frozen.data
+
+    (want,), (got,) = asked(rank, "plain", ask)[0], asked(rank, form, ask)[0]
+    for one, other in zip(got, want, strict=True):
+        assert type(one) is torch.Tensor and not one.requires_grad
+        assert torch.equal(one.cpu(), other.cpu())
+
+
 def result_of(action, module):
     # Not pytest.raises, whose traceback would keep what a loop traces.
     try:

@@ -195,6 +195,14 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{original.__name__}", (FSDPModule, original), own)
 
 
+def _is_computing(unit: FSDPState) -> bool:
+    """Whether this thread executes a forward of ``unit``, or recomputes a part of one.
+
+    A recomputation has full parameters, and must save the same tensors as the forward.
+    """
+    return any(one.unit is unit for one in computing_passes())
+
+
 def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
@@ -202,8 +210,7 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
         method = getattr(super(FSDPModule, self), name)
         unit = self._unit
         if name == "forward" or name in unit.forward_methods:
-            # A recomputation, with full parameters, must save the same tensors as the forward.
-            inside = any(one.unit is unit for one in computing_passes())
+            inside = _is_computing(unit)
             return method(*args, **kwargs) if inside else unit.run(method, args, kwargs)
         if unit.has_full_parameters():
             return method(*args, **kwargs)
@@ -243,7 +250,7 @@ class FSDPModule(ShardedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__
-        if self._unit.computing:
+        if _is_computing(self._unit):
             return call(*args, **kwargs)
         return self._unit.run(call, args, kwargs)
 

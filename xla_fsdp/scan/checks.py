@@ -19,6 +19,7 @@ from .. import xlac
 from ..checkpoint.readable_tensor import same_bits
 from ..consolidate.format.dtypes import is_dense
 from ..names import dotted
+from ..ranks.cpu.mode import READS, reads_to_host, xla_tensors
 from ..sharding.freeing import fill_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward
 from ..sharding.mixed_precision import is_float32_hook
@@ -414,6 +415,31 @@ class ForbidHostRandomNumbers(TorchFunctionMode):
                 "device=x.device)) and choose by torch.where, or wrap each block separately"
             )
         return found
+
+
+class ForbidReads(TorchFunctionMode):
+    """Around the call of ``block``: reading a value computed from ``given`` raises ValueError.
+
+    ``given``: ids of device values that exist only in the loop. torch_xla would end the process.
+    """
+
+    def __init__(self, block: nn.Module, given: set[int]) -> None:
+        super().__init__()
+        self._block, self._given = block, given
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in READS and reads_to_host(func, args, kwargs):
+            if inputs_of(xla_tensors((args, kwargs))) & self._given:
+                raise ValueError(
+                    f"the forward of {type(self._block).__name__} reads values on the host "
+                    f"({getattr(func, '__name__', func)}), but scanned blocks are traced once for "
+                    "all, and their values exist only in the loop. Compute on the device "
+                    "(torch.where instead of if), or wrap each block separately"
+                )
+        return func(*args, **kwargs)
 
 
 class HookTensors(TorchFunctionMode):

@@ -99,6 +99,15 @@ class UnshardedParameter(torch.Tensor):
         return self
 
     @property
+    def data(self) -> torch.Tensor:
+        """The values without a graph, which stay when the parameter is freed."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a descriptor in C
+
+    @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         return True
 

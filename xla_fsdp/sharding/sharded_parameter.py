@@ -270,6 +270,8 @@ def _answer_of(func: Any) -> Answer:
             return _unsupported
         if attribute in _METADATA:
             return functools.partial(_metadata, _METADATA[attribute])
+        if attribute == "nbytes":
+            return _bytes
         if attribute in ("grad", "_grad"):
             return _get_grad if name == "__get__" else _set_grad
         if attribute in _PARTS or (attribute in _SHARDED_VALUES and name == "__get__"):
@@ -345,6 +347,12 @@ def _metadata(answer: Callable[..., Any], func: Any, args: tuple, kwargs: dict[s
             "may differ. Choose parameter groups by name, model.named_parameters()"
         )  # fmt: skip
     return answer(spec.shape, *[one for one in args[1:] if not isinstance(one, type)], **kwargs)
+
+
+def _bytes(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+    spec, size = spec_of(args[0]), args[0].element_size()
+    assert spec is not None
+    return spec.shape.numel() * size
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
@@ -453,7 +461,8 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
                 return value
             if value.dim() > max(len(spec.shape), 1):
                 raise unsupported(name, spec, f"the other tensor has shape {list(value.shape)}")
-            value = value.reshape(1) if value.dim() > 1 else value
+            # A parameter without dimensions has a shard with one, and counts in type promotion.
+            value = value.reshape(1) if value.dim() > 1 or not spec.shape else value
             shares = value.requires_grad and torch.is_grad_enabled()
             return reductions.shared(value, spec) if shares else value
 
@@ -602,12 +611,12 @@ def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
     for hook in list((shard._backward_hooks or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
-    before = reduced_grad(shard)
-    if before is not None and grad.device.type == "cpu":  # host memory may be scarce
-        before.add_(grad)
-    else:
-        total = grad if before is None else before + grad
-        with torch._C.DisableTorchFunctionSubclass():  # what `no_sync` stores stays
-            shard.grad = total
+    # Autograd's own gradient, of a penalty, is a plain tensor; and what `no_sync` stores stays.
+    with torch._C.DisableTorchFunctionSubclass():
+        before = shard.grad
+        if before is not None and grad.device.type == "cpu":  # host memory may be scarce
+            before.add_(grad)
+        else:
+            shard.grad = grad if before is None else before + grad
     for hook in list((getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class FlattenedParameter(torch.Tensor):
     Operations that need its values raise RuntimeError.
     """
 
+    _vector: nn.Parameter
     _owner: Communicator
     _own_name: str  # in the unit's module
     _is_param: bool
@@ -37,11 +39,23 @@ class FlattenedParameter(torch.Tensor):
         cls, shape: torch.Size, vector: nn.Parameter, owner: Communicator, name: str
     ) -> FlattenedParameter:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=vector.dtype, device=owner.world.device, requires_grad=True
+            cls, shape, dtype=vector.dtype, device=owner.world.device
         )
         made._is_param = True  # isinstance(..., nn.Parameter)
-        made._owner, made._own_name = owner, name
+        made._vector, made._owner, made._own_name = vector, owner, name
         return made
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._vector.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._vector.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _raise_flattened(self, "requires_grad")
 
     @property
     def name(self) -> str:
@@ -63,7 +77,8 @@ class FlattenedParameter(torch.Tensor):
         _raise_flattened(tensors_in((args, kwargs), cls)[0], f"{func}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenedParameter:
-        return self
+        vector = copy.deepcopy(self._vector, memo)
+        return FlattenedParameter(self.shape, vector, self._owner, self._own_name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FlattenedParameter({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -80,7 +95,6 @@ _OF_THE_VECTOR = frozenset(
         torch.Tensor.requires_grad_,
         torch.Tensor.register_hook,
         torch.Tensor.register_post_accumulate_grad_hook,
-        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
         *_accessors("data", "grad"),
     ]
 )
@@ -265,6 +279,7 @@ _SETS_REQUIRES_GRAD = (
 
 _GRAD: Any = torch.Tensor.grad
 _GETS_GRAD = _GRAD.__get__
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor in C
 
 
 class ReleasedParameter(nn.Parameter):
@@ -281,6 +296,8 @@ class ReleasedParameter(nn.Parameter):
             _require_no_gradient(args[0])
         if func in _SETS_REQUIRES_GRAD:
             _require_no_change(*args, **(kwargs or {}))
+        if func == _SETS_DATA and not isinstance(args[1], cls):  # else it moves with its module
+            _raise_released("an assignment to .data", args[:1])
         name = getattr(func, "__name__", str(func))
         if name not in _HARMLESS:
             _raise_released(name, (args, kwargs))

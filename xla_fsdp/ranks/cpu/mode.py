@@ -235,7 +235,9 @@ READS = _MAY_READ | _collect({
 })  # fmt: skip
 # torch_xla computes these on the CPU. A missing operator cuts the graph unseen, which works if all
 # ranks do it.
-_CPU_ONLY = "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
+_CPU_ONLY = (
+    "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot _weight_norm"
+)
 READS |= _collect({
     torch: _CPU_ONLY,
     torch.Tensor: _CPU_ONLY,
