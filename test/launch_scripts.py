@@ -14,3 +14,15 @@ def raises(error, words, *step, **how):
         return found
     raise AssertionError((step, how))
 """
+
+# Calls ``before()`` before the program of rank 1 starts.
+LATE = """
+dispatch = torch_xla._XLAC._xla_step_marker
+
+def late(device, *args, **kwargs):
+    if device == "xla:1":
+        before()
+    dispatch(device, *args, **kwargs)
+
+torch_xla._XLAC._xla_step_marker = late
+"""

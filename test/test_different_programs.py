@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from launch_scripts import HEAD, LATE
 from lazy_modules import torch_xla, xm
-from test_launch_failures import LATE
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -31,14 +31,16 @@ def step(rank):
 def test_a_rank_that_keeps_others_waiting_for_longer_than_xla_does(run_script):
     """Rank 1 reaches its program 12 s after rank 0's has started, as if it had compiled meanwhile.
     XLA ends the process after 10 s."""
-    result = run_script(f"{LATE}{STEP}before = lambda: time.sleep(12)\nprint(launch(step, (), 2))")
+    result = run_script(
+        f"{HEAD}{LATE}{STEP}before = lambda: time.sleep(12)\nprint(launch(step, (), 2))"
+    )
     assert result.stdout == f"{[[1.5, 1.5, 2.5, 2.5]] * 2}\n", result.stderr
 
 
 def test_a_rank_whose_program_cannot_be_compiled(run_script):
     """Rank 0's program has started by then and waits for one that will not come."""
     result = run_script(
-        f"""{LATE}{STEP}
+        f"""{HEAD}{LATE}{STEP}
 def before():
     raise RuntimeError("does not compile")
 

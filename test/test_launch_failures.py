@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from launch_scripts import HEAD
+from launch_scripts import HEAD, LATE
 from lazy_modules import torch_xla, xm
 
 import xla_fsdp
@@ -352,15 +352,8 @@ words = ["rank 0: xm.rendezvous('here')", "rank 1: running, at", "in step"]
 raises(RankTimeoutError, words, step, (), 2, timeout=1)
 """,
     # All ranks read inside of XLA. Later, rank 1 starts its program late.
-    "programs after one that no hook has seen": """
-dispatch = torch_xla._XLAC._xla_step_marker
-
-def late(device, *args, **kwargs):
-    if device == "xla:1":
-        time.sleep(1.5)
-    dispatch(device, *args, **kwargs)
-
-torch_xla._XLAC._xla_step_marker = late
+    "programs after one that no hook has seen": f"""{LATE}
+before = lambda: time.sleep(1.5)
 
 def step(rank):
     gathered = xm.all_gather(torch.ones(2).to("xla"))

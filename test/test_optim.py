@@ -1,5 +1,6 @@
 """Optimizers of ``xla_fsdp.optim`` on shards, against what they are in plain torch."""
 
+import copy
 import functools
 
 import pytest
@@ -384,7 +385,17 @@ def lbfgs(rank):
         torch.testing.assert_close(ours.reshape(-1)[: plain_one.numel()], plain_one.reshape(-1))
 
 
-@pytest.mark.parametrize("check", [of_others, refused, lbfgs])
+def copied(rank):
+    for kind in ("flat", "scan"):
+        model = wrapped(kind)
+        twin = copy.deepcopy(model)
+        for one in (model, twin):
+            train(one, make_lamb(one.parameters()), Block, (1, 2))
+        expected = {name: value.cpu() for name, value in model.state_dict().items()}
+        assert_weights({n: v.cpu() for n, v in twin.state_dict().items()}, expected, 0, 0)
+
+
+@pytest.mark.parametrize("check", [of_others, refused, lbfgs, copied])
 def test_on_two_ranks(run_ranks, check):
     run_ranks(check, 2)
 

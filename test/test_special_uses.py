@@ -474,6 +474,8 @@ def test_refusals(rank):
     assert outer["head"].bias.data_ptr() == bias.data_ptr()
     with pytest.raises(ValueError, match="Leave assign out"):
         outer.load_state_dict(outer.state_dict(), assign=True)
+    half = FSDP(mlp().half())
+    assert half.gradient_predivide_factor == 2 and half.gradient_postdivide_factor == 1
 
 
 def leaves_work_behind(rank, synced):
@@ -578,3 +580,14 @@ def test_torch_func_is_refused(rank):
             return torch.autograd.forward_ad.unpack_dual(one(dual)).tangent.cpu()
 
     torch.testing.assert_close(directional(model, "xla"), directional(plain, "cpu"))
+
+
+@on_each_rank(2)
+def test_hooks_of_saved_tensors_read_values(rank):
+    """Autograd calls them within operators."""
+    plain, model = mlp(), wrapped(mlp(), "1")
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(inputs(rank).to("xla")).square().mean()
+    loss.backward()
+    plain(inputs_of_all()).square().mean().backward()
+    assert_same_gradients(model, plain)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
+from torch.autograd.graph import saved_tensors_hooks
 
 from ... import xlac
 from ...tree import map_tensors, tensors_in
@@ -188,10 +189,29 @@ def _replace_sync_points(session: Session, patches: Patches) -> None:
             vars(thread)["run"] = run_as_rank
         start_thread(thread)
 
+    make_hooks = saved_tensors_hooks.__init__
+
+    def hooks_in_mode(hooks: Any, pack: Callable, unpack: Callable) -> None:
+        context = current_rank()
+        if context is not None:
+            pack, unpack = (_in_mode(session, context, hook) for hook in (pack, unpack))
+        make_hooks(hooks, pack, unpack)
+
+    patches.set(saved_tensors_hooks, "__init__", hooks_in_mode)
     patches.replace(xlac.sync_device, gated_sync_device)
     patches.replace(xlac.sync_tensors, gated_sync_tensors)
     patches.replace(xlac.copy_to_host, gated_copy_to_host)
     patches.set(threading.Thread, "start", start_as_same_rank)
+
+
+def _in_mode(session: Session, context: RankContext, hook: Callable) -> Callable:
+    """``hook``, which autograd calls within an operator, where torch has disabled the mode."""
+
+    def run(value: Any) -> Any:
+        with RankMode(session, context):
+            return hook(value)
+
+    return run
 
 
 def _clean_up(
