@@ -346,6 +346,22 @@ def optimizer_before_wrapping(wrong):
     trains(model)
 
 
+@case("Adam the state of the full parameter '0.weight'.*load_full_optim_state_dict")
+def full_optimizer_state(wrong):
+    plain = linears()
+    theirs = torch.optim.Adam(plain.parameters())
+    plain(torch.ones(2, 4)).sum().backward()
+    theirs.step()
+    model = wrap(linears())
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(theirs.state_dict())
+    model(x()).sum().backward()
+    with wrong():
+        optimizer.step()
+    xla_fsdp.load_full_optim_state_dict(model, optimizer, theirs.state_dict())
+    optimizer.step()
+
+
 @case("Skips draws random numbers on the host.*choose by torch.where")
 def drawn_on_the_host(wrong):
     class Skips(nn.Linear):

@@ -194,13 +194,24 @@ def _with_local_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
 
 
 def _import_local_state(optimizer: Optimizer) -> None:
-    """Makes plain tensors in the state that have a shard's shape shards."""
+    """Makes plain tensors in the state that have a shard's shape shards.
+
+    Raises RuntimeError for those of the full parameter's shape.
+    """
     for parameter, state in optimizer.state.items():
         spec = spec_of(parameter)
-        if spec is not None:
-            for value in tensors_in(state):
-                if tuple(value.shape) == tuple(spec.local_shape):
-                    as_sharded(value, spec)
+        if spec is None:
+            continue
+        for value in tensors_in(state):
+            if tuple(value.shape) == tuple(spec.local_shape):
+                as_sharded(value, spec)
+            elif type(value) is Tensor and value.numel() > 1 and value.shape == spec.shape:
+                raise RuntimeError(
+                    f"load_state_dict gave this {type(optimizer).__name__} the state of the full "
+                    f"parameter {spec.name!r}, of shape {list(spec.shape)}, but each rank has a "
+                    "shard of it. Load it with "
+                    "xla_fsdp.load_full_optim_state_dict(model, optimizer, state)"
+                )
 
 
 def _unset_fused(optimizer: Optimizer) -> None:
