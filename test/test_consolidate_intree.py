@@ -47,6 +47,8 @@ LOSSY = {"tied", "tied-flat", "bfloat16-buffers-cpu"}
 
 
 class Vision(nn.Module):
+    """Nested modules, a scalar, an empty parameter, buffers of three dtypes."""
+
     def __init__(self, scalar):
         super().__init__()
         self.block = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -57,6 +59,9 @@ class Vision(nn.Module):
         self.register_buffer("table", torch.arange(4) / 8)
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
+    def forward(self, x):
+        return self.tail(self.block(x))
+
 
 class Tied(nn.Module):
     def __init__(self):
@@ -65,12 +70,18 @@ class Tied(nn.Module):
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.emb.weight
 
+    def forward(self, x):
+        return self.head(self.emb(x))
+
 
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
         self.block = nn.Linear(3, 3)
         self.again = self.block
+
+    def forward(self, x):
+        return self.again(self.block(x))
 
 
 class Named(nn.Module):
@@ -80,6 +91,9 @@ class Named(nn.Module):
         super().__init__()
         self.flat_param_0 = nn.Parameter(torch.randn(3, 2))
         self.my_fpw_module = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.my_fpw_module(x @ self.flat_param_0)
 
 
 def build(kind, options):
@@ -157,6 +171,7 @@ def contents(written, case):
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))
 def test_equals_the_plain_model(written, case, tmp_path):
+    """From files, streamed into a file, and from state_dicts in memory."""
     full, plain = load(written, case)
     assert_equal(full, plain)
     for tensor in full.values():
