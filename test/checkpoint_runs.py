@@ -42,8 +42,6 @@ def heavy_ball(parameters):
 
 
 class Run:
-    """A model, its optimizer and schedule, on one of ``size`` ranks."""
-
     def __init__(self, kind: str, rank: int, size: int, seed: int = 0, optimizer=adam):
         torch.manual_seed(seed)
         self.model = wrapped(kind, Zoo())

@@ -1,5 +1,5 @@
-"""Small Hugging Face models from configurations, how they are wrapped, their data, and how they
-train in plain torch.
+"""Small Hugging Face models from configurations, their data, how they train in plain torch, and
+Trainers and Accelerators with an FSDP configuration on XLA.
 
 Everything is imported here, before ranks start: transformers imports names late, and not safely
 from several threads.
@@ -19,7 +19,7 @@ BATCH = 8  # of all ranks together
 LENGTH = 6
 ROWS = BATCH * STEPS
 CLIP = 0.3
-WIDE = 0.4  # a spread of the weights
+WIDE, SPREAD = 0.4, 0.2  # of the weights: to generate, and to train
 GPT2Model = hf.GPT2Model
 
 WORDS = dict(vocab_size=50, eos_token_id=1, pad_token_id=2)
@@ -34,7 +34,6 @@ MANY = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, n_group=1)
 LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
 
-# The model, its layers, and its configuration.
 MODELS = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -107,12 +106,10 @@ def wrap(model, name, **options):
 
 
 def tokens(step=0):
-    """Tokens [4, 6]."""
     return torch.randint(3, 50, (4, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
 def rows(name, number=ROWS):
-    """The data set: a dictionary for each row."""
     generator = torch.Generator().manual_seed(5)
     if name == "vit":
         pixels = torch.randn(number, 3, 8, 8, generator=generator)
@@ -125,7 +122,6 @@ def rows(name, number=ROWS):
 
 
 def batch_of(some):
-    """Rows as one batch."""
     return {key: torch.stack([row[key] for row in some]) for key in some[0]}
 
 
@@ -141,6 +137,21 @@ def items_in(labels, name="llama"):
     return (labels[..., 1:] if causal else labels).ne(-100).sum()
 
 
+def sgd_losses(model, ids, synced=lambda: None, steps=3, lr=0.1):
+    """Of training on ``ids(number)``; ``synced`` is called after each step."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for number in range(steps):
+        part = ids(number)
+        loss = model(input_ids=part, labels=part, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        synced()
+    return [loss.item() for loss in losses]
+
+
 def groups_of(model, decay=0.3):
     """Without decay of biases and norms, as everybody does."""
     spared = ("bias", "LayerNorm.weight", "ln_1.weight", "ln_2.weight", "norm.weight")
@@ -151,8 +162,6 @@ def groups_of(model, decay=0.3):
 
 @dataclass
 class Trained:
-    """What a training leaves behind."""
-
     losses: list = field(default_factory=list)
     norms: list = field(default_factory=list)
     weights: dict = field(default_factory=dict)
@@ -208,8 +217,6 @@ def plain(
 
 
 def assert_alike(found, expected):
-    """Losses to 1e-5, norms and weights to 1e-4."""
-
     def close(one, other, tolerance, what):
         one, other = torch.as_tensor(one), torch.as_tensor(other)
         message = lambda text: f"{what}: {text}"  # noqa: E731
@@ -242,3 +249,99 @@ def assert_alike_in_bfloat16(found, narrow, wide):
         assert 0 < far(near, away) and far(one, near) <= 4 * far(near, away), what
     one, near, away = (whole(each.weights) for each in (found, narrow, wide))
     assert 0 < far(near, away) and far(one, near) <= 2 * far(near, away)
+
+
+class InOrder(hf.Trainer):
+    """Does not shuffle, and keeps the losses, of which the logs have four digits."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.__dict__.setdefault("kept", []).append(loss)
+        return loss
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Noted(hf.TrainerCallback):
+    def __init__(self):
+        self.norms, self.evaluated, self.drawn = [], [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.drawn.append(torch.rand(()).item())
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "grad_norm" in logs:
+            self.norms.append(logs["grad_norm"])
+        if "eval_loss" in logs:
+            self.evaluated.append(logs["eval_loss"])
+
+
+def trainer_for(
+    name, folder, micro=1, settings=None, config=None, cls=InOrder, model=None, more=None, **given
+):
+    """``model``: another one than ``build(name)``; ``more``: of the Trainer, not its arguments."""
+    import torch_xla.runtime as xr
+    from accelerate.state import AcceleratorState, GradientState
+
+    import xla_fsdp.integrations.transformers  # noqa: F401
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    fsdp_config = {
+        "xla": True,
+        "xla_fsdp_settings": settings or {},
+        "transformer_layer_cls_to_wrap": [LAYERS[name]],
+    }
+    options = {
+        "fsdp": True,
+        "fsdp_config": fsdp_config | (config or {}),
+        "per_device_train_batch_size": BATCH // xr.world_size() // micro,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": micro,
+        "num_train_epochs": 1,
+        "learning_rate": 0.02,
+        "adam_epsilon": 1e-3,
+        "weight_decay": 0.3,
+        "max_grad_norm": CLIP,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    noted = Noted()
+    seq2seq = issubclass(cls, hf.Seq2SeqTrainer)
+    arguments = hf.Seq2SeqTrainingArguments if seq2seq else hf.TrainingArguments
+    given_to_it = {
+        "model": model or build(name),
+        "args": arguments(str(folder), **(options | given)),
+        "train_dataset": rows(name),
+        "eval_dataset": rows(name, 16),
+        "data_collator": batch_of,
+        "callbacks": [noted],
+    }
+    trainer = cls(**(given_to_it | (more or {})))
+    return trainer, noted
+
+
+def accelerator_for(mixed_precision="no", steps=1, **plugin):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    import xla_fsdp.integrations.accelerate  # noqa: F401
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**plugin),
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=steps,
+    )
+
+
+def by_class(name):
+    return {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": [LAYERS[name]],
+    }

@@ -104,26 +104,23 @@ class Losses(Callback):
         self.found.append(trainer.callback_metrics["loss_step"].item())
 
 
-def trainer_for(folder, strategy="auto", **options):
-    kept = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
-    told = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    told["num_sanity_val_steps"] = 0
-    told |= {
-        "max_epochs": 2,
-        "callbacks": [Losses(), kept],
-        "accelerator": "cpu",
-        "devices": "auto",
-    }
-    return L.Trainer(strategy=strategy, **(told | options))
+def trainer_for(strategy="auto", told=(), **options):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    quiet |= {"num_sanity_val_steps": 0, "accelerator": "cpu", "devices": "auto"}
+    return L.Trainer(strategy=strategy, callbacks=[Losses(), *told], **(quiet | options))
+
+
+def kept(folder):
+    return ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
 
 
 def fit(trainer, ranks=1, model=None, ckpt_path=None):
-    """What was seen in training, and the model."""
     model = model or Words()
     trainer.fit(model, loader(ranks), loader(ranks), ckpt_path=ckpt_path, weights_only=False)
     seen = {k: v.item() for k, v in trainer.callback_metrics.items()}
     norms = [norm.item() for norm in getattr(model, "norms", ())]
-    return {"losses": trainer.callbacks[0].found, "norms": norms, "seen": seen}, model
+    (losses,) = (each.found for each in trainer.callbacks if isinstance(each, Losses))
+    return {"losses": losses, "norms": norms, "seen": seen}, model
 
 
 def strategy(**options):

@@ -53,7 +53,6 @@ def write_checkpoint(
 
 
 def describe(tensors, optimizer, world_size, step, buffers, **more):
-    """The manifest, without files."""
     tied = {(k,) if isinstance(k, str) else k: v for k, v in tensors.items()}
     return Manifest(
         step=step,

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import gc
 import os
-import resource
 from pathlib import Path
 
 import checkpoint_files as files
@@ -123,27 +122,6 @@ def test_a_failed_close_closes_no_file_of_another_thread(tmp_path, monkeypatch):
     other.write(b"whole")
     other.close()
     assert (tmp_path / "two").read_bytes() == b"whole"
-
-
-def _with_small_files(root):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
-    try:
-        save(root, 2, 2.0)
-    except OutputError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_files_that_become_too_large(forks, tmp_path):
-    root = str(tmp_path)
-    save(root, 1, 1.0)
-    text = forks(_with_small_files, root)
-    assert "rank-0000" in text and "File too large" in text
-    assert os.listdir(root) == ["step-00000001"] and read_value(root) == 1.0
-    save(root, 2, 2.0)
-    assert read_value(root) == 2.0
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):

@@ -96,7 +96,6 @@ def test_a_manifest_that_no_reader_accepts_is_not_written(monkeypatch):
 
 
 def test_a_bit_flipped_in_every_chunk_of_a_larger_file(tmp_path):
-    """A part is read without the rest: only what is damaged is refused."""
     path, chunk = str(tmp_path / "file"), 1 << 20
     value = torch.arange(3 * chunk // 4 + 100, dtype=torch.float32)
     item = FileTensor("x", value.dtype, tuple(value.shape), lambda low, high: value[low:high])

@@ -91,43 +91,6 @@ def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path,
                 assert not _different(read, elements), (saved, size)
 
 
-def _every_wrapping(rank, size, folder):
-    first = Run("nested", rank, size)
-    first.train(0, 2)
-    first.save(f"{folder}/start", 2)
-    expected = _full(first)
-    for kind in WRAPPINGS:
-        run = Run(kind, rank, size, seed=4)
-        run.load(f"{folder}/start")
-        run.save(f"{folder}/{kind}", 2)
-    for saved in WRAPPINGS:
-        for kind in WRAPPINGS:
-            other = Run(kind, rank, size, seed=5)
-            other.load(f"{folder}/{saved}")
-            assert not _different(_full(other), expected), (saved, kind)
-
-
-@pytest.mark.full
-def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path):
-    run_ranks(_every_wrapping, 3, 3, tmp_path)
-
-
-def _train_resume_train(rank, size, kind, path, optimizer):
-    run = Run(kind, rank, size, optimizer=optimizer)
-    run.train(0, 2)
-    run.save(path, 2)
-    draw = [torch.rand(3), torch.rand(3, device="xla").cpu()]
-    losses, expected = run.train(2, 4), _full(run)
-    other = Run(kind, rank, size, seed=9, optimizer=optimizer)
-    other.load(path)
-    again = [torch.rand(3), torch.rand(3, device="xla").cpu()]
-    assert torch.equal(draw[0], again[0]), "torch's random state"
-    assert torch.equal(draw[1], again[1]), "XLA's random state"
-    assert other.train(2, 4) == losses
-    assert not _different(_full(other), expected)
-    assert run.scheduler.state_dict() == other.scheduler.state_dict()
-
-
 @pytest.mark.parametrize(
     "kind, optimizer",
     [
@@ -138,34 +101,21 @@ def _train_resume_train(rank, size, kind, path, optimizer):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_on_as_many_ranks_training_resumes_bit_for_bit(run_ranks, tmp_path, kind, optimizer):
-    run_ranks(_train_resume_train, 3, 3, kind, tmp_path, optimizer)
-
-
 @on_each_rank(3)
-def test_parameter_groups_are_found_by_the_names_in_them(rank, size, folder):
-    def make(kind, swapped=False, one=False):
-        run = Run(kind, rank, size)
-        decayed = [p for n, p in run.model.named_parameters() if n.endswith("weight")]
-        rest = [p for n, p in run.model.named_parameters() if not n.endswith("weight")]
-        groups = [{"params": decayed, "weight_decay": 0.5, "lr": 0.125}, {"params": rest}]
-        groups = [{"params": decayed + rest}] if one else groups[::-1] if swapped else groups
-        run.optimizer = torch.optim.SGD(groups, lr=0.25, nesterov=True, momentum=0.5)
-        run.scheduler = None
-        return run
-
-    make("nested").save(folder, 1)
-    run = make("root", swapped=True)
-    for group in run.optimizer.param_groups:
-        group["lr"] = 7.0
-    run.load(folder)
-    assert [g["lr"] for g in run.optimizer.param_groups] == [0.25, 0.125]
-    assert [g["weight_decay"] for g in run.optimizer.param_groups] == [0, 0.5]
-    with pytest.raises(ModelMismatchError, match="is not a group of the checkpoint"):
-        make("root", one=True).load(folder)
-    run.optimizer = torch.optim.Adam(run.model.parameters())
-    with pytest.raises(ModelMismatchError, match="optimizer SGD, but this optimizer is Adam"):
-        run.load(folder)
+def test_on_as_many_ranks_training_resumes_bit_for_bit(rank, size, folder, kind, optimizer):
+    run = Run(kind, rank, size, optimizer=optimizer)
+    run.train(0, 2)
+    run.save(folder, 2)
+    draw = [torch.rand(3), torch.rand(3, device="xla").cpu()]
+    losses, expected = run.train(2, 4), _full(run)
+    other = Run(kind, rank, size, seed=9, optimizer=optimizer)
+    other.load(folder)
+    again = [torch.rand(3), torch.rand(3, device="xla").cpu()]
+    assert torch.equal(draw[0], again[0]), "torch's random state"
+    assert torch.equal(draw[1], again[1]), "XLA's random state"
+    assert other.train(2, 4) == losses
+    assert not _different(_full(other), expected)
+    assert run.scheduler.state_dict() == other.scheduler.state_dict()
 
 
 @on_each_rank(3)
@@ -192,7 +142,6 @@ def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
         own.load(folder)
     own.load(folder, strict=False)
     assert all(state["step"] == 1 for state in own.optimizer.state.values())
-    # Another scheduler is refused before anything changes.
     run.optimizer.param_groups[0]["lr"] = 0.5
     saved, run.scheduler = run.scheduler, torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
     with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):

@@ -13,7 +13,7 @@ from on_ranks import on_each_rank
 import xla_fsdp
 from xla_fsdp.checkpoint import saving
 from xla_fsdp.checkpoint.rank_exchange import RankExchange
-from xla_fsdp.consolidate.errors import CheckpointNotFoundError, OutputError
+from xla_fsdp.consolidate.errors import CheckpointNotFoundError, OtherRankError, OutputError
 from xla_fsdp.consolidate.format.reader import latest_checkpoint
 from xla_fsdp.consolidate.format.store import open_store
 
@@ -142,7 +142,7 @@ def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, folder):
             use(Plan(4) if rank == 2 else None)
             run.start(checkpointer, 6, 6.0)
             use(None)
-            kind = OutputError if rank == 2 else xla_fsdp.consolidate.errors.OtherRankError
+            kind = OutputError if rank == 2 else OtherRankError
             with pytest.raises(kind, match="injected"):
                 if call == "save":
                     run.start(checkpointer, 7, 7.0)
@@ -167,9 +167,12 @@ def test_async_saves_are_ordered_and_raise_at_the_next_call(rank, size, folder):
 PATHS = ["a b/[ab]*?{1}", "ünï/ço", "new\nline%41", "-x:y", "~", "\udcff"]
 
 
-def _save_to(rank, paths):
+@on_each_rank(2)
+def test_any_path(rank, size, folder):
+    paths = [f"{folder}/{path}" for path in PATHS] + [f"file://{folder}/file url"]
+    paths += [f"memory://paths/{path}" for path in PATHS if path != "\udcff"]
     run = Uniform()
-    not_found = xla_fsdp.consolidate.errors.OtherRankError if rank else CheckpointNotFoundError
+    not_found = OtherRankError if rank else CheckpointNotFoundError
     for number, path in enumerate(paths, 1):
         base = number * 10.0
         with pytest.raises(not_found):
@@ -185,37 +188,29 @@ def _save_to(rank, paths):
             run.load(first)
 
 
-def test_any_path(run_ranks, tmp_path):
-    places = [f"{tmp_path}/{path}" for path in PATHS]
-    urls = [f"memory://paths/{path}" for path in PATHS if path != "\udcff"]
-    run_ranks(_save_to, 2, [*places, f"file://{tmp_path}/file url", *urls])
-
-
-def _refused_paths(rank, root):
+@on_each_rank(2)
+def test_paths_that_cannot_be_saved_to(rank, size, folder):
+    with open(f"{folder}/file", "w") as file:
+        file.write("precious")
     run = Uniform()
     for path, kind in (
-        (f"{root}/file", OutputError),
-        (f"{root}/file/below", OutputError),
+        (f"{folder}/file", OutputError),
+        (f"{folder}/file/below", OutputError),
         ("nosuchprotocol://bucket", ValueError),
         ("", ValueError),
         (5, TypeError),
         ("a\0b", ValueError),
     ):
-        with pytest.raises((kind, xla_fsdp.consolidate.errors.OtherRankError)) as caught:
+        with pytest.raises((kind, OtherRankError)) as caught:
             run.save(path, 1, 1.0)
         assert kind is not OutputError or "cannot be written" in str(caught.value)
-        with pytest.raises((kind, xla_fsdp.consolidate.errors.OtherRankError)):
+        with pytest.raises((kind, OtherRankError)):
             run.start(xla_fsdp.AsyncCheckpointer(path), 1, 1.0)
-    # What is only wrong on one rank.
-    with pytest.raises((ValueError, xla_fsdp.consolidate.errors.OtherRankError)):
-        run.save("nosuchprotocol://bucket" if rank else f"{root}/fine", 1, 1.0)
-    run.save(f"{root}/fine", 1, 1.0)
-
-
-def test_paths_that_cannot_be_saved_to(run_ranks, tmp_path):
-    (tmp_path / "file").write_text("precious")
-    run_ranks(_refused_paths, 2, str(tmp_path))
-    assert (tmp_path / "file").read_text() == "precious"
+    with pytest.raises((ValueError, OtherRankError)):
+        run.save("nosuchprotocol://bucket" if rank else f"{folder}/fine", 1, 1.0)
+    run.save(f"{folder}/fine", 1, 1.0)
+    with open(f"{folder}/file") as file:
+        assert file.read() == "precious"
 
 
 def _resume_and_save(rank, root, asynchronous, count):

@@ -71,7 +71,6 @@ anything = st.recursive(
 
 
 def same(one, other) -> bool:
-    """Equal, of the same types, and bit for bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -189,7 +188,6 @@ def test_containers_come_back(tensors, about):
     written, header = layout(tensors, about)
     data = header + bytes(written.size - len(header))
     assert _read(data) == written and written.data_begin % 8 == 0
-    from safetensors import SafetensorError, safe_open  # noqa: F401
     from safetensors.torch import load
 
     if not any(dtype.startswith(("C", "F8")) for _, dtype, _ in tensors):
@@ -209,21 +207,6 @@ def edited(data: bytes, changes) -> bytes:
         at = int(where * len(data))
         data = data[:at] + put + data[at + take :]
     return data
-
-
-@fuzz
-@given(tensor_lists, metadata, edits)
-def test_an_edited_container_is_read_strictly_or_refused(tensors, about, changes):
-    written, header = layout(tensors, about)
-    data = edited(header + bytes(written.size - len(header)), changes)
-    try:
-        found = _read(data)
-    except CheckpointError as error:
-        assert str(error).startswith("file: ") and len(str(error)) < 600
-        return
-    ends = sorted((entry.begin, entry.end) for entry in found.entries.values())
-    assert [begin for begin, _ in ends] == [found.data_begin, *(end for _, end in ends)][:-1]
-    assert found.size == len(data)
 
 
 plain = st.none() | st.booleans() | st.integers() | st.text(max_size=4)
@@ -258,26 +241,6 @@ def test_manifests_come_back(manifests, which, fields):
     data = dump_manifest(manifest)
     found = load_manifest(data, "file")
     assert found == manifest and dump_manifest(found) == data
-
-
-@fuzz
-@given(st.integers(0, 1), fields, edits, st.booleans())
-def test_an_edited_manifest_is_refused_or_means_something(
-    manifests, which, fields, changes, sealed
-):
-    data = dump_manifest(replace(manifests[which], **fields))
-    if sealed:
-        body = data[data.index(b"\n") + 1 : -len(files.TAIL)]
-        changed = files.seal(edited(body, changes))
-    else:
-        changed = edited(data, changes)
-    try:
-        found = load_manifest(changed, "file")
-    except CheckpointError as error:
-        assert str(error).startswith("file: ") and len(str(error)) < 1000
-        return
-    assert sealed or changed == data
-    assert load_manifest(dump_manifest(found), "file") == found
 
 
 # Changes of a JSON value at a random place, by a seed for where.

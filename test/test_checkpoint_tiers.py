@@ -17,6 +17,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
 from faulty_disk import Interrupting, Stopped
+from on_ranks import on_each_rank
 from rank_warnings import warnings_of_ranks
 
 import xla_fsdp
@@ -124,7 +125,6 @@ def test_a_process_that_is_killed_at_every_operation_and_then_its_host_is_lost(s
             with contextlib.suppress(Stopped, errors.CheckpointError):
                 save_step(hosts, 2, 2.0)
                 over = True
-        # The process comes back on the same host.
         with two_hosts(root) as hosts:
             for host in hosts:
                 host.tier.clean()
@@ -161,7 +161,6 @@ def test_any_mix_of_ages_resolves_to_what_all_have():
     }
     apart = choose_save([[(5, one, 3, [2])], [(5, one, 3, [0])], [(5, one, 3, [1])]])
     assert apart.hosts_by_rank == {0: [1], 1: [2], 2: [0]}
-    # Files of one step from different saves are no save.
     mixed = choose_save([[(5, one, 2, [0])], [(5, two, 2, [1])]])
     assert mixed.save is None and list(mixed.skipped) == [5]
     assert choose_save([both], step=11).save is None and choose_save([]).save is None
@@ -178,14 +177,12 @@ def file_of(host, rank):
 
 
 def test_what_is_damaged_on_one_host_is_read_from_the_other(tmp_path, monkeypatch):
-    # Chunks so small that a file has several.
     monkeypatch.setattr("xla_fsdp.consolidate.format.digests._LEAST_CHUNK", 64)
     with two_hosts(tmp_path) as hosts:
         save_step(hosts, 1, 1.0)
         expected = [file_of(hosts[1], rank).read_bytes() for rank in (0, 1)]
         size = len(expected[0])
         assert size > 8 * 64
-        # Of the header's length, the header, a tensor, the last byte; then of every chunk.
         for places in ([0], [9], [size // 2], [size - 1], range(0, size, 64)):
             for at in places:
                 files.flip(file_of(hosts[0], 0), at, bit=at % 8)
@@ -268,11 +265,9 @@ def test_only_the_job_is_served(started):
         foreign = HostTier(LocalStore(), hosts[0].tier.root, "another run")
         with pytest.raises(errors.OutputError, match="belongs to another run"):
             hosts[1].peer.put(foreign, replace(card, run=foreign.run))
-        # A name cannot lead out of the folder.
         outside = replace(card, record=replace(card.record, name="../../secret"))
         with pytest.raises(errors.UnreadableFileError, match="is called"):
             hosts[0].peer.read_into(outside, 0, out)
-        # What changes on its way is not kept.
         lie = replace(card, record=replace(card.record, digests="0" * 16))
         with pytest.raises(errors.OutputError, match="are not the bytes that were sent"):
             hosts[1].peer.put(hosts[0].tier, lie)
@@ -290,7 +285,9 @@ def test_a_host_that_says_nothing_is_given_up(started, monkeypatch):
             peer.read_into(tier.cards(Save(1, LATE))[0], 0, memoryview(bytearray(8)))
 
 
-def _train_and_lose_a_host(rank, size, folder):
+@pytest.mark.slow
+@on_each_rank(4)
+def test_training_goes_on_from_the_other_host_bit_for_bit(rank, size, folder):
     def tiers(**options):
         return xla_fsdp.TieredCheckpointer(
             f"{folder}/durable", fast=f"{folder}/host{rank // 2}", host=f"host{rank // 2}",
@@ -337,15 +334,9 @@ def _train_and_lose_a_host(rank, size, folder):
     xm.rendezvous("lost, too")
     loaded, found, _ = resume(6)
     assert loaded.step == 1 and "durable" in loaded.path and found == expected
-    with tiers() as checkpointer, pytest.raises(errors.CheckpointNotFoundError) as caught:
+    words = "has no checkpoint, and there is no save of this run"
+    with tiers() as checkpointer, pytest.raises(errors.CheckpointNotFoundError, match=words):
         checkpointer.load(run.model, step=9)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_the_other_host_bit_for_bit(run_ranks, tmp_path):
-    said = run_ranks(_train_and_lose_a_host, 4, 4, str(tmp_path))
-    assert all("has no checkpoint, and there is no save of this run" in text for text in said)
 
 
 def _damaged_wherever_it_is(rank, size, folder):
@@ -440,22 +431,21 @@ def _save_and_load(rank, folder, runs):
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        pytest.param(
-            [("run", [(5, 1.0, 2 * 10**18), (5, 2.0, 10**18)])], [(5, 2.0)], id="clock went back"
-        ),
-        pytest.param(
+        ([("run", [(5, 1.0, 2 * 10**18), (5, 2.0, 10**18)])], [(5, 2.0)]),
+        (
             [("first", [(1, 1.0, 1), (9, 9.0, 2)]), ("second", [(1, 1.0, 3), (2, 2.0, 4)])],
             [(9, 9.0), (2, 2.0)],
-            id="two runs in one folder",
         ),
     ],
+    ids=["clock went back", "two runs in one folder"],
 )
 def test_the_newest_save_of_a_run_is_loaded(run_ranks, tmp_path, runs, expected):
     (loaded,) = run_ranks(_save_and_load, 1, str(tmp_path), runs)
     assert loaded == expected
 
 
-def _one_rank_cannot_write(rank, size, folder):
+@on_each_rank(2)
+def test_an_error_of_one_rank_is_raised_on_all(rank, size, folder):
     run = Run("root", rank, size)
     checkpointer = xla_fsdp.TieredCheckpointer(
         f"{folder}/durable", fast=f"{folder}/fast", drain_every=0
@@ -470,12 +460,7 @@ def _one_rank_cannot_write(rank, size, folder):
     with pytest.raises(errors.CheckpointError) as caught:
         checkpointer.save(run.model, step=2)
     checkpointer.close()
-    return type(caught.value).__name__
-
-
-def test_an_error_of_one_rank_is_raised_on_all(run_ranks, tmp_path):
-    said = run_ranks(_one_rank_cannot_write, 2, 2, str(tmp_path))
-    assert said == ["OtherRankError", "OutputError"]
+    assert type(caught.value) is (errors.OutputError if rank else errors.OtherRankError)
 
 
 @pytest.mark.parametrize(

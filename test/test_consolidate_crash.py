@@ -1,20 +1,127 @@
-"""Whatever ends a consolidation, and wherever: the old result or the new one, and a next run."""
+"""Whatever ends a consolidation, and wherever: the old result or the new one, and a next run.
 
+As a script, ``test_consolidate_crash.py SCENARIO STRIDE FOLDER``: kills runs at every STRIDE-th
+call and at the last ones, and checks what is left each time. A process of its own, since it forks.
+"""
+
+import contextlib
 import os
+import shutil
+import signal
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from consolidating import run_cli
-from faulty_disk import CHANGES, SCENARIOS, Boundaries, Scenario, fill_disk
+from faulty_disk import CALLS, CHANGES, Boundaries, fill_disk, in_child, kill
 from sharded_files import small_checkpoint, write_checkpoint
 
 from xla_fsdp.consolidate import OutputError, consolidate_checkpoint, reshard_checkpoint
 from xla_fsdp.consolidate.format.local import FolderLock, LocalStore
 from xla_fsdp.consolidate.stream.plan import RECORD
 
-HERE = Path(__file__).parent
+# By name: what is written, whether something was there before, whether folders can be swapped.
+SCENARIOS = {
+    "safetensors file": (dict(save_path="m.safetensors"), True, True),
+    "torch file": (dict(save_path="m.pth"), True, True),
+    "new folder": (dict(save_path="out", optimizer=True, max_shard_size="4KB"), False, True),
+    "folder": (dict(save_path="out", optimizer=True, max_shard_size="4KB"), True, True),
+    "folder, no swap": (dict(save_path="out", optimizer=True), True, False),
+    "reshard": (dict(save_path="out", world_size=2), True, True),
+    "reshard, no swap": (dict(save_path="out", world_size=2), True, False),
+}
+
+
+class Scenario:
+    """A folder with two checkpoints; the result of the first is to be replaced by the second's."""
+
+    def __init__(self, name, folder):
+        self.options, self.existing, self.swaps = SCENARIOS[name]
+        self.folder = Path(folder)
+        small_checkpoint(self.folder / "old", seed=1)
+        small_checkpoint(self.folder / "new", seed=2)
+        self.snapshots = {}
+        for which in ("old", "new"):
+            self.fresh()
+            self.run(which)
+            self.snapshots[which] = self.content()
+        assert self.snapshots["old"] != self.snapshots["new"]
+
+    @property
+    def target(self):
+        return self.folder / "work" / self.options["save_path"]
+
+    def run(self, which):
+        options = {**self.options, "save_path": self.target}
+        write = reshard_checkpoint if "world_size" in options else consolidate_checkpoint
+        no_swap = mock.patch.object(LocalStore, "exchange", return_value=False)
+        with contextlib.nullcontext() if self.swaps else no_swap:
+            return write(self.folder / which, **options)
+
+    def boundaries(self, at=0, happen=None, **options):
+        return Boundaries(str(self.folder / "work"), at, happen, **options)
+
+    def fresh(self):
+        shutil.rmtree(self.folder / "work", ignore_errors=True)
+        (self.folder / "work").mkdir()
+
+    def prepare(self):
+        self.fresh()
+        old = self.snapshots["old"] if self.existing else None
+        if isinstance(old, dict):
+            self.target.mkdir()
+            for name, data in old.items():
+                (self.target / name).write_bytes(data)
+        elif old is not None:
+            self.target.write_bytes(old)
+
+    def steps(self, stride, only=CALLS):
+        """Numbers of the calls of a run: every ``stride``-th, and the last twelve."""
+        self.prepare()
+        with self.boundaries(only=only) as calls:
+            self.run("new")
+        last = calls.count + 1
+        return sorted({*range(1, last, stride), *range(last - 12, last)})
+
+    def content(self):
+        if self.target.is_dir():
+            return {path.name: path.read_bytes() for path in self.target.iterdir()}
+        return self.target.read_bytes() if self.target.exists() else None
+
+    def check_old_or_new(self):
+        found = self.content()
+        allowed = [self.snapshots["new"], self.snapshots["old"] if self.existing else None]
+        if self.existing and not self.swaps:
+            allowed.append(None)  # for a moment; the next run repairs it
+        assert found in allowed, self.leftovers()
+
+    def leftovers(self):
+        return sorted(path.name for path in (self.folder / "work").iterdir())
+
+    def check_next_run(self):
+        result = self.run("new")
+        assert self.content() == self.snapshots["new"]
+        assert self.leftovers() == [self.target.name]
+        return result
+
+
+def kill_at_steps(scenario, stride):
+    steps, resumed, up_to_date = scenario.steps(stride), 0, 0
+    for number in steps:
+        scenario.prepare()
+
+        def work(number=number):
+            with scenario.boundaries(number, kill):
+                scenario.run("new")
+
+        assert in_child(work) == signal.SIGKILL, number
+        scenario.check_old_or_new()
+        result = scenario.check_next_run()
+        resumed += bool(result.resumed)
+        up_to_date += result.up_to_date
+    print(len(steps), resumed, up_to_date)
 
 
 # Some system calls of two scenarios, every sixth of each, and every one.
@@ -27,8 +134,8 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "stride"), RUNS)
 def test_killed(plain_server, name, stride, tmp_path):
-    script = [HERE / "faulty_disk.py", name, stride, tmp_path]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    script = [__file__, name, stride, tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = plain_server.run(script, cwd=tmp_path, env=environment, timeout=1500)
     assert done.returncode == 0, done.stderr
     steps, resumed, up_to_date = map(int, done.stdout.split())
@@ -252,3 +359,7 @@ def test_disk_known_to_be_too_small(tmp_path, monkeypatch):
         with pytest.raises(OutputError, match="100 are free"):
             run()
     assert os.listdir(tmp_path) == ["ckpt"]
+
+
+if __name__ == "__main__":
+    kill_at_steps(Scenario(sys.argv[1], sys.argv[3]), int(sys.argv[2]))

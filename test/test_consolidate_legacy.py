@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from consolidating import Harmful, assert_equal, assert_same, loaded, run_cli, same
-from per_rank_files import (
+from consolidating import (
     SUFFIX,
     Entry,
+    Harmful,
+    assert_equal,
+    assert_same,
     expected_state_dict,
+    loaded,
     path_of,
     rank_files,
+    run_cli,
+    same,
     save,
     small_model,
 )

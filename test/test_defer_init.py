@@ -55,18 +55,20 @@ class Model(nn.Module):
         return self.back(self.head(x * self.scale))
 
 
-def built(kind, init=None):
-    init = init or defer_init
+MISSING = ["head.weight", "head.bias"]
+
+
+def built(kind):
     with torch.device("meta"):
         model = Model()
     if kind == "nested":
         for number, block in enumerate(model.blocks):
-            model.blocks[number] = FSDP(block, param_init_fn=init)
-    return FSDP(model, param_init_fn=init, flatten_parameters=kind == "flat")
+            model.blocks[number] = FSDP(block, param_init_fn=defer_init)
+    return FSDP(model, param_init_fn=defer_init, flatten_parameters=kind == "flat")
 
 
-def raises_naming(names, absent, doing="the first forward was called", call=None):
-    with pytest.raises(RuntimeError, match=f"{doing} before") as caught:
+def raises_naming(names, absent, doing="the first forward", call=None):
+    with pytest.raises(RuntimeError, match=f"{doing} was called before") as caught:
         call()
     for name in names:
         assert repr(name) in str(caught.value), (name, str(caught.value))
@@ -91,24 +93,21 @@ def test_values_come_with_a_load_or_are_missed(rank, tmp_path):
     for kind in ("root", "nested", "flat"):
         model = built(kind)
         names = ["embed.weight", "blocks.0.0.weight", "head.bias", "scale"]
-        raises_naming(names[:3], [], call=lambda m=model: m(x))
-        raises_naming(names[:3], [], "saving was called",
-                      lambda m=model: save_checkpoint(f"{tmp_path}/none", m, step=1))  # fmt: skip
-        raises_naming(
-            names[:3], [], "full_state_dict was called", lambda m=model: full_state_dict(m)
-        )
-        raises_naming(names[:3], [], r"state_dict\(\) was called", lambda m=model: m.state_dict())
-        raises_naming(
-            names[:3], [], "clip_grad_norm_ was called", lambda m=model: m.clip_grad_norm_(1.0)
-        )
+        for doing, call in (
+            ("the first forward", lambda m=model: m(x)),
+            ("saving", lambda m=model: save_checkpoint(f"{tmp_path}/none", m, step=1)),
+            ("full_state_dict", lambda m=model: full_state_dict(m)),
+            (r"state_dict\(\)", lambda m=model: m.state_dict()),
+            ("clip_grad_norm_", lambda m=model: m.clip_grad_norm_(1.0)),
+        ):
+            raises_naming(names[:3], [], doing, call)
         every = torch.optim.SGD(model.parameters(), lr=0.1)
-        raises_naming([names[0], names[2]], [], r"SGD.step\(\) was called", every.step)
+        raises_naming([names[0], names[2]], [], r"SGD.step\(\)", every.step)
         model = copy.deepcopy(model).double().float()
         raises_naming(names[:3], [], call=lambda m=model: m(x))
         loaded = load_weights(model, f"{tmp_path}/part.safetensors", strict=False)
-        assert loaded.missing_keys == ["head.weight", "head.bias"]
-        raises_naming(["head.weight", "head.bias"], names[:2] + ["scale"],
-                      call=lambda m=model: m(x))  # fmt: skip
+        assert loaded.missing_keys == MISSING
+        raises_naming(MISSING, names[:2] + ["scale"], call=lambda m=model: m(x))
         if kind == "nested":  # the rest by hand
             with FSDP.summon_full_params(model), torch.no_grad():
                 model.head.weight.copy_(state["head.weight"])
@@ -140,7 +139,8 @@ class Positions(nn.Module):
         return x * self.weight + self.steps
 
 
-def buffers(rank):
+@on_each_rank(2, timeout=1500)
+def test_buffers_that_no_checkpoint_has(rank):
     with torch.device("meta"):
         model = nn.Sequential(Positions())
     expected = nn.Sequential(Positions())(inputs(rank))
@@ -163,7 +163,8 @@ def buffers(rank):
     assert torch.equal(model(inputs(rank).to("xla")).cpu(), expected)
 
 
-def scanned(rank):
+@on_each_rank(2, timeout=1500)
+def test_values_of_scanned_blocks_come_with_a_load(rank):
     def model(device, **options):
         torch.manual_seed(3)
         with torch.device(device):
@@ -174,11 +175,11 @@ def scanned(rank):
     sharded = model("meta", param_init_fn=defer_init)
     x = inputs(rank)
     for one in (sharded, copy.deepcopy(sharded)):
-        raises_naming(["0.0.0.weight"], [], r"state_dict\(\) was called", one.state_dict)
+        raises_naming(["0.0.0.weight"], [], r"state_dict\(\)", one.state_dict)
     with torch.device("meta"):
         in_place = fully_shard(nn.Linear(WIDTH, 5), param_init_fn=defer_init)
     for one in (in_place, in_place.bfloat16(), copy.deepcopy(in_place)):
-        raises_naming(["weight", "bias"], [], r"state_dict\(\) was called", one.state_dict)
+        raises_naming(["weight", "bias"], [], r"state_dict\(\)", one.state_dict)
     raises_naming(["0.0.0.weight", "0.2.0.bias"], [], call=lambda: sharded(x.to("xla")))
     state = {f"0.{name}": value for name, value in plain.state_dict().items()}
     part = {name: value for name, value in state.items() if not name.startswith("0.1")}
@@ -187,9 +188,3 @@ def scanned(rank):
                   call=lambda: sharded(x.to("xla")))  # fmt: skip
     load_full_state_dict(sharded, state)
     torch.testing.assert_close(sharded(x.to("xla")).cpu(), plain(x), rtol=1e-4, atol=1e-5)
-
-
-@on_each_rank(2, timeout=1500)
-def test_buffers_that_no_checkpoint_has_and_scanned_blocks(rank):
-    buffers(rank)
-    scanned(rank)

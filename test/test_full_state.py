@@ -1,5 +1,6 @@
-"""Full state out of sharded models and into them, against the unwrapped model."""
+"""Full state of models and optimizers out of sharded ones and into them, against plain torch."""
 
+import copy
 import weakref
 
 import pytest
@@ -8,20 +9,30 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
 from test_comm_hooks import hybrid
-from test_full_optimizer import go_on, sgd
-from wrappings import KINDS, assert_equal, plain_zoo, stacked, zoo
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from wrappings import KINDS, assert_equal, mean_loss, plain_zoo, stacked, step, zoo
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import (
     compilation_counts,
+    from_dcp,
+    full_optim_state_dict,
     full_state_dict,
+    fully_shard,
     load_checkpoint,
+    load_full_optim_state_dict,
     load_full_state_dict,
     save_checkpoint,
+    to_dcp,
 )
 from xla_fsdp.checkpoint import inventory
-from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
+from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError, UnsupportedValueError
 from xla_fsdp.ranks.rank import current_rank
+
+
+def refuses(text, fn, *args, kind=ModelMismatchError):
+    with pytest.raises(kind, match=text):
+        fn(*args)
 
 
 def out_and_in(rank, size):
@@ -66,24 +77,7 @@ def buffers_and_stacks(rank, size):
     assert_equal(full_state_dict(model, rank0_only=False), exact)
 
 
-def extra_and_partial(rank, size):
-    class Counting(torch.nn.Linear):
-        seen = 0
-
-        def get_extra_state(self):
-            return {"seen": self.seen}
-
-        def set_extra_state(self, state):
-            self.seen = state["seen"]
-
-    model = FSDP(torch.nn.Sequential(FSDP(Counting(3, 5)), torch.nn.Linear(5, 2)))
-    model[0].module.seen = 7
-    state = full_state_dict(model, rank0_only=False)
-    names = ["0.weight", "0.bias", "0._extra_state", "1.weight", "1.bias"]
-    assert list(state) == names and state["0._extra_state"] == {"seen": 7}
-    state["0._extra_state"] = {"seen": 8}
-    load_full_state_dict(model, state if rank == 0 else None)
-    assert model[0].module.seen == 8
+def partial(rank, size):
     # What is missing stays, in a vector of several parameters too; floats are cast.
     for kind in ("nested", "flat"):
         model, given = zoo(kind), plain_zoo(9).state_dict()
@@ -141,17 +135,15 @@ def few_at_a_time(rank):
 @pytest.mark.parametrize(
     "ranks", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_state_of_every_wrapping_out_and_in(run_ranks, ranks):
-    def run(rank):
-        out_and_in(rank, ranks)
-        buffers_and_stacks(rank, ranks)
-        extra_and_partial(rank, ranks)
-        if ranks == 4:
-            few_at_a_time(rank)
-        if ranks == 1:
-            go_on(rank, 1, sgd, zoo, "none", "nested", by_number=True)
-
-    run_ranks(run, ranks)
+@on_each_rank()
+def test_state_of_every_wrapping_out_and_in(rank, size):
+    out_and_in(rank, size)
+    buffers_and_stacks(rank, size)
+    partial(rank, size)
+    if size == 4:
+        few_at_a_time(rank)
+    if size == 1:
+        go_on(rank, 1, sgd, zoo, "none", "nested", by_number=True)
 
 
 @on_each_rank(3)
@@ -159,25 +151,15 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
     model = zoo("nested")
     good = plain_zoo(9).state_dict()
 
-    def refuses(text, fn, *args, kind=ModelMismatchError):
-        with pytest.raises(kind, match=text):
-            fn(*args)
-
-    def changed(**values):
-        return {n: v for n, v in {**good, **values}.items() if v is not None}
-
     flawed = {
-        "lacks 'position'": changed(position=None),
-        "has 'more', unknown": changed(more=torch.ones(2)),
-        "size mismatch for position": changed(position=torch.ones(2)),
-        "'position' is torch.int64, but torch.float32 in the model": changed(
-            position=good["position"].long()
-        ),
-        "different values": changed(**{"head.weight": good["head.weight"] + 1}),
-        "'position' is not a dense": changed(position=torch.ones(5, 12, device="meta")),
-        "expected torch.Tensor": changed(position=[1.0]),
+        "size mismatch for position": {"position": torch.ones(2)},
+        "'position' is torch.int64, but torch.float": {"position": good["position"].long()},
+        "different values": {"head.weight": good["head.weight"] + 1},
+        "'position' is not a dense": {"position": torch.ones(5, 12, device="meta")},
+        "expected torch.Tensor": {"position": [1.0]},
     }
-    for text, state in flawed.items():
+    for text, wrong in flawed.items():
+        state = good | wrong
         refuses(text, load_full_state_dict, model, state)  # every rank has it and finds it
         if rank == 0:
             refuses(text, load_full_state_dict, model, state)
@@ -206,3 +188,243 @@ def test_what_is_loaded_over_changed_values_is_what_is_read_afterwards(rank, siz
             fresh = zoo("none", seed=4)
             load_checkpoint(saved, fresh)
             assert_equal(full_state_dict(fresh, rank0_only=False), other)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.0)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def nadam(parameters):
+    return torch.optim.NAdam(parameters, lr=0.01, eps=1e-3)
+
+
+def asgd(parameters):
+    return torch.optim.ASGD(parameters, lr=0.1, t0=1)
+
+
+def go_on(rank, size, make, build, first, second, by_number=False):
+    """Two steps in one wrapping, then a third there, in plain torch, and in another wrapping."""
+    model = build(first)
+    optimizer = make(model.parameters())
+    for number in range(2):
+        step(model, optimizer, number, rank, size)
+    state = full_state_dict(model)
+    optim = full_optim_state_dict(model, optimizer)
+    assert bool(state) == bool(optim) == (rank == 0)
+    # Buffers that are not saved come from the seed.
+    moved = build(second, seed=8 if build is zoo else 3)
+    moved_optimizer = make(moved.parameters())
+    plain = plain_zoo(5) if build is zoo else stacked("plain")
+    plain_optimizer = make(plain.parameters())
+    if rank == 0:
+        plain.load_state_dict(state)
+        plain_optimizer.load_state_dict(by_number_of(plain, plain_optimizer, optim))
+        assert optim["param_groups"][0]["lr"] == plain_optimizer.param_groups[0]["lr"]
+        given = plain_optimizer.state_dict() if by_number else optim
+    else:
+        given = None
+    load_full_state_dict(moved, state or None)
+    load_full_optim_state_dict(moved, moved_optimizer, given)
+    again = full_optim_state_dict(moved, moved_optimizer)
+    for name, values in again.get("state", {}).items():
+        if name in optim["state"]:
+            assert_equal(values, optim["state"][name])
+        else:  # in a vector with others that have state
+            assert all(not v.any() for v in values.values() if v.dim())
+    losses = [mean_loss(step(m, o, 2, rank, size)) for m, o in
+              ((model, optimizer), (moved, moved_optimizer))]  # fmt: skip
+    assert abs(losses[0] - losses[1]) < 1e-6, losses
+    after = [full_state_dict(m) for m in (model, moved)]
+    if rank == 0:
+        alone = step(plain, plain_optimizer, 2).item()
+        assert abs(losses[0] - alone) < 1e-5, (losses, alone)
+        for state in after:
+            for name, value in plain.state_dict().items():
+                if "count" not in name:
+                    torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5)
+
+
+def by_number_of(plain, plain_optimizer, optim):
+    number = {name: i for i, (name, _) in enumerate(plain.named_parameters())}
+    groups = copy.deepcopy(plain_optimizer.state_dict()["param_groups"])
+    assert set(optim["param_groups"][0]["params"]) == set(number)
+    state = {number[name]: value for name, value in optim["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (adamw, zoo, "nested", "flat"),
+        pytest.param((asgd, stacked, "scan", "nested", True), marks=pytest.mark.slow),
+        pytest.param((nadam, zoo, "flat", "dim0", True), marks=pytest.mark.slow),
+    ],
+    ids=lambda case: f"{case[0].__name__}-{case[2]}",
+)
+def test_training_goes_on_in_plain_torch_and_in_another_wrapping(run_ranks, case):
+    run_ranks(lambda rank: go_on(rank, 3, *case), 3)
+
+
+@on_each_rank(3)
+def test_optimizer_state_that_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
+    model = zoo("nested")
+
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, 0, rank, 3)
+    state = full_optim_state_dict(model, optimizer, rank0_only=False)
+    before = copy.deepcopy(state)
+
+    def refused(text, change):
+        flawed = copy.deepcopy(before)
+        change(flawed)
+        refuses(text, load_full_optim_state_dict, model, optimizer, flawed)
+
+    own = "blocks.0.norm.bias"
+    refused("'exp_avg'.*shape", lambda s: s["state"][own].update(exp_avg=torch.ones(3)))
+    refused("has 'x'", lambda s: s["param_groups"][0]["params"].append("x"))
+    refused("expected a dict with", lambda s: s.pop("state"))
+    stranger = adamw([torch.ones(1)])
+    state = stranger.state_dict()
+    refuses("groups of", load_full_optim_state_dict, model, optimizer, state)
+    refuses("1 parameters of group 0", full_optim_state_dict, model, stranger)
+    assert_equal(full_optim_state_dict(model, optimizer, rank0_only=False), before)
+    # Groups without parameters must be as many.
+    one, two = grouped_by(model, ["all"], 0.5), grouped_by(model, ["all", "empty"], 9.0)
+    state = full_optim_state_dict(model, one, rank0_only=False)
+    words = "make the optimizer with the groups"
+    refuses(words, load_full_optim_state_dict, model, two, state)
+    assert two.param_groups[0]["lr"] == 9.0
+    again = grouped_by(model, ["all"], 9.0)  # as the message says
+    load_full_optim_state_dict(model, again, state)
+    assert again.param_groups[0]["lr"] == 0.5
+
+    some = next(iter(optimizer.state.values()))
+    for value, what in ((torch.ones(5), "a tensor of shape"), (object(), "of type")):
+        some["odd"] = value
+        words = f"'odd' of parameter '.*' is {what}"
+        refuses(words, full_optim_state_dict, model, optimizer, kind=TypeError)
+
+
+@on_each_rank(3)
+def test_other_ways_to_give_the_state(rank, size, folder):
+    plain = plain_zoo()
+    names = [name for name, _ in plain.named_parameters()]
+    one = adamw(plain.parameters())
+    step(plain, one, 0)
+    state = {names[number]: values for number, values in one.state_dict()["state"].items()}
+
+    def loads(model, optimizer, given):
+        load_full_optim_state_dict(model, optimizer, given)
+        found = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        for name, values in state.items():
+            assert_equal(found[name], values)
+
+    # Every step of torch's own way to name states.
+    model = zoo("nested")
+    loads(model, adamw(model.parameters()), get_optimizer_state_dict(plain, one))
+    # Numbers with names beside them, in another order; numbers of groups.
+    backwards = adamw(reversed(list(plain.named_parameters())))
+    given = one.state_dict()
+    last = len(names) - 1
+    given["state"] = {last - number: values for number, values in given["state"].items()}
+    backwards.load_state_dict(given)
+    reverse = adamw(reversed(list(model.parameters())))
+    loads(model, reverse, backwards.state_dict())
+    with pytest.raises(ModelMismatchError, match="in the order of the model"):
+        load_full_optim_state_dict(model, reverse, one.state_dict())
+    # Of a vector, all parameters must have taken as many steps.
+    flat = zoo("flat")
+    uneven = copy.deepcopy(one.state_dict())
+    uneven["state"][0]["step"] += 1
+    with pytest.raises(ModelMismatchError, match="'step' differs"):
+        load_full_optim_state_dict(flat, adamw(flat.parameters()), uneven)
+    # Counters stay on the CPU, unless the optimizer computes with them on the device.
+    for capturable, kind in ((False, "cpu"), (True, "xla")):
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=capturable)
+        load_full_optim_state_dict(model, optimizer, one.state_dict() if rank == 0 else None)
+        found = optimizer.state[next(model.parameters())]
+        assert found["step"].device.type == kind and found["exp_avg"].device.type == "xla"
+        assert optimizer.param_groups[0]["capturable"] is capturable
+
+    # Before torch 1.12 counters were numbers, with which a step of today raises an error.
+    earlier = copy.deepcopy(one.state_dict())
+    for own in earlier["state"].values():
+        own["step"] = int(own["step"])
+    load_full_optim_state_dict(model, optimizer, earlier)
+    counter = optimizer.state[next(model.parameters())]["step"]
+    assert isinstance(counter, torch.Tensor) and counter.item() == 1
+    optimizer.state["seen"] = 3
+    for refuses in (full_optim_state_dict, lambda *both: save_checkpoint("x", *both, step=1)):
+        with pytest.raises(UnsupportedValueError, match="'seen', which belongs to no parameter"):
+            refuses(model, optimizer)
+
+
+def halve(optimizer):
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+
+# Whether a scheduler is attached before saving, and after it; groups.
+GROUPS = {
+    "without a scheduler": (False, False, ["all"]),
+    "with a key of the user": (False, False, ["all", "noted"]),
+    "a scheduler attached before saving, an empty group": (True, False, ["all", "empty"]),
+    "a scheduler attached after saving": (False, True, ["empty", "all", "empty"]),
+    "both": (True, True, ["all"]),
+}
+
+
+def grouped_by(model, kinds, lr):
+    groups = []
+    for number, kind in enumerate(kinds):
+        parameters = list(model.parameters()) if kind == "all" else []
+        groups.append({"params": parameters, "lr": lr / (number + 1)})
+        if kind == "noted":
+            groups[-1]["note"] = f"of {lr}"
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+@pytest.mark.parametrize("shard", [FSDP, fully_shard])
+@on_each_rank(2)
+def test_options_of_groups_are_what_torch_makes_of_them(rank, size, folder, shard):
+    def saved(model, kinds, before, device):
+        optimizer = grouped_by(model, kinds, 0.5)
+        if before:
+            halve(optimizer)
+        model(torch.ones(2, 6).to(device)).square().mean().backward()
+        optimizer.step()
+        return optimizer
+
+    def loads(model, kinds, after, load):
+        optimizer = grouped_by(model, kinds, 9.0)
+        if after:
+            halve(optimizer)
+        load(model, optimizer)
+        # Not foreach, which is as the machine that goes on wants it.
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "foreach")}
+            for group in optimizer.param_groups
+        ]
+
+    for number, (name, (before, after, kinds)) in enumerate(GROUPS.items()):
+        plain = torch.nn.Linear(6, 4)
+        state = saved(plain, kinds, before, "cpu").state_dict()
+        expected = loads(plain, kinds, after, lambda _, own, s=state: own.load_state_dict(s))
+
+        model, path = shard(torch.nn.Linear(6, 4)), f"{folder}/{number}"
+        own = saved(model, kinds, before, "xla")
+        full = full_optim_state_dict(model, own, rank0_only=False)
+        to_dcp(f"{path}-dcp", model, own)
+        save_checkpoint(path, model, own, step=1)
+        for load in (
+            lambda m, o, s=full: load_full_optim_state_dict(m, o, s),
+            lambda m, o, s=full: load_full_optim_state_dict(m, o, s if rank == 0 else None),
+            lambda m, o, s=state: load_full_optim_state_dict(m, o, s),
+            lambda m, o, p=path: from_dcp(f"{p}-dcp", m, o, allow_pickle=True),
+            lambda m, o, p=path: load_checkpoint(p, m, o),
+        ):
+            found = loads(shard(torch.nn.Linear(6, 4)), kinds, after, load)
+            assert found == expected, (name, found)

@@ -1,6 +1,7 @@
 """Accelerate with an FSDP configuration on XLA, against plain training in one process."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -9,17 +10,39 @@ from hf_models import (
     CLIP,
     STEPS,
     Trained,
+    accelerator_for,
     assert_alike,
     batch_of,
     build,
+    by_class,
     groups_of,
     optimizer_for,
     plain,
     rows,
 )
-from hf_trainers import accelerator_for, by_class
+from on_ranks import on_each_rank
+
+from xla_fsdp.integrations.launch import environment_of, read_config
 
 TIMEOUT = 400
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: 2
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+main_training_function: main
+mixed_precision: bf16
+num_processes: 2
+"""
 
 
 def loader_for(name, accelerator, micro=1):
@@ -28,7 +51,6 @@ def loader_for(name, accelerator, micro=1):
 
 
 def train(accelerator, model, optimizer, loader):
-    """As the documentation of Accelerate has it."""
     trained, losses = Trained(), []
     model.train()
     for batch in loader:
@@ -74,36 +96,16 @@ def several(rank, ranks, cases):
     return found
 
 
+OFFLOADED = dict(cpu_offload=True)
+IGNORED = dict(ignored_modules=r"classifier|.*\.pooler")
+HYBRID = dict(sharding_strategy="HYBRID_SHARD", activation_checkpointing=True) | OFFLOADED
+BY_SIZE = dict(sharding_strategy="5", auto_wrap_policy="size_based_wrap", min_num_params=500)
 CASES = [
-    (
-        "gpt2",
-        "one by one",
-        2,
-        {"fsdp_version": 2, "reshard_after_forward": False, "cpu_offload": True},
-    ),
-    (
-        "bert",
-        "optimizer first",
-        1,
-        {"reshard_after_forward": "SHARD_GRAD_OP", "ignored_modules": r"classifier|.*\.pooler"},
-    ),
-    (
-        "llama",
-        "model first",
-        1,
-        {
-            "sharding_strategy": "HYBRID_SHARD",
-            "activation_checkpointing": True,
-            "cpu_offload": True,
-        },
-    ),
-    ("vit", "one by one", 1, {"sharding_strategy": "NO_SHARD", "sync_module_states": True}),
-    (
-        "t5",
-        "model first",
-        1,
-        {"sharding_strategy": "5", "auto_wrap_policy": "size_based_wrap", "min_num_params": 500},
-    ),
+    ("gpt2", "one by one", 2, dict(fsdp_version=2, reshard_after_forward=False) | OFFLOADED),
+    ("bert", "optimizer first", 1, dict(reshard_after_forward="SHARD_GRAD_OP") | IGNORED),
+    ("llama", "model first", 1, HYBRID),
+    ("vit", "one by one", 1, dict(sharding_strategy="NO_SHARD", sync_module_states=True)),
+    ("t5", "model first", 1, BY_SIZE),
 ]
 
 
@@ -119,9 +121,6 @@ def test_training_is_that_of_one_process(run_ranks, ranks, cases):
     found = run_ranks(several, ranks, ranks, cases, timeout=TIMEOUT)
     for number, (name, _, micro, _) in enumerate(cases):
         assert_alike(found[0][number], plain(name, micro=micro))
-
-
-# -- saving and loading ------------------------------------------------------------------------
 
 
 def halves(step):
@@ -141,7 +140,7 @@ def first_half(rank, folder):
 
 
 def second_half(rank, folder):
-    accelerator, parts = two_models(seed=3, state_dict_type="LOCAL_STATE_DICT")
+    accelerator, parts = two_models(3, 9.0, state_dict_type="LOCAL_STATE_DICT")
     accelerator.load_state(folder)
     assert accelerator.step == 2
     again = os.path.join(folder, f"of-{accelerator.num_processes}")
@@ -152,22 +151,19 @@ def second_half(rank, folder):
     assert "xla_fsdp" in os.listdir(again) and "model.safetensors" not in os.listdir(again)
     accelerator.load_state(again)
     train_two(accelerator, parts, 2, STEPS)
+    assert [group["weight_decay"] for group in parts[2].param_groups] == [0.3, 0.0]
     return [accelerator.get_state_dict(model) for model in parts[:2]]
 
 
-def two_models(seed=7, state_dict_type="FULL_STATE_DICT"):
-    accelerator = accelerator_for(state_dict_type=state_dict_type)
-    models = [build("gpt2"), torch.nn.Linear(3, 3)]
+def two_models(seed=7, decay=0.3, **plugin):
+    accelerator = accelerator_for(**plugin)
     torch.manual_seed(seed)
-    with torch.no_grad():
-        for model in models:
-            for parameter in model.parameters():
-                parameter.copy_(torch.randn(parameter.shape) / 10)
-    optimizers = [optimizer_for(groups_of(models[0])), torch.optim.SGD(models[1].parameters(), 0.1)]
+    models = [torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh()), torch.nn.Linear(8, 3)]
+    optimizers = [
+        optimizer_for(groups_of(models[0], decay)),
+        torch.optim.SGD(models[1].parameters(), 0.1),
+    ]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(one, halves) for one in optimizers]
-    if seed != 7:
-        for group in optimizers[0].param_groups:
-            group["weight_decay"] = 9.0  # is loaded
     prepared = accelerator.prepare(*models, *optimizers)
     return accelerator, [*prepared, *accelerator.prepare(*schedulers)]
 
@@ -177,11 +173,9 @@ def train_two(accelerator, parts, start, stop):
     size = BATCH // accelerator.num_processes
     for step in range(start, stop):
         with accelerator.accumulate(model, other):
-            first = step * BATCH + accelerator.process_index * size
-            batch = batch_of(rows("gpt2")[first : first + size])
-            loss = model(**{k: v.to(accelerator.device) for k, v in batch.items()}).loss
-            loss = loss + other(torch.ones(2, 3, device=accelerator.device)).square().mean()
-            accelerator.backward(loss)
+            data = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step))
+            part = data.split(size)[accelerator.process_index].to(accelerator.device)
+            accelerator.backward(other(model(part)).square().mean())
             accelerator.clip_grad_norm_([*model.parameters(), *other.parameters()], CLIP)
             for optimizer in optimizers:
                 optimizer.step()
@@ -197,45 +191,23 @@ def test_states_are_loaded_by_another_number_of_ranks(run_ranks, tmp_path):
     files = {path.name for path in tmp_path.iterdir()}
     assert {"xla_fsdp", "model.safetensors", "model_1.safetensors"} <= files
     found = run_ranks(second_half, 1, str(tmp_path), timeout=TIMEOUT)[0]
-    for one, other in zip(found, expected, strict=True):
-        for name, value in other.items():
-            torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-# -- what people do besides --------------------------------------------------------------------
-
-
-def besides(rank, folder):
+def besides(rank, folder, variables):
+    import torch_xla.core.xla_model as xm
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-
-    # As `accelerate launch` makes it of a config file, version 1.
-    wanted = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "1",
-        "FSDP_SHARDING_STRATEGY": "1",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
-        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
-        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-        "FSDP_SYNC_MODULE_STATES": "true",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-        "FSDP_USE_ORIG_PARAMS": "true",
-        "FSDP_FORWARD_PREFETCH": "false",
-        "FSDP_OFFLOAD_PARAMS": "false",
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-    }
-    import torch_xla.core.xla_model as xm
 
     import xla_fsdp.integrations.accelerate  # noqa: F401
 
     xm.rendezvous("before")
-    os.environ.update(wanted)
+    os.environ.update(variables)
     xm.rendezvous("set")
     AcceleratorState._reset_state(True)
     accelerator = Accelerator()
     xm.rendezvous("made")
-    for name in wanted:
+    for name in variables:
         os.environ.pop(name, None)
     assert accelerator.is_local_main_process == (rank == 0)
     loader = torch.utils.data.DataLoader(rows("bert", 13), batch_size=2, collate_fn=batch_of)
@@ -256,14 +228,9 @@ def besides(rank, folder):
     inner = accelerator.unwrap_model(model)
     assert type(inner).__name__ == "BertForSequenceClassification"
     state = accelerator.get_state_dict(model)
-    again = accelerator.get_state_dict(inner)
-    assert all(torch.equal(again[name], state[name]) for name in state) and len(state) == len(again)
-    inner.save_pretrained(
-        folder,
-        state_dict=state,
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-    )
+    torch.testing.assert_close(accelerator.get_state_dict(inner), state, rtol=0, atol=0)
+    main = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    inner.save_pretrained(folder, state_dict=state, **main)
     accelerator.save_model(model, os.path.join(folder, "other"))
     accelerator.wait_for_everyone()
     return logits
@@ -274,12 +241,14 @@ def test_evaluation_and_saving_in_bfloat16(run_ranks, tmp_path):
     from safetensors.torch import load_file
     from transformers import BertForSequenceClassification
 
-    found = run_ranks(besides, 2, str(tmp_path), timeout=TIMEOUT)[0]
+    (tmp_path / "fsdp.yaml").write_text(YAML)
+    variables = environment_of(read_config(str(tmp_path / "fsdp.yaml")))
+    found = run_ranks(besides, 2, str(tmp_path), variables, timeout=TIMEOUT)[0]
     model = BertForSequenceClassification.from_pretrained(tmp_path)
     expected = model(**batch_of(rows("bert", 13))).logits
     torch.testing.assert_close(found, expected.detach(), rtol=0.02, atol=0.02)  # bfloat16
     other = load_file(tmp_path / "other" / "model.safetensors")
-    assert all(torch.equal(other[name], value) for name, value in model.state_dict().items())
+    torch.testing.assert_close(other, dict(model.state_dict()), rtol=0, atol=0)
 
 
 def small():
@@ -288,8 +257,8 @@ def small():
     return torch.nn.Sequential(*parts)
 
 
-def ignoring(rank):
-    """What stays whole is trained alike on all ranks: clipped, and by an optimizer of its own."""
+@on_each_rank(2, timeout=TIMEOUT)
+def test_ignored_parameters_are_trained_alike_on_all_ranks(rank):
     accelerator = accelerator_for(ignored_modules="2")
     model, plain = small(), small()
     ours, theirs = (
@@ -312,9 +281,8 @@ def ignoring(rank):
             optimizer.step()
             optimizer.zero_grad()
     found = accelerator.get_state_dict(model)
-    for name, value in plain.state_dict().items() if rank == 0 else ():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-    # Hooks of what is around a part have no say in its state.
+    if rank == 0:
+        torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
     whole = accelerator.unwrap_model(model)
     hook = whole.register_state_dict_post_hook(lambda module, state, prefix, local: state.clear())
     assert accelerator.get_state_dict(model) == {}
@@ -322,16 +290,11 @@ def ignoring(rank):
     hook.remove()
     assert part.keys() == ({"weight", "bias"} if rank == 0 else set())
     assert all(torch.equal(part[name], found[f"0.{name}"]) for name in part)
-    deferred(rank)
 
 
-def clipping(rank):
-    clips_one_of_two(rank, False)
-    clips_one_of_two(rank, True)
-
-
-def clips_one_of_two(rank, offload):
-    """Two models with equally many parameters, of which one is clipped."""
+@pytest.mark.parametrize("offload", [False, True])
+@on_each_rank(2, timeout=TIMEOUT)
+def test_torch_clips_the_shards_of_one_of_two_models(rank, offload):
     from torch.distributed.fsdp import CPUOffload
 
     accelerator = accelerator_for(cpu_offload=CPUOffload(offload))
@@ -358,13 +321,8 @@ def clips_one_of_two(rank, offload):
         accelerator.clip_grad_norm_(parameters, 0.1)
 
 
-def test_torch_clips_the_shards(run_ranks):
-    run_ranks(clipping, 2, timeout=TIMEOUT)
-
-
-def deferred(rank):
-    """Initialised as the plugin says, and taken from the first rank as the environment says."""
-
+@on_each_rank(2, timeout=TIMEOUT)
+def test_values_are_initialized_by_the_plugin_and_taken_from_the_first_rank(rank):
     def ones(module):
         module.to_empty(device="cpu", recurse=False)
         for parameter in module.parameters(recurse=False):
@@ -381,10 +339,8 @@ def deferred(rank):
     assert all(value.eq(1).all() for value in found.values()) and bool(found) == (rank == 0)
 
 
-def refused(rank):
-    ignoring(rank)
-    from unittest import mock
-
+@on_each_rank(2, timeout=TIMEOUT)
+def test_what_does_not_go_is_refused(rank):
     from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import (
@@ -429,8 +385,8 @@ def refused(rank):
         accelerator.prepare(model, optimizer)
 
 
-def without(rank):
-    """Our class under an Accelerate that knows nothing of it."""
+@on_each_rank(2, timeout=TIMEOUT)
+def test_without_the_import_the_first_step_is_refused(rank):
     import torch_xla
     import torch_xla.core.xla_model as xm
     from accelerate import Accelerator
@@ -451,10 +407,8 @@ def without(rank):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         x = torch.ones(2, 4, device=torch_xla.device())
-        for wrong in (
-            optimizer.step,
-            lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
-        ):
+        clip = lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
+        for wrong in (optimizer.step, clip):
             accelerator.backward(model(x).sum())
             with pytest.raises(RuntimeError, match="import xla_fsdp.integrations.accelerate"):
                 wrong()
@@ -464,40 +418,10 @@ def without(rank):
         ours.install()
 
 
-def test_what_does_not_go_is_refused(run_ranks):
-    run_ranks(refused, 2, timeout=TIMEOUT)
-
-
-def test_without_the_import_the_first_step_is_refused(run_ranks):
-    run_ranks(without, 2, timeout=TIMEOUT)
-
-
-YAML = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_forward_prefetch: false
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: 2
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_sync_module_states: true
-  fsdp_transformer_layer_cls_to_wrap: BertLayer
-  fsdp_use_orig_params: true
-main_training_function: main
-mixed_precision: bf16
-num_processes: 2
-"""
-
-
 def test_a_config_file_is_what_the_plugin_reads(tmp_path, monkeypatch):
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    import xla_fsdp.integrations.accelerate  # noqa: F401
     from xla_fsdp.integrations.accelerate import sharding_of_plugin
-    from xla_fsdp.integrations.launch import environment_of, read_config
 
     path = tmp_path / "fsdp.yaml"
     path.write_text(YAML)
@@ -512,18 +436,10 @@ def test_a_config_file_is_what_the_plugin_reads(tmp_path, monkeypatch):
     assert options["backward_prefetch"].name == "BACKWARD_PRE"
     assert sharding.layers == ["BertLayer"] and not sharding.full_state
     for before, after, message in (
-        (
-            "use_orig_params",
-            "use_all_params",
-            "options: fsdp_use_all_params. Supported are f",
-        ),
+        ("use_orig_params", "use_all_params", "options: fsdp_use_all_params. Supported are f"),
         ("sharding_strategy: 2", "sharding_strategy: 9", "fsdp_sharding_strategy: 9 must be one"),
         ("sharding_strategy: 2", "reshard_after_forward: true", "true needs fsdp_version: 2"),
-        (
-            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n",
-            "",
-            "cls_to_wrap has no effect wit",
-        ),
+        ("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", "", "cls_to_wrap has no effect wit"),
         ("prefetch: false", "prefetch: maybe", "fsdp_forward_prefetch: maybe must be true or f"),
         ("params: false", "params: maybe", "fsdp_offload_params: maybe must be true or false"),
         ("mixed_precision: bf16", "mixed_precision: fp16", "mixed_precision: fp16 is not s"),

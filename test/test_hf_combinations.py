@@ -8,8 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from hf_models import BATCH, Trained, assert_alike, batch_of, build, items_in, optimizer_for, rows
-from hf_trainers import InOrder, accelerator_for, by_class, trainer_for
+from hf_models import (
+    BATCH,
+    InOrder,
+    Trained,
+    accelerator_for,
+    assert_alike,
+    batch_of,
+    build,
+    by_class,
+    items_in,
+    optimizer_for,
+    rows,
+    trainer_for,
+)
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -18,12 +30,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 TIMEOUT = 400
 STEPS, SAVED = 3, 2
 
-# -- what is combined --------------------------------------------------------------------------
-
 
 class IgnoresItems(LlamaForCausalLM):
-    """Accepts ``num_items_in_batch`` and does not use it."""
-
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = super().forward(input_ids=input_ids).logits
         return {"loss": cross_entropy(logits, labels, "mean"), "logits": logits}
@@ -115,10 +123,10 @@ def data_for(loss):
     return found
 
 
-def loss_of(model, loss, batch, micro=1):
+def loss_of(model, loss, batch, micro=1, items=None):
     """In plain torch, on the global batch. ``micro``: of as many micro-batches the Trainer adds
     what an overridden ``compute_loss`` returns."""
-    items = items_in(batch["labels"])
+    items = items_in(batch["labels"]) if items is None else items
     if loss == "SuperAndPenalty":
         outputs = model(**batch, num_items_in_batch=items)
         return outputs.loss + micro * 0.1 * outputs.logits.square().mean()
@@ -170,9 +178,6 @@ def expected(cell, first=0, last=STEPS):
         with torch.no_grad():
             losses = [*losses, loss_of(model.eval(), loss, batch_of(rows("llama", 16))).item()]
     return Trained(losses, norms, weights[last - 1])
-
-
-# -- on ranks ----------------------------------------------------------------------------------
 
 
 def arguments_for(cell):
@@ -240,15 +245,9 @@ def with_accelerate(cell, folder, checkpoint=None):
         items = accelerator.gather(items).sum()
         for batch in together:
             with accelerator.accumulate(model):
-                labels = batch["labels"]
+                value = loss_of(model, loss, batch, items=items)
                 if loss == "model":  # divided by items: multiplied as Accelerate's guide says
-                    value = model(**batch, num_items_in_batch=items).loss
                     value = value * micro * accelerator.num_processes
-                elif loss == "smoothing":
-                    outputs = model(input_ids=batch["input_ids"])
-                    value = LabelSmoother(0.1)(outputs, labels, shift_labels=True)
-                else:
-                    value = model(**batch)["loss"]
                 accelerator.backward(value)
                 losses.append(accelerator.reduce(value.detach(), "mean") / micro)
                 if accelerator.sync_gradients:
@@ -287,8 +286,6 @@ def several(rank, folder, cells, checkpoints=None):
         found.append(WITH[cell[0]](cell, path, checkpoint))
     return found
 
-
-# -- the table ---------------------------------------------------------------------------------
 
 # What docs/reference/tested-combinations.md calls adapters, losses, and ways to save the model.
 NAMES = {
@@ -369,9 +366,7 @@ def check_files(cell, folder, weights):
         assert saved.keys() == load_file(folder.parent / "plain/adapter_model.safetensors").keys()
         base = model_for("none", loss)
         found = PeftModel.from_pretrained(base, folder).state_dict()
-    assert found.keys() == weights.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
+    torch.testing.assert_close(dict(found), weights, rtol=1e-4, atol=1e-4)
 
 
 # From 2 ranks on 4 takes as long as all other launches. Of these rows, CI runs two.
@@ -406,13 +401,10 @@ def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again, cells):
         compare(cells, found, tmp_path / "again", SAVED)
 
 
-# -- from elsewhere ----------------------------------------------------------------------------
-
 LORA = ("Trainer", "lora", "model", 1, "save_model")
 
 
 def in_one_process(folder, cell=LORA):
-    """Runs in a process that cannot import torch_xla, as on a machine without it."""
     _, adapter, loss, micro, _ = cell
     arguments = TrainingArguments(
         folder,

@@ -38,25 +38,9 @@ def test_folder_into_a_model_without_values(run_ranks, tmp_path):
     (found, scores), _ = run_ranks(loaded, 2, str(tmp_path))
     for kind, state in found.items():
         expected = hf_models.build({"base": "gpt2"}.get(kind, kind), hf_models.WIDE).state_dict()
-        assert state.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(state[name], value), name
+        torch.testing.assert_close(state, dict(expected), rtol=0, atol=0)
     plain = hf_models.build("llama", hf_models.WIDE)(hf_models.tokens()).logits
     torch.testing.assert_close(scores, plain)
-
-
-def trained(model, ids, step=lambda: None):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for number in range(3):
-        part = ids(number)
-        loss = model(input_ids=part, labels=part, use_cache=False).loss
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        step()
-    return [loss.item() for loss in losses]
 
 
 def experts(rank, name):
@@ -79,15 +63,14 @@ def experts(rank, name):
         counts.append(sum(compilation_counts()))
         xm.rendezvous("counted")
 
-    losses = trained(model, ids.__getitem__, step)
+    losses = hf_models.sgd_losses(model, ids.__getitem__, step)
     assert counts[1] == counts[2]  # the same program whatever the router does
     return losses, full_state_dict(model, rank0_only=False)
 
 
-# With the experts that the library takes by default.
 BY_DEFAULT = hf_models.VERSION >= 5
 MORE = ["qwen3_moe", "deepseek_v3"] + ["gpt_oss"] * BY_DEFAULT
-SPREAD = 0.2
+SPREAD = hf_models.SPREAD
 
 
 @pytest.mark.parametrize(
@@ -98,12 +81,11 @@ def test_experts_in_static_shapes(run_ranks, name):
 
     assert use_static_experts(hf_models.build("gpt2", hf_models.WIDE)) == []
     plain = hf_models.build(name, SPREAD).train()
-    expected = trained(plain, hf_models.tokens)
+    expected = hf_models.sgd_losses(plain, hf_models.tokens)
     (first, state), (second, _) = run_ranks(experts, 2, name)
     for one, other, loss in zip(first, second, expected, strict=True):
         assert (one + other) / 2 == pytest.approx(loss, rel=1e-5)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
 
 
 SIZES = dict(hidden_size=8, intermediate_size=12, moe_intermediate_size=6, n_routed_experts=4)
@@ -151,8 +133,7 @@ def test_experts_of_other_models(kind):
         outputs[-1].square().sum().backward()
         gradients.append({n: p.grad for n, p in block.named_parameters() if p.grad is not None})
     torch.testing.assert_close(*outputs)
-    for name, value in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_that_are_not_known_are_refused():
@@ -170,7 +151,6 @@ def test_experts_are_planned(elsewhere):
 
 
 def planned():
-    """The names of parameters that get no gradient in a plan."""
     import xla_fsdp
     from xla_fsdp.integrations.experts import use_static_experts
 

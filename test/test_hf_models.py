@@ -6,6 +6,8 @@ import os
 import hf_models
 import pytest
 import torch
+from hf_models import LLAMA, WORDS
+from on_ranks import on_each_rank
 from safetensors.torch import load_file
 
 from xla_fsdp.testing import CollectiveMismatchError
@@ -61,7 +63,6 @@ def generate_on_ranks(rank, names):
         found["again"] = again.cpu()
         xm.rendezvous("generated")
         found["compiled"] = sum(compilation_counts()) - before
-        # Every wrapper gathers once a token.
         found["gathers"] = []
         gather = World.all_gather
         for tokens in (2, 5):
@@ -141,7 +142,6 @@ def others(rank, folder):
         with pytest.raises(ValueError, match="is_main_process is false on rank 0|shards of rank"):
             model.save_pretrained(f"{folder}/wrong", **wrong)
     assert not os.path.exists(f"{folder}/wrong")
-    # Failures of rank 0 are everybody's.
     with pytest.raises(Exception, match="File exists|rank 0 could not write|Not a directory"):
         model.save_pretrained(f"{folder}/wrapper/config.json/under")
     with pytest.raises(RuntimeError, match="before wrapping"):
@@ -149,7 +149,6 @@ def others(rank, folder):
     assert model.module.resize_token_embeddings() is model.module.transformer.wte
     with pytest.raises(RuntimeError, match="uploads from rank 0"):
         model.push_to_hub("somebody/something")
-    # Options of generate.
     ids = hf_models.tokens()
     for wrong, text in [
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
@@ -183,8 +182,8 @@ def others(rank, folder):
     return scores.sequences, torch.stack(scores.scores)
 
 
-def narrow(rank):
-    """Masks that are added to the scores, in bfloat16, and a prompt that is padded on the left."""
+@on_each_rank(2)
+def test_masks_of_padded_prompts_that_are_added_to_scores_in_bfloat16(rank):
     model = hf_models.build("llama", hf_models.WIDE)
     model.set_attn_implementation("eager")
     plain = model.generate(**prompts(rank), max_new_tokens=3, do_sample=False)
@@ -212,8 +211,8 @@ def test_other_methods(run_ranks, tmp_path):
     assert load_file(tmp_path / "wrapper" / "model.safetensors")
 
 
-def before_wrapping(rank):
-    """Told to recompute, and resized, before it is wrapped; compared with itself unwrapped."""
+@on_each_rank(2)
+def test_gradients_of_a_model_resized_and_told_to_recompute_before_it_is_wrapped(rank):
     import torch_xla
 
     model = hf_models.build("llama", hf_models.WIDE).train()
@@ -233,8 +232,8 @@ def before_wrapping(rank):
             torch.testing.assert_close(parameter.grad.cpu(), expected[name], rtol=1e-4, atol=1e-5)
 
 
-def copied(rank):
-    """The state of a part is not read from shards, and a copy's modules know the copy."""
+@on_each_rank(2)
+def test_a_part_has_no_full_state_and_modules_of_a_copy_know_the_copy(rank):
     from xla_fsdp import full_state_dict
     from xla_fsdp.sharding.state import find_outer_wrappers
 
@@ -243,27 +242,85 @@ def copied(rank):
         full_state_dict(model.module)
     twin = copy.deepcopy(model)
     assert find_outer_wrappers(twin.module) == [twin]
-    # Modules that are copied alone know nobody.
     assert find_outer_wrappers(copy.deepcopy(model.module)) == []
 
 
-def several(rank):
-    for check in (narrow, before_wrapping, copied):
-        check(rank)
-
-
-def test_masks_order_and_copies(run_ranks):
-    run_ranks(several, 2)
-
-
-def only_rank_0(rank, method, args):
+def only_rank_0(rank, method, arg):
     model = hf_models.wrap(hf_models.build("gpt2", hf_models.WIDE), "gpt2")
     if rank == 0:
-        getattr(model, method)(*args)
+        getattr(model, method)(arg)
 
 
 def test_called_on_one_rank_only(run_ranks, tmp_path):
-    for method, args in (("save_pretrained", [str(tmp_path)]), ("generate", [hf_models.tokens()])):
+    for call in (("save_pretrained", str(tmp_path)), ("generate", hf_models.tokens())):
         with pytest.raises(CollectiveMismatchError, match="xla_fsdp"):
-            run_ranks(only_rank_0, 2, method, args)
+            run_ranks(only_rank_0, 2, *call)
     assert not os.listdir(tmp_path)
+
+
+HEADS = LLAMA | dict(head_dim=8)
+SLIDING = HEADS | dict(sliding_window=8)
+NEOX = WORDS | dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0)
+WITHOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+FAMILIES = {
+    "mistral": (
+        "MistralForCausalLM",
+        "MistralDecoderLayer",
+        LLAMA | dict(sliding_window=8),
+    ),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2DecoderLayer", LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3DecoderLayer", HEADS),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2DecoderLayer", SLIDING),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3DecoderLayer", SLIDING),
+    "phi3": ("Phi3ForCausalLM", "Phi3DecoderLayer", LLAMA | dict(resid_pdrop=0.0)),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2DecoderLayer", LLAMA),
+    "granite": ("GraniteForCausalLM", "GraniteDecoderLayer", LLAMA),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXLayer",
+        NEOX | WITHOUT | dict(intermediate_size=24, max_position_embeddings=64),
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTDecoderLayer",
+        NEOX | dict(ffn_dim=24, max_position_embeddings=64, word_embed_proj_dim=16, dropout=0.0),
+    ),
+}
+hf_models.add_models(FAMILIES)
+
+
+def train_family(rank, name, folder):
+    import torch_xla
+
+    from xla_fsdp import full_state_dict
+
+    tokens = generate_on_ranks(rank, [name])
+    model = hf_models.wrap(hf_models.build(name, hf_models.SPREAD).train(), name)
+    ids = [hf_models.tokens(number).chunk(2)[rank].to(torch_xla.device()) for number in range(3)]
+    losses = hf_models.sgd_losses(model, ids.__getitem__, torch_xla.sync)
+    model.save_pretrained(folder)
+    return tokens, losses, full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "gemma2" else pytest.mark.full)
+        for name in FAMILIES
+    ],
+)
+def test_a_family_is_as_in_plain_torch(run_ranks, tmp_path, name):
+    results = run_ranks(train_family, 2, name, str(tmp_path), timeout=1500)
+    plain = hf_models.build(name, hf_models.WIDE)
+    for rank, (tokens, _, _) in enumerate(results):
+        for way in WAYS:
+            assert torch.equal(tokens[name, way], generated(plain, rank, way)), (way, rank)
+    plain = hf_models.build(name, hf_models.SPREAD).train()
+    expected = hf_models.sgd_losses(plain, hf_models.tokens)
+    (_, first, state), (_, second, _) = results
+    for one, other, loss in zip(first, second, expected, strict=True):
+        assert (one + other) / 2 == pytest.approx(loss, rel=1e-5)
+    saved = type(plain).from_pretrained(tmp_path).state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=key)
+        assert torch.equal(saved[key], state[key]), key

@@ -71,7 +71,6 @@ def in_plain_torch(scripts, folder):
 
 
 def resumed(rank, folder, more):
-    """Version 2 of FSDP, in a folder of its own, from the latest checkpoint of four ranks."""
     from accelerate.state import AcceleratorState, GradientState
 
     from xla_fsdp.integrations.launch import environment_of, read_config, run_script

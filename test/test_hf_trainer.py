@@ -23,9 +23,10 @@ from hf_models import (
     items_in,
     plain,
     rows,
+    trainer_for,
 )
-from hf_trainers import trainer_for
 from huggingface_hub import HfApi
+from on_ranks import on_each_rank
 from transformers import TrainerCallback
 
 import xla_fsdp
@@ -34,29 +35,20 @@ TIMEOUT = 400
 
 
 def in_order(step):
-    """The Trainer's default schedule: the rate falls to zero over the steps."""
     return max(0.0, 1 - step / STEPS)
 
 
 def groups_of_trainer(model):
     """The Trainer's: no decay of what is called a bias or a norm, or is in a layer norm."""
-    spared = {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-        if isinstance(module, torch.nn.LayerNorm)
-        or any(
-            word in f"{path}.{name}".lower() for word in ("bias", "layernorm", "rmsnorm", "norm.")
-        )
-    }
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for n, p in named if n not in spared], "weight_decay": 0.3},
-        {"params": [p for n, p in named if n in spared], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [], "weight_decay": 0.3}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        words = ("bias", "layernorm", "rmsnorm", "norm.")
+        spared = isinstance(layer, torch.nn.LayerNorm) or any(w in name.lower() for w in words)
+        groups[spared]["params"].append(parameter)
+    return groups
 
 
-# How a model trains in plain torch, as the Trainer does it.
 reference = functools.partial(plain, groups=groups_of_trainer, schedule=in_order, count=True)
 
 
@@ -68,13 +60,11 @@ def trained_by(trainer, noted):
 
 
 def of_all(ranks):
-    """What the ranks have trained together, each on its part of the batch."""
     losses = [sum(step) / len(step) for step in zip(*(one.losses for one in ranks), strict=True)]
     return Trained(losses, ranks[0].norms, ranks[0].weights)
 
 
 def several(rank, folder, cases):
-    """Each case: the model, micro-batches, arguments."""
     found = []
     for number, (name, micro, given) in enumerate(cases):
         path = os.path.join(folder, str(number))
@@ -88,16 +78,10 @@ def several(rank, folder, cases):
 
 # The Trainer's argument by which the model itself recomputes its layers.
 RECOMPUTED = "activation_checkpointing" if VERSION >= 5 else "gradient_checkpointing"
+UNFLATTENED = {"flatten_parameters": False, "backward_prefetch": "backward_post"}
 CASES = [
     ("bert", 2, {"fsdp": "shard_grad_op offload"}),
-    (
-        "vit",
-        1,
-        {
-            "settings": {"flatten_parameters": False, "backward_prefetch": "backward_post"},
-            "config": {"activation_checkpointing": True},
-        },
-    ),
+    ("vit", 1, {"settings": UNFLATTENED, "config": {"activation_checkpointing": True}}),
     ("gpt2", 1, {"bf16": True}),
     ("gpt2", 1, {}),
     ("llama", 1, {"config": {"xla_fsdp_grad_ckpt": True}}),
@@ -130,8 +114,7 @@ def test_training_is_that_of_one_process(run_ranks, tmp_path, ranks, cases):
             tmp_path / str(number), output_loading_info=True
         )
         assert not info["missing_keys"] and not info["unexpected_keys"]
-        for key, value in model.state_dict().items():
-            assert torch.equal(value, trained.weights[key]), key
+        torch.testing.assert_close(dict(model.state_dict()), trained.weights, rtol=0, atol=0)
         batch = batch_of(rows(name, 16))
         if counts(model):
             batch["num_items_in_batch"] = items_in(batch["labels"], name)
@@ -140,11 +123,7 @@ def test_training_is_that_of_one_process(run_ranks, tmp_path, ranks, cases):
             assert loss == pytest.approx(model(**batch).loss.item(), rel=digits)
 
 
-# -- saving, resuming --------------------------------------------------------------------------
-
-
 def resumed(rank, folder, checkpoint):
-    """From a checkpoint after two steps, and a run without interruption."""
     whole, all_drawn = trainer_for("bert", folder)
     whole.train()
     trainer, noted = trainer_for("bert", folder)
@@ -195,7 +174,6 @@ def test_a_run_that_is_taken_away_goes_on(run_ranks, tmp_path):
 
 
 def best_of(rank, folder):
-    """Evaluates before and while it trains in bfloat16, keeps the best of its checkpoints."""
     trainer, noted = trainer_for(
         "llama",
         folder,
@@ -247,16 +225,13 @@ def test_the_best_checkpoint_is_loaded_at_the_end(run_ranks, tmp_path):
         batch["num_items_in_batch"] = items_in(batch["labels"])
         assert first == pytest.approx(build("llama")(**batch).loss.item(), rel=1e-2)  # bfloat16
     saved = load_file(os.path.join(best, "model.safetensors"))
-    for name, value in saved.items():
-        assert torch.equal(found.weights[name], value), name
+    torch.testing.assert_close(saved, found.weights, rtol=0, atol=0)
 
 
-def refused(rank, folder):
+@on_each_rank(2, timeout=TIMEOUT)
+def test_what_does_not_go_is_refused(rank, size, folder):
     for given, message in (
-        (
-            {"settings": {"reshard": True}},
-            "has no option 'reshard', got reshard=True. ",
-        ),
+        ({"settings": {"reshard": True}}, "has no option 'reshard', got reshard=True. "),
         ({"settings": {"compute_dtype": "int8"}}, "compute_dtype"),
         ({"settings": {"backward_prefetch": "always"}}, "backward_prefetch must be one of"),
         ({"settings": {"sharding_strategy": "SOME"}}, "must be one of FULL_SHARD, "),
@@ -272,10 +247,6 @@ def refused(rank, folder):
         assert message in str(failed.value), str(failed.value)
 
 
-def test_what_does_not_go_is_refused(run_ranks, tmp_path):
-    run_ranks(refused, 2, str(tmp_path), timeout=TIMEOUT)
-
-
 @pytest.mark.slow
 def test_the_environment_does_the_import(run_script):
     done = run_script(
@@ -288,7 +259,6 @@ def test_the_environment_does_the_import(run_script):
 
 
 def generating(rank, folder):
-    """Beams while it predicts, which the documentation says FSDP can not do."""
     options = {"predict_with_generate": True, "generation_max_length": 5, "generation_num_beams": 2}
     trainer, _ = trainer_for("t5", folder, cls=hf.Seq2SeqTrainer, max_steps=1, **options)
     trainer.train()

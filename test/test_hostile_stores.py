@@ -66,7 +66,6 @@ class Lying(MemoryFileSystem):
 
 @pytest.fixture
 def store():
-    """Tells lies: ``store(cat_file=lambda data, path: ...)``; a checkpoint is at ``store.root``."""
     Lying.begin()
 
     def tell(**lies):
@@ -180,7 +179,6 @@ def test_listings_of_what_was(store, tmp_path):
     refused(store, tmp_path, MissingRankError, missing, ls=without(RANK_1))
     nothing = {"ls": without(""), "isdir": lambda *_: 0}
     refused(store, tmp_path, CheckpointNotFoundError, "bucket/run", **nothing)
-    # What was removed is still listed.
     store(ls=of("run", lambda found: [*found, "/bucket/run/step-00000003"]))
     assert files.read_value(store.root) == 2.0
     gone = f"/bucket/run/step-00000002/{RANK_1}"
@@ -222,7 +220,6 @@ def test_a_store_that_hangs_is_given_up(store, tmp_path, monkeypatch):
     for what in ("cat_file", "ls", "info"):
         refused(store, tmp_path, UnreadableFileError, words, **{what: hang})
     assert time.monotonic() - began < 20
-    # One that is only slow is waited for.
     store(cat_file=lambda data, path: (time.sleep(0.05), data)[1])
     assert files.read_value(store.root) == 2.0
     for wrong in ("0", "-1", "nan", "inf", "soon"):

@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_models import CLIP, Block, Words, fit, loader, rows, strategy, trainer_for
+from lightning_models import CLIP, Block, Words, fit, kept, loader, rows, strategy, trainer_for
+from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
 from safetensors.torch import load_file
 
@@ -33,6 +34,7 @@ from xla_fsdp.integrations.lightning import NAME, FabricStrategy, TrainerStrateg
 from xla_fsdp.integrations.lightning.strategies import adopt
 
 TIMEOUT = 400
+EPOCHS = {"max_epochs": 2}
 CLIPPED = {"gradient_clip_val": CLIP, "accumulate_grad_batches": 2}
 SHORT = {"max_epochs": 1, "limit_train_batches": 2}
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
@@ -42,8 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 def plain(folder, model=None, ckpt_path=None, **options):
-    """How plain Lightning trains on one process."""
-    trainer = trainer_for(folder, devices=1, **options)
+    trainer = trainer_for(told=[kept(folder)], devices=1, **(EPOCHS | options))
     found, model = fit(trainer, model=model, ckpt_path=ckpt_path)
     return found | {"weights": model.state_dict()}
 
@@ -69,12 +70,11 @@ def assert_alike(found, wanted):
     assert found["losses"] and bool(found["norms"]) == bool(wanted["norms"])
     assert found["seen"] == pytest.approx(wanted["seen"], abs=1e-4)
     assert list(found["weights"]) == list(wanted["weights"])
-    for name, value in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["weights"], dict(wanted["weights"]), rtol=1e-4, atol=1e-4)
 
 
 def ours(folder, model=None, ckpt_path=None, told=None, **options):
-    trainer = trainer_for(folder, strategy(**options), **(told or {}))
+    trainer = trainer_for(strategy(**options), [kept(folder)], **(EPOCHS | (told or {})))
     found, _ = fit(trainer, xr.world_size(), model, ckpt_path)
     return found | {"weights": full_state_dict(trainer.model)}
 
@@ -103,41 +103,10 @@ def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
     if ranks == 1:
         return
     assert [one["speaks"] for one in found] == [(rank == 0, str(rank)) for rank in range(2)]
-    # One log of one rank.
     (log,) = folder.glob("2/log/*/metrics.csv")
     lines = list(csv.DictReader(log.read_text().splitlines()))
     losses = [float(line["loss_step"]) for line in lines if line["loss_step"]]
     assert losses == pytest.approx(reference["value"]["losses"], abs=1e-5)
-
-
-# -- averages of weights -----------------------------------------------------------------------
-
-
-class Averaged(Words):
-    """As the refusal of callbacks that average recommends."""
-
-    def on_fit_start(self):
-        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-        self.averages = [torch.optim.swa_utils.AveragedModel(self.blocks, multi_avg_fn=average)]
-
-    def on_train_batch_end(self, *args):
-        self.averages[0].update_parameters(self.blocks)
-
-
-def averaging(rank, folder):
-    trainer = trainer_for(folder / str(rank), strategy(), **SHORT)
-    found, model = fit(trainer, xr.world_size(), Averaged())
-    return found["losses"], full_state_dict(model.averages[0].module)
-
-
-@pytest.mark.slow
-def test_a_module_averages_its_weights(run_ranks, tmp_path):
-    _, expected = fit(trainer_for(tmp_path / "plain", devices=1, **SHORT), model=Averaged())
-    for _, found in run_ranks(averaging, 2, tmp_path, timeout=TIMEOUT):
-        if found:  # the first rank has it
-            torch.testing.assert_close(
-                found, expected.averages[0].module.state_dict(), rtol=1e-4, atol=1e-4
-            )
 
 
 AVERAGES = "copies the model before .* in on_fit_start"
@@ -149,7 +118,7 @@ AVERAGES = "copies the model before .* in on_fit_start"
         (StochasticWeightAveraging(1e-2), AVERAGES),
         (WeightAveraging(), AVERAGES),
         (EMAWeightAveraging(), AVERAGES),
-        # lightning_cells.py does what this message and the one below recommend.
+        # test_lightning_table.py does what this message and the one below recommend.
         (ModelPruning("l1_unstructured"), "would prune each rank's shards .* before trainer.fit"),
     ],
     ids=lambda value: type(value).__name__,
@@ -167,13 +136,10 @@ def test_a_tuner_outside_of_ranks_is_refused(tune, tmp_path):
         tune(Tuner(trainer), Words(), loader(1))
 
 
-# -- resuming, on another number of ranks ------------------------------------------------------
-
-
 def resuming(rank, folder, from_plain):
     """On one rank what two have saved, in a file and in a folder; and what is evaluated."""
     last = folder / "sharded" / "last.ckpt"
-    trainer = trainer_for(folder / "unused", strategy())
+    trainer = trainer_for(strategy())
     model = Words()
     tested = trainer.test(model, loader(1), ckpt_path=str(last), weights_only=False, verbose=False)
     predicted = torch.cat(trainer.predict(model, loader(1)))
@@ -215,90 +181,38 @@ def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference,
     assert found["tested"] == [
         pytest.approx({n: wanted[n] for n in ("val_loss", "accuracy")}, abs=1e-4)
     ]
-    # The file is one of plain Lightning.
-    assert_alike(
-        plain(folder / "c", ckpt_path=saved / "full/epoch=0.ckpt", **CLIPPED), reference["norm"]
-    )
+    found_there = plain(folder / "c", ckpt_path=saved / "full/epoch=0.ckpt", **CLIPPED)
+    assert_alike(found_there, reference["norm"])
     model = Words.load_from_checkpoint(saved / "full/last.ckpt", weights_only=False)
-    for name, value in reference["norm"]["weights"].items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-4)
-    # The folder becomes one.
+    wanted = reference["norm"]["weights"]
+    torch.testing.assert_close(model.state_dict(), wanted, rtol=1e-4, atol=1e-4)
     whole = folder / "whole.pth"
     consolidate(["--ckpt_prefix", str(saved / "sharded/last.ckpt"), "--save_path", str(whole)])
     model.load_state_dict(torch.load(whole)["model"])
-    with torch.no_grad():
-        torch.testing.assert_close(
-            found["predicted"], model(rows().tensors[0]), rtol=1e-4, atol=1e-4
-        )
+    wanted = model(rows().tensors[0]).detach()
+    torch.testing.assert_close(found["predicted"], wanted, rtol=1e-4, atol=1e-4)
 
 
-# -- Fabric ------------------------------------------------------------------------------------
-
-
-def train_with(fabric, ranks, micro=1, saved=None):
-    """As Fabric's documentation has it, the optimizer made first; ``saved`` after two batches."""
-    model = Words()
-    optimizer = model.configure_optimizers()[0][0]
-    data = fabric.setup_dataloaders(loader(ranks), use_distributed_sampler=False)
-    wrapped, optimizer = fabric.setup(model, optimizer)
-    found = []
-    for index, (words, labels) in enumerate(data):
-        stepping = (index + 1) % micro == 0
-        with fabric.no_backward_sync(wrapped, enabled=not stepping):
-            loss = torch.nn.functional.cross_entropy(wrapped(words), labels)
-            fabric.backward(loss / micro)
-        found.append(loss.detach())
-        if stepping:
-            norm = fabric.clip_gradients(wrapped, optimizer, max_norm=CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(norm)
-        if index == 1 and saved is not None:
-            state = {"model": wrapped, "optimizer": optimizer, "seen": index}
-            fabric.save(saved, state)
-    return wrapped, optimizer, [fabric.all_reduce(one).item() for one in found]
-
-
-def fabric_on_ranks(rank, folder):
+@pytest.mark.slow
+@on_each_rank(2, timeout=TIMEOUT)
+def test_ranks_of_fabric_communicate(rank, tmp_path):
     ranks, device = xr.world_size(), f"xla:{rank}"
-    found = {}
-    for kind in ("sharded", "full"):
-        told = {"auto_wrap_policy": {Block}, "state_dict_type": kind}
-        fabric = L.Fabric(strategy=FabricStrategy(**told))
-        fabric.launch()
-        where = folder / kind
-        wrapped, optimizer, seen = train_with(fabric, ranks, 2 if kind == "full" else 1, where)
-        found[kind] = seen, full_state_dict(wrapped._forward_module)
-        if kind == "full":
-            found["state"] = optimizer.state_dict()
-        # Into a model of its own: what was saved is of after two batches.
-        other = Words()
-        with torch.no_grad():
-            other.head.weight.zero_()
-        other, tuned = fabric.setup(other, torch.optim.AdamW(other.parameters(), lr=1.0))
-        tuned = fabric.setup_optimizers(other.module.configure_optimizers()[0][0])
-        state = {"model": other, "optimizer": tuned, "seen": None}
-        assert fabric.load(where, state, weights_only=False) == {}
-        assert state["seen"] == 1
-        found[kind + " loaded"] = full_state_dict(other._forward_module)
-        lr = {group["weight_decay"]: group["lr"] for group in tuned.optimizer.param_groups}
-        assert lr == {0.2: 3e-2, 0.0: 3e-2}
-        assert all(state["step"] > 0 for state in tuned.optimizer.state.values())
+    fabric = L.Fabric(strategy=FabricStrategy(auto_wrap_policy={Block}, state_dict_type="full"))
+    fabric.launch()
     mine = torch.full((2,), float(rank), device="xla", requires_grad=True)
     gathered = fabric.all_gather(mine, sync_grads=True)
     (gathered * torch.arange(ranks).to("xla")[:, None]).sum().backward()
     before = DeviceRandomState.read()
-    found["talk"] = [
-        fabric.all_gather({"a": mine})["a"].tolist(),
-        mine.grad.tolist(),
-        [fabric.all_reduce(mine, reduce_op=op).tolist() for op in ("sum", "mean", "max", "min")],
-        fabric.broadcast({"from": rank, "at": mine.detach()}, src=1)["from"],
-        fabric.strategy.reduce_boolean_decision(rank == 0, all=False),
-        fabric.strategy.reduce_boolean_decision(rank == 0),
-    ]
+    assert fabric.all_gather({"a": mine})["a"].tolist() == [[float(r)] * 2 for r in range(ranks)]
+    assert mine.grad.tolist() == [2.0 * rank] * 2
+    for op, expected in (("sum", 1.0), ("mean", 0.5), ("max", 1.0), ("min", 0.0)):
+        assert fabric.all_reduce(mine, reduce_op=op).tolist() == [expected] * 2
+    assert fabric.broadcast({"from": rank, "at": mine.detach()}, src=1)["from"] == 1
+    assert fabric.strategy.reduce_boolean_decision(rank == 0, all=False) is True
+    assert fabric.strategy.reduce_boolean_decision(rank == 0) is False
     fabric.barrier()
     assert DeviceRandomState.read() == before
-    order = folder / "order"
+    order = tmp_path / "order"
     with fabric.rank_zero_first():
         if rank == 0:
             order.write_text("first")
@@ -309,34 +223,17 @@ def fabric_on_ranks(rank, folder):
         fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), num_workers=1))
     with pytest.raises(ValueError, match=f"but {ranks} ranks are running already"):
         L.Fabric(strategy=NAME, devices=3)
+    # The groups of an optimizer that is made before its model is wrapped.
+    model = Words()
+    optimizer = model.configure_optimizers()[0][0]
+    model, optimizer = fabric.setup(model, optimizer)
+    groups = {group["weight_decay"]: len(group["params"]) for group in optimizer.param_groups}
+    assert groups == {0.2: 8, 0.0: 8}
+    (tmp_path / "saved").mkdir(exist_ok=True)
+    (tmp_path / "saved/file").touch()
     with pytest.raises((ValueError, OtherRankError), match="is a folder, but with state_dict_type"):
-        fabric.save(folder / "sharded", {"model": other})
+        fabric.save(tmp_path / "saved", {"model": model})
     assert fabric.device == torch.device(device) or ranks == 1
-    return found
-
-
-@pytest.mark.slow
-def test_fabric_is_that_of_one_process(run_ranks, tmp_path):
-    found = run_ranks(fabric_on_ranks, 2, tmp_path, timeout=TIMEOUT)
-    for kind, micro in (("sharded", 1), ("full", 2)):
-        one = L.Fabric(accelerator="cpu", devices=1)
-        model, optimizer, seen = train_with(one, 1, micro, tmp_path / f"plain {kind}")
-        torch.testing.assert_close(found[0][kind][0], seen, rtol=1e-5, atol=1e-5)
-        at_two = torch.load(tmp_path / f"plain {kind}")["model"]
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[0][kind][1][name], value, rtol=1e-4, atol=1e-4)
-            loaded = found[0][f"{kind} loaded"][name]
-            torch.testing.assert_close(loaded, at_two[name], rtol=1e-4, atol=1e-4)
-    # One file, of which a plain optimizer takes its part.
-    optimizer.load_state_dict(found[0]["state"])
-    assert torch.load(tmp_path / "full")["model"].keys() == model.state_dict().keys()
-    for rank, one in enumerate(found):
-        rows_of = [[float(r)] * 2 for r in range(2)]
-        reduced = [[1.0] * 2, [0.5] * 2, [1.0] * 2, [0.0] * 2]
-        assert one["talk"] == [rows_of, [2.0 * rank] * 2, reduced, 1, True, False]
-
-
-# -- a Trainer outside of ranks, and what is refused -------------------------------------------
 
 
 @pytest.mark.slow
@@ -391,7 +288,8 @@ def test_layers_and_parameters_that_nothing_would_shard_are_refused():
         adopt(torch.optim.SGD(Words().parameters(), lr=0.1))
 
 
-def partly_wrapped(rank):
+@on_each_rank(2)
+def test_a_policy_is_ignored_where_layers_are_wrapped(rank):
     settings = TrainerStrategy(
         auto_wrap_policy={torch.nn.Linear}, activation_checkpointing_policy={torch.nn.Linear}
     ).settings
@@ -399,10 +297,6 @@ def partly_wrapped(rank):
     with every_rank_warns(rank, "auto_wrap_policy is ignored"):
         model = settings.wrap(torch.nn.Sequential(inner, torch.nn.Linear(2, 2)), "32-true")
     assert XlaFullyShardedDataParallel.fsdp_modules(model) == [model, inner]
-
-
-def test_a_policy_is_ignored_where_layers_are_wrapped(run_ranks):
-    run_ranks(partly_wrapped, 2)
 
 
 def test_the_drop_in_and_its_undoing():
@@ -422,47 +316,3 @@ def test_the_drop_in_and_its_undoing():
     assert "xla_fsdp" not in grad_norm.__code__.co_filename
     integration.install()
     assert NAME in STRATEGY_REGISTRY
-
-
-class Trimmed(Words):
-    """Says itself what is saved of it: no frozen bias, and the head in half precision."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias.requires_grad_(False)
-        self.head.register_state_dict_post_hook(half_weight)
-
-    def state_dict(self, *args, **kwargs):
-        own = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in own.items() if name != "bias"}
-
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        return super().load_state_dict({**state_dict, "bias": torch.zeros(3)}, *args, **kwargs)
-
-
-def half_weight(module, state, prefix, metadata):
-    state[prefix + "weight"] = state[prefix + "weight"].half()
-
-
-def trimmed_on_ranks(rank, folder):
-    trainer = trainer_for(folder, strategy(), **SHORT)
-    fit(trainer, xr.world_size(), Trimmed())
-    again = trainer_for(folder / "again", strategy(), **{**SHORT, "max_epochs": 2})
-    return fit(again, xr.world_size(), Trimmed(), folder / "last.ckpt")[0]["losses"]
-
-
-@pytest.mark.slow
-def test_a_module_that_says_what_is_saved_of_it(run_ranks, tmp_path):
-    expected = trainer_for(tmp_path / "plain", devices=1, **SHORT)
-    fit(expected, model=Trimmed())
-    losses = run_ranks(trimmed_on_ranks, 2, tmp_path / "ranks", timeout=TIMEOUT)
-    states = [
-        torch.load(tmp_path / name / "last.ckpt", weights_only=False)["state_dict"]
-        for name in ("plain", "ranks")
-    ]
-    assert list(states[0]) == list(states[1]) and "bias" not in states[0]
-    for one, other in zip(*(state.values() for state in states), strict=True):
-        assert one.dtype is other.dtype and torch.allclose(one, other, atol=1e-3)
-    again = trainer_for(tmp_path / "on", devices=1, **{**SHORT, "max_epochs": 2})
-    found, _ = fit(again, model=Trimmed(), ckpt_path=tmp_path / "plain" / "last.ckpt")
-    assert losses[0] == pytest.approx(found["losses"], abs=1e-3)

@@ -80,7 +80,6 @@ def load_all(rank, paths):
         model = zoo(kinds[number % len(kinds)])
         assert load_weights(model, path) == ([], [])
         assert_equal(full_state_dict(model, rank0_only=False), plain_zoo(9).state_dict())
-    # Every rank reads its own part.
     counted = []
 
     class Counting(LocalStore):
@@ -161,12 +160,8 @@ def spoilt(tmp_path):
     case(foreign, "not the name of a dense tensor", "epoch.pth", torch_file({"epoch": 1}))
     rank_file = {"model": state, "shard_metadata": {}}
     case(foreign, "one rank", "rank.pth", torch_file(rank_file))
-    case(
-        unsafe,
-        "nothing was executed",
-        "canary.pth",
-        torch_file({"a": Harmful(tmp_path / "executed")}),
-    )
+    canary = {"a": Harmful(tmp_path / "executed")}
+    case(unsafe, "nothing was executed", "canary.pth", torch_file(canary))
     sparse = {**state, "position": torch.ones(5, 12).to_sparse()}
     case(foreign, "'position' is not the name of", "sparse.pth", torch_file(sparse))
     case(not_found, "has none of", "empty", lambda path: path.mkdir())

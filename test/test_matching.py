@@ -26,7 +26,6 @@ def stored(*values, kind=None, dtype=torch.float32) -> ReadableTensor:
 
 
 def whole(holder: nn.Parameter, *names: str) -> ParameterShard:
-    """A parameter that nothing shards."""
     return ParameterShard(
         names, tuple(holder.shape), holder.dtype, 0, holder.numel(), 0, holder, writes=True
     )
@@ -101,7 +100,6 @@ def test_dtypes_and_kinds():
     assert "'b'" not in said  # it may have been cast for computing
     whole_numbers = half | {"b": stored(1, 2, kind="buffer", dtype=torch.int64)}
     refused("'b' is torch.int64, but torch.float32 in the model$", model, whole_numbers, "f")
-    # What was a buffer is no parameter, even if it would fit.
     swapped = {
         "p": stored(1.0, 2.0, kind="buffer"),
         "b": stored(1.0, 2.0, kind="parameter"),
@@ -124,7 +122,6 @@ def test_what_a_vector_lacks_stays_and_loading_is_a_change_to_autograd():
 def test_state_that_is_one_number_is_told_from_state_of_the_elements():
     number, element = torch.tensor(1.0), torch.ones(3)
     assert elementwise_keys([("step", number, (3,)), ("exp_avg", element, (3,))]) == {"exp_avg"}
-    # Of a 0-d parameter alone shapes do not tell.
     alone = [("step", number, ()), ("exp_avg", number, ())]
     assert elementwise_keys(alone) == {"exp_avg"}
     others = [("ratio", number, ()), ("ratio", number, (3,))]

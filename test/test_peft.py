@@ -6,8 +6,8 @@ import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
-STEPS = 2
 SPREAD = 0.1
+TRAINED = {"steps": 2, "lr": 0.2}
 
 
 def adapted(name="gpt2", **more):
@@ -25,21 +25,6 @@ def adapted(name="gpt2", **more):
     return get_peft_model(model, config).train()
 
 
-def train(model, ids_of, step=lambda: None):
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.2)
-    losses = []
-    for number in range(STEPS):
-        ids = ids_of(number)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        step()
-    return [loss.item() for loss in losses]
-
-
 def on_ranks(rank, ranks, name, folder, options, more):
     import torch_xla
 
@@ -50,13 +35,12 @@ def on_ranks(rank, ranks, name, folder, options, more):
     def part(number):
         return hf_models.tokens(number).chunk(ranks)[rank].to(torch_xla.device())
 
-    losses = train(model, part, torch_xla.sync)
+    losses = hf_models.sgd_losses(model, part, torch_xla.sync, **TRAINED)
     model.save_pretrained(f"{folder}/adapter")
     model.module.save_pretrained(f"{folder}/inside", safe_serialization=False)
     save_merged(model, f"{folder}/merged")
     model.eval()
     tokens = model.generate(input_ids=hf_models.tokens(9), max_new_tokens=5, do_sample=False)
-    # What was trained is loaded back, and nothing of it left as it is.
     again = hf_models.wrap(adapted(name, **more), name, **options)
     again.load_adapter(f"{folder}/adapter", "default")
     again.save_pretrained(f"{folder}/again")
@@ -77,7 +61,7 @@ def on_ranks(rank, ranks, name, folder, options, more):
 )
 def test_lora(run_ranks, tmp_path, name, ranks, options, more):
     plain = adapted(name, **more)
-    expected = train(plain, hf_models.tokens)
+    expected = hf_models.sgd_losses(plain, hf_models.tokens, **TRAINED)
     plain.eval().save_pretrained(tmp_path / "plain")
     results = run_ranks(on_ranks, ranks, ranks, name, str(tmp_path), options, more, timeout=1500)
     for number, loss in enumerate(expected):
@@ -87,11 +71,9 @@ def test_lora(run_ranks, tmp_path, name, ranks, options, more):
         kind: load_file(tmp_path / kind / "adapter_model.safetensors")
         for kind in ("plain", "adapter", "again")
     }
-    assert files["plain"] and files["plain"].keys() == files["adapter"].keys()
-    for key, value in files["plain"].items():
-        torch.testing.assert_close(files["adapter"][key], value, rtol=1e-4, atol=1e-5)
-        assert torch.equal(files["again"][key], files["adapter"][key])
-    # Loaded by the library, onto the plain base model.
+    assert files["plain"]
+    torch.testing.assert_close(files["adapter"], files["plain"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(files["again"], files["adapter"], rtol=0, atol=0)
     reloaded = PeftModel.from_pretrained(hf_models.build(name, SPREAD), tmp_path / "inside")
     ids = hf_models.tokens(9)
     torch.testing.assert_close(reloaded(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-3)
@@ -109,7 +91,6 @@ def prompts_and_refusals(rank, folder):
     own = model.prompt_encoder.default.embedding.weight.detach().clone()
     model = hf_models.wrap(model, "gpt2")
     model.save_pretrained(f"{folder}/prompts")
-    # Adapters after wrapping.
     model = hf_models.wrap(hf_models.build("gpt2", hf_models.WIDE), "gpt2")
     config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
     for one in (model, model.module):
@@ -117,7 +98,6 @@ def prompts_and_refusals(rank, folder):
             get_peft_model(one, config)
     with pytest.raises(TypeError, match="wrapper around a PeftModel"):
         save_merged(model, "nowhere")
-    # Adapters of another model.
     model = hf_models.wrap(adapted(), "gpt2")
     with pytest.raises(ValueError, match="does not fit"):
         model.load_adapter(f"{folder}/other", "default")

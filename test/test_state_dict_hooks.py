@@ -1,11 +1,13 @@
-"""Modules that say themselves what their state dict is: as torch has it of the unwrapped module."""
+"""State dicts of modules that say themselves what theirs is, or whose layers have changed."""
 
 import copy
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch_xla
 import torch_xla.core.xla_model as xm
+from on_ranks import on_each_rank
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from wrappings import assert_equal
@@ -100,7 +102,6 @@ def with_b(kind):
 
 
 def hooked():
-    """Public and private hooks: renamed, computed and removed entries, and what loads them."""
     net = Net()
 
     def drop(module, state, prefix, metadata):
@@ -128,7 +129,6 @@ def hooked():
 
 
 def prepared():
-    """A pre-hook that changes parameters before they are saved, and a hook after loading."""
     net = Net()
 
     def clamp(module, prefix, keep_vars):
@@ -210,18 +210,25 @@ def wrap(net, form):
 
 def same(found, expected):
     assert list(found) == list(expected)
-    tensors = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
-    assert_equal(
-        {name: found[name] for name in tensors}, {name: expected[name] for name in tensors}
-    )
-    others = [name for name in expected if name not in tensors]
-    for name in others:
-        assert found[name] == pytest.approx(expected[name]), name
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert_equal(found[name], value)
+        else:
+            assert found[name] == pytest.approx(value), name
 
 
-def _hooks(rank, form):
+@pytest.mark.parametrize(
+    "form",
+    [
+        "class",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("in place", "flat")),
+        *(pytest.param(form, marks=pytest.mark.full) for form in ("nested", "none")),
+    ],
+)
+@on_each_rank(2)
+def test_full_state_is_what_the_module_makes_of_it(rank, form):
     for name in MODELS:
-        if form != "class" and name in ("pre-hook that changes values",):
+        if form != "class" and name == "pre-hook that changes values":
             continue
         later = hooked_afterwards if name == "nothing of its own" else lambda model: model
         expected = later(built(name, 1)).state_dict()
@@ -247,18 +254,6 @@ def _hooks(rank, form):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
             got = model.eval()(x.to("xla")).detach().cpu()
             assert torch.allclose(got, plain.eval()(x), atol=1e-5), (name, form)
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        "class",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("in place", "flat")),
-        *(pytest.param(form, marks=pytest.mark.full) for form in ("nested", "none")),
-    ],
-)
-def test_full_state_is_what_the_module_makes_of_it(run_ranks, form):
-    run_ranks(_hooks, 2, form)
 
 
 class Block(nn.Module):
@@ -296,7 +291,8 @@ class Blocks(nn.Module):
         return self.blocks(x)
 
 
-def _files(rank, folder):
+@on_each_rank(2)
+def test_files_and_scanned_blocks_go_the_same_way(rank, size, folder):
     torch.manual_seed(3)
     expected = Blocks()
     torch.manual_seed(3)
@@ -307,8 +303,8 @@ def _files(rank, folder):
     xla_fsdp.load_full_state_dict(model, other if rank == 0 else None)
     same(xla_fsdp.full_state_dict(model, rank0_only=False), other)
 
-    own_methods = "state_dict and load_state_dict"
-    for name in (own_methods, "hooks", "_save_to_state_dict", "hook after loading"):
+    names = "state_dict and load_state_dict", "hooks", "_save_to_state_dict", "hook after loading"
+    for name in names:
         given = built(name, 2).state_dict()
         given = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
         path = f"{folder}/{name}.pth"
@@ -344,11 +340,8 @@ def _files(rank, folder):
         same(xla_fsdp.full_state_dict(model, rank0_only=False), plain.state_dict())
 
 
-def test_files_and_scanned_blocks_go_the_same_way(run_ranks, tmp_path):
-    run_ranks(_files, 2, str(tmp_path))
-
-
-def _failing(rank):
+@on_each_rank(2)
+def test_an_error_of_a_hook_is_raised_on_every_rank_and_changes_nothing(rank):
     def fail(*args):
         raise KeyError("of the user")
 
@@ -367,5 +360,71 @@ def _failing(rank):
     same(full_state_dict(model, rank0_only=False), state)
 
 
-def test_an_error_of_a_hook_is_raised_on_every_rank_and_changes_nothing(run_ranks):
-    run_ranks(_failing, 2)
+class Scaled(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        return 2 * self.base(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("a", "b", "c")})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x).tanh()
+        return x
+
+
+def swap(layers):
+    layers["a"], layers["c"] = layers["c"], layers["a"]
+
+
+def rename(layers):
+    layers["last"] = layers.pop("c")
+
+
+def remove(layers):
+    del layers["b"]
+
+
+def surround(layers):
+    layers["b"] = Scaled(layers["b"])
+
+
+CHANGES = [swap, rename, remove, surround]
+
+
+@pytest.mark.parametrize("form", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@on_each_rank(2)
+def test_states_have_present_names(rank, tmp_path, form, change):
+    plain, inner = Model(), Model()
+    model = FSDP(inner) if form == "wrapper" else xla_fsdp.fully_shard(inner)
+    change(plain.layers)
+    change(inner.layers)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (plain, model)]
+    plain(torch.ones(2, 6)).square().mean().backward()
+    model(torch.ones(2, 6).to("xla")).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    torch_xla.sync()
+    xla_fsdp.save_checkpoint(str(tmp_path), model, optimizers[1], step=1)
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    moments = xla_fsdp.full_optim_state_dict(model, optimizers[1], rank0_only=False)["state"]
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    xla_fsdp.load_checkpoint(str(tmp_path), model, optimizers[1])
+    again = xla_fsdp.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(again, state, rtol=0, atol=0)
+    assert list(state) == list(plain.state_dict())
+    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-4, atol=1e-5)
+    named = dict(plain.named_parameters())
+    found = {name: moment["exp_avg"] for name, moment in moments.items()}
+    expected = {name: optimizers[0].state[p]["exp_avg"] for name, p in named.items()}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

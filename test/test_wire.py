@@ -18,6 +18,15 @@ COLLECTIVE = re.compile(
 )
 
 
+def collectives_of(model, loss):
+    """Dtype, shape and kind of each in the program of a backward that is not computed yet."""
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss.detach(), *grads])
+    torch_xla.sync()
+    return COLLECTIVE.findall(hlo)
+
+
 def program(rank, options, frozen=()):
     """Collectives of one forward and backward as (kind, dtype), and the elements they return."""
     trace_as_on_tpu()
@@ -27,12 +36,8 @@ def program(rank, options, frozen=()):
     model = wrapped(plain, "1", **options)
     torch_xla.sync()
     loss = model(inputs(rank).to(torch_xla.device())).float().square().mean()
-    loss.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss.detach(), *grads])
-    torch_xla.sync()
     found = collections.Counter()
-    for dtype, shape, kind in COLLECTIVE.findall(hlo):
+    for dtype, shape, kind in collectives_of(model, loss):
         found[kind, dtype] += 1
         found[kind, "elements"] += torch.Size(int(d) for d in shape.split(",") if d).numel()
     return found
@@ -40,19 +45,32 @@ def program(rank, options, frozen=()):
 
 # The root has two linear layers, the inner unit one: four and two parameters, all of them small.
 INNER, ROOT = 2, 4
+FROZEN = ["0.weight", "1.0.weight", "1.0.bias"]
+GATHERS, REDUCTIONS = ("all-gather", "f32"), ("reduce-scatter", "f32")
+# Each parameter is padded to 128 elements a rank, of 4 ranks.
+GATHERED, REDUCED = ("all-gather", "elements"), ("reduce-scatter", "elements")
+ALL_REDUCED = {REDUCTIONS: 2, REDUCED: 128 * (ROOT + INNER)}
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_gathers_and_reductions_are_counted_out(run_ranks, reshard):
-    for found in run_ranks(program, 4, {"reshard_after_forward": reshard}):
-        assert found == {
-            # The root keeps its parameters, its backward follows at once.
-            ("all-gather", "f32"): 3 if reshard else 2,
-            ("reduce-scatter", "f32"): 2,
-            # Each padded to 128 elements a rank, 4 ranks.
-            ("all-gather", "elements"): 512 * (ROOT + INNER * (2 if reshard else 1)),
-            ("reduce-scatter", "elements"): 128 * (ROOT + INNER),
-        }
+@pytest.mark.parametrize(
+    "options, frozen, expected",
+    [
+        ({}, [], {GATHERS: 3, GATHERED: 512 * (ROOT + 2 * INNER)} | ALL_REDUCED),
+        # The root keeps its parameters in any case, its backward follows at once.
+        (
+            {"reshard_after_forward": False},
+            [],
+            {GATHERS: 2, GATHERED: 512 * (ROOT + INNER)} | ALL_REDUCED,
+        ),
+        ({"flatten_parameters": True}, [], {GATHERS: 3, REDUCTIONS: 2}),
+        ({}, FROZEN, {REDUCTIONS: 1, REDUCED: 128 * (ROOT + INNER - len(FROZEN))}),
+    ],
+    ids=["resharded", "kept", "flat: one collective a unit", "frozen: not reduced"],
+)
+def test_gathers_and_reductions_are_counted_out(run_ranks, options, frozen, expected):
+    for found in run_ranks(program, 4, options, frozen):
+        assert found.keys() == {GATHERS, REDUCTIONS, GATHERED, REDUCED}
+        assert found | expected == found
 
 
 @pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
@@ -61,28 +79,12 @@ def test_gathers_and_reductions_are_counted_out(run_ranks, reshard):
     "extra", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}]
 )
 def test_compute_dtype_governs_the_wire(run_ranks, compute_dtype, fp32_reduce_scatter, extra):
-    options = {
-        "compute_dtype": compute_dtype,
-        "fp32_reduce_scatter": fp32_reduce_scatter,
-        **extra,
-    }
+    options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": fp32_reduce_scatter, **extra}
     narrow = {torch.bfloat16: "bf16", torch.float16: "f16"}[compute_dtype]
+    reduced = "f32" if fp32_reduce_scatter else narrow
     for found in run_ranks(program, 2, options):
         kinds = {key for key in found if key[1] != "elements"}
-        reduced = "f32" if fp32_reduce_scatter else narrow
         assert kinds == {("all-gather", narrow), ("reduce-scatter", reduced)}
-
-
-def test_flattening_needs_one_collective_a_unit(run_ranks):
-    for found in run_ranks(program, 2, {"flatten_parameters": True}):
-        assert found["all-gather", "f32"] == 1 + 2 and found["reduce-scatter", "f32"] == 2
-
-
-def test_frozen_parameters_are_not_reduced(run_ranks):
-    frozen = ["0.weight", "1.0.weight", "1.0.bias"]
-    for found in run_ranks(program, 2, {}, frozen):
-        assert found["reduce-scatter", "f32"] == 1
-        assert found["reduce-scatter", "elements"] == 128 * (ROOT + INNER - len(frozen))
 
 
 class Sizes(nn.Module):
@@ -100,11 +102,7 @@ def sizes(as_on_tpu):
     trace_as_on_tpu(as_on_tpu)
     model = FSDP(Sizes())
     loss = model(torch.randn(3, 640).to(torch_xla.device()))
-    loss.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss.detach(), *grads])
-    torch_xla.sync()
-    return sorted(COLLECTIVE.findall(hlo))
+    return sorted(collectives_of(model, loss))
 
 
 @on_each_rank(2)
@@ -128,7 +126,6 @@ def test_on_cpu_ranks_every_parameter_travels_alone(rank):
 
 @on_each_rank(2)
 def test_no_sync_saves_reductions(rank):
-    """Reductions of two micro-batches, the first inside no_sync; and again without."""
     trace_as_on_tpu()
     counts = []
     for hold in (True, False):
@@ -141,10 +138,8 @@ def test_no_sync_saves_reductions(rank):
             assert all(isinstance(p.grad, UnreducedGradient) for p in model.parameters())
         else:
             model(x).sum().backward()
-        model(x).sum().backward()
-        hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
-        torch_xla.sync()
-        counts.append(sum(kind == "reduce-scatter" for _, _, kind in COLLECTIVE.findall(hlo)))
+        found = collectives_of(model, model(x).sum())
+        counts.append(sum(kind == "reduce-scatter" for _, _, kind in found))
     assert counts == [2, 4]
 
 
