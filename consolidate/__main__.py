@@ -21,7 +21,10 @@ from .stream.stage import silent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.ckpt_prefix is None:  # checked here, after misspelt options were named
+        parser.error("the following arguments are required: --ckpt_prefix")
     try:
         print(_run(arguments))
     except CheckpointError as error:
@@ -94,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ckpt_prefix",
-        required=True,
         metavar="P",
         help="a checkpoint folder; or a folder of step-... folders, of which the newest is used; or"
         " the path prefix of per-rank torch files (not a pattern)",

@@ -150,14 +150,18 @@ def test_refusal_of_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [[], ["--ckpt_pre", "p"], *(["--ckpt_prefix", "p", "--tied", t] for t in ("a", "=a"))],
+    ("arguments", "words"),
+    [
+        ([], "required: --ckpt_prefix"),
+        (["--ckpt_pre", "p"], "unrecognized arguments: --ckpt_pre"),
+        *((["--ckpt_prefix", "p", "--tied", text], "--tied") for text in ("a", "=a")),
+    ],
 )
-def test_wrong_usage(arguments, capsys):
+def test_wrong_usage(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
     said = capsys.readouterr()
-    assert (exit_.value.code, said.out) == (2, "") and "usage:" in said.err
+    assert (exit_.value.code, said.out) == (2, "") and "usage:" in said.err and words in said.err
 
 
 @pytest.mark.parametrize(
