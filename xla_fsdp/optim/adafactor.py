@@ -56,7 +56,10 @@ class Adafactor(ShardedOptimizer):
         super().__init__(params, options)
 
     def _update_parts(self) -> None:
-        own = [_Own(self.state[trained[1]], *trained) for trained in self._trained()]
+        own = [
+            _Own(self.state[parameter], group, parameter, grad, part)
+            for group, parameter, grad, part in self._trained()
+        ]
         parts = [one.part for one in own]
         sums = reduced(parts, [one.sums() for one in own], "rows, columns and norms")
         updates = [one.update(total) for one, total in zip(own, sums, strict=True)]

@@ -104,11 +104,8 @@ def _own_power(
     grads: Sequence[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     masks: dict[Any, Any] = {}
-    powers = [
-        own_power(local(grad), spec_of(grad), norm_type, masks)
-        for grad in grads
-        if local(grad).numel()
-    ]
+    parts = [(local(grad), spec_of(grad)) for grad in grads]
+    powers = [own_power(part, spec, norm_type, masks) for part, spec in parts if part.numel()]
     if not powers:
         return torch.zeros((), device=device)
     return largest(torch.stack(powers)) if math.isinf(norm_type) else torch.stack(powers).sum()

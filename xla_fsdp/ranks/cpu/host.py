@@ -206,9 +206,10 @@ def _replace_sync_points(session: Session, patches: Patches) -> None:
 
 def _in_mode(session: Session, context: RankContext, hook: Callable) -> Callable:
     """``hook``, which autograd calls within an operator, where torch has disabled the mode."""
+    mode = RankMode(session, context)
 
     def run(value: Any) -> Any:
-        with RankMode(session, context):
+        with mode:
             return hook(value)
 
     return run
