@@ -14,7 +14,7 @@ from torch import nn
 
 import xla_fsdp
 import xla_fsdp.optim
-from xla_fsdp import CPUOffload, ShardingStrategy, fully_shard, scan_blocks
+from xla_fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy, fully_shard, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 BLOCKS = 2
@@ -479,11 +479,88 @@ def test_gradients_of_reductions_in_a_loss(rank, case, wrapping):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+
+def wrapped_on_host(wrap, **options):
+    model = deep()
+    for layer in model:
+        wrap(layer, **options)
+    return wrap(model, **options)
+
+
+def on_host(stream=False, **options):
+    options["cpu_offload"] = CPUOffload(stream=stream)
+    model = deep()
+    for number, layer in enumerate(model):
+        model[number] = FSDP(layer, **options)
+    return FSDP(model, **options)
+
+
+ON_HOST = {
+    "wrapper": on_host,
+    "in place": lambda: wrapped_on_host(fully_shard, offload_policy=CPUOffloadPolicy()),
+    "streamed": lambda: on_host(stream=True),
+    "flat": lambda: on_host(flatten_parameters=True),
+}
+HOST_PENALTIES = {
+    "squares": lambda p, old: p.square().sum(),
+    "norm": lambda p, old: torch.linalg.vector_norm(p),
+    "scaled by its norm": lambda p, old: (p * p.norm()).sum(),
+    "away from a copy": lambda p, old: (p - 0.5 * old).square().sum() + torch.dist(p, 2 * old),
+    "wider": lambda p, old: p.double().std().float(),
+    "a list": lambda p, old: torch._foreach_norm([p, p])[1] + torch._foreach_mul([p], 2)[0].sum(),
+    "largest": lambda p, old: p.abs().max() + p.mean(),
+    "full": lambda p, old: getattr(p, "full_tensor", lambda: p)().square().sum(),
+}
+OF_ONE_PARAMETER = set(HOST_PENALTIES) - {"squares", "full"}
+
+
+@pytest.mark.parametrize("form", ON_HOST)
+@on_each_rank(4)
+def test_a_loss_and_a_penalty_on_shards_on_the_host_in_one_backward(rank, form):
+    """With collectives on two threads of autograd, ranks would have different orders."""
+    plain, model = deep(), ON_HOST[form]()
+    everyone = [batch(other) for other in range(4)]
+    for name, penalty in HOST_PENALTIES.items():
+        if form == "flat" and name in OF_ONE_PARAMETER:
+            continue
+        called = []
+        hooks = [p.register_hook(called.append) for p in model.parameters()]
+        totals = []
+        for one, batches in ((plain, everyone), (model, [batch(rank).to("xla")])):
+            one.zero_grad()
+            old = [p.detach().clone() for p in one.parameters()]
+            loss = sum(one(x).square().mean() for x in batches) / len(batches)
+            pairs = zip(one.parameters(), old, strict=True)
+            totals.append(loss + sum(penalty(p, before) for p, before in pairs))
+            totals[-1].backward()
+        # What is cast on the host has a gradient of its own.
+        assert len(called) == len(hooks) or name == "wider", f"{name}: a hook is called once"
+        for hook in hooks:
+            hook.remove()
+        shards = dict(model.named_parameters())
+        assert all(p.grad.device.type == "cpu" for p in shards.values())
+        found = {key: p.grad.full_tensor().cpu() for key, p in shards.items()}
+        expected = {key: p.grad for key, p in plain.named_parameters()}
+        if form == "flat":
+            found = [torch.cat([*found.values()])]
+            expected = [torch.cat([grad.reshape(-1) for grad in expected.values()])]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
 @on_each_rank(2)
-def test_a_penalty_on_shards_on_the_host_adds_to_their_gradients(rank):
-    plain, model = built(), FSDP(built(), cpu_offload=CPUOffload())
-    for one, x in ((plain, batch(0)), (model, batch(0).to("xla"))):
-        sum(p.square().sum() for p in one.parameters()).backward()
-        one(x).square().mean().backward()
-    for p, own in zip(model.parameters(), plain.parameters(), strict=True):
-        close(p.grad.full_tensor(), own.grad)
+def test_gradients_of_a_penalty_on_shards_on_the_host(rank):
+    plain, model = deep(), on_host()
+    plain_loss, loss = (sum(p.norm() for p in one.parameters()) for one in (plain, model))
+    grads = torch.autograd.grad(plain_loss, list(plain.parameters()), retain_graph=True)
+    for own, grad in zip(torch.autograd.grad(loss, list(model.parameters())), grads, strict=True):
+        close(own.full_tensor(), grad)
+    first, *rest = model.parameters()
+    sum(p.norm() for p in model.parameters()).backward(inputs=[first])
+    close(first.grad.full_tensor(), grads[0])
+    assert all(p.grad is None for p in rest)
+    with torch.no_grad():
+        assert first.norm().device.type == "cpu"

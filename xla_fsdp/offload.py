@@ -51,9 +51,9 @@ def attach(unit: FSDPState) -> None:
         assert isinstance(shard, HostShard)
         if tensor.copy is None:
             computed = None if tensor.wide else unit.options.compute_dtype
-            tensor.copy = ShardCopy(shard, computed, uploads)
+            tensor.copy = ShardCopy(shard, computed, uploads, gradients)
         elif tensor.copy.dtype is not tensor.spec.compute_dtype(unit.options.compute_dtype):
-            tensor.copy = ShardCopy(shard, None, uploads)
+            tensor.copy = ShardCopy(shard, None, uploads, gradients)
         tensor.widens = True
 
 
@@ -87,10 +87,17 @@ class Uploads:
 class ShardCopy:
     """The device copy of one shard in its compute ``dtype``, see :func:`computed_in`."""
 
-    def __init__(self, shard: HostShard, dtype: torch.dtype | None, uploads: Uploads) -> None:
+    def __init__(
+        self,
+        shard: HostShard,
+        dtype: torch.dtype | None,
+        uploads: Uploads,
+        gradients: HostGradients,
+    ) -> None:
         self._shard = shard
         self._dtype = dtype
         self.uploads = uploads
+        self.gradients = gradients
         # May be older than the shard; None if dropped.
         self.held: torch.Tensor | None = None
         self._made_of: object = None
@@ -130,12 +137,19 @@ class HostGradients:
         self._told: int | None = None  # the backward that will call `arrive`
 
     def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adds ``grad``, on the device, to the gradient of ``shard`` when the backward ends."""
         assert isinstance(shard, HostShard)
+        for number, (known, before) in enumerate(self.pending):
+            if known is shard:  # hooks are called once in a backward
+                self.pending[number] = shard, before.to(shard.dtype) + grad
+                return
         self.pending.append((shard, grad))
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._told):
             self._told = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.arrive)
+            # After the callbacks of all units: full parameters would be results of the program.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self.arrive))
 
     def forget(self) -> None:
         self.pending.clear()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..collectives.host_data import as_data
+from ..collectives.host_data import as_data, fake_cpu_tensor
 from ..collectives.world import World
 from ..ranks.rank import is_simulated_rank
 from ..tree import map_tensors, tensors_in
@@ -59,6 +60,46 @@ def shared(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """``value``, a plain number with a graph, for computations on the local part of ``spec``."""
     found: torch.Tensor = _Shared.apply(value, spec.world)
     return found
+
+
+class _ToDevice(torch.autograd.Function):
+    """The device copy of a part on the host: its backward is on autograd's thread of the device.
+
+    Autograd has one thread for each kind of device. If both traced collectives, ranks would have
+    different orders.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+        ctx.tensor, ctx.like = None, fake_cpu_tensor(value.shape, value.dtype)
+        tensor = spec.tensor
+        if tensor is not None and tensor.shard is value:
+            ctx.tensor = weakref.ref(tensor)
+        return as_data(value.detach(), spec.world.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        tensor = None if ctx.tensor is None else ctx.tensor()
+        if tensor is not None and adds_to_grad(ctx.next_functions[0][0]):
+            tensor.copy.gradients.take(tensor.shard, grad.detach())
+            return None, None
+        return ctx.like if is_simulated_rank() else grad.to("cpu"), None
+
+
+def to_device(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """The copy on the device of ``value``, the local part of ``spec`` on the host."""
+    if value.requires_grad:
+        found: torch.Tensor = _ToDevice.apply(value, spec)
+        return found
+    return as_data(value.detach(), spec.world.device)
+
+
+def adds_to_grad(leaf: Any) -> bool:
+    """Whether the current backward adds to ``.grad``; False in ``torch.autograd.grad``."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch raises this if the leaf is not needed
+        return False
 
 
 class _Largest(torch.autograd.Function):

@@ -34,7 +34,10 @@ class _Sharded:
                 if kind in types:
                     return kind.__torch_function__(func, types, args, kwargs)
             try:
-                return _answer_of(func)(func, args, kwargs or {})
+                answer, kwargs = _answer_of(func), kwargs or {}
+                if torch.is_grad_enabled() and answer in _COMPUTING:
+                    args, kwargs = _on_device(func, args, kwargs)
+                return answer(func, args, kwargs)
             except ShardedParameterError:
                 divided = any(spec.world.size > 1 for spec in _specs((args, kwargs)))
                 if divided or getattr(func, "__name__", "") == "__set__":
@@ -55,7 +58,9 @@ class _Sharded:
         """
         spec = self.__dict__[SPEC]
         with torch._C.DisableTorchFunctionSubclass():
-            full: torch.Tensor = _FullTensor.apply(self, spec)
+            on_device = self.device == spec.world.device  # type: ignore[attr-defined]
+            own = self if on_device else reductions.to_device(self, spec)  # type: ignore[arg-type]
+            full: torch.Tensor = _FullTensor.apply(own, spec)
         return full
 
     def require_plain(self, operation: str) -> None:
@@ -84,16 +89,14 @@ class _Sharded:
 class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        ctx.spec, ctx.device = spec, own.device
-        own = own.detach()
-        own = own if own.device == spec.world.device else own.to(spec.world.device)
-        full: torch.Tensor = spec.gather(own)
+        ctx.spec = spec
+        full: torch.Tensor = spec.gather(own.detach())
         return full
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.spec.cut(reductions.mean_over_ranks(grad, ctx.spec.world)).to(ctx.device), None
+        return ctx.spec.cut(reductions.mean_over_ranks(grad, ctx.spec.world)), None
 
 
 class ShardedValue(_Sharded, torch.Tensor):  # type: ignore[misc]  # __repr__ is typed
@@ -209,7 +212,7 @@ _SAME_ELEMENTS = frozenset(
 # Elementwise, but not tagged as pointwise.
 _POINTWISE = frozenset(
     """isfinite isinf isnan isreal isclose isposinf isneginf signbit fix masked_fill where
-    view_as expand_as reshape_as float_power square clip rsub nan_to_num""".split()
+    float_power square clip rsub nan_to_num""".split()
 )
 _ALIASES = {
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "absolute": "abs",
@@ -444,12 +447,19 @@ def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None
     return spec
 
 
+def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What the function changes in place, or ``None``."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place |= name.strip("_") in _OPERATORS_IN_PLACE
+    return args[0] if in_place else kwargs.get("out")
+
+
 def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = _name(func)
     tensors = list(_tensors((args, kwargs) if kwargs else args))
     spec = _common_spec(name, iter(tensors))
-    in_place = args[0] if name.endswith("_") and name[0] != "_" else kwargs.get("out")
-    if in_place is not None and spec_of(in_place) is None:
+    written = _written(name, args, kwargs)
+    if written is not None and spec_of(written) is None:
         return _unsupported(func, args, kwargs)
     if name == "where" and len(args) + len(kwargs) == 1:  # returns positions of elements
         return _unsupported(func, args, kwargs)
@@ -473,6 +483,11 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if isinstance(found, tuple) and spec is not None:  # frexp
         return type(found)(as_sharded(one, spec) for one in found)
     return found
+
+
+def _viewed_as(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Never a copy: torch finds the leaf of a graph by ``view_as``."""
+    return _pointwise(func, args, kwargs)
 
 
 def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -510,6 +525,28 @@ def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     found = reductions.reduce(name, value, *args[1:], **kwargs)
     # The method computes a single norm; code that computes norms of a list uses functions.
     return reductions.PendingNorm.added_up(found) if func is torch.Tensor.norm else found
+
+
+def _on_device(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments, on the device if the result has a graph (``cpu_offload``)."""
+    tensors = list(_tensors((args, kwargs)))
+    on_host = [one for one in tensors if SPEC in one.__dict__ and one.device.type == "cpu"]
+    if not on_host or not any(one.requires_grad for one in tensors):
+        return args, kwargs
+    if _written(_name(func), args, kwargs) is not None:
+        return args, kwargs
+    device = on_host[0].__dict__[SPEC].world.device
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        if value.device == device:
+            return value
+        spec = spec_of(value)
+        if spec is None:
+            return value.to(device)
+        return as_sharded(reductions.to_device(value, spec), spec)
+
+    found: tuple[tuple, dict[str, Any]] = map_tensors(moved, (args, kwargs))
+    return found
 
 
 def _equal(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -593,9 +630,16 @@ _ANSWERS: dict[str, Answer] = {
     "vdot": _dot,
     "inner": _dot,
     "dist": _dist,
+    "view_as": _viewed_as,
+    "expand_as": _viewed_as,
+    "reshape_as": _viewed_as,
     "__setitem__": _set_items,
     "_amp_foreach_non_finite_check_and_unscale_": _non_finite_check,
 }
+
+
+# Those whose results have a graph if the arguments have one.
+_COMPUTING = frozenset([_pointwise, _reduction, _dot, _dist, _foreach])
 
 
 def reduced_grad(parameter: torch.Tensor) -> torch.Tensor | None:
