@@ -200,14 +200,18 @@ def test_the_messages_on_the_page_of_errors_are_those_of_the_code():
     assert [one for one in sorted(errors) if f"class {one}(" not in classes] == []
 
 
+def build_site(folder):
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    words = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder)
+    told = run_command(*words, cwd=ROOT, env=environment).stderr.splitlines()
+    assert "built" in told[-1]
+
+
 @pytest.mark.slow
 def test_the_site_has_no_dead_link_no_files_of_its_hook_and_loads_nothing_from_elsewhere(tmp_path):
     """In strict mode links and anchors that lead nowhere end the build, unless it is quiet."""
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    words = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)
-    told = run_command(*words, cwd=ROOT, env=environment).stderr.splitlines()
-    assert "built" in told[-1]
+    build_site(tmp_path)
     files = {path.name for path in tmp_path.rglob("*")}
     assert len(files) > 50 and not files & {"hooks.py", "__pycache__"}
     loads = re.compile(r"<(?:link(?! rel=.canonical)|script|img)\b[^>]*?\b(?:href|src)=.([^\s>]+)")
