@@ -71,8 +71,7 @@ class _ToDevice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        ctx.tensor, ctx.like = None, fake_cpu_tensor(value.shape, value.dtype)
-        tensor = spec.tensor
+        ctx.tensor, tensor = None, spec.tensor
         if tensor is not None and tensor.shard is value:
             ctx.tensor = weakref.ref(tensor)
         return as_data(value.detach(), spec.world.device)
@@ -83,7 +82,9 @@ class _ToDevice(torch.autograd.Function):
         if tensor is not None and adds_to_grad(ctx.next_functions[0][0]):
             tensor.copy.gradients.take(tensor.shard, grad.detach())
             return None, None
-        return ctx.like if is_simulated_rank() else grad.to("cpu"), None
+        if is_simulated_rank():
+            return fake_cpu_tensor(grad.shape, grad.dtype), None
+        return grad.to("cpu"), None
 
 
 def to_device(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
