@@ -16,6 +16,7 @@ from on_ranks import without_ranks
 from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
+from xla_fsdp.compiler_options import for_large_matmuls
 from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.compiling.compiler import CompileError, Target
@@ -28,7 +29,6 @@ from xla_fsdp.planning.tuning.search import ImpossibleError, Measured, Search
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
 from xla_fsdp.planning.tuning.tuning import Tuning
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError
-from xla_fsdp.tpu.compiler_options import for_large_matmuls
 from xla_fsdp.tpu.topology import resolve
 
 GIB = 2**30

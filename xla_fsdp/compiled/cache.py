@@ -46,7 +46,7 @@ import xxhash
 
 from .. import xlac
 from ..cache_folders import default_cache_folder
-from ..tpu.compiler_options import libtpu_init_args
+from ..compiler_options import libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS
 
 # "PID:FOLDER": the store of the process PID.

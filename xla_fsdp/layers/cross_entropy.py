@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
-from ..tpu.compiler_options import require_loops_compile
+from ..compiler_options import require_loops_compile
 from .jax_call import JaxFunction, call
 
 _REDUCTIONS = ("mean", "sum", "none")

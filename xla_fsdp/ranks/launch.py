@@ -9,9 +9,8 @@ from typing import Any
 import torch.distributed as dist
 import torch_xla.runtime as xr
 
-from .. import xlac
+from .. import compiler_options, xlac
 from ..compiled.cache import in_spawned_processes
-from ..tpu import compiler_options
 from . import spawned
 from .cpu.host import run_ranks
 from .cpu.runtime import CpuRuntime

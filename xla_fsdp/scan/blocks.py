@@ -13,7 +13,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from .. import xlac
+from .. import compiler_options, xlac
 from ..collectives import host_memory
 from ..collectives.order import Event, Order, Wait
 from ..layers.saved_activations import SavedActivations
@@ -27,7 +27,6 @@ from ..sharding.layout import spec_of
 from ..sharding.options import SCAN, FSDPOptions, takes_options
 from ..sharding.sharded_parameter import as_sharded, local
 from ..sharding.user_checks import raise_if_on_other_device, require_plain_call, require_values
-from ..tpu import compiler_options
 from ..tree import separate_tensors, with_tensors
 from ..wrapper import XlaFullyShardedDataParallel
 from . import checks

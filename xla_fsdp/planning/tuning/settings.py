@@ -18,11 +18,11 @@ from torch import nn
 
 from ...collectives.order import BackwardPrefetch
 from ...collectives.routes import require_collective_routes
+from ...compiler_options import limit_scoped_vmem
 from ...deprecated import accept_old_names, rename_keys
 from ...ranks.slices import slices_of_ranks
 from ...remat import checkpoint_module
 from ...scan.blocks import scan_blocks
-from ...tpu.compiler_options import limit_scoped_vmem
 from ...wrap import size_based_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..compiling.cache import write_whole
