@@ -15,7 +15,7 @@ import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
 from ..compiler_options import require_loops_compile
-from .jax_call import JaxFunction, call
+from .jax_call import Settings, call
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -118,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
-        losses, total = call(_ForwardInJax(settings), [hidden, weight, labels], settings.platform)
+        losses, total = call(_losses, settings, [hidden, weight, labels])
         ctx.settings = settings
         ctx.save_for_backward(hidden, weight, labels, total)
         return losses
@@ -127,12 +127,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = [*ctx.saved_tensors, grad.float()]
-        of_hidden, of_weight = call(_BackwardInJax(ctx.settings), tensors, ctx.settings.platform)
+        of_hidden, of_weight = call(_gradients, ctx.settings, tensors)
         return None, of_hidden, of_weight, None
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _Settings(Settings):
     chunk: int
     ignore_index: int
     label_smoothing: float
@@ -166,63 +166,51 @@ def _chunk_of(hidden: Any, weight: Any, labels: Any, first: Any, rows: int) -> t
     return part, logits, (labels - first)[:, None] == jnp.arange(rows)
 
 
-@dataclass(frozen=True)
-class _ForwardInJax(JaxFunction):
-    """(hidden (t, n), weight (m, n), labels (t,)) to losses and logsumexp, (t,), float32."""
+def _losses(settings: _Settings, hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]:
+    """hidden (t, n), weight (m, n), labels (t,) to losses and logsumexp, (t,), float32."""
+    import jax.numpy as jnp
 
-    settings: _Settings
-    name: str = "linear_cross_entropy"
+    (tokens, _), (vocabulary, _) = hidden.shape, weight.shape
+    smooth = settings.label_smoothing
 
-    def __call__(self, hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]:
-        import jax.numpy as jnp
+    def step(carry: Any, first: Any, rows: int) -> Any:
+        largest, total, of_label, everything = carry
+        _, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
+        now = jnp.maximum(largest, logits.max(1))
+        total = total * jnp.exp(largest - now) + jnp.exp(logits - now[:, None]).sum(1)
+        of_label = of_label + jnp.where(is_label, logits, 0).sum(1)
+        if smooth:
+            everything = everything + logits.sum(1)
+        return now, total, of_label, everything
 
-        tokens, vocabulary = hidden.shape[0], weight.shape[0]
-
-        def step(carry: Any, first: Any, rows: int) -> Any:
-            largest, total, of_label, everything = carry
-            _, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
-            now = jnp.maximum(largest, logits.max(1))
-            total = total * jnp.exp(largest - now) + jnp.exp(logits - now[:, None]).sum(1)
-            of_label = of_label + jnp.where(is_label, logits, 0).sum(1)
-            if self.settings.label_smoothing:
-                everything = everything + logits.sum(1)
-            return now, total, of_label, everything
-
-        zeros = jnp.zeros(tokens, jnp.float32)
-        start = jnp.full(tokens, -jnp.inf, jnp.float32), zeros, zeros, zeros
-        largest, total, of_label, everything = self.settings.over_chunks(step, start, vocabulary)
-        logsumexp = largest + jnp.log(total)
-        smooth = self.settings.label_smoothing
-        losses = logsumexp - (1 - smooth) * of_label - smooth / vocabulary * everything
-        return self.settings.counted(labels, losses, vocabulary), logsumexp
+    zeros = jnp.zeros(tokens, jnp.float32)
+    start = jnp.full(tokens, -jnp.inf, jnp.float32), zeros, zeros, zeros
+    largest, total, of_label, everything = settings.over_chunks(step, start, vocabulary)
+    logsumexp = largest + jnp.log(total)
+    losses = logsumexp - (1 - smooth) * of_label - smooth / vocabulary * everything
+    return settings.counted(labels, losses, vocabulary), logsumexp
 
 
-@dataclass(frozen=True)
-class _BackwardInJax(JaxFunction):
-    """(hidden, weight, labels, logsumexp, loss gradients) to gradients of hidden and weight."""
+def _gradients(
+    settings: _Settings, hidden: Any, weight: Any, labels: Any, logsumexp: Any, grad: Any
+) -> tuple[Any, ...]:
+    """The gradients of hidden and weight; ``grad``: of the losses."""
+    import jax
+    import jax.numpy as jnp
 
-    settings: _Settings
-    name: str = "linear_cross_entropy_backward"
+    vocabulary, smooth = weight.shape[0], settings.label_smoothing
+    grad = settings.counted(labels, grad, vocabulary)[:, None]
 
-    def __call__(
-        self, hidden: Any, weight: Any, labels: Any, logsumexp: Any, grad: Any
-    ) -> tuple[Any, ...]:
-        import jax
-        import jax.numpy as jnp
+    def step(carry: Any, first: Any, rows: int) -> Any:
+        of_hidden, of_weight = carry
+        part, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
+        wanted = jnp.where(is_label, 1 - smooth, 0) + smooth / vocabulary
+        of_logits = (grad * (jnp.exp(logits - logsumexp[:, None]) - wanted)).astype(part.dtype)
+        wide = {"preferred_element_type": jnp.float32}
+        of_hidden = of_hidden + jnp.einsum("tc,cn->tn", of_logits, part, **wide)
+        of_part = jnp.einsum("tc,tn->cn", of_logits, hidden, **wide).astype(part.dtype)
+        return of_hidden, jax.lax.dynamic_update_slice_in_dim(of_weight, of_part, first, 0)
 
-        vocabulary, smooth = weight.shape[0], self.settings.label_smoothing
-        grad = self.settings.counted(labels, grad, vocabulary)[:, None]
-
-        def step(carry: Any, first: Any, rows: int) -> Any:
-            of_hidden, of_weight = carry
-            part, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
-            wanted = jnp.where(is_label, 1 - smooth, 0) + smooth / vocabulary
-            of_logits = (grad * (jnp.exp(logits - logsumexp[:, None]) - wanted)).astype(part.dtype)
-            wide = {"preferred_element_type": jnp.float32}
-            of_hidden = of_hidden + jnp.einsum("tc,cn->tn", of_logits, part, **wide)
-            of_part = jnp.einsum("tc,tn->cn", of_logits, hidden, **wide).astype(part.dtype)
-            return of_hidden, jax.lax.dynamic_update_slice_in_dim(of_weight, of_part, first, 0)
-
-        start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weight.shape, weight.dtype)
-        of_hidden, of_weight = self.settings.over_chunks(step, start, vocabulary)
-        return of_hidden.astype(hidden.dtype), of_weight
+    start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weight.shape, weight.dtype)
+    of_hidden, of_weight = settings.over_chunks(step, start, vocabulary)
+    return of_hidden.astype(hidden.dtype), of_weight
