@@ -16,7 +16,7 @@ from on_ranks import without_ranks
 from torch import nn
 
 import xla_fsdp
-from xla_fsdp import XlaFullyShardedDataParallel
+from xla_fsdp import XlaFullyShardedDataParallel, compiler_options
 from xla_fsdp.collectives.routes import attributes_of, routes_for
 from xla_fsdp.compiled.host_options import host_options
 from xla_fsdp.layers import attention
@@ -25,7 +25,7 @@ from xla_fsdp.layers.linear import stores_input
 from xla_fsdp.planning.records import Op, Schedule
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.planning.tracing.step import trace_step
-from xla_fsdp.tpu import chips, compiler_options
+from xla_fsdp.tpu import chips
 from xla_fsdp.tpu.calibration import Calibration
 from xla_fsdp.tpu.chips import CHIPS, GIB, LAUNCH
 from xla_fsdp.tpu.links import OneCollective, collective_seconds, describe

@@ -462,9 +462,8 @@ class _Run:
             stack.enter_context(saved.over(self.unit.module))
             # The backward recomputes the entire block anyway.
             stack.enter_context(without_checkpoints())
-            stack.enter_context(checks.ForbidHostRandomNumbers(self.unit.module))
             given = checks.inputs_of([x, *full, *buffers, *constants])
-            stack.enter_context(checks.ForbidReads(self.unit.module, given))
+            stack.enter_context(checks.ForbidHostValues(self.unit.module, given))
             stack.enter_context(checks.forbid_lost_changes(self.unit, full, given, (args, kwargs)))
             y = self.unit.module(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
