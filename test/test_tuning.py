@@ -64,8 +64,8 @@ def test_settings_go_through_json_and_a_file(tmp_path):
     "change, message",
     [
         ({"remat": "all"}, r"'remat', which are no settings; allowed are batch, units"),
-        ({"format": "xla_fsdp plan"}, "is not what tune wrote"),
-        ({"version": 2}, "version 2; this release of xla_fsdp reads 1"),
+        ({"format": "xla_fsdp plan"}, "some other JSON: expected what tune wrote"),
+        ({"version": 2}, "version 2, allowed is 1"),
         ({"blocks_per_unit": 2}, "here has blocks_per_unit, which was removed: .* Run tune again"),
         ({"units": "layers"}, r"here: units must be \"blocks\", \"model\" or a number.*'layers'"),
     ],

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from .cache_folders import default_cache_folder
 from .extras import installed_versions
+from .files import default_cache_folder
 from .tpu.chips import Chip
 from .tpu.libtpu_flags import library
 from .wording import to_one_line

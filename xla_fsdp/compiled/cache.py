@@ -45,8 +45,8 @@ import torch_xla.runtime as xr
 import xxhash
 
 from .. import xlac
-from ..cache_folders import default_cache_folder
 from ..compiler_options import libtpu_init_args
+from ..files import default_cache_folder
 from ..tpu.libtpu_flags import ARGUMENTS
 
 # "PID:FOLDER": the store of the process PID.
@@ -157,7 +157,9 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
 
 
 def _open(folder: Path, part: str) -> None:
-    on = _platform()
+    on = platform_of_ranks()
+    if on not in xlac.CLIENTS:
+        raise NotImplementedError(f"programs of PJRT_DEVICE={on} are not kept; CPU and TPU are")
     repair_client(on)
     about = describe_kind(on, part)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
@@ -182,14 +184,12 @@ def _open(folder: Path, part: str) -> None:
         os.environ.pop(name, None)  # child processes may not use its folder
 
 
-def _platform() -> str:
-    device = os.environ.get("PJRT_DEVICE")
-    if device is None:
-        return "TPU" if xlac.chips_of_host() > 0 else "CPU"
-    name = device.split("_")[0]
-    if name not in ("CPU", "TPU"):
-        raise NotImplementedError(f"programs of PJRT_DEVICE={device} are not kept; CPU and TPU are")
-    return name
+def platform_of_ranks() -> str:
+    """That of ``PJRT_DEVICE``, "CPU" or "TPU"; if it is not set, sets it by this host's chips."""
+    # torch_xla sets it on import, but it may have been removed.
+    if not xr.device_type():
+        os.environ["PJRT_DEVICE"] = "TPU" if xlac.chips_of_host() > 0 else "CPU"
+    return str(xr.device_type())
 
 
 def describe_kind(on: str, part: str) -> dict[str, str]:
