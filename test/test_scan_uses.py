@@ -174,6 +174,24 @@ def modes_of_the_forward(rank):
     assert torch.equal(x.grad.cpu(), y.detach().cpu())
 
 
+def a_buffer_of_all_blocks_before_one_of_each(rank):
+    class Counts(nn.Module):
+        def __init__(self, table):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+            self.register_buffer("table", table)
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            self.seen += 1
+            return x * self.gain + self.table
+
+    table = torch.ones(WIDTH)
+    model = scan_blocks([Counts(table) for _ in range(3)])
+    model(inputs(rank)).sum().backward()
+    assert [model.state_dict()[f"{number}.seen"].tolist() for number in range(3)] == [[1, 1]] * 3
+
+
 def second_derivatives(rank):
     model, x = scanned(), inputs(rank).requires_grad_()
     text = "of the scanned blocks 'blocks', .* no second derivative"
@@ -199,5 +217,6 @@ def test_each_is_right_or_refused(rank):
     parameters_that_change(rank)
     what_came_after_building(rank)
     modes_of_the_forward(rank)
+    a_buffer_of_all_blocks_before_one_of_each(rank)
     second_derivatives(rank)
     hooks_on_shards(rank)

@@ -18,14 +18,6 @@ from .chips import CHIPS, Chip
 _HOST = (2, 2, 1)
 
 
-def _named() -> dict[str, tuple[Chip, tuple[int, ...]]]:
-    return {
-        f"{chip.accelerator}-{size}": (chip, shape)
-        for chip in CHIPS.values()
-        for size, shape in chip.slices.items()
-    }
-
-
 def _chip_called(name: str) -> Chip | None:
     """The chip whose slices are called so: "v5e-16" is a v5litepod-16."""
     same = (chip for chip in CHIPS.values() if name in (chip.family, chip.accelerator))
@@ -141,7 +133,7 @@ class Slice:
 
 def names() -> tuple[str, ...]:
     """Without shapes and the alias v5e-N."""
-    return tuple(_named())
+    return tuple(f"{chip.accelerator}-{size}" for chip in CHIPS.values() for size in chip.slices)
 
 
 def resolve(name: str) -> Slice:
@@ -156,29 +148,27 @@ def resolve(name: str) -> Slice:
     text = given.lower()
     several = re.fullmatch(r"([0-9]{1,4})x([a-z].+)", text)
     if several:
-        return _several(given, int(several[1]), resolve(several[2]))
+        count, one = int(several[1]), resolve(several[2])
+        if count < 1:
+            raise UnknownTopologyError(given, f"{count} slices")
+        if count > 1 and not one.chip.dcn_bandwidth:
+            family = one.chip.family
+            reason = f"{family} slices are not joined to train one model (v4 and later are)"
+            raise UnknownTopologyError(given, reason)
+        return replace(one, name=given, count=count)
     family, colon, size = text.partition(":" if ":" in text else "-")
     chip = _chip_called(family)
     if chip is None:
         raise UnknownTopologyError(given, f"there is no TPU family {family!r}")
     if colon == ":":
         shape = _parse_shape(given, chip, size)
-    elif (found := _named().get(f"{chip.accelerator}-{size}")) is not None:
-        _, shape = found
+    elif size in map(str, chip.slices):
+        shape = chip.slices[int(size)]
     else:
         counted = "chips" if chip.tensor_cores == 1 else "TensorCores"
         reason = f"there is no {family} slice of {size or 'no'} {counted}"
         raise UnknownTopologyError(given, reason)
     return Slice(given, chip, shape, chip.wraps(shape))
-
-
-def _several(given: str, count: int, one: Slice) -> Slice:
-    if count < 1:
-        raise UnknownTopologyError(given, f"{count} slices")
-    if count > 1 and not one.chip.dcn_bandwidth:
-        reason = f"{one.chip.family} slices are not joined to train one model (v4 and later are)"
-        raise UnknownTopologyError(given, reason)
-    return replace(one, name=given, count=count)
 
 
 def _parse_shape(given: str, chip: Chip, lengths: str) -> tuple[int, ...]:
@@ -222,13 +212,13 @@ def _closest(name: str) -> tuple[str, ...]:
     if chip is not None and size.isascii() and size.isdigit():
         nearest = sorted(chip.slices, key=lambda known: abs(known - int(size)))[:3]
         return tuple(f"{chip.accelerator}-{known}" for known in nearest)
-    known = _named()
     shapes = [
         f"{chip.family}:{'x'.join(map(str, shape))}"
-        for chip, shape in known.values()
+        for chip in CHIPS.values()
+        for shape in chip.slices.values()
         if prod(shape) <= 512
     ]
-    candidates = list(dict.fromkeys([*known, *shapes]))
+    candidates = list(dict.fromkeys([*names(), *shapes]))
     return tuple(difflib.get_close_matches(text, candidates, n=3, cutoff=0.5))
 
 
