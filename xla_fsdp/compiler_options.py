@@ -127,18 +127,18 @@ def main() -> int:
 
 def this_hosts_chip(bus: Path = _BUS) -> Chip | None:
     """This host's chip, without libtpu; None without TPU, for v2, v3 and unknown chips."""
-    for vendor in sorted(bus.glob("*/vendor")):
-        if vendor.read_text().strip() == _VENDOR:
-            number = (vendor.parent / "device").read_text().strip()
-            for chip in CHIPS.values():
-                if chip.pci_device == number:
-                    return chip
-    return None
+    numbers = [(device / "device").read_text().strip() for device in _google_devices(bus)]
+    return next((chip for chip in CHIPS.values() if chip.pci_device in numbers), None)
 
 
 def may_have_chips(bus: Path = _BUS) -> bool:
     """Whether this host has a PCI device of Google: a TPU chip, or a network card."""
-    return any(vendor.read_text().strip() == _VENDOR for vendor in bus.glob("*/vendor"))
+    return bool(_google_devices(bus))
+
+
+def _google_devices(bus: Path) -> list[Path]:
+    vendors = bus.glob("*/vendor")
+    return [vendor.parent for vendor in vendors if vendor.read_text().strip() == _VENDOR]
 
 
 def __getattr__(name: str) -> object:

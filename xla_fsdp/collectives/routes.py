@@ -259,34 +259,27 @@ def routes_for(
         return None
     if len({one.get("slice_index", 0) for one in attributes}) > 1:
         return None  # over several slices the compiler itself makes stages
-    devices = []
+    places = {}
     for one in attributes:
-        coords = one.get("coords")
-        if isinstance(coords, Sequence) and len(coords) == 3:
-            x, y, z = map(int, coords)
-            core = int(str(one.get("core_on_chip", 0)))
-            devices.append((str(one.get("name", "")), x, y, z, core))
-    return _routes_among(kind, tuple(devices))
+        number, coords = re.search(r"\d+$", str(one.get("name", ""))), one.get("coords")
+        if number and isinstance(coords, Sequence) and len(coords) == 3:
+            places[int(number[0])] = (*map(int, coords), int(str(one.get("core_on_chip", 0))))
+    return _routes_among(kind, tuple(sorted(places.items())))
 
 
 @lru_cache(maxsize=4)
-def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]) -> Routes | None:
-    """The routes between devices: name, coordinates and core of each."""
+def _routes_among(kind: str, places: tuple[tuple[int, tuple[int, ...]], ...]) -> Routes | None:
+    """The routes between devices: number, coordinates and core of each."""
     chip = chip_of(kind)
-    places = {}
-    for name, *place in devices:
-        number = re.search(r"\d+$", name)
-        if number is not None:
-            places[int(number[0])] = tuple(place)
     if chip is None or not places:
         return None
-    shape = [1 + max(place[axis] for place in places.values()) for axis in range(3)]
+    shape = [1 + max(place[axis] for _, place in places) for axis in range(3)]
     name = "x".join(map(str, shape[: chip.torus_dimension]))
     try:
         routes = Routes(resolve(f"{chip.family}:{name}"))
     except UnknownTopologyError:
         return None
-    return routes if dict(enumerate(routes.slice.coordinates())) == places else None
+    return routes if tuple(enumerate(routes.slice.coordinates())) == places else None
 
 
 def attributes_of(slice: Slice) -> list[dict[str, object]]:

@@ -283,14 +283,6 @@ def _write_at_once(path: Path, write: Callable[[str], object]) -> None:
         raise
 
 
-def _open_files() -> set[str]:
-    found = set()
-    for entry in _entries_of(Path("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            found.add(os.readlink(entry.path))
-    return found
-
-
 class Run:
     """One process's programs from and for the store; torch_xla uses ``folder``."""
 
@@ -313,7 +305,8 @@ class Run:
         there = _entries_of(self.folder)
         new = [entry for entry in there if (entry.name, entry.inode()) not in self._known]
         # Listed before: torch_xla opens a file once, so one that is not open is complete.
-        unfinished = _open_files() if new else set()
+        opened = _entries_of(Path("/proc/self/fd")) if new else []
+        unfinished = set(map(os.path.realpath, opened))
         for entry in new:
             if entry.path not in unfinished:
                 self._known.add((entry.name, entry.inode()))

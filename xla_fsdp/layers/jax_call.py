@@ -86,7 +86,8 @@ def call(
     return xlac.call_computation(f"xla::{function.__name__}", list(tensors), computation)
 
 
-def require_jax() -> None:
+@lru_cache(maxsize=64)
+def _computation(function: JaxFunction, settings: Settings, shapes: _Shapes) -> object:
     extras.require_extra("plan", "a kernel written in JAX", ("jax", "jaxlib"))
     found = version("jax")
     if found not in KNOWN_JAX:
@@ -96,11 +97,6 @@ def require_jax() -> None:
             f"pip install 'jax=={KNOWN_JAX[-1]}' 'jaxlib=={KNOWN_JAX[-1]}', or pass "
             "implementation='math'"
         )
-
-
-@lru_cache(maxsize=64)
-def _computation(function: JaxFunction, settings: Settings, shapes: _Shapes) -> object:
-    require_jax()
     with xlac.jax_may_start():
         code = _exported(function, settings, shapes)
     return xb.computation_from_module_proto(function.__name__, code)
