@@ -74,7 +74,20 @@ def scaled_dot_product_attention(
         ValueError: ``dropout_p`` is not 0; shapes do not match; ``segment_ids`` or ``is_causal`` is
             combined with ``attn_mask``; ``implementation="kernel"`` is not supported here.
     """
-    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, segment_ids)
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p={dropout_p} is not supported; it must be 0. Apply dropout to the output, "
+            "or call torch.nn.functional.scaled_dot_product_attention"
+        )
+    if misfit := misfit_of(query, key, value, enable_gqa):
+        raise ValueError(misfit)
+    if attn_mask is not None and (is_causal or segment_ids is not None):
+        raise ValueError(
+            "attn_mask cannot be combined with is_causal or segment_ids. Put everything into the "
+            "mask, or leave it out"
+        )
+    if segment_ids is not None:
+        _check_segments(segment_ids, query, key)
     if implementation not in ("auto", "kernel", "math"):
         raise ValueError(
             f"implementation must be 'auto', 'kernel' or 'math', got {implementation!r}"
@@ -107,49 +120,22 @@ def segment_mask(segment_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
     return mask.tril() if is_causal else mask
 
 
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    segment_ids: torch.Tensor | None,
-) -> None:
-    if dropout_p:
+def _check_segments(segment_ids: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    (batch, _, length, _), keys = query.shape, key.shape[2]
+    if tuple(segment_ids.shape) != (batch, length) or segment_ids.is_floating_point():
         raise ValueError(
-            f"dropout_p={dropout_p} is not supported; it must be 0. Apply dropout to the output, "
-            "or call torch.nn.functional.scaled_dot_product_attention"
+            f"segment_ids must be (batch, length) = {(batch, length)}, integers, got "
+            f"{tuple(segment_ids.shape)}, {segment_ids.dtype}"
         )
-    if misfit := _misfit(query, key, value, enable_gqa):
-        raise ValueError(misfit)
-    if attn_mask is not None and (is_causal or segment_ids is not None):
+    if length != keys:
         raise ValueError(
-            "attn_mask cannot be combined with is_causal or segment_ids. Put everything into the "
-            "mask, or leave it out"
+            "segment_ids need queries and keys of the same length, got "
+            f"{length} and {keys}. Use attn_mask instead"
         )
-    if segment_ids is not None:
-        if tuple(segment_ids.shape) != (query.shape[0], query.shape[2]):
-            raise ValueError(
-                f"segment_ids must be (batch, length) = {(query.shape[0], query.shape[2])}, got "
-                f"{tuple(segment_ids.shape)}"
-            )
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                "segment_ids need queries and keys of the same length, got "
-                f"{query.shape[2]} and {key.shape[2]}. Use attn_mask instead"
-            )
-        if segment_ids.is_floating_point():
-            raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
 
 
-def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
-    """Whether these shapes are supported here; torch also broadcasts others."""
-    return not _misfit(query, key, value, enable_gqa)
-
-
-def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+def misfit_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+    """Why these shapes are not supported here, or ""; torch also broadcasts others."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         return f"tensors must be (batch, heads, length, head dimension), got {shapes}"

@@ -53,7 +53,22 @@ def linear_cross_entropy(
         MissingExtraError: jax, in which the loop is written, is not installed.
         RuntimeError: on v5e and v6e, an option is set with which the compiler crashes on loops.
     """
-    _check(hidden, weight, labels, chunk, label_smoothing, reduction)
+    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be (..., n) and weight (m, n), got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}. A sharded weight is full only in its wrapper's forward"
+        )
+    if labels.shape != hidden.shape[:-1] or labels.is_floating_point():
+        raise ValueError(
+            f"labels must be integers of shape {tuple(hidden.shape[:-1])}, got {labels.dtype} of "
+            f"shape {tuple(labels.shape)}"
+        )
+    if type(chunk) is not int or chunk < 1:
+        raise ValueError(f"chunk must be a positive integer, got {chunk!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     if not hidden.is_xla:  # type: ignore[attr-defined]
         logits = F.linear(hidden, weight).flatten(0, -2)
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -81,32 +96,6 @@ def linear_cross_entropy(
         return losses.view(labels.shape)
     total = losses.sum()
     return total if reduction == "sum" else total / (flat != ignore_index).sum()
-
-
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    chunk: int,
-    label_smoothing: float,
-    reduction: str,
-) -> None:
-    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden must be (..., n) and weight (m, n), got {tuple(hidden.shape)} and "
-            f"{tuple(weight.shape)}. A sharded weight is full only in its wrapper's forward"
-        )
-    if labels.shape != hidden.shape[:-1] or labels.is_floating_point():
-        raise ValueError(
-            f"labels must be integers of shape {tuple(hidden.shape[:-1])}, got {labels.dtype} of "
-            f"shape {tuple(labels.shape)}"
-        )
-    if type(chunk) is not int or chunk < 1:
-        raise ValueError(f"chunk must be a positive integer, got {chunk!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
