@@ -6,6 +6,7 @@ Without launch: ``export LIBTPU_INIT_ARGS="$(python -m xla_fsdp.compiler_options
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from types import MappingProxyType
 
 from .deprecated import new_name
 from .tpu.chips import CHIPS, Chip, chip_of
-from .tpu.libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
+from .tpu.libtpu_flags import ARGUMENTS, library, read, refusal, without, written
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
     # Prefetches operands in one piece: slices take tables of 32 KiB. Workload S on v5e:2x4: 1,025
@@ -76,7 +77,7 @@ def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str,
             f"libtpu does not know {', '.join(refused.unknown)}: ignored",
             stacklevel=3,
         )
-    for word in without_dashes(arguments):
+    for word in re.findall(r"(?<!\S)xla_\w+=\S*", arguments):  # for libtpu it is no option
         warnings.warn(f"libtpu ignores {word}: write --{word} in LIBTPU_INIT_ARGS", stacklevel=3)
     return without(arguments, refused.unknown), refused.unknown
 

@@ -290,7 +290,7 @@ def forbid_lost_changes(
     same = len(found) == len(items) and all(map(operator.is_, found, items))
     if not same or stamps(passed) != values:
         traced = [tensor for tensor in tensors_in(found) if inputs_of([tensor]) & set(given)]
-        _free(traced, unit)
+        _free(traced)
         raise ValueError(
             f"the forward of {type(unit.module).__name__} changes one of its arguments, a tensor "
             "or a container such as a list. Scanned blocks are traced once for all, so the next "
@@ -305,7 +305,7 @@ def forbid_lost_changes(
         new = [tensor for tensor in tensors if id(tensor) not in known]
         if inputs_of(new) & set(given):
             path, name = key
-            _free(new, unit)
+            _free(new)
             raise ValueError(
                 f"the forward of {type(unit.module).__name__} stores a computed tensor in "
                 f"{dotted(path, name)!r}. Scanned blocks are traced once for all, so it would have "
@@ -314,10 +314,12 @@ def forbid_lost_changes(
             )
 
 
-def _free(tensors: Sequence[torch.Tensor], unit: ScanUnit) -> None:
-    """Drops the values of traced tensors: otherwise torch_xla would try to compute them."""
+def _free(tensors: Sequence[torch.Tensor]) -> None:
+    """Drops the values of traced tensors: torch_xla would end the process when it reads them."""
     for tensor in tensors:
-        tensor.data = unit.placeholder.clone()
+        for one in (tensor, tensor._base):  # a view keeps its base alive
+            if one is not None:
+                fill_([one], [torch.zeros_like(one)])
 
 
 def _items(value: Any) -> list[Any]:
@@ -448,11 +450,7 @@ class HookTensors(TorchFunctionMode):
         if not left:
             return
         shapes = [tuple(tensor.shape) for tensor in left]
-        for tensor in left:
-            # torch_xla would end the process when it reads them. A view keeps its base alive.
-            for one in (tensor, tensor._base):
-                if one is not None:
-                    fill_([one], [torch.zeros_like(one)])
+        _free(left)
         raise RuntimeError(
             f"a communication hook stored, or changed in place, tensors of shapes {shapes} that "
             "contain gradients of scanned blocks. The blocks are traced once, in a loop, and these "
