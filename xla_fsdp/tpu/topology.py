@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 from .chips import CHIPS, Chip
@@ -116,14 +117,9 @@ class Slice:
         As in libtpu 0.0.21. A topology description lists ``devices`` host by host: sort them by
         ``id``.
         """
-        x_size, y_size, z_size, cores = self.device_shape
-        return tuple(
-            (x, y, z, core)
-            for z in range(z_size)
-            for y in range(y_size)
-            for x in range(x_size)
-            for core in range(cores)
-        )
+        x_size, y_size, z_size, cores = map(range, self.device_shape)
+        slowest_first = product(z_size, y_size, x_size, cores)
+        return tuple((x, y, z, core) for z, y, x, core in slowest_first)
 
     @staticmethod
     def _xyz(fill: int, values: tuple[int, ...]) -> tuple[int, int, int]:
@@ -161,7 +157,14 @@ def resolve(name: str) -> Slice:
     if chip is None:
         raise UnknownTopologyError(given, f"there is no TPU family {family!r}")
     if colon == ":":
-        shape = _parse_shape(given, chip, size)
+        if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", size):
+            reason = f"after the colon go the chips along each axis, such as 4x4, not {size!r}"
+            raise UnknownTopologyError(given, reason)
+        shape = tuple(int(length) for length in size.split("x"))
+        if chip.torus_dimension == 2 and len(shape) == 3 and shape[2] == 1:
+            shape = shape[:2]
+        if wrong := _why_not_shape(chip, shape):
+            raise UnknownTopologyError(given, wrong)
     elif size in map(str, chip.slices):
         shape = chip.slices[int(size)]
     else:
@@ -169,20 +172,6 @@ def resolve(name: str) -> Slice:
         reason = f"there is no {family} slice of {size or 'no'} {counted}"
         raise UnknownTopologyError(given, reason)
     return Slice(given, chip, shape, chip.wraps(shape))
-
-
-def _parse_shape(given: str, chip: Chip, lengths: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", lengths):
-        raise UnknownTopologyError(
-            given, f"after the colon go the chips along each axis, such as 4x4, not {lengths!r}"
-        )
-    shape = tuple(int(length) for length in lengths.split("x"))
-    if chip.torus_dimension == 2 and len(shape) == 3 and shape[2] == 1:
-        shape = shape[:2]
-    reason = _why_not_shape(chip, shape)
-    if reason:
-        raise UnknownTopologyError(given, reason)
-    return shape
 
 
 def _why_not_shape(chip: Chip, shape: tuple[int, ...]) -> str | None:
