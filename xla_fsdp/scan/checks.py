@@ -241,6 +241,13 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
+def _forward_error(block: nn.Module, does: str, remedy: str) -> ValueError:
+    return ValueError(
+        f"the forward of {type(block).__name__} {does}, but scanned blocks are traced once for "
+        f"all: {remedy}, or wrap each block separately"
+    )
+
+
 def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
     if not isinstance(y, torch.Tensor):
         raise ValueError(
@@ -291,12 +298,9 @@ def forbid_lost_changes(
     if not same or stamps(passed) != values:
         traced = [tensor for tensor in tensors_in(found) if inputs_of([tensor]) & set(given)]
         _free(traced)
-        raise ValueError(
-            f"the forward of {type(unit.module).__name__} changes one of its arguments, a tensor "
-            "or a container such as a list. Scanned blocks are traced once for all, so the next "
-            "block would not see the change: change a copy, add the change to the tensor that the "
-            "block returns, or wrap each block separately"
-        )
+        what = "changes one of its arguments, a tensor or a container, for the next block"
+        remedy = "change a copy, add the change to the tensor that the block returns"
+        raise _forward_error(unit.module, what, remedy)
     for stack, value, was, now in zip(unit.parameters, full, before, stamps(full), strict=True):
         if stack.value is not value or now != was:
             raise_changed_in_forward(unit.comms.label + stack.name)
@@ -306,12 +310,9 @@ def forbid_lost_changes(
         if inputs_of(new) & set(given):
             path, name = key
             _free(new)
-            raise ValueError(
-                f"the forward of {type(unit.module).__name__} stores a computed tensor in "
-                f"{dotted(path, name)!r}. Scanned blocks are traced once for all, so it would have "
-                "no value there: add it to the tensor that the block returns, register a buffer "
-                "for numbers that need no gradient, or wrap each block separately"
-            )
+            what = f"stores a computed tensor in {dotted(path, name)!r}, where it has no value"
+            remedy = "add it to the returned tensor, register a buffer if it needs no gradient"
+            raise _forward_error(unit.module, what, remedy)
 
 
 def _free(tensors: Sequence[torch.Tensor]) -> None:
@@ -373,22 +374,16 @@ def require_known_graph(block: nn.Module, y: torch.Tensor, leaves: Sequence[torc
                 f"a tensor of shape {tuple(leaf.shape)}" if sharded is None else repr(sharded.key)
             )
         if what:
-            raise ValueError(
-                f"the forward of {type(block).__name__} uses a tensor from outside of the block "
-                f"that needs a gradient, {what}, through an attribute or a closure. Scanned blocks "
-                "give gradients only to their parameters and arguments: pass it as an argument, "
-                "blocks(x, it), or detach() it"
-            )
+            what = f"uses a tensor from outside of the block that needs a gradient, {what}"
+            remedy = "pass it as an argument (blocks(x, it)), detach it"
+            raise _forward_error(block, what, remedy)
         edges += node.next_functions
 
 
 def require_no_graph(block: nn.Module, name: str, buffer: torch.Tensor) -> None:
     if buffer.requires_grad:
-        raise ValueError(
-            f"the forward of {type(block).__name__} gives its buffer {name!r} a value that needs "
-            "a gradient, but in scanned blocks gradients flow only through the returned tensor. "
-            "Call detach() on it, add its effect to that tensor, or wrap each block separately"
-        )
+        what = f"gives its buffer {name!r} a value that needs a gradient"
+        raise _forward_error(block, what, "call detach() on it, add its effect to the result")
 
 
 class ForbidHostValues(TorchFunctionMode):
@@ -409,21 +404,16 @@ class ForbidHostValues(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if func in READS and reads_to_host(func, args, kwargs):
             if inputs_of(xla_tensors((args, kwargs))) & self._given:
-                raise ValueError(
-                    f"the forward of {type(self._block).__name__} reads values on the host "
-                    f"({name}), but scanned blocks are traced once for all, and their values "
-                    "exist only in the loop. Compute on the device (torch.where instead of if), "
-                    "or wrap each block separately"
-                )
+                remedy = "compute on the device (torch.where instead of if)"
+                raise _forward_error(self._block, f"reads values on the host ({name})", remedy)
         found = func(*args, **kwargs)
         name = name.rstrip("_")
         if name in _DRAWS and isinstance(found, torch.Tensor) and found.device.type == "cpu":
-            raise ValueError(
-                f"the forward of {type(self._block).__name__} draws random numbers on the host "
-                f"({name}). Scanned blocks are traced once for all, so all would get the same, and "
-                "their backward different ones: draw on the device of the input (torch.rand((), "
-                "device=x.device)) and choose by torch.where, or wrap each block separately"
+            what = f"draws random numbers on the host ({name})"
+            remedy = (
+                "draw on the device (torch.rand((), device=x.device)) and choose by torch.where"
             )
+            raise _forward_error(self._block, what, remedy)
         return found
 
 
