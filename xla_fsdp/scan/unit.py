@@ -268,16 +268,12 @@ class ScanBuilder(Builder):
                 "each in the backward, as checkpoint_module does"
             )
         for name, parameter in block.named_parameters():
-            if sharded_tensor_of(parameter) is not None:
-                raise ValueError(
-                    f"block {number} shares the parameter {name} with a wrapped module, which "
-                    "scanned blocks do not support. Untie it, or wrap each block separately"
-                )
             other = self._seen.setdefault(parameter, number)
-            if other != number:
+            if other != number or sharded_tensor_of(parameter) is not None:
+                sharer = "a wrapped module" if other == number else f"block {other}"
                 raise ValueError(
-                    f"blocks {other} and {number} share the parameter {name}, which scanned blocks "
-                    "do not support. Wrap each block separately"
+                    f"block {number} shares the parameter {name} with {sharer}, which scanned "
+                    "blocks do not support. Untie it, or wrap each block separately"
                 )
         for path, module in block.named_modules():
             require_shardable_parameters(dotted(str(number), path), module)
