@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
-        losses, total = call(_losses, settings, [hidden, weight, labels])
+        losses, total = call(linear_cross_entropy_losses, settings, [hidden, weight, labels])
         ctx.settings = settings
         ctx.save_for_backward(hidden, weight, labels, total)
         return losses
@@ -116,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = [*ctx.saved_tensors, grad.float()]
-        of_hidden, of_weight = call(_gradients, ctx.settings, tensors)
+        of_hidden, of_weight = call(linear_cross_entropy_gradients, ctx.settings, tensors)
         return None, of_hidden, of_weight, None
 
 
@@ -155,7 +155,9 @@ def _chunk_of(hidden: Any, weight: Any, labels: Any, first: Any, rows: int) -> t
     return part, logits, (labels - first)[:, None] == jnp.arange(rows)
 
 
-def _losses(settings: _Settings, hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]:
+def linear_cross_entropy_losses(
+    settings: _Settings, hidden: Any, weight: Any, labels: Any
+) -> tuple[Any, ...]:
     """hidden (t, n), weight (m, n), labels (t,) to losses and logsumexp, (t,), float32."""
     import jax.numpy as jnp
 
@@ -180,7 +182,7 @@ def _losses(settings: _Settings, hidden: Any, weight: Any, labels: Any) -> tuple
     return settings.counted(labels, losses, vocabulary), logsumexp
 
 
-def _gradients(
+def linear_cross_entropy_gradients(
     settings: _Settings, hidden: Any, weight: Any, labels: Any, logsumexp: Any, grad: Any
 ) -> tuple[Any, ...]:
     """The gradients of hidden and weight; ``grad``: of the losses."""
