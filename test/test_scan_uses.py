@@ -9,7 +9,7 @@ from on_ranks import on_each_rank
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import scan_blocks
+from xla_fsdp import defer_init, scan_blocks
 
 WIDTH = 24  # all ranks have a part of the matrices
 
@@ -192,6 +192,12 @@ def a_buffer_of_all_blocks_before_one_of_each(rank):
     assert [model.state_dict()[f"{number}.seen"].tolist() for number in range(3)] == [[1, 1]] * 3
 
 
+def a_block_without_values_is_named(rank):
+    model = scan_blocks([nn.Linear(WIDTH, WIDTH, device=d) for d in ("cpu", "meta")],
+                        param_init_fn=defer_init)  # fmt: skip
+    refused(model, rank, RuntimeError, "called before '1.weight', '1.bias' had values")
+
+
 def second_derivatives(rank):
     model, x = scanned(), inputs(rank).requires_grad_()
     text = "of the scanned blocks 'blocks', .* no second derivative"
@@ -218,5 +224,6 @@ def test_each_is_right_or_refused(rank):
     what_came_after_building(rank)
     modes_of_the_forward(rank)
     a_buffer_of_all_blocks_before_one_of_each(rank)
+    a_block_without_values_is_named(rank)
     second_derivatives(rank)
     hooks_on_shards(rank)

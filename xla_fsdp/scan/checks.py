@@ -297,7 +297,7 @@ def forbid_lost_changes(
     same = len(found) == len(items) and all(map(operator.is_, found, items))
     if not same or stamps(passed) != values:
         traced = [tensor for tensor in tensors_in(found) if inputs_of([tensor]) & set(given)]
-        _free(traced)
+        _free(traced, unit)
         what = "changes one of its arguments, a tensor or a container, for the next block"
         remedy = "change a copy, add the change to the tensor that the block returns"
         raise _forward_error(unit.module, what, remedy)
@@ -309,18 +309,16 @@ def forbid_lost_changes(
         new = [tensor for tensor in tensors if id(tensor) not in known]
         if inputs_of(new) & set(given):
             path, name = key
-            _free(new)
+            _free(new, unit)
             what = f"stores a computed tensor in {dotted(path, name)!r}, where it has no value"
             remedy = "add it to the returned tensor, register a buffer if it needs no gradient"
             raise _forward_error(unit.module, what, remedy)
 
 
-def _free(tensors: Sequence[torch.Tensor]) -> None:
-    """Drops the values of traced tensors: torch_xla would end the process when it reads them."""
+def _free(tensors: Sequence[torch.Tensor], unit: ScanUnit) -> None:
+    """Drops the values of traced tensors: otherwise torch_xla would try to compute them."""
     for tensor in tensors:
-        for one in (tensor, tensor._base):  # a view keeps its base alive
-            if one is not None:
-                fill_([one], [torch.zeros_like(one)])
+        tensor.data = unit.placeholder.clone()
 
 
 def _items(value: Any) -> list[Any]:
@@ -440,7 +438,11 @@ class HookTensors(TorchFunctionMode):
         if not left:
             return
         shapes = [tuple(tensor.shape) for tensor in left]
-        _free(left)
+        for tensor in left:
+            # torch_xla would end the process when it reads them. A view keeps its base alive.
+            for one in (tensor, tensor._base):
+                if one is not None:
+                    fill_([one], [torch.zeros_like(one)])
         raise RuntimeError(
             f"a communication hook stored, or changed in place, tensors of shapes {shapes} that "
             "contain gradients of scanned blocks. The blocks are traced once, in a loop, and these "
