@@ -468,15 +468,18 @@ class _Run:
 
     def _updated(self, before: Tensors, after: Tensors) -> list[int]:
         """Numbers of the buffers that the block has changed or replaced."""
+        numbers = []
         pending = xlac.are_pending(after)
-        pairs = enumerate(zip(before, after, strict=True))
-        numbers = [number for number, (old, new) in pairs if pending[number] or new is not old]
-        for number in numbers:
-            if self.unit.buffers[number].shared:
+        stacks = enumerate(self.unit.buffers)
+        for (number, stack), old, new, changed in zip(stacks, before, after, pending, strict=True):
+            if not changed and new is old:
+                continue
+            if stack.shared:
                 raise ValueError(
-                    f"the forward of a block updates its buffer {self.unit.buffers[number].name}, "
-                    "which all blocks share. Give each block a separate buffer"
+                    f"the forward of a block updates its buffer {stack.name}, which all blocks "
+                    "share. Give each block a separate buffer"
                 )
+            numbers.append(number)
         return numbers
 
 

@@ -154,8 +154,8 @@ class _Comparison:
             equal = [part for part, _ in mine] == [part for part, _ in its]
         if not equal:
             raise ValueError(f"{_difference(name, a, b, self.number)}. {self._remedy}")
-        for (part, x), (_, y) in zip(mine, its, strict=True):
-            self.require_equal(part, x, y)
+        for (part, one), (_, other) in zip(mine, its, strict=True):
+            self.require_equal(part, one, other)
 
     def _contents(self, name: str, value: Any) -> list[tuple[str, Any]]:
         """The named parts that define ``value``."""

@@ -298,13 +298,16 @@ class ScanBuilder(Builder):
         if block is self._template:
             self._find_stacks(block)
         for stack in self._stacks:
-            name, layout, first = stack.name, stack.layout, number
-            tensor: Any = block.get_buffer(name) if layout is None else block.get_parameter(name)
-            if layout is not None:
-                first *= torch.Size(layout.shard_shape).numel()
+            name, layout = stack.name, stack.layout
+            if layout is None:
+                tensor, first = block.get_buffer(name), number
+                stack.pieces.append(tensor)
+            else:
+                tensor = block.get_parameter(name)
+                first = number * torch.Size(layout.shard_shape).numel()
+                stack.pieces.append(self._cut(tensor, layout))
             if is_deferred(tensor):  # a load gives it values
                 stack.late[first, 0] = dotted(str(number), name)
-            stack.pieces.append(tensor if layout is None else self._cut(tensor, layout))
 
     def _find_stacks(self, block: nn.Module) -> None:
         uses: dict[torch.Tensor, dict[tuple[nn.Module, str], None]] = {}
