@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,6 +46,7 @@ import xxhash
 
 from .. import xlac
 from ..compiler_options import libtpu_init_args
+from ..extras import installed_versions
 from ..files import default_cache_folder
 from ..tpu.libtpu_flags import ARGUMENTS
 
@@ -207,11 +208,8 @@ def describe_kind(on: str, part: str) -> dict[str, str]:
         "TPU_LIBRARY_PATH": os.environ.get("TPU_LIBRARY_PATH", ""),
         "TPU_MEGACORE": os.environ.get("TPU_MEGACORE", ""),
     }
-    for package in ("torch", "torch_xla", "libtpu"):
-        try:
-            about[package] = version(package)
-        except PackageNotFoundError:
-            about[package] = "none"
+    about |= installed_versions("torch", "torch_xla", "libtpu")
+    del about["python"]  # programs do not depend on it
     if on == "CPU":
         about["processor"] = _processor()
     for name, value in sorted(os.environ.items()):
